@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, PydanticUserError, ValidationError, create_model
@@ -128,6 +130,8 @@ class FromSchema:
 def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
     """The schema of a typed function with a docstring. An `Args:` section in Google style describes the parameters.
 
+    The schema of a function or method is remembered, because many environments make their tools in each conversation.
+
     Raises ConfigError if the function is a generator or has no docstring, or if a parameter has no type, has a type or kind
     that a model cannot give, or has a pydantic Field as its default.
     """
@@ -135,11 +139,6 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(
             f"the tool {name!r} is a generator, but a tool must return one value: return a list instead of yielding items"
-        )
-    summary, described = _docstring(function)
-    if not summary:
-        raise ConfigError(
-            f"the tool {name!r} has no docstring. Write one: its first paragraph is the description that the model receives"
         )
     try:
         hints = get_type_hints(
@@ -149,6 +148,57 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
         raise ConfigError(
             f"a type of the tool {name!r} cannot be resolved: {error}. Import the type in the tool's module"
         ) from None
+    source = _Source.of(function, hints)
+    if source is None:
+        return _new_schema(function, name, hints)
+    former = _remembered.get(source.key)
+    if former is None or former[0] != source:
+        if len(_remembered) >= _MOST_REMEMBERED:
+            _remembered.pop(next(iter(_remembered)), None)
+        former = _remembered[source.key] = (source, *_new_schema(function, name, hints))
+    return copy.deepcopy(former[1]), former[2]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """All that the schema of a function depends on."""
+
+    key: tuple[CodeType, bool]
+    """The code, which a nested function shares with those of other calls, and whether the function is a bound method."""
+    name: str
+    doc: str
+    hints: Mapping[str, Any]
+    default_ids: Sequence[int]
+    defaults: Sequence[Any] = field(compare=False)  # held, so that no other objects get their ids
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], hints: Mapping[str, Any]) -> _Source | None:
+        """None if the schema depends on more: on a wrapped function, or on an inherited docstring."""
+        plain = function.__func__ if isinstance(function, MethodType) else function
+        if not isinstance(plain, FunctionType) or plain.__dict__ or plain.__doc__ is None:
+            return None
+        by_keyword = plain.__kwdefaults__ or {}
+        defaults = (*(plain.__defaults__ or ()), *by_keyword, *by_keyword.values())
+        return cls(
+            key=(plain.__code__, function is not plain),
+            name=plain.__name__,
+            doc=plain.__doc__,
+            hints=hints,
+            default_ids=[id(default) for default in defaults],
+            defaults=defaults,
+        )
+
+
+_MOST_REMEMBERED = 256  # the oldest one is dropped first
+_remembered: dict[tuple[CodeType, bool], tuple[_Source, ToolSchema, FromSignature]] = {}
+
+
+def _new_schema(function: Callable[..., Any], name: str, hints: Mapping[str, Any]) -> tuple[ToolSchema, FromSignature]:
+    summary, described = _docstring(function)
+    if not summary:
+        raise ConfigError(
+            f"the tool {name!r} has no docstring. Write one: its first paragraph is the description that the model receives"
+        )
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
