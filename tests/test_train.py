@@ -47,8 +47,7 @@ def run(recipe: Path, *overrides: str) -> TrainingRun:
 
     config, _ = load(recipe, overrides)
     made = assemble(config)
-    if config.train.max_staleness:
-        overlap_surely(made)
+    overlap_surely(made)
     with open(os.devnull, "w") as nowhere:
         asyncio.run(train(made, TrainReport(Console(file=nowhere))))
     return made

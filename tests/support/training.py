@@ -47,7 +47,8 @@ def train_run(
 def overlap_surely(run: TrainingRun, seconds: float = 60.0) -> None:
     """Let each update begin when all conversations that have been started have a turn by the weights before the update.
 
-    Otherwise a busy machine may finish an update before the engine has sampled a token of the next step.
+    Otherwise a busy machine may finish an update before the engine has sampled a token of the next step. Without
+    `train.max_staleness`, none have been started then.
     """
     update = run.learner.update
 

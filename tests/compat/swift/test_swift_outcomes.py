@@ -90,15 +90,15 @@ def test_accuracy_works_in_another_thread_and_does_not_block_the_event_loop() ->
     assert turns > 20
 
 
+def worker_that(folder: Path, *, on: str, does: str) -> Path:
+    """The worker's program with a statement for the completion `on`."""
+    program, source = folder / "worker.py", Path(math_worker.__file__).read_text()
+    program.write_text(source.replace("    in_tags =", f"    if completion == '{on}':\n        {does}\n    in_tags ="))
+    return program
+
+
 def test_a_comparison_that_takes_too_long_ends_the_worker_and_no_other_comparison(tmp_path: Path) -> None:
-    program = tmp_path / "worker.py"
-    source = Path(math_worker.__file__).read_text()
-    program.write_text(
-        source.replace(
-            "    in_tags =", "    if completion == 'hard':\n        import time; time.sleep(60)\n    in_tags ="
-        )
-    )
-    process = MathProcess(program, limit=60.0)
+    process = MathProcess(worker_that(tmp_path, on="hard", does="import time; time.sleep(60)"), limit=60.0)
     assert process.agree("\\boxed{4}", "4") == 1.0
     process.limit = 0.2
     with pytest.raises(RuntimeError, match=r"math-verify took longer than 0\.2 s: the answer is too hard to compare"):
@@ -126,12 +126,7 @@ def test_a_worker_that_ends_is_started_again_and_its_comparison_fails(tmp_path: 
 
 
 def test_an_error_of_math_verify_is_an_error_of_its_comparison(tmp_path: Path) -> None:
-    program = tmp_path / "worker.py"
-    source = Path(math_worker.__file__).read_text()
-    program.write_text(
-        source.replace("    in_tags =", "    if completion == 'bad':\n        raise KeyError('x')\n    in_tags =")
-    )
-    process = MathProcess(program)
+    process = MathProcess(worker_that(tmp_path, on="bad", does="raise KeyError('x')"))
     with pytest.raises(RuntimeError, match="math-verify raised KeyError: 'x'"):
         process.agree("bad", "4")
     assert process.agree("\\boxed{4}", "4") == 1.0

@@ -151,12 +151,13 @@ def schema_of(function: Callable[..., Any]) -> tuple[ToolSchema, FromSignature]:
     source = _Source.of(function, hints)
     if source is None:
         return _new_schema(function, name, hints)
-    former = _remembered.get(source.key)
-    if former is None or former[0] != source:
+    remembered = _remembered.get(source.key)
+    if remembered is None or remembered[0] != source:
         if len(_remembered) >= _MOST_REMEMBERED:
             _remembered.pop(next(iter(_remembered)), None)
-        former = _remembered[source.key] = (source, *_new_schema(function, name, hints))
-    return copy.deepcopy(former[1]), former[2]
+        remembered = _remembered[source.key] = (source, *_new_schema(function, name, hints))
+    _, schema, arguments = remembered
+    return copy.deepcopy(schema), arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +191,7 @@ class _Source:
 
 
 _MOST_REMEMBERED = 256  # the oldest one is dropped first
+# not functools.lru_cache: with the function as its argument, it would keep the instance of a method alive
 _remembered: dict[tuple[CodeType, bool], tuple[_Source, ToolSchema, FromSignature]] = {}
 
 
