@@ -100,12 +100,19 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # the rows are added up here; those beyond a multiple of the step are a small product of their own
             even = len(values_MI) - len(values_MI) % _step(len(values_MI), weight)
-            of_weight = _onednn(gradient_MO[:even].t(), values_MI[:even].t(), None)
+            of_weight = _product_over_rows(gradient_MO[:even], values_MI[:even])
             if even < len(values_MI):
                 of_weight.addmm_(gradient_MO[even:].t(), values_MI[even:])
         if ctx.needs_input_grad[2]:
             of_bias = gradient_MO.sum(dim=0)
         return of_values, of_weight, of_bias
+
+
+def _product_over_rows(gradient_MO: torch.Tensor, values_MI: torch.Tensor) -> torch.Tensor:
+    """The gradient [O, I] of a weight. oneDNN copies the transposed first factor, so the smaller one comes first."""
+    if gradient_MO.shape[1] <= values_MI.shape[1]:
+        return _onednn(gradient_MO.t(), values_MI.t(), None)
+    return _onednn(values_MI.t(), gradient_MO.t(), None).t()
 
 
 def onednn_linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -26,6 +26,9 @@ _KEPT_CHUNKS = 4
 """A trained output layer runs in one piece if all logits fit into the memory of so many chunks. They are kept for the backward
 pass then, because computing them again takes time."""
 
+_CACHED_BYTES = 4 * 2**20
+"""The logits that a CPU computes at a time in the operations on each logit."""
+
 _Values = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From hidden states [C, D] and tokens [C] to values [K, C]: log-probabilities, and entropies if K is 2."""
 
@@ -61,7 +64,11 @@ class TokenLogprobs:
         def values(hidden_CD: torch.Tensor, token_C: torch.Tensor) -> torch.Tensor:
             with autocast(hidden_CD.device, self._autocast):
                 logits_CV = self._head(hidden_CD)
-            logprob_C, entropy_C = logprobs_of_logits(logits_CV, token_C, self._sampling, entropy=entropy)
+            # a linear layer needs its input for the backward pass, and not its output
+            overwrite = type(self._head) is torch.nn.Linear
+            logprob_C, entropy_C = logprobs_of_logits(
+                logits_CV, token_C, self._sampling, entropy=entropy, overwrite=overwrite
+            )
             return torch.stack([logprob_C] if entropy_C is None else [logprob_C, entropy_C])
 
         parameters = [parameter for parameter in self._head.parameters() if parameter.requires_grad]
@@ -75,9 +82,12 @@ class TokenLogprobs:
 
 
 def logprobs_of_logits(
-    logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling, *, entropy: bool
+    logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling, *, entropy: bool, overwrite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities [N] of tokens, and with `entropy` the entropies [N], from logits [N, V]."""
+    """Log-probabilities [N] of tokens, and with `entropy` the entropies [N], from logits [N, V].
+
+    With `overwrite`, the backward pass may write into the logits.
+    """
     logits_NV = sampling_logits(
         logits_NV,
         temperature_N=sampling.temperature,
@@ -87,7 +97,7 @@ def logprobs_of_logits(
         keep_N=token_N,
     )
     if not entropy:
-        return _TargetLogprobs.apply(logits_NV, token_N), None
+        return _TargetLogprobs.apply(logits_NV, token_N, overwrite), None
     all_NV = logits_NV.log_softmax(dim=-1)
     logprob_N = all_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1)
     # tokens that top-k, top-p or min-p removed have probability 0 and log-probability -inf: their product counts as 0
@@ -99,21 +109,36 @@ class _TargetLogprobs(torch.autograd.Function):
     """The log-probability [N] of one token of each row of logits [N, V].
 
     As `F.cross_entropy`, with fewer tensors of the size of the logits: between the passes only the logits are kept, and the
-    backward pass makes one more, the gradient `g * (onehot - softmax)`.
+    backward pass makes one more, the gradient `g * (onehot - softmax)`. With `overwrite`, it writes the gradient into the
+    logits: no other function may need them, and there can be one backward pass only.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
-        total_N = logits_NV.logsumexp(dim=-1)
+    def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor, overwrite: bool) -> torch.Tensor:
+        total_N = torch.cat([block.logsumexp(dim=-1) for block in logits_NV.split(_block_rows(logits_NV))])
         ctx.save_for_backward(logits_NV, token_N, total_N)
+        ctx.overwrite = overwrite
         return logits_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1) - total_N
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits_NV, token_N, total_N = ctx.saved_tensors
         gradient_N1 = gradients[0].unsqueeze(-1)
-        result_NV = (logits_NV - total_N.unsqueeze(-1)).exp_().mul_(-gradient_N1)
-        return result_NV.scatter_add_(-1, token_N.unsqueeze(-1), gradient_N1), None
+        result_NV = logits_NV if ctx.overwrite else torch.empty_like(logits_NV)
+        whole = (logits_NV, total_N.unsqueeze(-1), gradient_N1, result_NV)
+        for block, total_B1, gradient_B1, result in zip(
+            *(tensor.split(_block_rows(logits_NV)) for tensor in whole), strict=True
+        ):
+            torch.sub(block, total_B1, out=result).exp_().mul_(-gradient_B1)
+        return result_NV.scatter_add_(-1, token_N.unsqueeze(-1), gradient_N1), None, None
+
+
+def _block_rows(logits_NV: torch.Tensor) -> int:
+    """Rows of logits to compute at a time: on a CPU, so many that they stay in its cache between two operations."""
+    rows, vocabulary = logits_NV.shape
+    if logits_NV.device.type != "cpu":
+        return max(1, rows)
+    return max(1, _CACHED_BYTES // (logits_NV.element_size() * vocabulary))
 
 
 def _in_chunks(
