@@ -17,7 +17,7 @@ from engines.test_local_tokens import (
     tokens,
 )
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.fused_attention import SHARED_READS
+from turnwise.engines.local.shared_prefix import SHARED_READS, shared_prefix
 from turnwise.types import Completion, Request, Sampling
 
 
@@ -90,6 +90,17 @@ def test_a_preamble_that_all_rows_read_once(name: str) -> None:
     some = [(str(i), prompts[i] + tokens(i % 5 + 1, i)) for i in range(0, 24) if i not in (3, 4, 11)]
     for (_, prompt), answer in zip(some, ask(engine, *[greedy(*each) for each in some]), strict=True):
         is_greedy(model, prompt, answer)
+
+
+def test_samples_of_several_long_prompts_read_each_prompt_once() -> None:
+    model = make("qwen3")
+    prompts = [tokens(200, seed) for seed in range(3)]
+    asked = [prompts[index % 3] for index in range(24)]
+    assert len(shared_prefix(np.array(asked)).groups) == 3
+    engine = LocalEngine(model, threads=1)
+    answers = ask(engine, *[speak(str(index), prompt, 6, index) for index, prompt in enumerate(asked)])
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert answer.raw_logprobs == pytest.approx(own_logprobs(model, prompt, answer), abs=1e-4)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -14,6 +14,7 @@ import torch
 
 from turnwise.engines.local.requests import PartialCompletion, PendingRequest
 from turnwise.engines.local.sampler import SampledTokens, SamplingTensors, random_stream, uniforms
+from turnwise.engines.local.shared_prefix import SharedPrefix
 
 __all__ = ["DecodeStep", "RunningBatch"]
 
@@ -33,8 +34,8 @@ class DecodeStep:
     """Padded with -1."""
     max_tokens_B: np.ndarray
     sampling: SamplingTensors
-    common_prefix: int
-    """The number of leading tokens that all requests share."""
+    shared: SharedPrefix
+    """The leading tokens that requests have in common."""
     stop_text_requests: Sequence[tuple[int, int]]
     """(slot, index in the batch) of the requests that stop at a text."""
     position_offsets_B: np.ndarray | None
@@ -82,7 +83,7 @@ class RunningBatch:
         partial = PartialCompletion(*(column[slot, :num_sampled].copy() for column in self._sampled))
         return self.requests.pop(slot), partial
 
-    def make_step(self, slots: Sequence[int], rows_B: np.ndarray, *, layout: int, common_prefix: int) -> DecodeStep:
+    def make_step(self, slots: Sequence[int], rows_B: np.ndarray, *, layout: int, shared: SharedPrefix) -> DecodeStep:
         """The next decode step: `slots` are all running slots, in the order of their KV rows."""
         requests = [self.requests[slot] for slot in slots]
         samplings = [request.request.sampling for request in requests]
@@ -98,7 +99,7 @@ class RunningBatch:
             stop_token_ids_BK=np.array(stop_token_ids, dtype=np.int64),
             max_tokens_B=np.array([request.max_tokens for request in requests]),
             sampling=SamplingTensors.of(samplings, self._device),
-            common_prefix=common_prefix,
+            shared=shared,
             stop_text_requests=[
                 (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
             ],

@@ -113,7 +113,7 @@ class EngineCore:
             self._unused_reads = 0
         running.sort(key=lambda slot: cache.row_S[slot])
         return self.batch.make_step(
-            running, cache.row_S[running], layout=cache.layout, common_prefix=cache.batch_prefix(np.array(running))
+            running, cache.row_S[running], layout=cache.layout, shared=cache.shared_prefix(np.array(running))
         )
 
     def _should_compact(self, rows_B: np.ndarray) -> bool:
@@ -144,6 +144,6 @@ class EngineCore:
             if step.position_offsets_B is not None and isinstance(forward, VisionForward):
                 logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, step.position_offsets_B)
             else:
-                logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.common_prefix)
+                logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared)
             sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step))
         return fed_B, positions_B, sampled

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.kv_cache import KVCache, KVShape
+from turnwise.engines.local.shared_prefix import NOTHING_SHARED, SharedPrefix
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.attention import narrow_window
 from turnwise.models.autocast import autocast as bfloat16_autocast
@@ -59,11 +60,11 @@ class CachedForward(Protocol):
         ...
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, common_prefix: int
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
     ) -> torch.Tensor:
         """Run one token of each row, in ascending order of rows, and return float32 logits [B, V].
 
-        The first `common_prefix` tokens are the same in all these rows.
+        `shared` is a prefix that some or all of these rows have in common.
         """
         ...
 
@@ -130,7 +131,7 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast
         forward.prefill(kv, rows_N, zeros_N, [sequence[:split] for sequence in sequences])
         forward.prefill(kv, rows_N, zeros_N + split, [sequence[split:-1] for sequence in sequences])
         last_N = np.array([sequence[-1] for sequence in sequences])
-        logits_NV = forward.decode(kv, rows_N, np.array(lengths) - 1, last_N, 0)
+        logits_NV = forward.decode(kv, rows_N, np.array(lengths) - 1, last_N, NOTHING_SHARED)
         with bfloat16_autocast(parameter.device, autocast):
             own_NV = torch.stack([_last_logits(model, sequence, parameter.device) for sequence in sequences])
     if not bool(torch.isfinite(own_NV).all()):

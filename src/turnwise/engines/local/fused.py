@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from turnwise.engines.local.fused_attention import AttentionDims, DecodeAttention, PrefillAttention
 from turnwise.engines.local.fused_parameters import FusedLayer, FusedParameters
 from turnwise.engines.local.kv_cache import KVCache, KVShape
+from turnwise.engines.local.shared_prefix import SharedPrefix
 from turnwise.models.autocast import Bfloat16Linears
 
 __all__ = ["FusedForward"]
@@ -107,14 +108,14 @@ class FusedForward:
             hidden_MD = self._feed_forward(layer, hidden_MD + layer.o(attention(tensor, q_MHD)))
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, common_prefix: int
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
     ) -> torch.Tensor:
         # steps with the same batch pass the same array of rows
         cached, shape = self._decode_index, tuple(kv.tensors[0].shape)
         if cached is None or cached[0] is not rows_B or cached[1] != shape:
             cached = self._decode_index = (rows_B, shape, self._flat_index(kv, rows_B, np.zeros_like(rows_B)))
         index_J = (cached[2] + self._dims.tensor(positions_B).unsqueeze(1)).view(-1)
-        attention = DecodeAttention(self._dims, rows_B, positions_B, common_prefix)
+        attention = DecodeAttention(self._dims, rows_B, positions_B, shared)
         cos_B1D, sin_B1D = self._rotary(kv.capacity, positions_B)
         hidden_BD = F.embedding(self._dims.tensor(tokens_B), self._parameters.embedding)
         for layer, tensor in zip(self._parameters.layers, kv.tensors, strict=True):

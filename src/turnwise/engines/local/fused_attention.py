@@ -1,21 +1,22 @@
 """Attention of the fused pass, over the rows of the KV cache: one token of each row, or a chunk of a prompt.
 
 Axes: R rows from the first to the last that is decoded, H query heads, K key-value heads, G = H / K query heads for each of
-them, J = R * K, L tokens of a row, P tokens of a common prefix, D head dimension.
+them, J = R * K, L tokens of a row, P tokens of a shared prefix, D head dimension.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from turnwise.engines.local.shared_prefix import SharedPrefix
+
 __all__ = ["AttentionDims", "DecodeAttention", "PrefillAttention"]
 
-SHARED_READS = 2500
-"""Rows times common tokens from which on reading these once pays for the copies that it needs (measured)."""
 LONG_ROWS_READS = 3000
 """Keys that must be saved for long rows to be computed separately: a second call costs as much as reading these (measured)."""
 _COPIED_READS = 2
@@ -46,28 +47,31 @@ class AttentionDims:
 class DecodeAttention:
     """Attention of one token of each row, computed over the range of rows from the first to the last.
 
-    If all rows have a long common prefix, its keys and values are read once, from the first row, for all rows (cascade
+    The keys and values of a shared prefix are read once for the rows of a group, from the first of these rows (cascade
     attention): a decode step is limited by how much of the cache it reads. If a few rows are much longer than the others, they
     are computed separately, so that the other rows are not padded to their length.
     """
 
-    def __init__(self, dims: AttentionDims, rows_B: np.ndarray, positions_B: np.ndarray, common_prefix: int) -> None:
+    def __init__(self, dims: AttentionDims, rows_B: np.ndarray, positions_B: np.ndarray, shared: SharedPrefix) -> None:
         self._dims = dims
-        self._first_row = int(rows_B[0])
         self._num_rows = int(rows_B[-1]) + 1
         self._rows = None if self._num_rows == len(rows_B) else dims.tensor(rows_B)
-        self._prefix = common_prefix if common_prefix * len(rows_B) >= SHARED_READS else 0
+        self._start = shared.tokens
+        self._prefix = None
+        if shared.tokens:
+            members = [(int(rows_B[group[0]]), rows_B[group]) for group in shared.groups]
+            self._prefix = _Prefix(dims, shared.tokens, members)
         lengths_B = positions_B + 1
-        self._length = _main_length(lengths_B, self._num_rows, self._prefix)
+        self._length = _main_length(lengths_B, self._num_rows, self._start)
         long_B = lengths_B > self._length
         self._long = None
         if long_B.any():
-            self._long = _LongRows(dims, np.flatnonzero(long_B), rows_B[long_B], lengths_B[long_B], self._prefix)
+            self._long = _LongRows(dims, rows_B, lengths_B, long_B, shared)
         self._mask_R1L = None
         if lengths_B.min() < self._length:
             lengths_R = np.zeros(self._num_rows, dtype=np.int64)
             lengths_R[rows_B] = lengths_B
-            hidden_RL = np.arange(self._prefix, self._length) >= lengths_R[:, None]
+            hidden_RL = np.arange(self._start, self._length) >= lengths_R[:, None]
             # rows in between that are not decoded are computed too: with everything hidden they would give NaN
             hidden_RL[lengths_R == 0] = False
             self._mask_R1L = dims.mask(hidden_RL).unsqueeze(1)
@@ -79,13 +83,55 @@ class DecodeAttention:
         q_RHD = q_BHD
         if self._rows is not None:
             q_RHD = q_BHD.new_zeros(self._num_rows, *q_BHD.shape[1:]).index_copy_(0, self._rows, q_BHD)
-        prefix = kv[:, self._first_row, :, : self._prefix] if self._prefix else None
-        own = kv[:, : self._num_rows, :, self._prefix : self._length]
-        output_RD = _attend(dims, q_RHD, own, self._mask_R1L, prefix)
+        own = kv[:, : self._num_rows, :, self._start : self._length]
+        output_RD = _attend(dims, q_RHD, own, self._mask_R1L, kv, self._prefix)
         output_BD = output_RD if self._rows is None else output_RD.index_select(0, self._rows)
         if self._long is None:
             return output_BD
-        return self._long.replace(output_BD, kv, q_BHD, prefix)
+        return self._long.replace(output_BD, kv, q_BHD)
+
+
+class _Prefix:
+    """A shared prefix of R rows, whose keys and values [2, K, P, D] are read from one row for each group.
+
+    `members` has for each group the row to read from, and the places of the group's rows among the R rows.
+    """
+
+    def __init__(self, dims: AttentionDims, tokens: int, members: Sequence[tuple[int, np.ndarray]]) -> None:
+        self._dims, self._tokens = dims, tokens
+        # a single group has all rows, and needs no places
+        self._groups = [(row, None if len(members) == 1 else dims.tensor(places)) for row, places in members]
+
+    def scores(self, kv: torch.Tensor, q_JGD: torch.Tensor) -> torch.Tensor:
+        """Products [J, G, P] of the queries with the keys; 0 for rows without a group."""
+        scores_JGP = q_JGD.new_zeros(*q_JGD.shape[:2], self._tokens)
+        for row, places in self._groups:
+            keys_KDP = kv[0, row, :, : self._tokens].transpose(1, 2)
+            scores_jGP = self._products(self._select(q_JGD, places), keys_KDP)
+            if places is None:
+                return scores_jGP
+            self._rows(scores_JGP).index_copy_(0, places, self._rows(scores_jGP))
+        return scores_JGP
+
+    def add_output(self, kv: torch.Tensor, weights_JGP: torch.Tensor, output_JGD: torch.Tensor) -> None:
+        """Add the products of the attention weights with the values, in place."""
+        for row, places in self._groups:
+            output_jGD = self._products(self._select(weights_JGP, places), kv[1, row, :, : self._tokens])
+            if places is None:
+                output_JGD.add_(output_jGD)
+            else:
+                self._rows(output_JGD).index_add_(0, places, self._rows(output_jGD))
+
+    def _products(self, left_JGX: torch.Tensor, right_KXY: torch.Tensor) -> torch.Tensor:
+        """[J, G, Y]: one matrix product for each key-value head."""
+        return _by_row(self._dims, torch.bmm(_by_head(self._dims, left_JGX), right_KXY))
+
+    def _select(self, values_JGX: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
+        return values_JGX if places is None else self._rows(values_JGX).index_select(0, places).flatten(0, 1)
+
+    def _rows(self, values_JGX: torch.Tensor) -> torch.Tensor:
+        """[J, G, X] as [R, K, G, X]."""
+        return values_JGX.unflatten(0, (-1, self._dims.kv_heads))
 
 
 def _attend(
@@ -93,10 +139,11 @@ def _attend(
     q_RHD: torch.Tensor,
     own: torch.Tensor,
     mask_R1L: torch.Tensor | None,
-    prefix: torch.Tensor | None,
+    kv: torch.Tensor,
+    prefix: _Prefix | None,
 ) -> torch.Tensor:
-    """Attention [R, H * D] of one token of each of R rows, over a common prefix [2, K, P, D] and each row's own keys and values
-    [2, R, K, L, D]. The queries are scaled."""
+    """Attention [R, H * D] of one token of each of R rows, over each row's own keys and values [2, R, K, L, D] and those of a
+    shared prefix, which are in `kv`. The queries are scaled."""
     rows = len(q_RHD)
     q_JGD = q_RHD.view(rows * dims.kv_heads, -1, dims.head_dim)
     keys_JLD, values_JLD = own.flatten(1, 2)
@@ -106,11 +153,10 @@ def _attend(
     if prefix is None:
         return torch.bmm(_softmax(scores_JGL), values_JLD).view(rows, -1)
     # one softmax over both parts
-    scores_JGP = _by_row(dims, torch.bmm(_by_head(dims, q_JGD), prefix[0].transpose(1, 2)))
-    weights_JGL = _softmax(torch.cat((scores_JGP, scores_JGL), dim=-1))
-    tokens = prefix.shape[2]
+    weights_JGL = _softmax(torch.cat((prefix.scores(kv, q_JGD), scores_JGL), dim=-1))
+    tokens = weights_JGL.shape[-1] - scores_JGL.shape[-1]
     output_JGD = torch.bmm(weights_JGL[:, :, tokens:], values_JLD)
-    output_JGD.add_(_by_row(dims, torch.bmm(_by_head(dims, weights_JGL[:, :, :tokens]), prefix[1])))
+    prefix.add_output(kv, weights_JGL[:, :, :tokens], output_JGD)
     return output_JGD.view(rows, -1)
 
 
@@ -144,19 +190,29 @@ class _LongRows:
     """Attention of the rows that are longer than the others: n rows, whose keys and values are copied."""
 
     def __init__(
-        self, dims: AttentionDims, places_n: np.ndarray, rows_n: np.ndarray, lengths_n: np.ndarray, prefix: int
+        self,
+        dims: AttentionDims,
+        rows_B: np.ndarray,
+        lengths_B: np.ndarray,
+        long_B: np.ndarray,
+        shared: SharedPrefix,
     ) -> None:
         self._dims = dims
-        self._places, self._rows = dims.tensor(places_n), dims.tensor(rows_n)
-        self._prefix, self._length = prefix, int(lengths_n.max())
-        self._mask_n1L = dims.mask(np.arange(prefix, self._length) >= lengths_n[:, None]).unsqueeze(1)
+        self._places, self._rows = dims.tensor(np.flatnonzero(long_B)), dims.tensor(rows_B[long_B])
+        lengths_n = lengths_B[long_B]
+        self._start, self._length = shared.tokens, int(lengths_n.max())
+        self._mask_n1L = dims.mask(np.arange(self._start, self._length) >= lengths_n[:, None]).unsqueeze(1)
+        self._prefix = None
+        if shared.tokens:
+            place_B = long_B.cumsum() - 1
+            long_of = [(int(rows_B[group[0]]), place_B[group[long_B[group]]]) for group in shared.groups]
+            self._prefix = _Prefix(dims, shared.tokens, [(row, places) for row, places in long_of if len(places)])
 
-    def replace(
-        self, output_BD: torch.Tensor, kv: torch.Tensor, q_BHD: torch.Tensor, prefix: torch.Tensor | None
-    ) -> torch.Tensor:
+    def replace(self, output_BD: torch.Tensor, kv: torch.Tensor, q_BHD: torch.Tensor) -> torch.Tensor:
         """The output [B, H * D] with the right values for the long rows. The queries are scaled."""
-        own = kv[:, self._rows, :, self._prefix : self._length]
-        output_nD = _attend(self._dims, q_BHD.index_select(0, self._places), own, self._mask_n1L, prefix)
+        own = kv[:, self._rows, :, self._start : self._length]
+        q_nHD = q_BHD.index_select(0, self._places)
+        output_nD = _attend(self._dims, q_nHD, own, self._mask_n1L, kv, self._prefix)
         return output_BD.index_copy_(0, self._places, output_nD)
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from turnwise.engines.local.kv_cache import KVCache, KVShape
+from turnwise.engines.local.shared_prefix import SharedPrefix
 from turnwise.errors import EngineError
 from turnwise.models.attention import ignored_by_sdpa
 from turnwise.models.autocast import Bfloat16Linears, autocast
@@ -72,7 +73,7 @@ class GenericForward:
         self._run(kv, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, common_prefix: int
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
     ) -> torch.Tensor:
         return self._run(kv, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
 

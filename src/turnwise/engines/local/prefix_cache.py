@@ -17,6 +17,7 @@ import numpy as np
 
 from turnwise.engines.local.kv_cache import INITIAL_CAPACITY, INITIAL_ROWS, KVCache
 from turnwise.engines.local.prefix_index import BLOCK, PrefixIndex
+from turnwise.engines.local.shared_prefix import NOTHING_SHARED, SharedPrefix, shared_prefix
 
 __all__ = ["FREE", "PrefixCache", "PrefixMatch"]
 
@@ -93,13 +94,11 @@ class PrefixCache:
         differs_N = self.tokens_SC[slot, :length] != tokens_N[:length]
         return int(differs_N.argmax()) if differs_N.any() else length
 
-    def batch_prefix(self, slots_B: np.ndarray) -> int:
-        """The number of leading tokens that all these slots share, computed with the same weights."""
+    def shared_prefix(self, slots_B: np.ndarray) -> SharedPrefix:
+        """The leading tokens that these slots, or groups of them, share, computed with the same weights."""
         if self._stale_S[slots_B].any():
-            return 0
-        length = int(self.length_S[slots_B].min())
-        equal_L = (self.tokens_SC[slots_B, :length] == self.tokens_SC[slots_B[0], :length]).all(axis=0)
-        return length if equal_L.all() else int(equal_L.argmin())
+            return NOTHING_SHARED
+        return shared_prefix(self.tokens_SC[slots_B, : int(self.length_S[slots_B].min())])
 
     # the life of a slot
 
