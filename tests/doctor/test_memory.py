@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import Qwen3Config
 
@@ -16,6 +17,7 @@ from support.tiny import save_rows, tiny_model
 from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.doctor.memory import Prediction, Workload, memory_check, predict
+from turnwise.models import fast_linear
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 WORK = Workload(conversations=8, tokens=256, prompt_tokens=64)
@@ -74,7 +76,7 @@ def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -
     model = tiny_model()
     weights = {id(layer.weight): layer.weight.numel() for layer in model.modules() if type(layer).__name__ == "Linear"}
     exact, mixed = (parts(predict(config(model={"autocast": on}), shape(), WORK)) for on in (False, True))
-    assert mixed.pop("bfloat16 weights of the engine") == 2 * sum(weights.values())
+    assert mixed.pop("copied weights of the engine") == 2 * sum(weights.values())
     assert mixed["weights"] == mixed["gradients"] == exact["weights"]
     assert mixed["optimizer"] == exact["optimizer"]
     assert mixed["KV cache"] == exact["KV cache"] / 2
@@ -82,6 +84,18 @@ def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -
     assert not any(
         "engine" in name for name in parts(predict(config(model={"autocast": True}), shape(), WORK, section="sft"))
     )
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_the_engine_packs_weights_where_onednn_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: faster)
+    model = tiny_model(hidden_size=256, intermediate_size=1024)
+    weights = {id(layer.weight): layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
+    packed = 4 * sum(weight.numel() for weight in weights.values() if weight.numel() >= 250_000)
+    assert packed > 0
+    found = parts(predict(config(), model.config, WORK))
+    assert found.get("copied weights of the engine", 0) == (packed if faster else 0)
+    assert "copied weights of the engine" not in parts(predict(config(), model.config, WORK, section="sft"))
 
 
 def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:

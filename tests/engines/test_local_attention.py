@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from turnwise.engines.local.fused_attention import AttentionDims, DecodeAttention
-from turnwise.engines.local.shared_prefix import NOTHING_SHARED, SharedPrefix, shared_prefix
+from turnwise.engines.local.prefix_index import NOTHING_SHARED, SharedPrefix, shared_prefix
 
 DIMS = AttentionDims(heads=4, kv_heads=2, head_dim=8, scale=8**-0.5, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -28,7 +28,7 @@ from transformers import (
 
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.fused import FusedForward
-from turnwise.engines.local.fused_parameters import unsupported_reason
+from turnwise.engines.local.fused_support import unsupported_reason
 from turnwise.engines.local.generic import GenericForward
 from turnwise.types import Completion, Request, Sampling
 

@@ -26,11 +26,13 @@ from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
 from turnwise.doctor.engine_memory import kv_cache_bytes
+from turnwise.engines.local.fused_support import unsupported_reason
 from turnwise.errors import Failed, boundary
 from turnwise.models.autocast import autocast
 from turnwise.models.loading import ModelOptions, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import context_length
+from turnwise.models.packed_weights import packed_bytes
 from turnwise.training.options import OptimizerConfig
 from turnwise.training.token_logprobs import TokenLogprobs
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
@@ -128,8 +130,8 @@ class _Trace:
     """What a pass over one micro-batch keeps in memory, in bytes."""
 
     weights: int
-    linear_bfloat16: int
-    """The weights of linear layers in bfloat16."""
+    copied: int
+    """The embedded engine's copies of weights: in bfloat16 with autocast, in oneDNN's layout on some CPUs without."""
     trained: int
     """Trained weights: as many bytes as their gradients."""
     trained_count: int
@@ -164,7 +166,7 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
     parts = [
         MemoryPart("weights", trace.weights),
-        MemoryPart("bfloat16 weights of the engine", trace.linear_bfloat16 if mixed and embedded else 0),
+        MemoryPart("copied weights of the engine", trace.copied if embedded and (mixed or not on_gpu(config)) else 0),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
@@ -323,7 +325,7 @@ def _trace(
                 del hidden_TD
     return _Trace(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        linear_bfloat16=2 * sum(weight.numel() for weight in _linear_weights(model)),
+        copied=2 * sum(weight.numel() for weight in _linear_weights(model)) if mixed else _packed(model),
         trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         trained_count=sum(parameter.numel() for parameter in trained),
         largest=max(parameter.numel() for parameter in trained),
@@ -377,6 +379,10 @@ def _replace(module: Any, name: str, tensor: torch.Tensor, shared: dict[int, tor
 
 def _body(model: Any) -> Any:
     return model.model if isinstance(getattr(model, "model", None), torch.nn.Module) else model.base_model
+
+
+def _packed(model: Any) -> int:
+    return packed_bytes(model) if unsupported_reason(model) is None else 0
 
 
 def _linear_weights(model: Any) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ from turnwise.training.sharded.options import SMALL_GRADIENTS
 
 __all__ = ["number_of_ranks", "rank_memory", "rank_memory_check", "refuse_impossible"]
 
-_OF_ENGINE = ("KV cache", "bfloat16 weights of the engine")
+_OF_ENGINE = ("KV cache", "copied weights of the engine")
 _OF_PASSES = ("activations", "logits and other temporary tensors")
 _RANK_PROGRAM_BYTES, _RANK_PEFT_BYTES = 400 * 2**20, 60 * 2**20
 """Bytes of the program of a rank without conversations, and of peft in a rank."""

@@ -9,13 +9,13 @@ Axis suffixes: N targets, C targets of a chunk, D hidden dimension, V vocabulary
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from turnwise.models.autocast import autocast
 from turnwise.models.distribution import sampling_logits
+from turnwise.training.chunked_values import in_chunks
 from turnwise.types import Sampling
 
 __all__ = ["LOGITS_BYTES", "TokenLogprobs", "logprobs_of_logits"]
@@ -27,10 +27,7 @@ _KEPT_CHUNKS = 4
 pass then, because computing them again takes time."""
 
 _CACHED_BYTES = 4 * 2**20
-"""The logits that a CPU computes at a time in the operations on each logit."""
-
-_Values = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From hidden states [C, D] and tokens [C] to values [K, C]: log-probabilities, and entropies if K is 2."""
+"""The logits whose sum a CPU computes at a time, so that they stay in its cache between the operations."""
 
 
 class TokenLogprobs:
@@ -54,6 +51,8 @@ class TokenLogprobs:
         self._head = head
         self._autocast = autocast
         self._sampling = sampling
+        # a linear layer needs its input for the backward pass, and not its output
+        self._plain = type(head) is torch.nn.Linear
         self._max_chunk = max(1, chunk_bytes // (4 * vocabulary))
 
     def __call__(
@@ -64,12 +63,8 @@ class TokenLogprobs:
         def values(hidden_CD: torch.Tensor, token_C: torch.Tensor) -> torch.Tensor:
             with autocast(hidden_CD.device, self._autocast):
                 logits_CV = self._head(hidden_CD)
-            # a linear layer needs its input for the backward pass, and not its output
-            overwrite = type(self._head) is torch.nn.Linear
-            logprob_C, entropy_C = logprobs_of_logits(
-                logits_CV, token_C, self._sampling, entropy=entropy, overwrite=overwrite
-            )
-            return torch.stack([logprob_C] if entropy_C is None else [logprob_C, entropy_C])
+            found = logprobs_of_logits(logits_CV, token_C, self._sampling, entropy=entropy, overwrite=self._plain)
+            return torch.stack([value_C for value_C in found if value_C is not None])
 
         parameters = [parameter for parameter in self._head.parameters() if parameter.requires_grad]
         count = -(-len(hidden_ND) // self._max_chunk)
@@ -77,17 +72,15 @@ class TokenLogprobs:
             count = 1
         # chunks of about the same size, so that no small chunk is left at the end
         chunk = max(1, -(-len(hidden_ND) // max(count, 1)))
-        values_KN = _in_chunks(values, hidden_ND, token_N, parameters, chunk)
+        in_one = len(hidden_ND) <= chunk
+        values_KN = values(hidden_ND, token_N) if in_one else in_chunks(values, hidden_ND, token_N, parameters, chunk)
         return values_KN[0], values_KN[1] if entropy else None
 
 
 def logprobs_of_logits(
     logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling, *, entropy: bool, overwrite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probabilities [N] of tokens, and with `entropy` the entropies [N], from logits [N, V].
-
-    With `overwrite`, the backward pass may write into the logits.
-    """
+    """Log-probabilities [N], and with `entropy` entropies [N], from logits [N, V], which the backward pass may `overwrite`."""
     logits_NV = sampling_logits(
         logits_NV,
         temperature_N=sampling.temperature,
@@ -115,7 +108,8 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor, overwrite: bool) -> torch.Tensor:
-        total_N = torch.cat([block.logsumexp(dim=-1) for block in logits_NV.split(_block_rows(logits_NV))])
+        cached = _CACHED_BYTES // (4 * logits_NV.shape[1]) if logits_NV.device.type == "cpu" else len(logits_NV)
+        total_N = torch.cat([block.logsumexp(dim=-1) for block in logits_NV.split(max(1, cached))])
         ctx.save_for_backward(logits_NV, token_N, total_N)
         ctx.overwrite = overwrite
         return logits_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1) - total_N
@@ -124,105 +118,5 @@ class _TargetLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         logits_NV, token_N, total_N = ctx.saved_tensors
         gradient_N1 = gradients[0].unsqueeze(-1)
-        result_NV = logits_NV if ctx.overwrite else torch.empty_like(logits_NV)
-        whole = (logits_NV, total_N.unsqueeze(-1), gradient_N1, result_NV)
-        for block, total_B1, gradient_B1, result in zip(
-            *(tensor.split(_block_rows(logits_NV)) for tensor in whole), strict=True
-        ):
-            torch.sub(block, total_B1, out=result).exp_().mul_(-gradient_B1)
-        return result_NV.scatter_add_(-1, token_N.unsqueeze(-1), gradient_N1), None, None
-
-
-def _block_rows(logits_NV: torch.Tensor) -> int:
-    """Rows of logits to compute at a time: on a CPU, so many that they stay in its cache between two operations."""
-    rows, vocabulary = logits_NV.shape
-    if logits_NV.device.type != "cpu":
-        return max(1, rows)
-    return max(1, _CACHED_BYTES // (logits_NV.element_size() * vocabulary))
-
-
-def _in_chunks(
-    function: _Values, hidden_ND: torch.Tensor, token_N: torch.Tensor, parameters: Sequence[torch.Tensor], chunk: int
-) -> torch.Tensor:
-    """The values [K, N] of `function`, which has the trainable `parameters`, computed for `chunk` targets at a time."""
-    if len(hidden_ND) <= chunk:
-        return function(hidden_ND, token_N)
-    if not torch.is_grad_enabled() or not (parameters or hidden_ND.requires_grad):
-        pairs = zip(hidden_ND.split(chunk), token_N.split(chunk), strict=True)
-        return torch.cat([function(hidden_CD, token_C) for hidden_CD, token_C in pairs], dim=1)
-    if parameters:
-        return _Recomputed.apply(function, chunk, hidden_ND, token_N, *parameters)
-    return _WithSlopes.apply(function, chunk, hidden_ND, token_N)
-
-
-class _Recomputed(torch.autograd.Function):
-    """The backward pass computes each chunk again, and adds up the gradients of the head's parameters over the chunks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        function: _Values,
-        chunk: int,
-        hidden_ND: torch.Tensor,
-        token_N: torch.Tensor,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.function, ctx.chunk = function, chunk
-        ctx.save_for_backward(hidden_ND, token_N, *parameters)
-        pairs = zip(hidden_ND.split(chunk), token_N.split(chunk), strict=True)
-        return torch.cat([function(hidden_CD, token_C) for hidden_CD, token_C in pairs], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        hidden_ND, token_N, *parameters = ctx.saved_tensors
-        pieces = zip(
-            hidden_ND.split(ctx.chunk), token_N.split(ctx.chunk), gradients[0].split(ctx.chunk, dim=1), strict=True
-        )
-        of_hidden: list[torch.Tensor] = []
-        sums: list[torch.Tensor | None] = [None] * len(parameters)
-        for hidden_CD, token_C, gradient_KC in pieces:
-            with torch.enable_grad():
-                own_CD = hidden_CD.detach().requires_grad_()
-                values_KC = ctx.function(own_CD, token_C)
-            of_own_CD, *others = torch.autograd.grad(values_KC, [own_CD, *parameters], gradient_KC, allow_unused=True)
-            of_hidden.append(of_own_CD)
-            for place, gradient in enumerate(others):
-                if gradient is not None:
-                    total = sums[place]
-                    sums[place] = gradient if total is None else total.add_(gradient)
-            del values_KC, others  # before the next chunk is computed
-        return None, None, torch.cat(of_hidden), None, *sums
-
-
-class _WithSlopes(torch.autograd.Function):
-    """For a head without trainable parameters, as with LoRA on the body only.
-
-    A value depends on the hidden state of its own target only, so its gradient is known up to a factor that comes from the
-    loss. The forward pass computes these gradients with each chunk, and nothing is computed twice.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, function: _Values, chunk: int, hidden_ND: torch.Tensor, token_N: torch.Tensor
-    ) -> torch.Tensor:
-        parts: list[torch.Tensor] = []
-        slopes: list[torch.Tensor] = []
-        for hidden_CD, token_C in zip(hidden_ND.split(chunk), token_N.split(chunk), strict=True):
-            with torch.enable_grad():
-                own_CD = hidden_CD.detach().requires_grad_()
-                rows = function(own_CD, token_C).unbind()
-            ones_C = torch.ones_like(rows[0])
-            slopes_KCD = [
-                torch.autograd.grad(row_C, own_CD, ones_C, retain_graph=row_C is not rows[-1])[0] for row_C in rows
-            ]
-            slopes.append(torch.stack(slopes_KCD))
-            parts.append(torch.stack([row_C.detach() for row_C in rows]))
-            del rows  # and with it the chunk's logits
-        ctx.save_for_backward(torch.cat(slopes, dim=1))
-        return torch.cat(parts, dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        (slopes_KND,) = ctx.saved_tensors
-        weighted_KND = slopes_KND * gradients[0].unsqueeze(-1).to(slopes_KND.dtype)
-        return None, None, weighted_KND.sum(dim=0), None
+        result_NV = torch.sub(logits_NV, total_N.unsqueeze(-1), out=logits_NV if ctx.overwrite else None)
+        return result_NV.exp_().mul_(-gradient_N1).scatter_add_(-1, token_N.unsqueeze(-1), gradient_N1), None, None

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from turnwise.engines.local.prefix_index import SharedPrefix
 from turnwise.engines.local.requests import PartialCompletion, PendingRequest
 from turnwise.engines.local.sampler import SampledTokens, SamplingTensors, random_stream, uniforms
-from turnwise.engines.local.shared_prefix import SharedPrefix
 
 __all__ = ["DecodeStep", "RunningBatch"]
 

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.kv_cache import KVCache, KVShape
-from turnwise.engines.local.shared_prefix import NOTHING_SHARED, SharedPrefix
+from turnwise.engines.local.prefix_index import NOTHING_SHARED, SharedPrefix
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.attention import narrow_window
 from turnwise.models.autocast import autocast as bfloat16_autocast
@@ -77,7 +77,7 @@ def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedF
     Raises EngineError for a model that cannot be run over a KV cache.
     """
     from turnwise.engines.local.fused import FusedForward
-    from turnwise.engines.local.fused_parameters import unsupported_reason
+    from turnwise.engines.local.fused_support import unsupported_reason
     from turnwise.engines.local.generic import GenericForward
     from turnwise.engines.local.vision import VisionForward
 

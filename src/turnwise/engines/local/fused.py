@@ -2,7 +2,7 @@
 
 It reads the model's own parameters without a copy: an in-place update by the trainer takes effect in the next pass. With
 autocast, the weights of linear layers are bfloat16 copies, and hidden states stay in float32. Supports these four architectures
-without variations (`fused_parameters.unsupported_reason`); the generic pass runs all others.
+without variations (`fused_support.unsupported_reason`); the generic pass runs all others.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 from turnwise.engines.local.fused_attention import AttentionDims, DecodeAttention, PrefillAttention
 from turnwise.engines.local.fused_parameters import FusedLayer, FusedParameters
 from turnwise.engines.local.kv_cache import KVCache, KVShape
-from turnwise.engines.local.shared_prefix import SharedPrefix
+from turnwise.engines.local.prefix_index import SharedPrefix
 from turnwise.models.autocast import Bfloat16Linears
+from turnwise.models.packed_weights import PackedLayers, packed_bytes
 
 __all__ = ["FusedForward"]
 
@@ -54,7 +55,8 @@ class FusedForward:
         attention = model.model.layers[0].self_attn
         self._copy = Bfloat16Linears(model) if autocast else None
         self._model: PreTrainedModel = model if self._copy is None else self._copy.model
-        self._parameters = FusedParameters.of(self._model)
+        self._packed = PackedLayers() if packed_bytes(self._model) else None
+        self._parameters = FusedParameters.of(self._model, self._packed)
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -85,7 +87,9 @@ class FusedForward:
     def reload_parameters(self, *, changed: bool = True) -> None:
         if self._copy is not None:
             self._copy.refresh(force=changed)
-        self._parameters = FusedParameters.of(self._model)
+        if changed and self._packed is not None:
+            self._packed.clear()
+        self._parameters = FusedParameters.of(self._model, self._packed)
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from turnwise.engines.local.shared_prefix import SharedPrefix
+from turnwise.engines.local.prefix_index import SharedPrefix
 
 __all__ = ["AttentionDims", "DecodeAttention", "PrefillAttention"]
 
@@ -57,10 +57,7 @@ class DecodeAttention:
         self._num_rows = int(rows_B[-1]) + 1
         self._rows = None if self._num_rows == len(rows_B) else dims.tensor(rows_B)
         self._start = shared.tokens
-        self._prefix = None
-        if shared.tokens:
-            members = [(int(rows_B[group[0]]), rows_B[group]) for group in shared.groups]
-            self._prefix = _Prefix(dims, shared.tokens, members)
+        self._prefix = _Prefix.of_batch(dims, shared, rows_B, self._num_rows) if shared.tokens else None
         lengths_B = positions_B + 1
         self._length = _main_length(lengths_B, self._num_rows, self._start)
         long_B = lengths_B > self._length
@@ -94,44 +91,49 @@ class DecodeAttention:
 class _Prefix:
     """A shared prefix of R rows, whose keys and values [2, K, P, D] are read from one row for each group.
 
-    `members` has for each group the row to read from, and the places of the group's rows among the R rows.
+    `members` has for each group the row to read from, and the places of the group's rows among the R rows. The queries of all
+    rows of a group for one key-value head are one matrix; M queries are those of all groups, one group after the other.
     """
 
-    def __init__(self, dims: AttentionDims, tokens: int, members: Sequence[tuple[int, np.ndarray]]) -> None:
+    def __init__(
+        self, dims: AttentionDims, tokens: int, members: Sequence[tuple[int, np.ndarray]], num_rows: int
+    ) -> None:
         self._dims, self._tokens = dims, tokens
-        # a single group has all rows, and needs no places
-        self._groups = [(row, None if len(members) == 1 else dims.tensor(places)) for row, places in members]
+        self._sources = [row for row, _ in members]
+        self._order, self._place = None, None
+        if len(members) > 1:
+            order_N = np.concatenate([places for _, places in members])
+            place_R = np.zeros(num_rows, dtype=np.int64)  # rows that are not decoded get the values of another row
+            place_R[order_N] = np.arange(len(order_N))
+            self._order, self._place = dims.tensor(order_N), dims.tensor(place_R)
+        self._queries = [len(places) * (dims.heads // dims.kv_heads) for _, places in members]
+
+    @classmethod
+    def of_batch(cls, dims: AttentionDims, shared: SharedPrefix, rows_B: np.ndarray, num_rows: int) -> _Prefix:
+        """The prefix of all requests of a step, whose R rows are the first `num_rows` rows of the cache."""
+        members = [(int(rows_B[group[0]]), rows_B[group]) for group in shared.groups]
+        return cls(dims, shared.tokens, members, num_rows)
 
     def scores(self, kv: torch.Tensor, q_JGD: torch.Tensor) -> torch.Tensor:
-        """Products [J, G, P] of the queries with the keys; 0 for rows without a group."""
-        scores_JGP = q_JGD.new_zeros(*q_JGD.shape[:2], self._tokens)
-        for row, places in self._groups:
-            keys_KDP = kv[0, row, :, : self._tokens].transpose(1, 2)
-            scores_jGP = self._products(self._select(q_JGD, places), keys_KDP)
-            if places is None:
-                return scores_jGP
-            self._rows(scores_JGP).index_copy_(0, places, self._rows(scores_jGP))
-        return scores_JGP
+        """Products [J, G, P] of the queries with the keys."""
+        return self._products(q_JGD, [kv[0, row, :, : self._tokens].transpose(1, 2) for row in self._sources])
 
-    def add_output(self, kv: torch.Tensor, weights_JGP: torch.Tensor, output_JGD: torch.Tensor) -> None:
-        """Add the products of the attention weights with the values, in place."""
-        for row, places in self._groups:
-            output_jGD = self._products(self._select(weights_JGP, places), kv[1, row, :, : self._tokens])
-            if places is None:
-                output_JGD.add_(output_jGD)
-            else:
-                self._rows(output_JGD).index_add_(0, places, self._rows(output_jGD))
+    def outputs(self, kv: torch.Tensor, weights_JGP: torch.Tensor) -> torch.Tensor:
+        """Products [J, G, D] of the attention weights with the values."""
+        return self._products(weights_JGP, [kv[1, row, :, : self._tokens] for row in self._sources])
 
-    def _products(self, left_JGX: torch.Tensor, right_KXY: torch.Tensor) -> torch.Tensor:
-        """[J, G, Y]: one matrix product for each key-value head."""
-        return _by_row(self._dims, torch.bmm(_by_head(self._dims, left_JGX), right_KXY))
-
-    def _select(self, values_JGX: torch.Tensor, places: torch.Tensor | None) -> torch.Tensor:
-        return values_JGX if places is None else self._rows(values_JGX).index_select(0, places).flatten(0, 1)
-
-    def _rows(self, values_JGX: torch.Tensor) -> torch.Tensor:
-        """[J, G, X] as [R, K, G, X]."""
-        return values_JGX.unflatten(0, (-1, self._dims.kv_heads))
+    def _products(self, left_JGX: torch.Tensor, right_KXY: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[J, G, Y]: one matrix product for each group and key-value head."""
+        heads = self._dims.kv_heads
+        left_KRGX = left_JGX.unflatten(0, (-1, heads)).transpose(0, 1)
+        if self._order is None or self._place is None:
+            result_KMY = torch.bmm(left_KRGX.reshape(heads, -1, left_JGX.shape[-1]), right_KXY[0])
+            return result_KMY.unflatten(1, (-1, left_JGX.shape[1])).transpose(0, 1).flatten(0, 1)
+        left_KMX = left_KRGX.index_select(1, self._order).flatten(1, 2)
+        pairs = zip(left_KMX.split(self._queries, dim=1), right_KXY, strict=True)
+        result_KMY = torch.cat([torch.bmm(left, right) for left, right in pairs], dim=1)
+        result_NKGY = result_KMY.unflatten(1, (-1, left_JGX.shape[1])).transpose(0, 1)
+        return result_NKGY.index_select(0, self._place).flatten(0, 1)
 
 
 def _attend(
@@ -156,20 +158,7 @@ def _attend(
     weights_JGL = _softmax(torch.cat((prefix.scores(kv, q_JGD), scores_JGL), dim=-1))
     tokens = weights_JGL.shape[-1] - scores_JGL.shape[-1]
     output_JGD = torch.bmm(weights_JGL[:, :, tokens:], values_JLD)
-    prefix.add_output(kv, weights_JGL[:, :, :tokens], output_JGD)
-    return output_JGD.view(rows, -1)
-
-
-def _by_head(dims: AttentionDims, values_JGX: torch.Tensor) -> torch.Tensor:
-    """[R * K, G, X] to [K, R * G, X]: the queries of all rows for one key-value head are one matrix."""
-    values_RKGX = values_JGX.unflatten(0, (-1, dims.kv_heads))
-    return values_RKGX.transpose(0, 1).reshape(dims.kv_heads, -1, values_JGX.shape[-1])
-
-
-def _by_row(dims: AttentionDims, values_KMX: torch.Tensor) -> torch.Tensor:
-    """[K, R * G, X] to [R * K, G, X]."""
-    values_KRGX = values_KMX.unflatten(1, (-1, dims.heads // dims.kv_heads))
-    return values_KRGX.transpose(0, 1).flatten(0, 1)
+    return output_JGD.add_(prefix.outputs(kv, weights_JGL[:, :, :tokens])).view(rows, -1)
 
 
 def _main_length(lengths_B: np.ndarray, num_rows: int, prefix: int) -> int:
@@ -206,7 +195,8 @@ class _LongRows:
         if shared.tokens:
             place_B = long_B.cumsum() - 1
             long_of = [(int(rows_B[group[0]]), place_B[group[long_B[group]]]) for group in shared.groups]
-            self._prefix = _Prefix(dims, shared.tokens, [(row, places) for row, places in long_of if len(places)])
+            long_of = [(row, places) for row, places in long_of if len(places)]
+            self._prefix = _Prefix(dims, shared.tokens, long_of, len(lengths_n))
 
     def replace(self, output_BD: torch.Tensor, kv: torch.Tensor, q_BHD: torch.Tensor) -> torch.Tensor:
         """The output [B, H * D] with the right values for the long rows. The queries are scaled."""

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from turnwise.engines.local.kv_cache import KVCache, KVShape
-from turnwise.engines.local.shared_prefix import SharedPrefix
+from turnwise.engines.local.prefix_index import SharedPrefix
 from turnwise.errors import EngineError
 from turnwise.models.attention import ignored_by_sdpa
 from turnwise.models.autocast import Bfloat16Linears, autocast

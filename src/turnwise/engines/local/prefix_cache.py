@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from turnwise.engines.local.kv_cache import INITIAL_CAPACITY, INITIAL_ROWS, KVCache
-from turnwise.engines.local.prefix_index import BLOCK, PrefixIndex
-from turnwise.engines.local.shared_prefix import NOTHING_SHARED, SharedPrefix, shared_prefix
+from turnwise.engines.local.prefix_index import BLOCK, PrefixIndex, SharedPrefix, shared_prefix
 
 __all__ = ["FREE", "PrefixCache", "PrefixMatch"]
 
@@ -96,9 +95,8 @@ class PrefixCache:
 
     def shared_prefix(self, slots_B: np.ndarray) -> SharedPrefix:
         """The leading tokens that these slots, or groups of them, share, computed with the same weights."""
-        if self._stale_S[slots_B].any():
-            return NOTHING_SHARED
-        return shared_prefix(self.tokens_SC[slots_B, : int(self.length_S[slots_B].min())])
+        length = 0 if self._stale_S[slots_B].any() else int(self.length_S[slots_B].min())
+        return shared_prefix(self.tokens_SC[slots_B, :length])
 
     # the life of a slot
 

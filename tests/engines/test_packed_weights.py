@@ -1,0 +1,88 @@
+"""The copies of weights in oneDNN's layout: used where oneDNN is faster, and never older than the weights."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from engines.test_local_tokens import (
+    ask,
+    greedy,
+    is_greedy,
+    make,
+    one_thread,  # noqa: F401
+    tokens,
+)
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.fused import FusedForward
+from turnwise.models import fast_linear, packed_weights
+from turnwise.models.fast_linear import onednn_linear
+from turnwise.models.packed_weights import PackedLayers, packed, packed_bytes
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+
+
+@pytest.fixture(autouse=True)
+def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine on which oneDNN is faster, for weights of any size."""
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
+    monkeypatch.setattr(fast_linear, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(packed_weights, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(fast_linear, "_SMALLEST_SIDE", 1)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 16, 37, 300])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_weight_gives_the_product(rows: int, bias: bool) -> None:
+    values, weight, added = torch.randn(rows, 96), torch.randn(72, 96), torch.randn(72) if bias else None
+    expected = torch.nn.functional.linear(values.double(), weight.double(), None if added is None else added.double())
+    torch.testing.assert_close(onednn_linear(values, packed(weight), added).double(), expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("known", [True, False])  # whether torch counts the change
+def test_the_engine_samples_from_the_present_weights(name: str, known: bool) -> None:
+    model, prompt = make(name), tokens(30)
+    assert packed_bytes(model) > 0
+    engine = LocalEngine(model, threads=1)
+    first = ask(engine, greedy("a", prompt))[0]
+    is_greedy(model, prompt, first)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter if known else parameter.data).add_(torch.randn_like(parameter), alpha=0.3)
+    asyncio.run(engine.load_weights(1))
+    second = ask(engine, greedy("b", prompt))[0]
+    is_greedy(model, prompt, second)
+    assert first.token_ids != second.token_ids
+
+
+def test_a_weight_is_packed_again_only_after_a_change() -> None:
+    model = make("qwen3")
+    copies, weight = PackedLayers(), model.model.layers[0].mlp.up_proj.weight
+    first = copies.of(weight)
+    assert first is not weight
+    assert copies.of(weight) is first
+    with torch.no_grad():
+        weight.mul_(2)
+    second = copies.of(weight)
+    assert second is not first
+    torch.testing.assert_close(second.to_dense(), weight.detach())
+    copies.clear()
+    assert copies.of(weight) is not second
+
+
+def test_weights_that_take_too_much_memory_or_are_not_for_onednn_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("qwen3")
+    total = packed_bytes(model)
+    weights = {id(module.weight): module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    assert total == 4 * sum(weight.numel() for weight in weights.values())
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", total - 1)
+    assert packed_bytes(model) == 0
+    assert FusedForward(model)._packed is None
+    monkeypatch.setattr(packed_weights, "MOST_BYTES", total)
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: False)
+    assert packed_bytes(model) == 0
