@@ -117,11 +117,8 @@ class EngineCore:
         )
 
     def _should_compact(self, rows_B: np.ndarray) -> bool:
-        """Whether to move the running rows together: attention reads all rows from the first to the last.
-
-        Rows that are unused now are often used again in the next step, by the next turn of a conversation. So rows are moved
-        only after reading unused rows has cost as much as moving does.
-        """
+        """Whether to move the running rows together: attention also reads the unused rows in between. Not before this has cost
+        as much as moving does, because the next turn of a conversation often uses such a row again."""
         moving = int((rows_B >= len(rows_B)).sum())
         return 0 < moving * COMPACT_AFTER <= self._unused_reads
 
