@@ -28,8 +28,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine on which oneDNN is faster, for weights of any size."""
     monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
-    monkeypatch.setattr(fast_linear, "LARGE_WEIGHT", 1)
-    monkeypatch.setattr(packed_weights, "LARGE_WEIGHT", 1)
+    monkeypatch.setattr(fast_linear, "_LARGE_WEIGHT", 1)
     monkeypatch.setattr(fast_linear, "_SMALLEST_SIDE", 1)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Bfloat16Linears", "autocast"]
+__all__ = ["Bfloat16Linears", "autocast", "parameter_state"]
 
 
 def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
@@ -68,18 +68,18 @@ class _ParameterCopy:
     def __init__(self, parameter: torch.Tensor) -> None:
         self.source = parameter  # kept, so that its id is not given to another tensor
         self.values = torch.nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
-        self.state = _state(parameter)
+        self.state = parameter_state(parameter)
 
 
 def _copied(parameter: torch.Tensor, previous: _ParameterCopy | None, *, force: bool) -> _ParameterCopy:
     if previous is None or previous.source is not parameter or previous.values.shape != parameter.shape:
         return _ParameterCopy(parameter)
-    if force or previous.state != _state(parameter):
+    if force or previous.state != parameter_state(parameter):
         previous.values.copy_(parameter)
-        previous.state = _state(parameter)
+        previous.state = parameter_state(parameter)
     return previous
 
 
-def _state(parameter: torch.Tensor) -> tuple[int, int]:
+def parameter_state(parameter: torch.Tensor) -> tuple[int, int]:
     """Changes whenever torch changes the parameter."""
     return parameter.data_ptr(), parameter._version

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["LARGE_WEIGHT", "fewest_rows", "linear", "onednn_linear", "uses_onednn", "with_fast_linears"]
+__all__ = ["fewest_rows", "linear", "onednn_linear", "uses_onednn", "with_fast_linears"]
 
 NEVER = 1 << 62
 """More rows than any tensor has."""
 _FEWEST_PRODUCTS = 1_500_000
 """Multiplications below which a call of oneDNN costs more than it saves."""
-LARGE_WEIGHT = 250_000
+_LARGE_WEIGHT = 250_000
 """Elements of a weight from which on oneDNN is faster for each number of rows: it reads a weight from memory faster than MKL."""
 _SMALLEST_SIDE = 64
 """A weight with a smaller side (a LoRA adapter, the head of a critic) is left to torch."""
@@ -78,7 +78,7 @@ def fewest_rows(weight: torch.Tensor) -> int:
     outputs, inputs = weight.shape
     if min(outputs, inputs) < _SMALLEST_SIDE:
         return NEVER
-    return 1 if outputs * inputs >= LARGE_WEIGHT else -(-_FEWEST_PRODUCTS // (outputs * inputs))
+    return 1 if outputs * inputs >= _LARGE_WEIGHT else -(-_FEWEST_PRODUCTS // (outputs * inputs))
 
 
 class _Linear(torch.autograd.Function):
@@ -100,10 +100,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # the rows are added up here; those beyond a multiple of the step are a small product of their own
             even = len(values_MI) - len(values_MI) % _step(len(values_MI), weight)
-            first, second = (
-                gradient_MO[:even].t(),
-                values_MI[:even].t(),
-            )  # oneDNN copies the first factor: the smaller one
+            # oneDNN copies the first factor, so the smaller one comes first
+            first, second = gradient_MO[:even].t(), values_MI[:even].t()
             of_weight = _onednn(first, second, None) if outputs <= inputs else _onednn(second, first, None).t()
             if even < len(values_MI):
                 of_weight.addmm_(gradient_MO[even:].t(), values_MI[even:])

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from turnwise.models.fast_linear import LARGE_WEIGHT, fewest_rows
+from turnwise.models.autocast import parameter_state
+from turnwise.models.fast_linear import fewest_rows
 
 __all__ = ["PackedLayers", "packed", "packed_bytes"]
 
@@ -33,8 +34,9 @@ def packed_bytes(model: Any) -> int:
 
 
 def _is_packed(weight: torch.Tensor) -> bool:
-    """Smaller weights stay in the processor's cache: packing them gains nothing (measured)."""
-    return weight.numel() >= LARGE_WEIGHT and fewest_rows(weight) == 1
+    """Weights that oneDNN reads faster for any number of rows. Smaller ones stay in the cache of the processor: packing them
+    gains nothing (measured)."""
+    return fewest_rows(weight) == 1
 
 
 class PackedLayers:
@@ -52,17 +54,12 @@ class PackedLayers:
         if not _is_packed(weight):
             return weight
         source, state, copy = self._copies.get(id(weight), (None, None, None))
-        if copy is None or source is not weight or state != _state(weight):
+        if copy is None or source is not weight or state != parameter_state(weight):
             copy = packed(weight)
             # the weight is kept, so that its id is not given to another tensor
-            self._copies[id(weight)] = weight, _state(weight), copy
+            self._copies[id(weight)] = weight, parameter_state(weight), copy
         return copy
 
     def clear(self) -> None:
         """The weights have changed, possibly without torch's knowledge."""
         self._copies.clear()
-
-
-def _state(weight: torch.Tensor) -> tuple[int, int]:
-    """Changes whenever torch changes the weight."""
-    return weight.data_ptr(), weight._version

@@ -1,8 +1,8 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
 
-It reads the model's own parameters without a copy: an in-place update by the trainer takes effect in the next pass. With
-autocast, the weights of linear layers are bfloat16 copies, and hidden states stay in float32. Supports these four architectures
-without variations (`fused_support.unsupported_reason`); the generic pass runs all others.
+It reads the model's own parameters, or copies of the weights of linear layers: in bfloat16 with autocast (hidden states stay in
+float32), in oneDNN's layout where that is faster (`models/packed_weights.py`). `reload_parameters` makes the copies again.
+Supports these four architectures without variations (`fused_support.unsupported_reason`); the generic pass runs all others.
 """
 
 from __future__ import annotations

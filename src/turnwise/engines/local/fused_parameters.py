@@ -1,4 +1,4 @@
-"""The parameters that the fused pass reads: references to those of the model, or of its bfloat16 copy.
+"""The parameters that the fused pass reads: references to those of the model or of its bfloat16 copy, and packed copies.
 
 A linear layer may have a LoRA adapter. The product of the adapter is added to that of the layer, as in the model's own forward;
 the weights are not merged, because a merged bfloat16 weight would lose most of a small adapter by rounding.

@@ -74,7 +74,7 @@ NOTHING_SHARED = SharedPrefix(0, ())
 
 def shared_prefix(tokens_BL: np.ndarray) -> SharedPrefix:
     """The prefix of the requests' tokens with which attention reads the fewest tokens; `NOTHING_SHARED` if no prefix pays."""
-    common, num_requests = _equal_tokens(tokens_BL, tokens_BL[:1]), len(tokens_BL)
+    common, num_requests = _equal_tokens(tokens_BL), len(tokens_BL)
     best = SharedPrefix(common, [np.arange(num_requests)])
     if (tokens_BL.shape[1] - common) * num_requests > SHARED_READS:
         best = _of_groups(tokens_BL)
@@ -87,7 +87,7 @@ def _of_groups(tokens_BL: np.ndarray) -> SharedPrefix:
     order = np.array(sorted(range(num_requests), key=lambda index: tokens_BL[index].tobytes()))
     sorted_BL = tokens_BL[order]
     # in this order, requests are neighbours of those with which they share most
-    shared_N = np.array([_equal_tokens(pair, pair[:1]) for pair in np.stack((sorted_BL[1:], sorted_BL[:-1]), axis=1)])
+    shared_N = np.array([_equal_tokens(pair) for pair in np.stack((sorted_BL[1:], sorted_BL[:-1]), axis=1)])
     candidates_X = np.unique(shared_N)
     breaks_X = (shared_N < candidates_X[:, None]).sum(axis=1)
     saved_X = (num_requests - 1 - breaks_X) * candidates_X - np.where(breaks_X, (breaks_X + 1) * GROUP_READS, 0)
@@ -96,7 +96,7 @@ def _of_groups(tokens_BL: np.ndarray) -> SharedPrefix:
     return SharedPrefix(tokens, [np.sort(group) for group in groups])
 
 
-def _equal_tokens(tokens_BL: np.ndarray, other_1L: np.ndarray) -> int:
+def _equal_tokens(tokens_BL: np.ndarray) -> int:
     """The number of leading tokens that are equal in all rows."""
-    equal_L = (tokens_BL == other_1L).all(axis=0)
+    equal_L = (tokens_BL == tokens_BL[:1]).all(axis=0)
     return len(equal_L) if equal_L.all() else int(equal_L.argmin())
