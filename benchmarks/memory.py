@@ -319,7 +319,8 @@ def main() -> None:
 def rows(kind: str, args: argparse.Namespace) -> Iterator[list[str]]:
     """The rows of a kind of training: one for each process."""
     from turnwise.config.schema import Config
-    from turnwise.doctor.memory import Workload, predict
+    from turnwise.doctor.memory import predict
+    from turnwise.doctor.traced_pass import Workload
     from turnwise.planning.ranks import rank_memory
 
     config = Config.model_validate(options(args.size, kind, args))

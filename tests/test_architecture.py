@@ -493,7 +493,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         "models/staged_loading.py",
         "doctor/examine.py",
         "models/merging.py",
-        "doctor/memory.py",
+        "doctor/traced_pass.py",
     }
 
 

@@ -1,6 +1,7 @@
-"""The program of each process in test_sharded_memory.py: loads a model, and prints the peak of its memory.
+"""The program of each process in test_sharded_memory.py: loads a model, and writes the peak of its memory.
 
-Arguments: the model; `complete` (one process) or `sharded` (this rank's part); the file of the result.
+Arguments: a small model, which is loaded first, so that modules imported on first use and the buffers of the connections
+between the ranks are not counted; the model; `complete` (one process) or `sharded` (this rank's part); the file of the result.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.qwen2 import modeling_qwen2  # before the measurement
 
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.sharded.loading import load_sharded
@@ -24,15 +24,19 @@ def kilobytes(name: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def main() -> None:
-    assert modeling_qwen2
-    torch.set_num_threads(1)
-    path, kind, out = sys.argv[1:]
+def load(path: str, ranks: Ranks | None) -> Any:
     options = ModelOptions(path=path, dtype="float32", device="cpu")
+    return load_model(options) if ranks is None else load_sharded(options, ranks.mesh, ShardingOptions())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    small, path, kind, out = sys.argv[1:]
     ranks = Ranks(RankOptions(device="cpu")) if kind == "sharded" else None
+    assert load(small, ranks)
     before = kilobytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
-    model: Any = load_model(options) if ranks is None else load_sharded(options, ranks.mesh, ShardingOptions())
+    model = load(path, ranks)
     assert model
     peak = kilobytes("VmHWM") - before
     Path(f"{out}{os.environ.get('RANK', '0')}").write_text(str(peak))

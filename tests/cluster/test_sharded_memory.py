@@ -22,6 +22,7 @@ def peaks(path: Path, out: Path, ranks: int) -> list[int]:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [
         str(TESTS / "cluster" / "memory_program.py"),
+        str(path.parent / "small"),
         str(path),
         "sharded" if ranks > 1 else "complete",
         str(out),
@@ -38,6 +39,8 @@ def test_each_of_two_ranks_has_half_of_the_model_and_a_layer_in_memory(tmp_path:
     size = sum(parameter.numel() for parameter in model.parameters()) * 4 // 2**10
     layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4 // 2**10
     model.save_pretrained(tmp_path / "model", max_shard_size="100MB")
+    small = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2)
+    Qwen2ForCausalLM(small).save_pretrained(tmp_path / "small")
     complete = peaks(tmp_path / "model", tmp_path / "complete", 1)[0]
     assert complete > size
     for peak in peaks(tmp_path / "model", tmp_path / "rank", 2):

@@ -16,7 +16,8 @@ from transformers import Qwen3Config
 from support.tiny import save_rows, tiny_model
 from turnwise.cli import main
 from turnwise.config.schema import Config
-from turnwise.doctor.memory import Prediction, Workload, memory_check, predict
+from turnwise.doctor.memory import Prediction, memory_check, predict
+from turnwise.doctor.traced_pass import Workload
 from turnwise.models import fast_linear
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
-from turnwise.models.allocator import freed_blocks_kept
+from turnwise.models.allocator import gradients_first
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
@@ -28,12 +31,12 @@ def gradients(learner: LocalLearner) -> dict[str, torch.Tensor | None]:
 
 # threads=0: several micro-batches in parallel, whose gradients are not accumulated by the backward pass
 @pytest.mark.parametrize("threads", [1, 0])
-def test_gradients_are_the_same_while_freed_memory_is_kept(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_the_same_if_they_are_allocated_first(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     expected = gradients(learner_with_unused_parameter(threads))
     learner = learner_with_unused_parameter(threads)
     assert learner._gradients.parallel == (1 if threads else 2)
-    learner._gradients._around = freed_blocks_kept
+    learner._gradients._around = gradients_first
     for _ in range(2):  # the second time, the gradients of the first exist
         actual = gradients(learner)
         assert actual["unused"] is None  # a zero gradient would let AdamW decay it
@@ -55,3 +58,26 @@ def test_the_first_steps_of_a_large_model_use_all_threads(large: bool, first: in
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+FAULTS = """
+import resource, torch
+from turnwise.models import allocator
+torch.set_num_threads(1)
+allocator.{how}()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones(2**21)  # 8 MB, or 2,048 pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
+@pytest.mark.parametrize(
+    ("how", "least", "most"), [("keep_freed_blocks", 0, 2000), ("return_freed_blocks", 20_000, 60_000)]
+)
+def test_freed_memory_is_used_again_or_returned(how: str, least: int, most: int) -> None:
+    program = [sys.executable, "-c", FAULTS.format(how=how)]
+    faults = int(subprocess.run(program, check=True, capture_output=True, text=True, timeout=120).stdout)
+    assert least <= faults <= most

@@ -1,23 +1,17 @@
 """Predicts the peak memory of a training step, before any weights are loaded.
 
-The learner's forward and backward pass run on tensors without contents (torch's fake tensors), and the bytes that are alive at
-the same time are counted. So activations, logits and gradients are those of this architecture with this recipe. The rest is
+Activations, logits and gradients are those of a pass over a micro-batch without contents (traced_pass.py). The rest is
 arithmetic: weights, optimizer, KV cache. Knows the recipe and the model's configuration.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from turnwise import build
 from turnwise.config.credit_checks import needs_critic
@@ -26,24 +20,17 @@ from turnwise.config.optimization import OptimizationSection
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
 from turnwise.doctor.engine_memory import kv_cache_bytes
-from turnwise.engines.local.fused_support import unsupported_reason
+from turnwise.doctor.traced_pass import TracedPass, Workload, traced_pass
 from turnwise.errors import Failed, boundary
-from turnwise.models.autocast import autocast
-from turnwise.models.loading import ModelOptions, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import context_length
-from turnwise.models.packed_weights import packed_bytes
 from turnwise.training.options import OptimizerConfig
-from turnwise.training.token_logprobs import TokenLogprobs
-from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
-from turnwise.types import Sampling
+from turnwise.training.packing import default_micro_batch_tokens
 
 __all__ = [
     "PROGRAM_BYTES",
     "MemoryPart",
     "Prediction",
-    "Workload",
-    "empty_model",
     "machine_gib",
     "memory_check",
     "on_gpu",
@@ -56,23 +43,10 @@ PROGRAM_BYTES = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
 _PEFT = 170 * 2**20
 """Bytes of peft, which also imports bitsandbytes where it is installed."""
-_CPU_TOKENS, _GPU_TOKENS = 2048, 16384
-"""Tokens of a forward pass where the recipe gives no number, as in the learner."""
 _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.05}
 _MASTER_BYTES = {"float32": 4, "kahan": 2, "none": 0, "stochastic_rounding": 0}
 _UNKNOWN_TOKENS = 2048
 """Tokens of a conversation if neither the recipe nor the model bounds them more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """The conversations of a step."""
-
-    conversations: int
-    tokens: int
-    """Tokens of each conversation, the prompt included."""
-    prompt_tokens: int = 0
-    """Tokens that are not trained on, at the start of each conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,67 +69,27 @@ class Prediction:
         return sum(part.bytes for part in self.parts) / 2**30
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have returned and that are still referenced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = 0
-        self.peak = 0
-        self._known: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
-        result = function(*arguments, **(options or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, torch.Tensor):
-                self._count(value.untyped_storage())
-        return result
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-
-        def freed(_: object) -> None:
-            self.live -= size
-            del self._known[key]
-
-        self._known[key] = weakref.ref(storage, freed)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trace:
-    """What a pass over one micro-batch keeps in memory, in bytes."""
-
-    weights: int
-    copied: int
-    """The embedded engine's copies of weights: in bfloat16 with autocast, in oneDNN's layout on some CPUs without."""
-    trained: int
-    """Trained weights: as many bytes as their gradients."""
-    trained_count: int
-    largest: int
-    """Parameters of the largest trained tensor."""
-    lower_precision: bool
-    """Whether trained weights are not float32."""
-    activations: int
-    """Tensors that the model's body keeps for the backward pass."""
-    peak: int
-    """The most bytes at once in forward and backward pass, gradients included."""
-
-
-def predict(config: Config, model_config: Any, workload: Workload, *, section: str = "train") -> Prediction:
+def predict(
+    config: Config, model_config: Any, workload: Workload, *, section: str = "train", on_ranks: bool = False
+) -> Prediction:
     """The peak of a training step of the recipe, on a model with this transformers configuration.
 
-    `section` is `train` or `sft`; fine-tuning has no engine. Raises ConfigError if the adapter does not fit the model.
+    `section` is `train` or `sft`; fine-tuning has no engine. `on_ranks`: the step is one of several processes, which divide the
+    model. Raises ConfigError if the adapter does not fit the model.
     """
     options: OptimizationSection = config.sft if section == "sft" else config.train
     optimizer = build.optimizer_config(options)
     model_options = build.model_options(config)
     mixed = config.model.autocast
-    tokens = options.micro_batch_tokens or _default_tokens(config)
-    trace = _trace(model_options, model_config, workload, tokens, mixed=mixed)
+    trace = traced_pass(
+        model_options,
+        model_config,
+        workload,
+        options.micro_batch_tokens,
+        mixed=mixed,
+        on_gpu=on_gpu(config),
+        on_ranks=on_ranks,
+    )
     on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
     step = _step_bytes(trace, optimizer)
     passes = max(trace.peak, trace.trained + step)
@@ -179,7 +113,7 @@ def predict(config: Config, model_config: Any, workload: Workload, *, section: s
     return Prediction([part for part in parts if part.bytes])
 
 
-def _critic_bytes(config: Config, trace: _Trace, optimizer: OptimizerConfig, on_cpu: float) -> float:
+def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerConfig, on_cpu: float) -> float:
     """Weights, gradients and optimizer of the critic, which stay in memory while the policy is trained.
 
     A model in `critic.path` is counted as a model of the policy's size. Without it, adapters are on the policy's weights.
@@ -227,7 +161,7 @@ def memory_check(
 def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
     """Changes of the recipe that need less memory: `option=value`, and the changed recipe."""
     options = config.sft if section == "sft" else config.train
-    tokens = options.micro_batch_tokens or _default_tokens(config)
+    tokens = options.micro_batch_tokens or default_micro_batch_tokens(torch.device("cuda" if on_gpu(config) else "cpu"))
     values: dict[str, Any] = {f"{section}.micro_batch_tokens": max(tokens // 4, 256)}
     if config.model.exact:
         values |= {"model.dtype": "bfloat16", "model.autocast": True}
@@ -276,10 +210,6 @@ def on_gpu(config: Config) -> bool:
     return not config.deterministic and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
 
 
-def _default_tokens(config: Config) -> int:
-    return _GPU_TOKENS if on_gpu(config) else _CPU_TOKENS
-
-
 def machine_gib(config: Config) -> float:
     """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here."""
     if on_gpu(config):
@@ -287,113 +217,12 @@ def machine_gib(config: Config) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def _optimizer_bytes(trace: _Trace, optimizer: OptimizerConfig) -> float:
+def _optimizer_bytes(trace: TracedPass, optimizer: OptimizerConfig) -> float:
     masters = _MASTER_BYTES[optimizer.master_weights] if trace.lower_precision else 0
     return trace.trained_count * (_STATE_BYTES[optimizer.name] + masters)
 
 
-def _step_bytes(trace: _Trace, optimizer: OptimizerConfig) -> int:
+def _step_bytes(trace: TracedPass, optimizer: OptimizerConfig) -> int:
     """Temporary tensors of the optimizer step: those of the largest parameter, in float32."""
     copies = (1 + (optimizer.master_weights != "float32")) if trace.lower_precision else 0
     return 4 * trace.largest * (2 + copies)
-
-
-def _trace(
-    options: ModelOptions, model_config: Any, workload: Workload, micro_batch_tokens: int, *, mixed: bool
-) -> _Trace:
-    """Run the learner's forward and backward pass on tensors without contents; `mixed`: with autocast."""
-    model = empty_model(options, model_config)
-    row, places_N = _micro_batch(workload, micro_batch_tokens)
-    with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
-        for module, name, tensor, shared in _tensors(model):
-            _replace(module, name, tensor, shared)
-        fake.allow_non_fake_inputs = True
-        parameters = list(model.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-        live, activations = _LiveBytes(), 0
-        with live:
-            for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
-                before = live.live
-                with autocast(torch.device("cpu"), mixed):
-                    hidden_TD = _body(model)(
-                        input_ids=torch.from_numpy(row.token_ids[None]),
-                        position_ids=torch.from_numpy(row.position[None]),
-                        use_cache=False,
-                    )[0][0]
-                activations = live.live - before
-                _backward(model, hidden_TD[torch.from_numpy(places_N)], mixed=mixed)
-                del hidden_TD
-    return _Trace(
-        weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        copied=2 * sum(weight.numel() for weight in _linear_weights(model)) if mixed else _packed(model),
-        trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        trained_count=sum(parameter.numel() for parameter in trained),
-        largest=max(parameter.numel() for parameter in trained),
-        lower_precision=any(parameter.dtype != torch.float32 for parameter in trained),
-        activations=activations,
-        peak=live.peak,
-    )
-
-
-def empty_model(options: ModelOptions, model_config: Any) -> Any:
-    """The model on torch's meta device, with the adapter and the gradient checkpointing of the options."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    sees = model_config.get_text_config() is not model_config
-    family = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-    with torch.device("meta"):
-        model = family.from_config(model_config, dtype=getattr(torch, options.dtype))
-        model.eval()
-        adapt(model, replace(options, adapter=None))
-    use_tree_attention(model)
-    return model
-
-
-def _micro_batch(workload: Workload, micro_batch_tokens: int) -> tuple[FlatRow, np.ndarray]:
-    """Conversations with a common prompt in one flat row, as many as fit into a forward pass, and the places of the targets."""
-    own = workload.tokens - workload.prompt_tokens
-    count = max(1, (micro_batch_tokens - workload.prompt_tokens) // own)
-    prompt = np.zeros(workload.prompt_tokens, dtype=np.int64)
-    row = FlatRow.of([np.concatenate([prompt, np.full(own, 1 + number)]) for number in range(count)])
-    return row, np.concatenate([places[workload.prompt_tokens :] for places in row.places])
-
-
-def _tensors(model: Any) -> Iterator[tuple[Any, str, torch.Tensor, dict[int, torch.Tensor]]]:
-    """All parameters and buffers of a model by module and name, and a mapping for those that are shared."""
-    shared: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            if tensor is not None:
-                yield module, name, tensor, shared
-
-
-def _replace(module: Any, name: str, tensor: torch.Tensor, shared: dict[int, torch.Tensor]) -> None:
-    """Replace a tensor on the meta device by a fake tensor on the CPU."""
-    if id(tensor) not in shared:
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        shared[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    registry = module._parameters if name in module._parameters else module._buffers
-    registry[name] = shared[id(tensor)]
-
-
-def _body(model: Any) -> Any:
-    return model.model if isinstance(getattr(model, "model", None), torch.nn.Module) else model.base_model
-
-
-def _packed(model: Any) -> int:
-    return packed_bytes(model) if unsupported_reason(model) is None else 0
-
-
-def _linear_weights(model: Any) -> list[torch.Tensor]:
-    """The parameters of linear layers, each once."""
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    return list({id(weight): weight for linear in linears for weight in linear.parameters(recurse=False)}.values())
-
-
-def _backward(model: Any, hidden_ND: torch.Tensor, *, mixed: bool) -> None:
-    """Compute log-probabilities of the hidden states' targets, and their backward pass."""
-    vocabulary = model.config.get_text_config().vocab_size
-    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary, autocast=mixed)
-    logprob_N, _ = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long))
-    logprob_N.sum().backward()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__all__ = ["fewest_rows", "linear", "onednn_linear", "uses_onednn", "with_fast_linears"]
+__all__ = ["fewest_rows", "linear", "onednn_linear", "uses_onednn", "weight_gradient", "with_fast_linears"]
 
 NEVER = 1 << 62
 """More rows than any tensor has."""
@@ -98,16 +98,24 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_values = onednn_linear(gradient_MO, weight.t(), None).view(values.shape)
         if ctx.needs_input_grad[1]:
-            # the rows are added up here; those beyond a multiple of the step are a small product of their own
-            even = len(values_MI) - len(values_MI) % _step(len(values_MI), weight)
-            # oneDNN copies the first factor, so the smaller one comes first
-            first, second = gradient_MO[:even].t(), values_MI[:even].t()
-            of_weight = _onednn(first, second, None) if outputs <= inputs else _onednn(second, first, None).t()
-            if even < len(values_MI):
-                of_weight.addmm_(gradient_MO[even:].t(), values_MI[even:])
+            of_weight = weight_gradient(gradient_MO, values_MI, weight)
         if ctx.needs_input_grad[2]:
             of_bias = gradient_MO.sum(dim=0)
         return of_values, of_weight, of_bias
+
+
+def weight_gradient(gradient_MO: torch.Tensor, values_MI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient [O, I] of the weight of a linear layer, from the gradient of its result and its input."""
+    rows, (outputs, inputs) = len(values_MI), weight.shape
+    if rows < fewest_rows(weight):
+        return gradient_MO.t() @ values_MI
+    # the rows are added up here; those beyond a multiple of the step are a small product of their own
+    even = rows - rows % _step(rows, weight)
+    # oneDNN copies the first factor, so the smaller one comes first
+    first, second = gradient_MO[:even].t(), values_MI[:even].t()
+    # `data`, and not a view: to the gradient of a tied weight, autograd then adds that of the embedding in place
+    result_OI = _onednn(first, second, None) if outputs <= inputs else _onednn(second, first, None).t().data
+    return result_OI if even == rows else result_OI.addmm_(gradient_MO[even:].t(), values_MI[even:])
 
 
 def onednn_linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.attention import ignored_by_sdpa, set_text_attention
-from turnwise.models.fast_linear import with_fast_linears
+from turnwise.models.fast_layers import with_fast_layers
 from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
 from turnwise.models.recompute import recompute_layers
 
@@ -65,7 +65,7 @@ def load_model(options: ModelOptions) -> Any:
         )
         model.name_or_path = str(options.path)
     adapt(model, options)
-    return with_fast_linears(model)
+    return with_fast_layers(model)
 
 
 def adapt(model: Any, options: ModelOptions) -> None:

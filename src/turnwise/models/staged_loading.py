@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import Failed, boundary
-from turnwise.models.fast_linear import with_fast_linears
+from turnwise.models.fast_layers import with_fast_layers
 from turnwise.models.loading import ModelOptions, adapt, model_family
 from turnwise.models.lora import adapter_base, initialize_magnitudes
 
@@ -59,7 +59,7 @@ class StagedModel:
         self._left = set(self._places)
         _without_storage(base)
         adapt(base, options)
-        self.model: Any = with_fast_linears(base)
+        self.model: Any = with_fast_layers(base)
 
     def fill(self, module: Any) -> Mapping[str, torch.Tensor]:
         """Read the weights of a part of the model that were not read before. Adapters are no part of the checkpoint.

@@ -8,7 +8,8 @@ from turnwise import build
 from turnwise.build.server_engines import cache_gb
 from turnwise.config.schema import Config, LocalEngineSection, ServerEngineSection
 from turnwise.doctor.engine_memory import kv_cache_bytes
-from turnwise.doctor.memory import PROGRAM_BYTES, empty_model, workload_of
+from turnwise.doctor.memory import PROGRAM_BYTES, workload_of
+from turnwise.doctor.traced_pass import empty_model
 from turnwise.models.model_config import context_length
 from turnwise.planning.placement import PlanLine
 

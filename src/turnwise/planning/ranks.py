@@ -16,14 +16,13 @@ from turnwise.doctor.memory import (
     PROGRAM_BYTES,
     MemoryPart,
     Prediction,
-    Workload,
-    empty_model,
     machine_gib,
     on_gpu,
     predict,
     read_model_config,
     workload_of,
 )
+from turnwise.doctor.traced_pass import Workload, empty_model
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.training.sharded.options import SMALL_GRADIENTS
 
@@ -134,7 +133,9 @@ def rank_memory(
 
 def _parts(config: Config, model_config: Any, workload: Workload, section: str) -> dict[str, float]:
     """The memory of one process."""
-    return {part.name: part.bytes for part in predict(config, model_config, workload, section=section).parts}
+    return {
+        part.name: part.bytes for part in predict(config, model_config, workload, section=section, on_ranks=True).parts
+    }
 
 
 def _units(config: Config, model_config: Any) -> _Units:

@@ -6,9 +6,11 @@ This module does not depend on the computation.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 __all__ = ["Passes", "StopFlag", "run_cancellable", "run_to_completion"]
@@ -19,29 +21,25 @@ T = TypeVar("T")
 Report = Callable[[], None]
 
 
-class StopFlag:
+class StopFlag(threading.Event):
     """Whether a computation is to stop early. Set by the event loop, read by the thread."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-
-    def set(self) -> None:
-        """Stop after the current item."""
-        self._event.set()
-
-    @property
-    def is_set(self) -> bool:
-        """Whether the computation is to stop."""
-        return self._event.is_set()
 
     def until_set(self, items: Iterable[T]) -> Iterator[T]:
         """The items, until the flag is set. After that, no further item is taken from the iterable."""
-        if self._event.is_set():
+        if self.is_set():
             return
         for item in items:
             yield item
-            if self._event.is_set():
+            if self.is_set():
                 return
+
+
+def _in_thread(work: Callable[[StopFlag], T], stop: StopFlag) -> asyncio.Future[T]:
+    # a thread that ends with the work: while there are more OpenMP threads than cores, those that decode sleep in between
+    executor, context = ThreadPoolExecutor(1, "passes"), contextvars.copy_context()
+    result = asyncio.get_running_loop().run_in_executor(executor, lambda: context.run(work, stop))
+    executor.shutdown(wait=False)
+    return result
 
 
 async def run_cancellable(work: Callable[[StopFlag], T]) -> T:
@@ -51,18 +49,15 @@ async def run_cancellable(work: Callable[[StopFlag], T]) -> T:
     """
     stop = StopFlag()
     try:
-        return await asyncio.to_thread(work, stop)
+        return await _in_thread(work, stop)
     except asyncio.CancelledError:
         stop.set()
         raise
 
 
 async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
-    """Run `work` in a thread and wait for its end, even if the caller is cancelled.
-
-    A cancellation that arrives meanwhile is raised at the next `await` of the task.
-    """
-    running = asyncio.ensure_future(asyncio.to_thread(work, StopFlag()))
+    """Run `work` in a thread to its end. A cancellation in between is raised at the next `await` of the task after the end."""
+    running = _in_thread(work, StopFlag())
     cancelled = False
     while not running.done():
         try:
@@ -90,10 +85,9 @@ class Passes(ABC, Generic[M, S]):
     ) -> tuple[list[S], list[float]]:
         """Take one optimizer step for each batch, `epochs` times over. Returns the sums and the norm of the gradient of each.
 
-        `report` is called after each micro-batch, and `on_first` before the first step. Gradients are computed in a thread, so
-        that the event loop can serve rollouts and signals meanwhile. The weights change in the event loop's own thread, and
-        therefore never in the middle of an engine's step. If the call is cancelled before the first step and `cancellable` is
-        true, CancelledError is raised at once, and the thread ends after its micro-batch; otherwise, after the last step.
+        `report` is called after each micro-batch, and `on_first` before the first step. Gradients are computed in a thread. The
+        weights change in the event loop's thread, never in the middle of an engine's step. If cancelled before the first step and
+        `cancellable`, CancelledError is raised at once, and the thread ends after its micro-batch; else, after the last step.
         """
         sums: list[S] = []
         norms: list[float] = []

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from turnwise.models.allocator import LARGE_MODEL, freed_blocks_kept
+from turnwise.models.allocator import LARGE_MODEL, gradients_first
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.optimizer import Optimizer
@@ -31,7 +31,7 @@ class Gradients:
 
     def __init__(self, optimizer: Optimizer, threads: TorchThreads, *, parallel: bool, large: bool) -> None:
         self._optimizer, self._threads = optimizer, threads
-        self._around = freed_blocks_kept if large else contextlib.nullcontext
+        self._around = gradients_first if large else contextlib.nullcontext
         self.parallel = _parallel(optimizer.parameters) if parallel else 1
         """How many micro-batches are computed at the same time."""
         self._workers = None
@@ -77,11 +77,7 @@ class Gradients:
             yield result
 
     def _backward(
-        self,
-        micro: MicroBatch[Any],
-        loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]],
-        *,
-        separate: bool,
+        self, micro: MicroBatch[Any], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]], *, separate: bool
     ) -> tuple[S, _OfParameters | None]:
         """Metrics and gradients of a micro-batch. The gradients are added to the parameters' `grad`, or returned (`separate`)."""
         total, metrics = loss(micro)

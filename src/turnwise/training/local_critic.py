@@ -60,14 +60,15 @@ class LocalCritic(PassCritic):
         if folder is not None:
             load_head(self._head, Path(folder))
         self._forward = ValueForward(model, self._head, autocast=autocast)
-        self._threads = TorchThreads(threads, large=is_large(model))
+        large = is_large(model)
+        self._threads = TorchThreads(threads, large=large)
         self._optimizer = Optimizer(
             list(trained_parameters(model, self._head).values()), optimizer or OptimizerConfig()
         )
-        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=is_large(model))
+        self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
         self._requirements = PackingRequirements(
             share_prompts=shares,
-            micro_batch_tokens=default_micro_batch_tokens(model.device),
+            micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
             parallel=self._gradients.parallel,
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turnwise.models.allocator import is_large, return_freed_blocks
+from turnwise.models.allocator import is_large, keep_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
@@ -68,7 +68,8 @@ class LocalLearner(PassLearner):
         )
         self._model = model
         self.loss = loss or make_loss(PpoClip())
-        self._threads = TorchThreads(threads, large=is_large(model))
+        large = is_large(model)
+        self._threads = TorchThreads(threads, large=large)
         self._forward = Forward(model, sampling, autocast=autocast)
         self._reference = None
         if self.loss.needs_reference or reference is not None:
@@ -77,15 +78,15 @@ class LocalLearner(PassLearner):
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
             )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if large := is_large(model):
-            return_freed_blocks()
+        if large:
+            keep_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
             keep_zero=self.loss.needs_zero_advantages,
-            micro_batch_tokens=default_micro_batch_tokens(model.device),
+            micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
             parallel=self._gradients.parallel,
         )
 

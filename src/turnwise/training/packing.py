@@ -29,7 +29,7 @@ __all__ = ["MicroBatch", "PackedSequence", "default_micro_batch_tokens", "pack_s
 
 _CUT_TOKENS = 64
 """A further micro-batch costs as much as this number of tokens, besides the tokens that are in it."""
-_CPU_TOKENS, _ACCELERATOR_TOKENS = 2048, 16384
+_CPU_TOKENS, _LARGE_CPU_TOKENS, _ACCELERATOR_TOKENS = 2048, 3072, 16384
 """Tokens of a forward pass where the recipe gives no number."""
 
 
@@ -107,9 +107,10 @@ class MicroBatch(Generic[Columns]):
         )
 
 
-def default_micro_batch_tokens(device: torch.device) -> int:
-    """Tokens of a forward pass on a device, where the recipe gives no number."""
-    return _CPU_TOKENS if device.type == "cpu" else _ACCELERATOR_TOKENS
+def default_micro_batch_tokens(device: torch.device, *, large: bool = False) -> int:
+    """Tokens of a forward pass where the recipe gives no number. `large`: of a large model, one micro-batch at a time."""
+    on_cpu = _LARGE_CPU_TOKENS if large else _CPU_TOKENS
+    return on_cpu if device.type == "cpu" else _ACCELERATOR_TOKENS
 
 
 def pack_sequences(

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from turnwise.models.allocator import trim
+
 __all__ = ["KVCache", "KVShape"]
 
 INITIAL_ROWS, INITIAL_CAPACITY = 8, 256
@@ -71,6 +73,7 @@ class KVCache:
                 tensor[:, :kept_rows, :, :kept_tokens] = self.tensors[index][:, :kept_rows, :, :kept_tokens]
             self.tensors[index] = tensor
         self.num_rows, self.capacity = num_rows, capacity
+        trim()  # the old tensors would divide the memory that is kept
 
     def copy_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], stop: int, *, start: int = 0) -> None:
         """Copy the tokens from `start` to `stop` of each source row over those of its target row, all at the same time."""

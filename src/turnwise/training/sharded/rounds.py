@@ -47,7 +47,7 @@ def rounds_of(
 ) -> Iterator[MicroBatch[Any] | None]:
     """A micro-batch of this rank for each round, or None if it has no more. All ranks end together if rank 0 stops."""
     for number in range(rounds):
-        if ranks.agree(stop.is_set):
+        if ranks.agree(stop.is_set()):
             return
         yield mine[number] if number < len(mine) else None
 
