@@ -7,6 +7,7 @@ asyncio are not loaded for them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -96,10 +97,9 @@ def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) 
         return 1
     with stops or Stops() as stops:
         context = Context(console, stops)
-        if options.long:
-            with lasting_output():
-                return _run(options, context, errors)
-        return _run(options, context, errors)
+        with lasting_output() if options.long else contextlib.nullcontext():
+            stops.exit_status = _run(options, context, errors)
+        return stops.exit_status
 
 
 def _set_up_logging(console: Console, errors: Console) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from cluster.ending import end_rank
 from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelOptions, load_model
@@ -175,3 +176,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cluster.ending import end_rank
 from cluster.tensors import difference
 from support.vision import vision_model, vision_tokenizer
 from training.test_vision import held, trajectory
@@ -100,3 +101,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

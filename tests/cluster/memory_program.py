@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cluster.ending import end_rank
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import RankOptions, ShardingOptions
@@ -46,3 +47,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cluster.ending import end_rank
 from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelOptions
@@ -241,3 +242,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_rank()

@@ -145,7 +145,7 @@ def test_two_ranks_and_two_workers_train_as_one_process(recipe: Path, tmp_path: 
     assert "step 3" in output
     # an error of rank 0 is that of the command
     status, output = Command(recipe, tmp_path / "two", *on_ray(started)).finish()
-    assert status == 1
+    assert status == 1, output
     assert f"{tmp_path / 'two'}" in output
     assert "resume=auto" in output
     assert "Traceback" not in output
@@ -207,11 +207,11 @@ def test_a_killed_driver_leaves_neither_ranks_nor_workers(recipe: Path, tmp_path
 def test_missing_resources_are_an_error_that_names_needed_and_free(recipe: Path, tmp_path: Path, started: Any) -> None:
     words = [*on_ray(started, trainers=3), "cluster.ranks.start_timeout=3"]
     status, output = Command(recipe, tmp_path / "run", *words).finish()
-    assert status == 1
+    assert status == 1, output
     assert "3 trainer ranks need num_cpus=0.5, num_gpus=0, trainer=1 each, and the cluster has free: CPU=4" in output
     assert "trainer=2" in output
     assert not (tmp_path / "run").exists()
     status, output = Command(recipe, tmp_path / "run", *on_ray(started), "train.optimizer.name=adafactor").finish()
-    assert status == 1
+    assert status == 1, output
     assert "cannot be used with several ranks" in output
     assert "trainer ranks" not in output  # nothing was started

@@ -272,3 +272,30 @@ def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, staleness
     assert len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines()) == done
     for word in ("Traceback", "Exception", "never retrieved", "never awaited"):
         assert word not in log
+
+
+ABORTS = """
+import atexit, os, sys
+from turnwise.commands.stopping import Stops
+
+class Aborts:
+    def __del__(self):
+        os._exit(6)
+
+aborts = Aborts()
+with Stops(until_exit=True) as stops:
+    stops.finalize = sys.argv[1] == "yes"
+    stops.exit_status = 1
+atexit.register(print, "from atexit")
+"""
+
+
+@pytest.mark.parametrize(("finalize", "status"), [("yes", 6), ("no", 1)])
+def test_what_aborts_while_the_interpreter_is_finalized_does_not_change_the_status_of_a_rank(
+    finalize: str, status: int
+) -> None:
+    command = [sys.executable, "-c", ABORTS, finalize]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    if finalize == "no":
+        assert done.stdout == "from atexit\n"

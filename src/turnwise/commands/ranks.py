@@ -22,6 +22,7 @@ from turnwise.config.local_ranks import local_ranks
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
+    from turnwise.commands.command import Context
     from turnwise.config.schema import Config
 
 __all__ = ["RankProcesses", "run_as_rank"]
@@ -67,7 +68,7 @@ class RankProcesses(Protocol):
 
 
 def run_as_rank(
-    config: Config, console: Console, check: Callable[[Config], None], *, conversations: bool
+    config: Config, context: Context, check: Callable[[Config], None], *, conversations: bool
 ) -> int | None:
     """What this process does if the recipe has several ranks. Returns its exit status, or None if the process runs the command
     itself: in a run of one process, and on rank 0. `check` refuses a recipe before ranks are started.
@@ -91,7 +92,8 @@ def run_as_rank(
             from turnwise.build.ray_ranks import ray_ranks
 
             ranks, terminal = ray_ranks(config, workers=conversations), False
-        return _Launcher(ranks, cluster.restarts, console, shares_terminal=terminal).run()
+        return _Launcher(ranks, cluster.restarts, context.console, shares_terminal=terminal).run()
+    context.stops.finalize = False
     if cluster.launcher == "ray":
         threading.Thread(target=_end_with_parent, daemon=True).start()
     return _follow(config) if rank not in (None, "0") else None

@@ -26,7 +26,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.sft_checks import refuse_sft_without_effect
 
     config, notes = load(options.recipe, options.overrides)
-    if (status := run_as_rank(config, context.console, refuse_sft_without_effect, conversations=False)) is not None:
+    if (status := run_as_rank(config, context, refuse_sft_without_effect, conversations=False)) is not None:
         return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.sft.fine_tune import assemble, fine_tune

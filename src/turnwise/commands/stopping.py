@@ -45,12 +45,17 @@ class Stops:
     the background) stays ignored. KeyboardInterrupt is raised for each of the signals; `received` is the signal.
 
     With `until_exit`, the handlers stay while the interpreter exits, so that a late signal does not change the exit status.
+    `finalize=False` then ends the process behind all functions of `atexit`, with `exit_status`.
     """
 
     def __init__(self, *, until_exit: bool = False) -> None:
         self.received: signal.Signals | None = None
         self.farewell: Callable[[], str] = lambda: "turnwise: stopped at once"
         """The last text of a process that is stopped at once. Called in a signal handler, so it must not block."""
+        self.finalize = True
+        """Whether the interpreter is finalized at the exit. Threads of C++ that take the GIL meanwhile, such as those of gloo,
+        abort the process ("terminate called without an active exception"), and its exit status is lost."""
+        self.exit_status = 1
         self._until_exit = until_exit
         self._running = False
         self._exiting = False
@@ -66,7 +71,7 @@ class Stops:
                     self._former[number] = previous
                     signal.signal(number, self._stop)
             if self._until_exit:  # Python resets its handlers at the very end, after all other functions of `atexit`
-                atexit.register(self._ignore)
+                atexit.register(self._at_exit)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -76,9 +81,14 @@ class Stops:
         for number, previous in self._former.items():
             signal.signal(number, previous)
 
-    def _ignore(self) -> None:
+    def _at_exit(self) -> None:
         for number in self._former:
             signal.signal(number, signal.SIG_IGN)
+        if not self.finalize:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(self.exit_status)
 
     @property
     def status(self) -> int:

@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     else:
         config, notes = load(options.recipe, options.overrides)
         resume = resume_command("train", options, config)
-    if (status := run_as_rank(config, context.console, refuse_without_effect, conversations=True)) is not None:
+    if (status := run_as_rank(config, context, refuse_without_effect, conversations=True)) is not None:
         return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.terminal.train_report import TrainReport

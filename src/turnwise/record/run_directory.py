@@ -70,19 +70,23 @@ class RunDirectory:
             self.run_lock.release()
             self.run_lock = None
 
+    def refuse_unnamed_run(self, config: Config) -> None:
+        """Raise RunError if the directory holds a run and the recipe says neither to resume nor to replace it."""
+        if self._holds_run() and not config.replace and config.resume != "auto":
+            raise RunError(
+                f"{self.path} contains a run already. To resume it: resume=auto; to move it away and start a new run: "
+                f"replace=true; or choose another directory: output=runs/<name>"
+            )
+
     def prepare(self, config: Config, *, resuming: bool) -> list[str]:
         """Make the directory ready for the run, and write the resolved recipe. Returns notes for the user.
 
-        Raises RunError if it holds a run and the recipe says neither to resume nor to replace it.
+        Raises RunError as `refuse_unnamed_run`.
         """
         notes: list[str] = []
-        if not resuming and self._holds_run():
-            if not config.replace and config.resume != "auto":
-                raise RunError(
-                    f"{self.path} contains a run already. To resume it: resume=auto; to move it away and start a new run: "
-                    f"replace=true; or choose another directory: output=runs/<name>"
-                )
-            if config.replace:
+        if not resuming:
+            self.refuse_unnamed_run(config)
+            if config.replace and self._holds_run():
                 notes.append(f"the previous run was moved to {move_away(self.path)}")
                 self.release()
         with writing(self.path):

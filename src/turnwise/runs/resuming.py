@@ -190,6 +190,7 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     checkpoints = Checkpoints(directory.path, keep=config.checkpoint.keep)
     opened = OpenedRun(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
     directory.lock()
+    directory.refuse_unnamed_run(config)  # before a model is loaded
     if config.resume != "auto":
         return opened
     saved = checkpoints.find()

@@ -8,7 +8,6 @@ fail at once. `Liveness` (liveness.py) notices a rank that does not end, but doe
 
 from __future__ import annotations
 
-import atexit
 import datetime
 import os
 import time
@@ -96,9 +95,6 @@ class Ranks:
         """Leave the group. Called when no rank computes."""
         self.liveness.close()
         dist.destroy_process_group()
-        # Threads of gloo release the Python objects of the last operations a moment later. If the interpreter ends meanwhile,
-        # such a thread ends the process with "terminate called without an active exception".
-        atexit.register(time.sleep, 0.3)
 
 
 def _number(name: str) -> int:
