@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from cluster.ending import end_rank
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.training.sharded.loading import load_sharded
 from turnwise.training.sharded.options import RankOptions, ShardingOptions
@@ -47,4 +46,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    end_rank()
+    os._exit(0)  # as a command's rank: threads of gloo could abort a process that finalizes the interpreter
