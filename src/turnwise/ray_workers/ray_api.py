@@ -35,6 +35,11 @@ __all__ = [
     "result",
 ]
 
+_log = logging.getLogger(__name__)
+
+_CONNECTIONS = 3
+"""How often a connection by a client server (`ray://`) is tried: Ray starts a process for each, which can die at its start."""
+
 _CONTROL_CALLS = 16
 """How many calls an actor can serve besides its conversations: signs of life, weights, start and stop."""
 
@@ -79,14 +84,26 @@ def connect(address: str | None) -> bool:
         if ray.is_initialized():
             return False
         dashboard = None if address is not None or os.environ.get("RAY_ADDRESS") else False
-        try:
-            ray.init(address=address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise ConfigError(
-                f"cluster.address={address}: there is no Ray cluster to connect to: {_first_line(error)}. Start it with `ray "
-                f"start --head`, or correct the address"
-            ) from error
-    return True
+        for attempt in range(1, _CONNECTIONS + 1):
+            try:
+                ray.init(address=address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR)
+                return True
+            except (
+                ConnectionAbortedError
+            ) as error:  # the client server is there, but the process for this client is not
+                if attempt == _CONNECTIONS:
+                    raise _no_cluster(address, error) from error
+                _log.warning("cluster.address=%s: %s. Connecting again", address, _first_line(error))
+            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+                raise _no_cluster(address, error) from error
+    raise AssertionError("the loop above returns or raises")
+
+
+def _no_cluster(address: str | None, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"cluster.address={address}: there is no Ray cluster to connect to: {_first_line(error)}. Start it with `ray "
+        f"start --head`, or correct the address"
+    )
 
 
 @contextlib.contextmanager
