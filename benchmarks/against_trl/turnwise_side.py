@@ -38,7 +38,8 @@ class Clock:
         self.tell({"step": 0})
 
     def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
-        seconds = time.perf_counter() - self.started
+        # TRL saves nothing
+        seconds = time.perf_counter() - self.started - metrics["seconds/checkpoint"]
         # a loop that samples from another distribution than the model's would be fast, too. The texts of a model with random
         # weights are not encoded as its tokens again
         mismatch = not self.large and (problems or metrics["template_mismatch"])

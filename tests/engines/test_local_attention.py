@@ -27,7 +27,7 @@ def reference(kv: torch.Tensor, q_BHD: torch.Tensor, rows_B: np.ndarray, positio
 
 
 @pytest.mark.parametrize("gaps", [False, True])
-@pytest.mark.parametrize("groups", [0, 1, 2, 7])
+@pytest.mark.parametrize("groups", [0, 1, 2, 4, 5, 7])
 @pytest.mark.parametrize("long_rows", [0, 1, 5, 40])
 def test_each_row_attends_to_its_own_tokens(gaps: bool, groups: int, long_rows: int) -> None:
     draw = np.random.default_rng(long_rows)
@@ -37,7 +37,11 @@ def test_each_row_attends_to_its_own_tokens(gaps: bool, groups: int, long_rows: 
     positions_B = prefix + draw.integers(1, 30, 40)
     positions_B[draw.choice(40, long_rows, replace=False)] += draw.integers(150, 280, long_rows)
     kv = torch.randn(2, 50, DIMS.kv_heads, 512, DIMS.head_dim)
-    group_B = np.arange(40) % max(1, groups) if groups < 7 else np.maximum(0, np.arange(40) - 33)
+    group_B = {
+        4: np.arange(40) // 10,  # neighbors of equal groups
+        5: np.searchsorted([16, 26, 30, 39], np.arange(40), side="right"),  # 16, 10, 4, 9 and 1 rows
+        7: np.maximum(0, np.arange(40) - 33),
+    }.get(groups, np.arange(40) % max(1, groups))
     members = [np.flatnonzero(group_B == group) for group in range(groups)]
     for group in members:
         kv[:, rows_B[group], :, :prefix] = kv[:, rows_B[group[:1]], :, :prefix]

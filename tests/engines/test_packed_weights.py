@@ -40,7 +40,7 @@ def test_a_packed_weight_gives_the_product(rows: int, bias: bool) -> None:
     torch.testing.assert_close(onednn_linear(values, packed(weight), added).double(), expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])  # without biases, with all of them, in the attention only
 @pytest.mark.parametrize("known", [True, False])  # whether torch counts the change
 def test_the_engine_samples_from_the_present_weights(name: str, known: bool) -> None:
     model, prompt = make(name), tokens(30)
@@ -70,6 +70,35 @@ def test_a_weight_is_packed_again_only_after_a_change() -> None:
     torch.testing.assert_close(second.to_dense(), weight.detach())
     copies.clear()
     assert copies.of(weight) is not second
+
+
+def test_copies_are_freed_before_an_update_and_made_again_after_it() -> None:
+    model, prompt = make("qwen2"), tokens(30)
+    engine = LocalEngine(model, threads=1)
+    forward = engine._core.forward
+    assert isinstance(forward, FusedForward)
+    assert forward._packed is not None
+    first = ask(engine, greedy("a", prompt))[0]
+    joined = forward._parameters.layers[0].qkv.parts
+    assert len(joined) == 1  # queries, keys and values are one product
+    engine.free_cache()
+    assert not forward._packed._copies
+    assert all(part.packed is part.weight for part in forward._parameters.layers[0].qkv.parts)
+    # a request in the middle of an update is sampled without copies
+    assert ask(engine, greedy("b", prompt))[0].token_ids == first.token_ids
+    asyncio.run(engine.load_weights(1))
+    assert len(forward._parameters.layers[0].qkv.parts) == 1
+    assert ask(engine, greedy("c", prompt))[0].token_ids == first.token_ids
+
+
+def test_several_weights_are_packed_as_one_again_after_a_change_of_one() -> None:
+    layer = make("qwen3").model.layers[0].self_attn
+    copies, weights = PackedLayers(), [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]
+    first = copies.of(*weights)
+    assert copies.of(*weights) is first
+    with torch.no_grad():
+        weights[1].mul_(2)
+    torch.testing.assert_close(copies.of(*weights).to_dense(), torch.cat(weights).detach())
 
 
 def test_weights_that_take_too_much_memory_or_are_not_for_onednn_stay_as_they_are(

@@ -60,6 +60,21 @@ def test_the_first_steps_of_a_large_model_use_all_threads(large: bool, first: in
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize(("large", "other_at"), [(True, 32), (False, 2)])
+def test_a_large_model_tries_the_other_number_of_threads_later(large: bool, other_at: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        threads, used = TorchThreads(0, large=large), []
+        for _ in range(other_at + 1):
+            with threads.during("learn", 100):
+                used.append(torch.get_num_threads())
+    finally:
+        torch.set_num_threads(before)
+    first, other = (3, 1) if large else (1, 3)
+    assert used == [first] * other_at + [other]
+
+
 FAULTS = """
 import resource, torch
 from turnwise.models import allocator

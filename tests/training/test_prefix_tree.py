@@ -20,7 +20,7 @@ from training.test_attention import EXPERTS, FULL, SIZES, made
 from training.test_batch import group, targets, trajectory
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.training.tree import FlatRow, Tree, shared_prefix
+from turnwise.training.tree import FlatRow, Tree, _TreeMask, shared_prefix
 from turnwise.types import Sampling, Trajectory
 
 WINDOW = 4
@@ -146,6 +146,42 @@ def test_a_tree_is_exact_when_gradient_checkpointing_computes_its_layers_again(f
         )
     actual = packed_gradient(model, trajectories)
     torch.testing.assert_close(actual, expected, atol=1e-7 * float(expected.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_of_a_tree_keeps_no_keys_of_each_run(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 9, 50)
+    sequences = sorted((np.concatenate([prompt, rng.integers(0, 9, 10)]) for _ in range(8)), key=lambda ids: list(ids))
+    row = FlatRow.of(sequences)
+    tree, tokens = Tree.of(row.runs), len(row.token_ids)
+    query, key, value = (torch.randn(heads, tokens, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = _TreeMask(tree, [bucket.mask(None) for bucket in tree.buckets]).attend(query, key, value, None)
+    # queries, keys, values, the output, and a number for each query; the keys of the runs would be 8 x 60 x 2 x 2 x 16 more
+    rows = sum(bucket.query_NR.numel() for bucket in tree.buckets)
+    assert sum(kept.values()) == tokens * 16 * (4 + 2 + 2 + 4) + rows * 4
+    of_output = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, (query, key, value), of_output)
+    exact = [part.detach().double().requires_grad_() for part in (query, key, value)]
+    seen = np.zeros((tokens, tokens), dtype=bool)
+    for places in row.places:
+        seen[places[:, None], places] |= np.tri(len(places), dtype=bool)
+    keys, values = (part.repeat_interleave(2, dim=0) for part in exact[1:])
+    scores = (exact[0] @ keys.mT / 4).masked_fill(torch.from_numpy(~seen), -torch.inf)
+    expected = (scores.softmax(dim=-1) @ values).transpose(0, 1)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float64: 1e-9}[dtype]
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    for actual, gradient in zip(gradients, torch.autograd.grad(expected, exact, of_output.double()), strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), gradient, atol=tolerance, rtol=tolerance)
 
 
 def test_a_sampled_token_that_two_sequences_share_is_one_prediction_and_two_targets() -> None:

@@ -71,11 +71,12 @@ def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return onednn_linear(values, weight, bias)
 
 
-def fewest_rows(weight: torch.Tensor) -> int:
-    """The number of rows of float32 values from which on `onednn_linear` is faster for this weight; `NEVER` if it never is."""
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not uses_onednn():
+def fewest_rows(*weights: torch.Tensor) -> int:
+    """The number of rows of float32 values from which on `onednn_linear` is faster for this weight, or for several weights of the
+    same inputs as one; `NEVER` if it never is."""
+    if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights) or not uses_onednn():
         return NEVER
-    outputs, inputs = weight.shape
+    outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
     if min(outputs, inputs) < _SMALLEST_SIDE:
         return NEVER
     return 1 if outputs * inputs >= _LARGE_WEIGHT else -(-_FEWEST_PRODUCTS // (outputs * inputs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from turnwise.models.autocast import parameter_state
 from turnwise.models.fast_linear import fewest_rows
 
-__all__ = ["PackedLayers", "packed", "packed_bytes"]
+__all__ = ["PackedLayers", "is_packed", "packed", "packed_bytes"]
 
 MOST_BYTES = 2**30
 """The weights of larger models are not packed: the memory is worth more than the time."""
@@ -28,15 +29,25 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 def packed_bytes(model: Any) -> int:
     """The memory for the packed weights of a model that the fused pass runs: 0 if they are not packed."""
-    weights = {id(each.weight): each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)}
-    total = sum(4 * weight.numel() for weight in weights.values() if _is_packed(weight))
+    groups: dict[str, dict[int, torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name:
+            layer, _, kind = name.rpartition(".")
+            groups.setdefault(f"{layer}.{_TOGETHER.get(kind, kind)}", {})[id(module.weight)] = module.weight
+    total = sum(
+        4 * weight.numel() for group in groups.values() if is_packed(*group.values()) for weight in group.values()
+    )
     return total if total <= MOST_BYTES else 0
 
 
-def _is_packed(weight: torch.Tensor) -> bool:
-    """Weights that oneDNN reads faster for any number of rows. Smaller ones stay in the cache of the processor: packing them
-    gains nothing (measured)."""
-    return fewest_rows(weight) == 1
+_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+"""Linear layers that the fused pass computes as one, unless they have an adapter."""
+
+
+def is_packed(*weights: torch.Tensor) -> bool:
+    """Whether oneDNN reads a weight, or several weights as one, faster for any number of rows. Smaller ones stay in the cache of
+    the processor: packing them gains nothing (measured)."""
+    return fewest_rows(*weights) == 1
 
 
 class PackedLayers:
@@ -47,19 +58,26 @@ class PackedLayers:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[torch.Tensor, tuple[int, int], torch.Tensor]] = {}
+        self._copies: dict[tuple[int, ...], _PackedCopy] = {}
 
-    def of(self, weight: torch.Tensor) -> torch.Tensor:
-        """The packed weight with the present values, as far as torch knows of changes; `weight` if it is not packed."""
-        if not _is_packed(weight):
-            return weight
-        source, state, copy = self._copies.get(id(weight), (None, None, None))
-        if copy is None or source is not weight or state != parameter_state(weight):
-            copy = packed(weight)
-            # the weight is kept, so that its id is not given to another tensor
-            self._copies[id(weight)] = weight, parameter_state(weight), copy
-        return copy
+    def of(self, *weights: torch.Tensor) -> torch.Tensor:
+        """The packed weight with the present values, as far as torch knows of changes. Several weights [O, I] of the same inputs
+        are packed as one [sum of O, I]."""
+        key = tuple(map(id, weights))
+        copy = self._copies.get(key)
+        if copy is None or copy.states != [parameter_state(weight) for weight in weights]:
+            copy = self._copies[key] = _PackedCopy(weights)
+        return copy.values
 
     def clear(self) -> None:
         """The weights have changed, possibly without torch's knowledge."""
         self._copies.clear()
+
+
+class _PackedCopy:
+    """A packed copy of weights, and the states of the weights when they were copied."""
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        self.sources = weights  # kept, so that their ids are not given to other tensors
+        self.states = [parameter_state(weight) for weight in weights]
+        self.values = packed(weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))

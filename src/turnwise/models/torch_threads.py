@@ -1,6 +1,7 @@
 """Chooses the number of torch threads for a step: 1 is fastest beside busy processes, all threads are fastest on an idle machine.
 
-A small model starts with one thread, a large model with all: its first steps are long, and a run may have few of them.
+A small model starts with one thread, a large model with all: its first steps are long, and a run may have few of them. So a
+large model also tries the other number later.
 Knows only the clock. The previous number is restored after every step, so the trainer in the same process is not affected.
 """
 
@@ -18,8 +19,8 @@ __all__ = ["TorchThreads"]
 TRIAL_STEPS = 3
 """Consecutive steps with the other number of threads, compared with as many steps before them."""
 FIRST_PAUSE, PAUSE, MAX_PAUSE = 2, 32, 2048
-"""Steps between two trials: few before the first trial, then twice as many after each lost trial, because a lost trial costs
-time."""
+"""Steps between two trials: few before the first trial of a small model, then twice as many after each lost trial, because a
+lost trial costs time."""
 
 
 @dataclass(slots=True)
@@ -27,8 +28,8 @@ class _Trial:
     """For work of about the same size: the best number of threads so far, and the state of the current trial."""
 
     best: int
+    pause: int
     steps: int = 0
-    pause: int = FIRST_PAUSE
     fastest: float = float("inf")
     """Seconds for each row or token: the fastest of the last steps with the best number."""
     fastest_other: float = float("inf")
@@ -42,14 +43,14 @@ class TorchThreads:
     def __init__(self, number: int, *, large: bool) -> None:
         self._max_threads = torch.get_num_threads()
         self._number = number
-        self._first = self._max_threads if large else 1
+        self._first = (self._max_threads, PAUSE) if large else (1, FIRST_PAUSE)
         self._trials: dict[tuple[str, int], _Trial] = {}
 
     @contextmanager
     def during(self, work: str, size: int) -> Iterator[None]:
         """A step of the kind `work` over `size` rows or tokens. Only steps of about the same size are compared."""
         before = torch.get_num_threads()
-        trial = self._trials.setdefault((work, size.bit_length()), _Trial(self._first))
+        trial = self._trials.setdefault((work, size.bit_length()), _Trial(*self._first))
         in_trial = not self._number and self._max_threads > 1 and trial.steps >= trial.pause
         torch.set_num_threads(self._number or (self._other(trial) if in_trial else trial.best))
         start = time.perf_counter()

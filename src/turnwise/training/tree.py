@@ -142,6 +142,15 @@ class _Bucket:
             seen_NRK &= key_K > position_NR1 - window
         return seen_NRK.unsqueeze(1)
 
+    def heads(
+        self, query_THD: torch.Tensor, key_THD: torch.Tensor, value_THD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [N, H, R, D], keys and values [N, H, K, D] of the runs."""
+        places = (self.query_NR, self.key_NK, self.key_NK)
+        tensors = zip((query_THD, key_THD, value_THD), places, strict=True)
+        query_NHRD, key_NHKD, value_NHKD = (tensor_THD[place].transpose(1, 2) for tensor_THD, place in tensors)
+        return query_NHRD, key_NHKD, value_NHKD
+
     def attend(
         self,
         query_THD: torch.Tensor,
@@ -151,7 +160,7 @@ class _Bucket:
         scaling: float | None,
     ) -> torch.Tensor:
         """Attention of the runs, [N * R, H, D]."""
-        key_NHKD, value_NHKD = (tensor_THD[self.key_NK].transpose(1, 2) for tensor_THD in (key_THD, value_THD))
+        query_NHRD, key_NHKD, value_NHKD = self.heads(query_THD, key_THD, value_THD)
         # on accelerators, the fast kernels take no mask together with grouped heads
         grouped = mask_N1RK is None or key_NHKD.device.type == "cpu"
         if not grouped:
@@ -160,7 +169,7 @@ class _Bucket:
         # keys have their rotary positions already, so a run continues at the position after its context, and its place in the
         # flat row does not matter
         output_NHRD = F.scaled_dot_product_attention(
-            query_THD[self.query_NR].transpose(1, 2),
+            query_NHRD,
             key_NHKD,
             value_NHKD,
             attn_mask=mask_N1RK,
@@ -229,16 +238,91 @@ class _TreeMask:
     tree: Tree
     masks: Sequence[torch.Tensor | None]
 
+    def of_buckets(self) -> Iterator[tuple[_Bucket, torch.Tensor | None]]:
+        """The buckets, each with its mask."""
+        return zip(self.tree.buckets, self.masks, strict=True)
+
+    def additive(self, dtype: torch.dtype) -> Iterator[tuple[_Bucket, torch.Tensor | None]]:
+        """The buckets, each with its mask as a summand of the scores: -inf where a token does not see a key, else 0."""
+        for bucket, seen in self.of_buckets():
+            yield bucket, None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+
     def attend(
         self, query_HTD: torch.Tensor, key_HTD: torch.Tensor, value_HTD: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """Attention of the flat row, [T, H, D]. Keys and values may have fewer heads than the query."""
         query_THD, key_THD, value_THD = (heads_HTD.transpose(0, 1) for heads_HTD in (query_HTD, key_HTD, value_HTD))
+        if query_THD.device.type == "cpu":
+            if torch.is_autocast_enabled("cpu"):  # as torch's attention
+                dtype = torch.get_autocast_dtype("cpu")
+                query_THD, key_THD, value_THD = (heads.to(dtype) for heads in (query_THD, key_THD, value_THD))
+            return _GatheredAttention.apply(query_THD, key_THD, value_THD, self, scaling)
         results = [
-            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling)
-            for bucket, mask_N1RK in zip(self.tree.buckets, self.masks, strict=True)
+            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling) for bucket, mask_N1RK in self.of_buckets()
         ]
         return torch.cat(results)[self.tree.place_T]
+
+
+class _GatheredAttention(torch.autograd.Function):
+    """The attention of a flat row on a CPU, [T, H, D]. The keys of each run are gathered again for the backward pass: keeping
+    them would take more memory than all queries, keys and values of the row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query_THD: torch.Tensor,
+        key_TJD: torch.Tensor,
+        value_TJD: torch.Tensor,
+        tree_mask: _TreeMask,
+        scale: float | None,
+    ) -> torch.Tensor:
+        outputs: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        for bucket, mask in tree_mask.additive(query_THD.dtype):
+            heads = bucket.heads(query_THD, key_TJD, value_TJD)
+            output_NHRD, sum_NHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *heads, 0.0, mask is None, attn_mask=mask, scale=scale
+            )
+            outputs.append(output_NHRD.transpose(1, 2).flatten(0, 1))
+            sums.append(sum_NHR)
+        output_THD = torch.cat(outputs)[tree_mask.tree.place_T]
+        ctx.save_for_backward(query_THD, key_TJD, value_TJD, output_THD, *sums)
+        ctx.tree_mask, ctx.scale = tree_mask, scale
+        return output_THD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: with gradient checkpointing, reading it computes the layer again
+        # torch's backward pass in bfloat16 takes 1.5 to 4 times as long as in float32
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        query_THD, key_TJD, value_TJD, output_THD = (tensor.to(dtype) for tensor in saved[:4])
+        tree = ctx.tree_mask.tree
+        # the results of all buckets: 0 for padding, which then changes no gradient
+        padded = [bucket.query_NR.numel() for bucket in tree.buckets]
+        gradient_PHD = query_THD.new_zeros(sum(padded), *query_THD.shape[1:]).index_copy_(
+            0, tree.place_T, gradients[0].to(dtype)
+        )
+        of_queries: list[torch.Tensor] = []
+        of_key, of_value = torch.zeros_like(key_TJD), torch.zeros_like(value_TJD)
+        parts = zip(ctx.tree_mask.additive(dtype), gradient_PHD.split(padded), saved[4:], strict=True)
+        for (bucket, mask), gradient_PHD, sum_NHR in parts:
+            heads = bucket.heads(query_THD, key_TJD, value_TJD)
+            of_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                gradient_PHD.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
+                *heads,
+                output_THD[bucket.query_NR].transpose(1, 2),
+                sum_NHR,
+                0.0,
+                mask is None,
+                attn_mask=mask,
+                scale=ctx.scale,
+            )
+            of_query, *of_keys = (part.transpose(1, 2).flatten(0, 1) for part in of_heads)
+            of_queries.append(of_query)
+            for total, part in zip((of_key, of_value), of_keys, strict=True):
+                total.index_add_(0, bucket.key_NK.flatten(), part)
+        of_query = torch.cat(of_queries)[tree.place_T]
+        return *(part.to(gradients[0].dtype) for part in (of_query, of_key, of_value)), None, None
 
 
 _current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)

@@ -131,9 +131,13 @@ class LocalEngine:
         self._core.cache.release(conversation)
 
     def free_cache(self) -> None:
-        """Give the memory of a large KV cache back, unless a request is running. Later requests start with an empty cache."""
-        if not self._requests and self.cache_bytes >= LARGE_CACHE:
+        """Free what is of no use after the next update of the weights, unless a request is running: the memory of a large KV
+        cache, and copies of weights. Later requests start with an empty cache."""
+        if self._requests:
+            return
+        if self.cache_bytes >= LARGE_CACHE:
             self._core.reset()
+        self._core.forward.free_copies()
 
     async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Sample with these weights from now on. Nothing that was computed with earlier weights is continued or copied.

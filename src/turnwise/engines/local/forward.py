@@ -54,6 +54,10 @@ class CachedForward(Protocol):
         """
         ...
 
+    def free_copies(self) -> None:
+        """Free copies of weights that `reload_parameters` would make again after a change."""
+        ...
+
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         """Compute keys and values of the tokens `tokens_N[n]`, whose first index in the sequence is `starts_N[n]`, and write
         them to row `rows_N[n]`."""

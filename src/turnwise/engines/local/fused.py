@@ -91,6 +91,11 @@ class FusedForward:
             self._packed.clear()
         self._parameters = FusedParameters.of(self._model, self._packed)
 
+    def free_copies(self) -> None:
+        if self._packed is not None:
+            self._packed.clear()
+            self._parameters = FusedParameters.of(self._model)
+
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
         # linear layers run on the M tokens of all sequences, one after the other, without padding
@@ -136,9 +141,10 @@ class FusedForward:
         With autocast, queries and keys are normalized and rotated in float32, as in the model's own forward.
         """
         dims = self._dims
-        q_MHD = layer.q(normed_MD).view(-1, dims.heads, dims.head_dim)
-        k_MKD = layer.k(normed_MD).view(-1, dims.kv_heads, dims.head_dim)
-        v_MKD = layer.v(normed_MD).view(-1, dims.kv_heads, dims.head_dim)
+        query_MX, key_MX, value_MX = layer.qkv(normed_MD)
+        q_MHD = query_MX.view(-1, dims.heads, dims.head_dim)
+        k_MKD = key_MX.view(-1, dims.kv_heads, dims.head_dim)
+        v_MKD = value_MX.view(-1, dims.kv_heads, dims.head_dim)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_MHD, k_MKD = q_MHD.to(layer.q_norm.dtype), k_MKD.to(layer.k_norm.dtype)
             q_MHD, k_MKD = self._rms_norm(q_MHD, layer.q_norm), self._rms_norm(k_MKD, layer.k_norm)
@@ -151,8 +157,8 @@ class FusedForward:
 
     def _feed_forward(self, layer: FusedLayer, hidden_MD: torch.Tensor) -> torch.Tensor:
         normed_MD = self._normed(hidden_MD, layer.mlp_norm)
-        gated_MF = F.silu(layer.gate(normed_MD)).mul_(layer.up(normed_MD))
-        return hidden_MD + layer.down(gated_MF)
+        gate_MF, up_MF = layer.gate_up(normed_MD)
+        return hidden_MD + layer.down(F.silu(gate_MF).mul_(up_MF))
 
     def _write(self, tensor: torch.Tensor, index_J: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor) -> None:
         """Write keys and values to the cache tensor of a layer, seen as flat vectors [.., D]."""

@@ -89,24 +89,32 @@ class DecodeAttention:
 
 
 class _Prefix:
-    """A shared prefix of R rows, whose keys and values [2, K, P, D] are read from one row for each group.
+    """A shared prefix of R rows, whose keys and values [K, P, D] are read from one row for each group.
 
     `members` has for each group the row to read from, and the places of the group's rows among the R rows. The queries of all
-    rows of a group for one key-value head are one matrix; M queries are those of all groups, one group after the other.
+    rows of a group for one key-value head are one matrix. Groups of similar size are padded to n rows and computed in one call:
+    copying the keys of N groups next to each other for that takes less time than N calls.
     """
 
     def __init__(
         self, dims: AttentionDims, tokens: int, members: Sequence[tuple[int, np.ndarray]], num_rows: int
     ) -> None:
         self._dims, self._tokens = dims, tokens
-        self._sources = [row for row, _ in members]
         self._order, self._place = None, None
-        if len(members) > 1:
-            order_N = np.concatenate([places for _, places in members])
+        if len(members) == 1:
+            self._calls = [([members[0][0]], num_rows)]
+            return
+        self._calls = []
+        orders: list[np.ndarray] = []
+        for together in _of_similar_size(members):
+            longest = len(together[0][1])
+            self._calls.append(([row for row, _ in together], len(together) * longest))
+            orders += [np.resize(places, longest) for _, places in together]  # padded with rows of the same group
+        order_M = np.concatenate(orders)
+        if len(order_M) != num_rows or (order_M != np.arange(num_rows)).any():
             place_R = np.zeros(num_rows, dtype=np.int64)  # rows that are not decoded get the values of another row
-            place_R[order_N] = np.arange(len(order_N))
-            self._order, self._place = dims.tensor(order_N), dims.tensor(place_R)
-        self._queries = [len(places) * (dims.heads // dims.kv_heads) for _, places in members]
+            place_R[order_M] = np.arange(len(order_M))
+            self._order, self._place = dims.tensor(order_M), dims.tensor(place_R)
 
     @classmethod
     def of_batch(cls, dims: AttentionDims, shared: SharedPrefix, rows_B: np.ndarray, num_rows: int) -> _Prefix:
@@ -116,24 +124,45 @@ class _Prefix:
 
     def scores(self, kv: torch.Tensor, q_JGD: torch.Tensor) -> torch.Tensor:
         """Products [J, G, P] of the queries with the keys."""
-        return self._products(q_JGD, [kv[0, row, :, : self._tokens].transpose(1, 2) for row in self._sources])
+        return self._products(q_JGD, [keys.transpose(1, 2) for keys in self._of_calls(kv[0])])
 
     def outputs(self, kv: torch.Tensor, weights_JGP: torch.Tensor) -> torch.Tensor:
         """Products [J, G, D] of the attention weights with the values."""
-        return self._products(weights_JGP, [kv[1, row, :, : self._tokens] for row in self._sources])
+        return self._products(weights_JGP, self._of_calls(kv[1]))
 
-    def _products(self, left_JGX: torch.Tensor, right_KXY: Sequence[torch.Tensor]) -> torch.Tensor:
-        """[J, G, Y]: one matrix product for each group and key-value head."""
-        heads = self._dims.kv_heads
-        left_KRGX = left_JGX.unflatten(0, (-1, heads)).transpose(0, 1)
-        if self._order is None or self._place is None:
-            result_KMY = torch.bmm(left_KRGX.reshape(heads, -1, left_JGX.shape[-1]), right_KXY[0])
-            return result_KMY.unflatten(1, (-1, left_JGX.shape[1])).transpose(0, 1).flatten(0, 1)
-        left_KMX = left_KRGX.index_select(1, self._order).flatten(1, 2)
-        pairs = zip(left_KMX.split(self._queries, dim=1), right_KXY, strict=True)
-        result_KMY = torch.cat([torch.bmm(left, right) for left, right in pairs], dim=1)
-        result_NKGY = result_KMY.unflatten(1, (-1, left_JGX.shape[1])).transpose(0, 1)
-        return result_NKGY.index_select(0, self._place).flatten(0, 1)
+    def _of_calls(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The keys or values [N * K, P, D] of the groups of each call."""
+        of_groups = [[part[row, :, : self._tokens] for row in rows] for rows, _ in self._calls]
+        return [groups[0] if len(groups) == 1 else torch.cat(groups) for groups in of_groups]
+
+    def _products(self, left_JGX: torch.Tensor, right: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[J, G, Y]: one matrix product for each group and key-value head. `right` are [N * K, X, Y]."""
+        heads, group = self._dims.kv_heads, left_JGX.shape[1]
+        left_RKGX = left_JGX.view(-1, heads, *left_JGX.shape[1:])
+        if self._order is not None:
+            left_RKGX = left_RKGX.index_select(0, self._order)
+        results: list[torch.Tensor] = []
+        lefts = left_RKGX.split([rows for _, rows in self._calls])
+        for left, right_EXY in zip(lefts, right, strict=True):
+            count = len(right_EXY) // heads
+            left_NKnGX = left.view(count, -1, *left.shape[1:]).transpose(1, 2)
+            result_EMY = torch.bmm(left_NKnGX.reshape(len(right_EXY), -1, left.shape[-1]), right_EXY)
+            result_NKnGY = result_EMY.view(count, heads, -1, group, result_EMY.shape[-1])
+            results.append(result_NKnGY.transpose(1, 2).flatten(0, 1))
+        result_RKGY = results[0] if len(results) == 1 else torch.cat(results)
+        if self._place is not None:
+            result_RKGY = result_RKGY.index_select(0, self._place)
+        return result_RKGY.flatten(0, 1)
+
+
+def _of_similar_size(members: Sequence[tuple[int, np.ndarray]]) -> list[list[tuple[int, np.ndarray]]]:
+    """Groups together whose sizes differ by less than a factor of 2, the largest first."""
+    together: list[list[tuple[int, np.ndarray]]] = []
+    for member in sorted(members, key=lambda member: -len(member[1])):
+        if not together or 2 * len(member[1]) <= len(together[-1][0][1]):
+            together.append([])
+        together[-1].append(member)
+    return together
 
 
 def _attend(

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from turnwise.models.fast_linear import fewest_rows, onednn_linear
 from turnwise.models.lora import LinearAdapter, linear_adapter
-from turnwise.models.packed_weights import PackedLayers
+from turnwise.models.packed_weights import PackedLayers, is_packed
 
-__all__ = ["FusedLayer", "FusedLinear", "FusedParameters"]
+__all__ = ["FusedLayer", "FusedLinear", "FusedLinears", "FusedParameters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class FusedLinear:
         """The parameters of `nn.Linear`, or of peft's layer around it."""
         adapter = linear_adapter(module)
         base = module if adapter is None else module.get_base_layer()
-        fast = base.weight if packed is None else packed.of(base.weight)
+        fast = packed.of(base.weight) if packed is not None and is_packed(base.weight) else base.weight
         return cls(base.weight, base.bias, adapter, fewest_rows(base.weight), fast)
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
@@ -52,19 +52,45 @@ class FusedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class FusedLinears:
+    """Linear layers with the same input. Packed weights are one matrix, because one large product is faster than several."""
+
+    parts: Sequence[FusedLinear]
+    """The layers; only one, if they are one matrix."""
+    sizes: Sequence[int]
+    """The outputs of each layer."""
+
+    @classmethod
+    def of(cls, modules: Sequence[Any], packed: PackedLayers | None) -> FusedLinears:
+        """The parameters of these layers."""
+        sizes = [module.out_features for module in modules]
+        if packed is None or not all(type(module) is torch.nn.Linear for module in modules):
+            return cls([FusedLinear.of(module, packed) for module in modules], sizes)
+        weights, biases = [module.weight for module in modules], [module.bias for module in modules]
+        if not is_packed(*weights) or len({bias is None for bias in biases}) > 1:
+            return cls([FusedLinear.of(module, packed) for module in modules], sizes)
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        joined = packed.of(*weights)
+        return cls([FusedLinear(joined, bias, None, fewest_rows(*weights), joined)], sizes)
+
+    def __call__(self, values_MD: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The result of each layer."""
+        if len(self.parts) < len(self.sizes):
+            return self.parts[0](values_MD).split(self.sizes, dim=1)
+        return [part(values_MD) for part in self.parts]
+
+
+@dataclass(frozen=True, slots=True)
 class FusedLayer:
     """The parameters of one layer."""
 
     norm: torch.Tensor
-    q: FusedLinear
-    k: FusedLinear
-    v: FusedLinear
+    qkv: FusedLinears
     o: FusedLinear
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
-    gate: FusedLinear
-    up: FusedLinear
+    gate_up: FusedLinears
     down: FusedLinear
 
 
@@ -84,15 +110,12 @@ class FusedParameters:
         layers = [
             FusedLayer(
                 norm=layer.input_layernorm.weight,
-                q=FusedLinear.of(layer.self_attn.q_proj, packed),
-                k=FusedLinear.of(layer.self_attn.k_proj, packed),
-                v=FusedLinear.of(layer.self_attn.v_proj, packed),
+                qkv=FusedLinears.of((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj), packed),
                 o=FusedLinear.of(layer.self_attn.o_proj, packed),
                 q_norm=layer.self_attn.q_norm.weight if has_qk_norm else None,
                 k_norm=layer.self_attn.k_norm.weight if has_qk_norm else None,
                 mlp_norm=layer.post_attention_layernorm.weight,
-                gate=FusedLinear.of(layer.mlp.gate_proj, packed),
-                up=FusedLinear.of(layer.mlp.up_proj, packed),
+                gate_up=FusedLinears.of((layer.mlp.gate_proj, layer.mlp.up_proj), packed),
                 down=FusedLinear.of(layer.mlp.down_proj, packed),
             )
             for layer in inner.layers

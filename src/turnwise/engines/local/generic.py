@@ -67,6 +67,9 @@ class GenericForward:
         if self._copy is not None:
             self._copy.refresh(force=changed)
 
+    def free_copies(self) -> None:
+        pass  # bfloat16 copies are made again in place, without new memory
+
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         longest = max(len(tokens) for tokens in tokens_N)
         padded_NT = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in tokens_N])
