@@ -40,11 +40,11 @@ SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
     "way: files": 88,
-    "way: lines": 14100,
-    "way: lines that run": 4160,
+    "way: lines": 14260,
+    "way: lines that run": 4250,
     "way without the embedded engine: files": 76,
-    "way without the embedded engine: lines": 12140,
-    "way without the embedded engine: lines that run": 3250,
+    "way without the embedded engine: lines": 12160,
+    "way without the embedded engine: lines that run": 3300,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,
