@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from support.jails import missing_jail
 from support.page_examples import ROOT, VARIABLES, Block, all_blocks, commands, prepare, replaced
 from turnwise import build
 from turnwise.chat.renderer import Renderer
@@ -109,8 +110,8 @@ def test_json_can_be_read(block: Block) -> None:
 def test_a_recipe_is_valid_and_the_names_in_it_exist(
     block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "PythonSession" in block.text and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed, which the sandbox needs")
+    if "PythonSession" in block.text and (reason := missing_jail()):
+        pytest.skip(reason)
     enter(block, tmp_path, monkeypatch)
     if block.file is not None:
         config, _ = load(block.file)

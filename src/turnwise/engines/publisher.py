@@ -38,7 +38,7 @@ class WeightPublisher(Protocol):
 
 @runtime_checkable
 class FreesCache(Protocol):
-    """An engine that can free the memory of its KV cache."""
+    """An engine that can free what is of no use after an update: its KV cache, and copies of weights."""
 
     def free_cache(self) -> None: ...
 
@@ -57,7 +57,7 @@ class SharedWeights:
 
     async def before_update(self) -> None:
         if isinstance(self._engine, FreesCache):
-            self._engine.free_cache()  # its contents would be of no use with the new weights
+            self._engine.free_cache()
 
     async def publish(self, version: int) -> None:
         await self._engine.load_weights(version)

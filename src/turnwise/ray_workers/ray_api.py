@@ -88,9 +88,8 @@ def connect(address: str | None) -> bool:
             try:
                 ray.init(address=address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR)
                 return True
-            except (
-                ConnectionAbortedError
-            ) as error:  # the client server is there, but the process for this client is not
+            except ConnectionAbortedError as error:
+                # the client server is there, but not its process for this client
                 if attempt == _CONNECTIONS:
                     raise _no_cluster(address, error) from error
                 _log.warning("cluster.address=%s: %s. Connecting again", address, _first_line(error))

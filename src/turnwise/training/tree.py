@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -159,10 +159,10 @@ class _Bucket:
         mask_N1RK: torch.Tensor | None,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Attention of the runs, [N * R, H, D]."""
+        """Attention of the runs on an accelerator, [N * R, H, D]."""
         query_NHRD, key_NHKD, value_NHKD = self.heads(query_THD, key_THD, value_THD)
-        # on accelerators, the fast kernels take no mask together with grouped heads
-        grouped = mask_N1RK is None or key_NHKD.device.type == "cpu"
+        # the fast kernels take no mask together with grouped heads
+        grouped = mask_N1RK is None
         if not grouped:
             repeats = query_THD.shape[1] // key_THD.shape[1]
             key_NHKD, value_NHKD = (heads.repeat_interleave(repeats, dim=1) for heads in (key_NHKD, value_NHKD))
@@ -237,15 +237,17 @@ class _TreeMask:
 
     tree: Tree
     masks: Sequence[torch.Tensor | None]
+    _additive: dict[torch.dtype, Sequence[torch.Tensor | None]] = field(default_factory=dict)
+    """The masks as summands of the scores, by dtype: all layers use the same in both passes."""
 
-    def of_buckets(self) -> Iterator[tuple[_Bucket, torch.Tensor | None]]:
-        """The buckets, each with its mask."""
-        return zip(self.tree.buckets, self.masks, strict=True)
-
-    def additive(self, dtype: torch.dtype) -> Iterator[tuple[_Bucket, torch.Tensor | None]]:
-        """The buckets, each with its mask as a summand of the scores: -inf where a token does not see a key, else 0."""
-        for bucket, seen in self.of_buckets():
-            yield bucket, None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+    def additive(self, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
+        """The mask of each bucket as a summand of the scores: -inf where a token does not see a key, else 0."""
+        if dtype not in self._additive:
+            self._additive[dtype] = [
+                None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
+                for seen in self.masks
+            ]
+        return self._additive[dtype]
 
     def attend(
         self, query_HTD: torch.Tensor, key_HTD: torch.Tensor, value_HTD: torch.Tensor, scaling: float | None
@@ -258,7 +260,8 @@ class _TreeMask:
                 query_THD, key_THD, value_THD = (heads.to(dtype) for heads in (query_THD, key_THD, value_THD))
             return _GatheredAttention.apply(query_THD, key_THD, value_THD, self, scaling)
         results = [
-            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling) for bucket, mask_N1RK in self.of_buckets()
+            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling)
+            for bucket, mask_N1RK in zip(self.tree.buckets, self.masks, strict=True)
         ]
         return torch.cat(results)[self.tree.place_T]
 
@@ -278,7 +281,7 @@ class _GatheredAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         outputs: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
-        for bucket, mask in tree_mask.additive(query_THD.dtype):
+        for bucket, mask in zip(tree_mask.tree.buckets, tree_mask.additive(query_THD.dtype), strict=True):
             heads = bucket.heads(query_THD, key_TJD, value_TJD)
             output_NHRD, sum_NHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *heads, 0.0, mask is None, attn_mask=mask, scale=scale
@@ -299,16 +302,15 @@ class _GatheredAttention(torch.autograd.Function):
         tree = ctx.tree_mask.tree
         # the results of all buckets: 0 for padding, which then changes no gradient
         padded = [bucket.query_NR.numel() for bucket in tree.buckets]
-        gradient_PHD = query_THD.new_zeros(sum(padded), *query_THD.shape[1:]).index_copy_(
-            0, tree.place_T, gradients[0].to(dtype)
-        )
+        of_results = query_THD.new_zeros(sum(padded), *query_THD.shape[1:])
+        of_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
         of_queries: list[torch.Tensor] = []
         of_key, of_value = torch.zeros_like(key_TJD), torch.zeros_like(value_TJD)
-        parts = zip(ctx.tree_mask.additive(dtype), gradient_PHD.split(padded), saved[4:], strict=True)
-        for (bucket, mask), gradient_PHD, sum_NHR in parts:
+        parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), of_results.split(padded), saved[4:], strict=True)
+        for bucket, mask, of_result, sum_NHR in parts:
             heads = bucket.heads(query_THD, key_TJD, value_TJD)
             of_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                gradient_PHD.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
+                of_result.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
                 *heads,
                 output_THD[bucket.query_NR].transpose(1, 2),
                 sum_NHR,

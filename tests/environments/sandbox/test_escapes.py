@@ -21,24 +21,14 @@ from typing import Any
 
 import pytest
 
+from support.jails import needs_jail
 from turnwise.environments.sandbox import PythonSession, Ran, Sandbox
 from turnwise.environments.sandbox.jail import find_jail
-from turnwise.errors import ConfigError
 
 REPOSITORY = Path(__file__).parents[3]
 
 
-def missing() -> str:
-    """Why no jail can be had on this machine, or nothing."""
-    try:
-        find_jail()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-REASON = missing()
-pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON or "there is a jail")
+pytestmark = needs_jail
 
 
 def attempt(code: str, **bounds: float) -> Ran:

@@ -16,23 +16,13 @@ import pytest
 
 import turnwise
 from support.conversations import Says, a_row, call, hold
+from support.jails import needs_jail
 from turnwise.environments.sandbox import Bounds, PythonSession, Ran, Sandbox, SandboxError, code_interpreter
 from turnwise.environments.sandbox.jail import find_jail
 from turnwise.environments.sandbox.python import _shared
 from turnwise.environments.sandbox.seccomp import MACHINES, filter_program
 from turnwise.environments.tools.toolbox import Toolbox, Tools
 from turnwise.errors import ConfigError
-
-
-def missing() -> str:
-    try:
-        find_jail()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-jail = pytest.mark.skipif(bool(missing()), reason=missing() or "there is a jail")
 
 
 @pytest.mark.parametrize(
@@ -54,7 +44,7 @@ def test_the_text_for_the_model_contains_output_status_and_notes(ran: Ran, told:
     assert ran.text_for_model() == told
 
 
-@jail
+@needs_jail
 def test_a_model_calls_it_like_any_tool() -> None:
     engine = Says(call("code_interpreter", '{"code": "print(6 * 7)"}'), "42")
     trajectory = hold(engine, lambda: Tools([code_interpreter]))
@@ -62,14 +52,14 @@ def test_a_model_calls_it_like_any_tool() -> None:
     assert trajectory.error is None
 
 
-@jail
+@needs_jail
 def test_nothing_is_kept_between_two_calls() -> None:
     sandbox = Sandbox()
     assert asyncio.run(sandbox.code_interpreter("x = 1; open('x', 'w').write('1')")) != ""
     assert asyncio.run(sandbox.code_interpreter("import os; print(os.listdir(), 'x' in globals())")) == "[] False"
 
 
-@jail
+@needs_jail
 def test_a_session_keeps_files_and_close_forgets_them() -> None:
     async def talk() -> list[str]:
         session = PythonSession()
@@ -88,7 +78,7 @@ def test_a_session_keeps_files_and_close_forgets_them() -> None:
     assert (second, third) == ("5\n[exit status 2]", "[]")
 
 
-@jail
+@needs_jail
 def test_a_program_that_is_stopped_leaves_the_files_of_before() -> None:
     async def talk() -> str:
         session = PythonSession(bounds={"seconds": 3})
@@ -102,7 +92,7 @@ def test_a_program_that_is_stopped_leaves_the_files_of_before() -> None:
     assert asyncio.run(talk()) == "1"
 
 
-@jail
+@needs_jail
 @pytest.mark.parametrize(
     "program",
     [
@@ -127,7 +117,7 @@ def test_files_that_cannot_be_kept_are_no_error_of_the_program(program: str) -> 
     ]
 
 
-@jail
+@needs_jail
 def test_sessions_that_are_made_at_once_share_one_sandbox() -> None:
     async def begin() -> list[PythonSession]:
         layers = [Tools([Toolbox.of(PythonSession, arguments={"max_concurrent": 3})]) for _ in range(8)]
@@ -137,7 +127,7 @@ def test_sessions_that_are_made_at_once_share_one_sandbox() -> None:
     assert len({id(session._sandbox) for session in asyncio.run(begin())}) == 1
 
 
-@jail
+@needs_jail
 @pytest.mark.slow
 def test_sandboxes_run_side_by_side_up_to_a_number_and_nobody_waits_for_them() -> None:
     async def several(max_concurrent: int) -> tuple[float, int]:
@@ -162,7 +152,7 @@ def test_sandboxes_run_side_by_side_up_to_a_number_and_nobody_waits_for_them() -
     assert together < one_by_one
 
 
-@jail
+@needs_jail
 def test_a_call_that_is_cancelled_leaves_nothing_alive() -> None:
     async def cancel() -> float:
         running = asyncio.create_task(Sandbox().run("import time\ntime.sleep(9)"))
@@ -178,7 +168,7 @@ def test_a_call_that_is_cancelled_leaves_nothing_alive() -> None:
     assert [path for path in running if f"\nPPid:\t{os.getpid()}\n" in (path.parent / "status").read_text()] == []
 
 
-@jail
+@needs_jail
 def test_packages_can_be_lent(tmp_path: Path) -> None:
     lent = tmp_path / "lent"
     lent.mkdir()
@@ -195,7 +185,7 @@ def test_packages_can_be_lent(tmp_path: Path) -> None:
             Sandbox(packages=[lent])
 
 
-@jail
+@needs_jail
 def test_a_sandbox_that_cannot_be_set_up_is_no_failure_of_the_program(tmp_path: Path) -> None:
     (tmp_path / "lent").mkdir()
     sandbox = Sandbox(packages=[tmp_path / "lent"])
@@ -331,7 +321,7 @@ for code in ("import os; print(os.getuid(), os.listdir())", fork, "import time; 
 '''
 
 
-@jail
+@needs_jail
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
 @pytest.mark.slow
 def test_who_is_not_root_has_the_same_sandbox_in_a_user_namespace() -> None:

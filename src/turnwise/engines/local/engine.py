@@ -135,9 +135,9 @@ class LocalEngine:
         cache, and copies of weights. Later requests start with an empty cache."""
         if self._requests:
             return
-        if self.cache_bytes >= LARGE_CACHE:
-            self._core.reset()
         self._core.forward.free_copies()
+        if self.cache_bytes >= LARGE_CACHE:
+            self._core.reset()  # and returns all free memory to the system
 
     async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Sample with these weights from now on. Nothing that was computed with earlier weights is continued or copied.

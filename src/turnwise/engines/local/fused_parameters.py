@@ -64,10 +64,9 @@ class FusedLinears:
     def of(cls, modules: Sequence[Any], packed: PackedLayers | None) -> FusedLinears:
         """The parameters of these layers."""
         sizes = [module.out_features for module in modules]
-        if packed is None or not all(type(module) is torch.nn.Linear for module in modules):
-            return cls([FusedLinear.of(module, packed) for module in modules], sizes)
         weights, biases = [module.weight for module in modules], [module.bias for module in modules]
-        if not is_packed(*weights) or len({bias is None for bias in biases}) > 1:
+        plain = all(type(module) is torch.nn.Linear for module in modules)
+        if packed is None or not plain or len({bias is None for bias in biases}) > 1 or not is_packed(*weights):
             return cls([FusedLinear.of(module, packed) for module in modules], sizes)
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         joined = packed.of(*weights)
