@@ -22,6 +22,7 @@ from turnwise.models import allocator, fast_linear
 from turnwise.models.fast_layers import with_fast_layers
 from turnwise.models.fast_linear import weight_gradient
 from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.recompute import recompute_layers
 
 SIZES: dict[str, Any] = {
     "hidden_size": 96,
@@ -97,27 +98,52 @@ def test_values_and_gradients_are_those_of_a_float64_model(
         torch.testing.assert_close(gradient.double(), expected[name], atol=2e-6, rtol=1e-4, msg=lambda m, n=name: n + m)
 
 
+def kept(*layers: Any) -> int:
+    """Bytes that are kept for the backward pass of layers, each of which computes with the result of the one before."""
+    found: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for layer in layers for parameter in layer.parameters()}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    result = torch.randn(64, 96, requires_grad=True) * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        for layer in layers:
+            result = layer(result)
+    assert result.requires_grad
+    return sum(found.values())
+
+
 def test_fewer_tensors_are_kept_for_the_backward_pass() -> None:
-    def kept(layer: Any) -> int:
-        found: dict[int, int] = {}
-        weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
-
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                found[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        values = torch.randn(50, 96, requires_grad=True) * 1.0
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = layer(values)
-        assert result.requires_grad
-        return sum(found.values())
-
     plain = new_model().model.layers[0]
     fast = with_fast_layers(new_model()).model.layers[0]
-    assert kept(fast.mlp) == 4 * 50 * (96 + 2 * 160) < 0.7 * kept(plain.mlp)
-    assert kept(fast.input_layernorm) == 4 * 50 * (96 + 1) < 0.7 * kept(plain.input_layernorm)
+    assert kept(fast.mlp) == 4 * 64 * (96 + 2 * 160) < 0.7 * kept(plain.mlp)
+    assert kept(fast.input_layernorm) == 4 * 64 * (96 + 1) < 0.7 * kept(plain.input_layernorm)
+
+
+def test_the_result_of_a_norm_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    fast = with_fast_layers(new_model()).model.layers[0]
+    norm = 4 * 64 * (96 + 1)
+    assert kept(fast.post_attention_layernorm, fast.mlp) == norm + 4 * 64 * 2 * 160
+    assert kept(fast.input_layernorm, fast.self_attn.q_proj) == norm
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_gradients_are_the_same_with_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch, onednn: bool) -> None:
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    expected = gradients_of(with_fast_layers(new_model()))
+    model = with_fast_layers(new_model())
+    recompute_layers(model)
+    found = gradients_of(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert torch.equal(gradient, expected[name]), name
 
 
 @pytest.mark.parametrize("options", [{"mlp_bias": True}, {"hidden_act": "gelu"}])

@@ -96,3 +96,45 @@ def test_freed_memory_is_used_again_or_returned(how: str, least: int, most: int)
     program = [sys.executable, "-c", FAULTS.format(how=how)]
     faults = int(subprocess.run(program, check=True, capture_output=True, text=True, timeout=120).stdout)
     assert least <= faults <= most
+
+
+PLACES = """
+import ctypes, torch
+from turnwise.models import allocator
+
+class Figures(ctypes.Structure):
+    _fields_ = [(f"figure_{n}", ctypes.c_size_t) for n in range(10)]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Figures
+
+def mapped():  # MB that are not part of the memory that is kept
+    return libc.mallinfo2().figure_4 >> 20
+
+def resident():  # MB
+    return int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
+
+allocator.keep_freed_blocks()
+kept, before = torch.ones(2**21), mapped()
+with allocator.long_lived():
+    apart = torch.ones(2**21)
+print(mapped() - before)
+again = torch.ones(2**21)
+print(mapped() - before)
+blocks = [torch.ones(2**21) for _ in range(40)]
+last = torch.ones(2**16)  # behind the blocks: without it, they would be at the end of the memory
+before = resident()
+del blocks
+print(before - resident())
+allocator.trim_kept()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="options of glibc")
+def test_long_lived_blocks_are_apart_from_those_that_are_kept() -> None:
+    program = [sys.executable, "-c", PLACES]
+    printed = subprocess.run(program, check=True, capture_output=True, text=True, timeout=120).stdout
+    apart, again, freed, trimmed = map(int, printed.split())
+    assert (apart, again) == (8, 8)
+    assert freed < 40 < 300 < trimmed <= 320

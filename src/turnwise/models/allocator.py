@@ -9,7 +9,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["LARGE_MODEL", "gradients_first", "is_large", "keep_freed_blocks", "return_freed_blocks", "trim"]
+__all__ = [
+    "LARGE_MODEL",
+    "gradients_first",
+    "is_large",
+    "keep_freed_blocks",
+    "long_lived",
+    "return_freed_blocks",
+    "trim",
+    "trim_kept",
+]
 
 LARGE_MODEL = 20_000_000
 """With more parameters, a matrix product takes long enough for all torch threads, and activations fill the memory."""
@@ -19,6 +28,9 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _RETURNED = {_M_TRIM_THRESHOLD: 128 * 2**10, _M_MMAP_THRESHOLD: 2**20}
 # later threads share the free memory of the others: a pool of their own has pieces of 64 MB
 _KEPT = {_M_TRIM_THRESHOLD: -1, _M_MMAP_THRESHOLD: 32 * 2**20, _M_ARENA_MAX: 1}
+_APART = {_M_MMAP_THRESHOLD: 2**20}
+_options: Mapping[int, int] = {}
+"""The options of this process, as far as they are not glibc's own."""
 
 
 def is_large(model: Any) -> bool:
@@ -28,13 +40,37 @@ def is_large(model: Any) -> bool:
 
 def return_freed_blocks() -> None:
     """Return each freed block of a megabyte or more to the system, in this process. Without glibc, nothing changes."""
-    _set(_RETURNED)
+    global _options
+    _options = _RETURNED
+    _set(_options)
 
 
 def keep_freed_blocks() -> None:
     """Keep all freed blocks below 32 MB and use them again, in this process. Without glibc, nothing changes. New memory costs a
     third of the CPU time of a training step, and a sixth of that of a decoding step."""
-    _set(_KEPT)
+    global _options
+    _options = _KEPT
+    _set(_options)
+
+
+@contextlib.contextmanager
+def long_lived() -> Iterator[None]:
+    """Allocate blocks of a megabyte or more apart from the memory that `keep_freed_blocks` keeps. For tensors that outlive a pass
+    of the model: they would divide the free memory between them, and the activations of the next pass would need new memory."""
+    if _options is not _KEPT:
+        yield
+        return
+    _set(_APART)
+    try:
+        yield
+    finally:
+        _set(_KEPT)
+
+
+def trim_kept() -> None:
+    """Return the free memory that this process keeps, before a large block is needed or others use the memory."""
+    if _options is _KEPT:
+        trim()
 
 
 def trim() -> None:
@@ -52,8 +88,9 @@ def gradients_first(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """
     changed = set[torch.Tensor]()
     hooks = [parameter.register_post_accumulate_grad_hook(changed.add) for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
+    with long_lived():
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
     try:
         yield
     finally:

@@ -14,8 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from turnwise.models.allocator import is_large
-from turnwise.models.fast_linear import linear, weight_gradient, with_fast_linears
+from turnwise.models.allocator import is_large, long_lived
+from turnwise.models.fast_linear import (
+    Sources,
+    linear,
+    sources_of,
+    weight_gradient,
+    with_fast_linears,
+    with_sources,
+)
 
 __all__ = ["with_fast_layers"]
 
@@ -45,13 +52,14 @@ def _feed_forward(module: Any, values: torch.Tensor) -> torch.Tensor:
     if all(type(layer) is torch.nn.Linear and layer.bias is None for layer in layers):
         weights = [layer.weight for layer in layers]
         if _same_dtype(values, *weights) and module.config.hidden_act in ("silu", "swish"):
-            return _TrainedSwiGLU.apply(values, *weights)
+            return _TrainedSwiGLU.apply(values, *weights, sources_of(values))
     return type(module).forward(module, values)  # such as layers with an adapter
 
 
 def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
     if values.dtype == torch.float32 and _same_dtype(values, module.weight):
-        return _TrainedNorm.apply(values, module.weight, module.variance_epsilon)
+        normed, scale = _TrainedNorm.apply(values, module.weight, module.variance_epsilon)
+        return with_sources(normed, _normed, values, module.weight, scale)
     return type(module).forward(module, values)
 
 
@@ -63,20 +71,28 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 class _TrainedSwiGLU(torch.autograd.Function):
-    """`down(silu(gate(x)) * up(x))` (Shazeer, 2020). Keeps x and the results of `gate` and `up`; the rest is computed again."""
+    """`down(silu(gate(x)) * up(x))` (Shazeer, 2020). Keeps the sources of x and the results of `gate` and `up`; the rest is
+    computed again."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor
+        ctx: Any,
+        values: torch.Tensor,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        sources: Sources,
     ) -> torch.Tensor:
         values_MD = values.reshape(-1, values.shape[-1])
-        gate_MF, up_MF = linear(values_MD, gate, None), linear(values_MD, up, None)
-        ctx.save_for_backward(values_MD, gate_MF, up_MF, gate, up, down)
+        with long_lived():
+            gate_MF, up_MF = linear(values_MD, gate, None), linear(values_MD, up, None)
+        ctx.function = sources.function
+        ctx.save_for_backward(gate_MF, up_MF, gate, up, down, *sources.tensors)
         return linear(F.silu(gate_MF).mul_(up_MF), down, None).view(*values.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values_MD, gate_MF, up_MF, gate, up, down = ctx.saved_tensors
+        gate_MF, up_MF, gate, up, down, *sources = ctx.saved_tensors
         gradient_MD = gradients[0].reshape(-1, gradients[0].shape[-1])
         of_values = of_gate = of_up = of_down = None
         of_up_MF = F.silu(gate_MF)
@@ -89,23 +105,33 @@ class _TrainedSwiGLU(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_values = linear(of_gate_MF, gate.t(), None).add_(linear(of_up_MF, up.t(), None))
             of_values = of_values.view(*gradients[0].shape[:-1], -1)
-        if ctx.needs_input_grad[1]:
-            of_gate = weight_gradient(of_gate_MF, values_MD, gate)
-        if ctx.needs_input_grad[2]:
-            of_up = weight_gradient(of_up_MF, values_MD, up)
-        return of_values, of_gate, of_up, of_down
+        if any(ctx.needs_input_grad[1:3]):
+            values_MD = ctx.function(*sources).reshape(gradient_MD.shape)
+            of_gate, of_up = (
+                weight_gradient(gradient_MF, values_MD, weight) if needed else None
+                for gradient_MF, weight, needed in zip(
+                    (of_gate_MF, of_up_MF), (gate, up), ctx.needs_input_grad[1:3], strict=True
+                )
+            )
+        return of_values, of_gate, of_up, of_down, None
+
+
+def _normed(values: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (values * scale).mul_(weight)
 
 
 class _TrainedNorm(torch.autograd.Function):
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich, 2019). Keeps x and the factor of each row."""
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last axis (Zhang and Sennrich, 2019), and the factor of each row. Keeps x and
+    the factors."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         width = values.shape[-1]
         norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
         scale = norm.square_().div_(width).add_(eps).rsqrt_()
         ctx.save_for_backward(values, weight, scale)
-        return (values * scale).mul_(weight)
+        ctx.mark_non_differentiable(scale)
+        return _normed(values, weight, scale), scale
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -8,13 +8,24 @@ Which library computes a product depends only on the machine and on the shape, n
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["fewest_rows", "linear", "onednn_linear", "uses_onednn", "weight_gradient", "with_fast_linears"]
+__all__ = [
+    "Sources",
+    "fewest_rows",
+    "linear",
+    "onednn_linear",
+    "sources_of",
+    "uses_onednn",
+    "weight_gradient",
+    "with_fast_linears",
+    "with_sources",
+]
 
 NEVER = 1 << 62
 """More rows than any tensor has."""
@@ -67,7 +78,7 @@ def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ):
         return F.linear(values, weight, bias)
     if torch.is_grad_enabled() and (values.requires_grad or weight.requires_grad):
-        return _Linear.apply(values, weight, bias)
+        return _Linear.apply(values, weight, bias, sources_of(values))
     return onednn_linear(values, weight, bias)
 
 
@@ -82,27 +93,52 @@ def fewest_rows(*weights: torch.Tensor) -> int:
     return 1 if outputs * inputs >= _LARGE_WEIGHT else -(-_FEWEST_PRODUCTS // (outputs * inputs))
 
 
+class Sources(NamedTuple):
+    """From what the input of linear layers is computed again in the backward pass, instead of keeping it."""
+
+    function: Callable[..., torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+
+
+def with_sources(values: torch.Tensor, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """Let linear layers keep `tensors` for the backward pass, and not `values`, which are the `function` of these."""
+    values.turnwise_sources = Sources(function, tensors)  # type: ignore[attr-defined]
+    return values
+
+
+def sources_of(values: torch.Tensor) -> Sources:
+    """What the backward pass of a linear layer needs of its input: by default the input itself."""
+    return getattr(values, "turnwise_sources", Sources(_itself, (values,)))
+
+
+def _itself(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
 class _Linear(torch.autograd.Function):
     """The product with its gradients, each of which is a product of the same kind."""
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        ctx.save_for_backward(values, weight)
+    def forward(
+        ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sources: Sources
+    ) -> torch.Tensor:
+        ctx.shape, ctx.function = values.shape, sources.function
+        ctx.save_for_backward(weight, *sources.tensors)
         return onednn_linear(values, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, weight = ctx.saved_tensors
+        weight, *sources = ctx.saved_tensors
         outputs, inputs = weight.shape
-        gradient_MO, values_MI = gradients[0].reshape(-1, outputs), values.reshape(-1, inputs)
+        gradient_MO = gradients[0].reshape(-1, outputs)
         of_values = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_values = onednn_linear(gradient_MO, weight.t(), None).view(values.shape)
+            of_values = onednn_linear(gradient_MO, weight.t(), None).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(gradient_MO, values_MI, weight)
+            of_weight = weight_gradient(gradient_MO, ctx.function(*sources).reshape(-1, inputs), weight)
         if ctx.needs_input_grad[2]:
             of_bias = gradient_MO.sum(dim=0)
-        return of_values, of_weight, of_bias
+        return of_values, of_weight, of_bias, None
 
 
 def weight_gradient(gradient_MO: torch.Tensor, values_MI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

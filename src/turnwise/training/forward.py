@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from turnwise.errors import ConfigError
+from turnwise.models.allocator import trim_kept
 from turnwise.models.attention import narrow_window, set_text_attention
 from turnwise.models.autocast import autocast
 from turnwise.training.model_inputs import ModelInputs
@@ -59,6 +60,8 @@ class Forward:
         with self._inputs.of(micro) as inputs, autocast(micro.token_ids_BL.device, self._autocast):
             if self._body is not None and self._head is not None:
                 hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
+                if torch.is_grad_enabled():
+                    trim_kept()  # what is free between the activations is of no use for the logits: memory is fullest with them
                 logprob_U, entropy_U = self._head(hidden_UD, micro.token_U, entropy=entropy)
             else:
                 logits_UV = self._logits(micro, inputs)

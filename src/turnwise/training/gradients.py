@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from turnwise.models.allocator import LARGE_MODEL, gradients_first
+from turnwise.models.allocator import LARGE_MODEL, gradients_first, trim_kept
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.optimizer import Optimizer
@@ -61,6 +61,7 @@ class Gradients:
                     self._optimizer.add_gradients(gradients)
                 metrics.append(metrics_of_one)
                 on_micro_batch()
+        trim_kept()
         return metrics
 
     def _results(

@@ -6,6 +6,7 @@ The arithmetic is float32. Parameters of lower precision would lose small steps 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import ConfigError
+from turnwise.models.allocator import long_lived
 from turnwise.training.options import OptimizerConfig
 
 __all__ = ["Optimizer"]
@@ -93,13 +95,18 @@ class Optimizer:
             )
             return float(norm)
         self._steps += 1
+        # the first step allocates the optimizer's state
+        with long_lived() if self._steps == 1 else contextlib.nullcontext():
+            self._step(norm)
+        return float(norm)
+
+    def _step(self, norm: torch.Tensor) -> None:
         if self.masters[0] is self.parameters[0]:
             self._optimizer.step()
-        else:
-            scale = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            for index in range(len(self.parameters)):
-                self._step_copy(index, scale)
-        return float(norm)
+            return
+        scale = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        for index in range(len(self.parameters)):
+            self._step_copy(index, scale)
 
     @torch.no_grad()
     def _step_copy(self, index: int, scale: torch.Tensor) -> None:
@@ -137,7 +144,8 @@ class Optimizer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, with this optimizer's own configuration."""
         own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
-        self._optimizer.load_state_dict(state["optimizer"])
+        with long_lived():
+            self._optimizer.load_state_dict(state["optimizer"])
         for group, options in zip(self._groups(), own, strict=True):  # loading has replaced them by those of the state
             group.update(options)
         self._steps = state.get("steps", 0)

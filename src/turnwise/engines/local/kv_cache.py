@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from turnwise.models.allocator import trim
+from turnwise.models.allocator import long_lived, trim
 
 __all__ = ["KVCache", "KVShape"]
 
@@ -92,4 +92,5 @@ class KVCache:
     def _zeros(self, shape: KVShape, num_rows: int, capacity: int) -> torch.Tensor:
         # zeros, not empty: attention multiplies masked tokens by 0, and 0 * uninitialised memory may be NaN
         size = (shape.parts, num_rows, shape.heads, capacity, shape.head_dim)
-        return torch.zeros(size, dtype=self._dtype, device=self._device)
+        with long_lived():
+            return torch.zeros(size, dtype=self._dtype, device=self._device)
