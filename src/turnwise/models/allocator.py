@@ -29,8 +29,8 @@ _RETURNED = {_M_TRIM_THRESHOLD: 128 * 2**10, _M_MMAP_THRESHOLD: 2**20}
 # later threads share the free memory of the others: a pool of their own has pieces of 64 MB
 _KEPT = {_M_TRIM_THRESHOLD: -1, _M_MMAP_THRESHOLD: 32 * 2**20, _M_ARENA_MAX: 1}
 _APART = {_M_MMAP_THRESHOLD: 2**20}
-_options: Mapping[int, int] = {}
-"""The options of this process, as far as they are not glibc's own."""
+_keeps = False
+"""Whether this process keeps freed blocks."""
 
 
 def is_large(model: Any) -> bool:
@@ -40,24 +40,25 @@ def is_large(model: Any) -> bool:
 
 def return_freed_blocks() -> None:
     """Return each freed block of a megabyte or more to the system, in this process. Without glibc, nothing changes."""
-    global _options
-    _options = _RETURNED
-    _set(_options)
+    global _keeps
+    _keeps = False
+    _set(_RETURNED)
 
 
 def keep_freed_blocks() -> None:
     """Keep all freed blocks below 32 MB and use them again, in this process. Without glibc, nothing changes. New memory costs a
     third of the CPU time of a training step, and a sixth of that of a decoding step."""
-    global _options
-    _options = _KEPT
-    _set(_options)
+    global _keeps
+    _keeps = True
+    _set(_KEPT)
 
 
 @contextlib.contextmanager
 def long_lived() -> Iterator[None]:
-    """Allocate blocks of a megabyte or more apart from the memory that `keep_freed_blocks` keeps. For tensors that outlive a pass
-    of the model: they would divide the free memory between them, and the activations of the next pass would need new memory."""
-    if _options is not _KEPT:
+    """Allocate blocks of a megabyte or more apart from the memory that `keep_freed_blocks` keeps, unless a free block there is
+    large enough. For tensors that outlive the operations around them: they would divide the free memory, and later operations
+    would need new memory."""
+    if not _keeps:
         yield
         return
     _set(_APART)
@@ -68,8 +69,8 @@ def long_lived() -> Iterator[None]:
 
 
 def trim_kept() -> None:
-    """Return the free memory that this process keeps, before a large block is needed or others use the memory."""
-    if _options is _KEPT:
+    """Return the free memory that `keep_freed_blocks` keeps: before large blocks, which it cannot hold, and after an update."""
+    if _keeps:
         trim()
 
 

@@ -42,17 +42,14 @@ def with_fast_layers(model: Any) -> Any:
     return with_fast_linears(model)
 
 
-def _same_dtype(*tensors: torch.Tensor) -> bool:
-    """Whether all operations on these tensors have their dtype."""
-    return len({tensor.dtype for tensor in tensors}) == 1 and not torch.is_autocast_enabled("cpu")
-
-
 def _feed_forward(module: Any, values: torch.Tensor) -> torch.Tensor:
     layers = (module.gate_proj, module.up_proj, module.down_proj)
     if all(type(layer) is torch.nn.Linear and layer.bias is None for layer in layers):
         weights = [layer.weight for layer in layers]
         if _same_dtype(values, *weights) and module.config.hidden_act in ("silu", "swish"):
-            return _TrainedSwiGLU.apply(values, *weights, sources_of(values))
+            mixed = torch.is_autocast_enabled("cpu")
+            dtype = torch.get_autocast_dtype("cpu") if mixed else values.dtype
+            return _TrainedSwiGLU.apply(values, *weights, sources_of(values), dtype)
     return type(module).forward(module, values)  # such as layers with an adapter
 
 
@@ -61,6 +58,10 @@ def _norm(module: Any, values: torch.Tensor) -> torch.Tensor:
         normed, scale = _TrainedNorm.apply(values, module.weight, module.variance_epsilon)
         return with_sources(normed, _normed, values, module.weight, scale)
     return type(module).forward(module, values)
+
+
+def _same_dtype(*tensors: torch.Tensor) -> bool:
+    return len({tensor.dtype for tensor in tensors}) == 1
 
 
 _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
@@ -72,7 +73,7 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
 
 class _TrainedSwiGLU(torch.autograd.Function):
     """`down(silu(gate(x)) * up(x))` (Shazeer, 2020). Keeps the sources of x and the results of `gate` and `up`; the rest is
-    computed again."""
+    computed again. With autocast, `dtype` is that of the products, and no converted weights are kept."""
 
     @staticmethod
     def forward(
@@ -82,38 +83,40 @@ class _TrainedSwiGLU(torch.autograd.Function):
         up: torch.Tensor,
         down: torch.Tensor,
         sources: Sources,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        values_MD = values.reshape(-1, values.shape[-1])
+        ctx.function, ctx.dtype = sources.function, dtype
+        values_MD = values.reshape(-1, values.shape[-1]).to(dtype)
         with long_lived():
-            gate_MF, up_MF = linear(values_MD, gate, None), linear(values_MD, up, None)
-        ctx.function = sources.function
+            gate_MF, up_MF = (linear(values_MD, weight.to(dtype), None) for weight in (gate, up))
         ctx.save_for_backward(gate_MF, up_MF, gate, up, down, *sources.tensors)
-        return linear(F.silu(gate_MF).mul_(up_MF), down, None).view(*values.shape[:-1], -1)
+        product_MF = F.silu(gate_MF).mul_(up_MF)
+        return linear(product_MF, down.to(dtype), None).view(*values.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gate_MF, up_MF, gate, up, down, *sources = ctx.saved_tensors
+        gate_MF, up_MF, *others = ctx.saved_tensors
+        weights, sources = others[:3], others[3:]
         gradient_MD = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_values = of_gate = of_up = of_down = None
+        gate, up, down = (weight.to(ctx.dtype) for weight in weights)
+        of_values: torch.Tensor | None = None
+        of_weights: list[torch.Tensor | None] = [None, None, None]
         of_up_MF = F.silu(gate_MF)
         if ctx.needs_input_grad[3]:
-            of_down = weight_gradient(gradient_MD, of_up_MF * up_MF, down)
+            of_weights[2] = weight_gradient(gradient_MD, of_up_MF * up_MF, down).to(weights[2].dtype)
         of_gate_MF = linear(gradient_MD, down.t(), None)  # so far, the gradient of the product
         of_up_MF.mul_(of_gate_MF)
         of_gate_MF.mul_(up_MF)
         torch.ops.aten.silu_backward.grad_input(of_gate_MF, gate_MF, grad_input=of_gate_MF)
         if ctx.needs_input_grad[0]:
             of_values = linear(of_gate_MF, gate.t(), None).add_(linear(of_up_MF, up.t(), None))
-            of_values = of_values.view(*gradients[0].shape[:-1], -1)
+            of_values = of_values.view(gradients[0].shape).to(weights[0].dtype)
         if any(ctx.needs_input_grad[1:3]):
-            values_MD = ctx.function(*sources).reshape(gradient_MD.shape)
-            of_gate, of_up = (
-                weight_gradient(gradient_MF, values_MD, weight) if needed else None
-                for gradient_MF, weight, needed in zip(
-                    (of_gate_MF, of_up_MF), (gate, up), ctx.needs_input_grad[1:3], strict=True
-                )
-            )
-        return of_values, of_gate, of_up, of_down, None
+            values_MD = ctx.function(*sources).reshape(gradient_MD.shape).to(ctx.dtype)
+            for place, (gradient_MF, weight) in enumerate(((of_gate_MF, gate), (of_up_MF, up))):
+                if ctx.needs_input_grad[1 + place]:
+                    of_weights[place] = weight_gradient(gradient_MF, values_MD, weight).to(weights[place].dtype)
+        return of_values, *of_weights, None, None
 
 
 def _normed(values: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -71,15 +71,13 @@ def _forward(module: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
 
 def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """As `F.linear`, up to rounding: values [..., I], weight [O, I], bias [O]; the result is [..., O]."""
-    if (
-        values.numel() < fewest_rows(weight) * weight.shape[1]
-        or values.dtype != torch.float32
-        or torch.is_autocast_enabled("cpu")
-    ):
+    mixed = torch.is_autocast_enabled("cpu")
+    if values.numel() < fewest_rows(weight) * weight.shape[1] or not (mixed or values.dtype == torch.float32):
         return F.linear(values, weight, bias)
     if torch.is_grad_enabled() and (values.requires_grad or weight.requires_grad):
-        return _Linear.apply(values, weight, bias, sources_of(values))
-    return onednn_linear(values, weight, bias)
+        dtype = torch.get_autocast_dtype("cpu") if mixed else torch.float32
+        return _Linear.apply(values, weight, bias, sources_of(values), dtype)
+    return F.linear(values, weight, bias) if mixed else onednn_linear(values, weight, bias)
 
 
 def fewest_rows(*weights: torch.Tensor) -> int:
@@ -116,29 +114,41 @@ def _itself(values: torch.Tensor) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """The product with its gradients, each of which is a product of the same kind."""
+    """The product with its gradients, each of which is a product of the same kind. With another dtype than that of the weight, no
+    converted copies are kept: they are made again."""
 
     @staticmethod
     def forward(
-        ctx: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, sources: Sources
+        ctx: Any,
+        values: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sources: Sources,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        ctx.shape, ctx.function = values.shape, sources.function
-        ctx.save_for_backward(weight, *sources.tensors)
-        return onednn_linear(values, weight, bias)
+        ctx.values, ctx.function, ctx.dtype = (values.shape, values.dtype), sources.function, dtype
+        ctx.save_for_backward(weight, *(sources.tensors if ctx.needs_input_grad[1] else ()))
+        return _product(values.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         weight, *sources = ctx.saved_tensors
         outputs, inputs = weight.shape
-        gradient_MO = gradients[0].reshape(-1, outputs)
+        gradient_MO, used_OI = gradients[0].reshape(-1, outputs), weight.to(ctx.dtype)
         of_values = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_values = onednn_linear(gradient_MO, weight.t(), None).view(ctx.shape)
+            shape, dtype = ctx.values
+            of_values = _product(gradient_MO, used_OI.t(), None).view(shape).to(dtype)
         if ctx.needs_input_grad[1]:
-            of_weight = weight_gradient(gradient_MO, ctx.function(*sources).reshape(-1, inputs), weight)
+            values_MI = ctx.function(*sources).reshape(-1, inputs).to(ctx.dtype)
+            of_weight = weight_gradient(gradient_MO, values_MI, used_OI).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            of_bias = gradient_MO.sum(dim=0)
-        return of_values, of_weight, of_bias, None
+            of_bias = gradient_MO.sum(dim=0, dtype=weight.dtype)
+        return of_values, of_weight, of_bias, None, None
+
+
+def _product(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return (onednn_linear if values.dtype == torch.float32 else F.linear)(values, weight, bias)
 
 
 def weight_gradient(gradient_MO: torch.Tensor, values_MI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
