@@ -71,6 +71,22 @@ def test_new_weights_reach_the_copies(name: str) -> None:
     assert float(difference.abs().max()) < 0.06
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma3"])
+def test_copies_are_freed_before_an_update_and_made_again_for_the_next_request(name: str) -> None:
+    engine = LocalEngine(scaled(name), threads=1, autocast=True)
+    forward, prompt = engine._core.forward, tokens(30)
+    assert isinstance(forward, FusedForward | GenericForward)
+    first = sampled(engine, "a", prompt)
+    engine.free_cache()
+    assert forward._copy is not None
+    assert forward._copy.freed
+    assert {parameter.dtype for parameter in forward._copy.model.parameters()} == {torch.float32}
+    second = sampled(engine, "b", prompt)
+    assert not forward._copy.freed
+    assert second.token_ids == first.token_ids
+    torch.testing.assert_close(torch.tensor(second.logprobs), torch.tensor(first.logprobs))
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")], ids=["all layers", "two layers"])
 def test_an_adapter_is_computed_in_the_fused_pass(targets: tuple[str, ...] | None, mixed: bool) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from turnwise.models.allocator import long_lived
+
 __all__ = ["Bfloat16Linears", "autocast", "parameter_state"]
 
 
@@ -28,7 +30,7 @@ class Bfloat16Linears:
     """A second model on the same parameters, whose linear layers have bfloat16 copies of their weights.
 
     Under `autocast` it computes what the model itself computes, and does not convert the weights in each pass. `refresh` makes
-    the copies again after the model's weights have changed.
+    the copies again after the model's weights have changed, or after `free`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,13 +63,25 @@ class Bfloat16Linears:
                     own._parameters[name] = copies[key].values
         self._copies = copies
 
+    def free(self) -> None:
+        """Free the copies until the next `refresh`. Until then, the linear layers have the model's own weights."""
+        for source, own in zip(self._source.modules(), self.model.modules(), strict=True):
+            own._parameters.update(source._parameters)
+        self._copies = {}
+
+    @property
+    def freed(self) -> bool:
+        """Whether there are no copies."""
+        return not self._copies
+
 
 class _ParameterCopy:
     """A bfloat16 copy of a parameter, and the state of the parameter when it was copied."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         self.source = parameter  # kept, so that its id is not given to another tensor
-        self.values = torch.nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+        with long_lived():
+            self.values = torch.nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
         self.state = parameter_state(parameter)
 
 

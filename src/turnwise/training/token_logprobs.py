@@ -21,7 +21,7 @@ from turnwise.types import Sampling
 __all__ = ["LOGITS_BYTES", "TokenLogprobs", "logprobs_of_logits"]
 
 LOGITS_BYTES = 128 * 2**20
-"""The memory for the float32 logits of a chunk."""
+"""The memory for the logits of a chunk."""
 _KEPT_CHUNKS = 4
 """A trained output layer runs in one piece if all logits fit into the memory of so many chunks. They are kept for the backward
 pass then, because computing them again takes time."""
@@ -34,8 +34,8 @@ class TokenLogprobs:
     """Log-probabilities, and entropies, of target tokens under the distribution that `sampling` draws from.
 
     `head` is the model's output layer: any module from hidden states [C, D] to logits [C, V], such as a linear layer with or
-    without bias, with tied weights or with an adapter. `vocabulary` is V, and `chunk_bytes` the memory for the float32 logits
-    of a chunk. With `autocast`, the matrix product of the head is computed in bfloat16, also when the backward pass computes a
+    without bias, with tied weights or with an adapter. `vocabulary` is V, and `chunk_bytes` the memory for the logits of a
+    chunk. With `autocast`, the matrix product of the head is computed in bfloat16, also when the backward pass computes a
     chunk again.
     """
 
@@ -53,7 +53,8 @@ class TokenLogprobs:
         self._sampling = sampling
         # a linear layer needs its input for the backward pass, and not its output
         self._plain = type(head) is torch.nn.Linear
-        self._max_chunk = max(1, chunk_bytes // (4 * vocabulary))
+        # with autocast, the product is bfloat16, and then converted
+        self._max_chunk = max(1, chunk_bytes // ((6 if autocast else 4) * vocabulary))
 
     def __call__(
         self, hidden_ND: torch.Tensor, token_N: torch.Tensor, *, entropy: bool = False
@@ -61,9 +62,10 @@ class TokenLogprobs:
         """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target."""
 
         def values(hidden_CD: torch.Tensor, token_C: torch.Tensor) -> torch.Tensor:
-            with autocast(hidden_CD.device, self._autocast):
-                logits_CV = self._head(hidden_CD)
-            found = logprobs_of_logits(logits_CV, token_C, self._sampling, entropy=entropy, overwrite=self._plain)
+            # the logits have no name here, so that bfloat16 logits are freed when they have been converted
+            found = logprobs_of_logits(
+                self._logits(hidden_CD), token_C, self._sampling, entropy=entropy, overwrite=self._plain
+            )
             return torch.stack([value_C for value_C in found if value_C is not None])
 
         parameters = [parameter for parameter in self._head.parameters() if parameter.requires_grad]
@@ -75,6 +77,10 @@ class TokenLogprobs:
         in_one = len(hidden_ND) <= chunk
         values_KN = values(hidden_ND, token_N) if in_one else in_chunks(values, hidden_ND, token_N, parameters, chunk)
         return values_KN[0], values_KN[1] if entropy else None
+
+    def _logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        with autocast(hidden_CD.device, self._autocast):
+            return self._head(hidden_CD)
 
 
 def logprobs_of_logits(

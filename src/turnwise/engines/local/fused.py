@@ -81,6 +81,8 @@ class FusedForward:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
+        if self._copy is not None and self._copy.freed:
+            self.reload_parameters(changed=False)
         with torch.inference_mode():
             yield
 
@@ -92,9 +94,11 @@ class FusedForward:
         self._parameters = FusedParameters.of(self._model, self._packed)
 
     def free_copies(self) -> None:
+        if self._copy is not None:
+            self._copy.free()
         if self._packed is not None:
             self._packed.clear()
-            self._parameters = FusedParameters.of(self._model)
+        self._parameters = FusedParameters.of(self._model)
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])

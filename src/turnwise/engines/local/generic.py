@@ -51,6 +51,8 @@ class GenericForward:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
+        if self._copy is not None and self._copy.freed:
+            self._copy.refresh()
         # not torch.inference_mode: a model may create tables here (rotary embeddings) that it also trains with later
         training = [module for module in self._model.modules() if module.training]
         for module in training:
@@ -68,7 +70,8 @@ class GenericForward:
             self._copy.refresh(force=changed)
 
     def free_copies(self) -> None:
-        pass  # bfloat16 copies are made again in place, without new memory
+        if self._copy is not None:
+            self._copy.free()
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         longest = max(len(tokens) for tokens in tokens_N)
