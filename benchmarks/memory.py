@@ -8,7 +8,8 @@
 A training step on 32 conversations of 1,000 tokens (4 prompts of 200 tokens, 8 conversations each), with a random model of the
 shape of Qwen2.5-0.5B (or SmolLM2-135M), in bfloat16: with a LoRA adapter of rank 16 on all linear layers, and with all
 parameters, AdamW and float32 master weights. Each step runs in a process of its own, whose peak resident memory (`VmHWM`) is
-printed. The keys and values of all 32 conversations are in memory during the step, as the embedded engine keeps them.
+printed. Before the step, the keys and values of all 32 conversations are in memory, and with autocast the engine's bfloat16 copy
+of the weights. They are freed for the step, as the embedded engine frees them before an update.
 
 The step is taken twice, because the optimizer's state exists from the end of the first step on. Memory does not depend on the
 number of micro-batches: each frees its activations before the next begins. So the step is cut to the first two micro-batches
@@ -108,6 +109,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
 
     from turnwise import build
     from turnwise.config.schema import Config
+    from turnwise.engines.local.engine import LARGE_CACHE
     from turnwise.models.autocast import Bfloat16Linears
     from turnwise.models.loading import adapt
     from turnwise.training.local_learner import LocalLearner
@@ -132,6 +134,10 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
         threads=torch.get_num_threads(),
         autocast=mixed,
     )
+    if engine_weights is not None:
+        engine_weights.free()
+    if kv.bytes >= LARGE_CACHE:
+        kv.resize(0, 0)
     seconds = take_steps(learner, config, shape.vocab_size, args)
     del engine_weights, kv  # until here, as those of the engine
     return {"gib": peak_gib(), "seconds": seconds}

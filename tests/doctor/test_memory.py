@@ -18,6 +18,7 @@ from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.doctor.memory import Prediction, memory_check, predict
 from turnwise.doctor.traced_pass import Workload
+from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.models import fast_linear
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
@@ -76,7 +77,8 @@ def test_a_reference_has_weights_unless_it_is_the_model_without_its_adapter() ->
 def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -> None:
     model = tiny_model()
     weights = {id(layer.weight): layer.weight.numel() for layer in model.modules() if type(layer).__name__ == "Linear"}
-    exact, mixed = (parts(predict(config(model={"autocast": on}), shape(), WORK)) for on in (False, True))
+    ahead = {"max_staleness": 1}
+    exact, mixed = (parts(predict(config(model={"autocast": on}, train=ahead), shape(), WORK)) for on in (False, True))
     assert mixed.pop("copied weights of the engine") == 2 * sum(weights.values())
     assert mixed["weights"] == mixed["gradients"] == exact["weights"]
     assert mixed["optimizer"] == exact["optimizer"]
@@ -94,9 +96,35 @@ def test_the_engine_packs_weights_where_onednn_is_faster(faster: bool, monkeypat
     weights = {id(layer.weight): layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     packed = 4 * sum(weight.numel() for weight in weights.values() if weight.numel() >= 250_000)
     assert packed > 0
-    found = parts(predict(config(), model.config, WORK))
+    found = parts(predict(config(train={"max_staleness": 1}), model.config, WORK))
     assert found.get("copied weights of the engine", 0) == (packed if faster else 0)
     assert "copied weights of the engine" not in parts(predict(config(), model.config, WORK, section="sft"))
+
+
+def test_what_the_engine_frees_before_an_update_counts_only_while_conversations_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
+    model_config = tiny_model(hidden_size=256, intermediate_size=1024).config
+    engine = {"copied weights of the engine", "KV cache"}
+    memory: dict[str, Any] = {"engine": {"slots": 512, "memory_gb": 8}, "max_concurrent": 512}
+
+    def both(conversations: int) -> list[Prediction]:
+        work = Workload(conversations=conversations, tokens=16384, prompt_tokens=16000)
+        return [predict(config(train={"max_staleness": ahead}, **memory), model_config, work) for ahead in (1, 0)]
+
+    # many conversations: the cache is larger than all that an update needs, and the peak is that of sampling
+    ahead, freed = both(512)
+    assert engine <= parts(ahead).keys()
+    assert engine <= parts(freed).keys()
+    assert "activations" not in parts(freed)
+    assert freed.gib < ahead.gib
+    ahead, freed = both(64)
+    assert parts(ahead)["KV cache"] >= LARGE_CACHE
+    assert "activations" in parts(freed)
+    assert not engine & parts(freed).keys()
+    # a small cache stays
+    assert parts(predict(config(), shape(), WORK)).keys() & engine == {"KV cache"}
 
 
 def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:

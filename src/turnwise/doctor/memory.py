@@ -21,6 +21,7 @@ from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check
 from turnwise.doctor.engine_memory import kv_cache_bytes
 from turnwise.doctor.traced_pass import TracedPass, Workload, traced_pass
+from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.errors import Failed, boundary
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import context_length
@@ -72,7 +73,8 @@ class Prediction:
 def predict(
     config: Config, model_config: Any, workload: Workload, *, section: str = "train", on_ranks: bool = False
 ) -> Prediction:
-    """The peak of a training step of the recipe, on a model with this transformers configuration.
+    """The peak of a training step of the recipe, on a model with this transformers configuration: that of the update, or that of
+    sampling if it is higher.
 
     `section` is `train` or `sft`; fine-tuning has no engine. `on_ranks`: the step is one of several processes, which divide the
     model. Raises ConfigError if the adapter does not fit the model.
@@ -98,19 +100,28 @@ def predict(
     embedded = section == "train" and isinstance(config.engine, LocalEngineSection)
     embedded = embedded and config.runs_conversations_elsewhere is None
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
-    parts = [
-        MemoryPart("weights", trace.weights),
+    # what the engine frees before an update, unless conversations run during the update
+    freed = [
         MemoryPart("copied weights of the engine", trace.copied if embedded and (mixed or not on_gpu(config)) else 0),
+        MemoryPart("KV cache", cache if embedded else 0),
+    ]
+    during = (
+        freed if on_ranks or config.train.max_staleness else [part for part in freed[1:] if part.bytes < LARGE_CACHE]
+    )
+    always = [
+        MemoryPart("weights", trace.weights),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
-        MemoryPart("activations", trace.activations),
-        MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
-        MemoryPart("KV cache", cache if embedded else 0),
         MemoryPart("program", PROGRAM_BYTES + (_PEFT if model_options.lora is not None else 0)),
     ]
-    return Prediction([part for part in parts if part.bytes])
+    update = [
+        MemoryPart("activations", trace.activations),
+        MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
+    ]
+    phases = [Prediction([part for part in (*always, *phase) if part.bytes]) for phase in ([*update, *during], freed)]
+    return max(phases, key=lambda phase: phase.gib)
 
 
 def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerConfig, on_cpu: float) -> float:

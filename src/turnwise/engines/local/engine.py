@@ -29,7 +29,7 @@ from turnwise.models.published_weights import published_weights
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.types import Completion, Request
 
-__all__ = ["LocalEngine"]
+__all__ = ["LARGE_CACHE", "LocalEngine"]
 
 MAX_YIELDS = 16
 """How often the event loop runs, at most, between two steps after a request has finished: its conversation may come back
