@@ -133,6 +133,20 @@ def test_the_result_of_a_norm_is_computed_again(monkeypatch: pytest.MonkeyPatch)
     assert kept(fast.input_layernorm, fast.self_attn.q_proj) == norm
 
 
+def test_a_result_that_is_changed_in_place_is_kept_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    found = []
+    for layer in (new_model().model.layers[0], with_fast_layers(new_model()).model.layers[0]):
+        torch.manual_seed(1)
+        values = torch.randn(64, 96, requires_grad=True)
+        normed = layer.post_attention_layernorm(values)
+        normed.mul_(2)
+        layer.mlp(normed).sum().backward()
+        found.append((values.grad, layer.mlp.up_proj.weight.grad))
+    torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("onednn", [True, False])
 def test_gradients_are_the_same_with_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch, onednn: bool) -> None:
     monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -49,7 +50,8 @@ def _feed_forward(module: Any, values: torch.Tensor) -> torch.Tensor:
         if _same_dtype(values, *weights) and module.config.hidden_act in ("silu", "swish"):
             mixed = torch.is_autocast_enabled("cpu")
             dtype = torch.get_autocast_dtype("cpu") if mixed else values.dtype
-            return _TrainedSwiGLU.apply(values, *weights, sources_of(values), dtype)
+            around = long_lived() if torch.is_grad_enabled() else nullcontext()
+            return _TrainedSwiGLU.apply(values, *weights, sources_of(values), dtype, around)
     return type(module).forward(module, values)  # such as layers with an adapter
 
 
@@ -73,7 +75,8 @@ _FORWARDS: dict[str, Callable[..., torch.Tensor]] = {
 
 class _TrainedSwiGLU(torch.autograd.Function):
     """`down(silu(gate(x)) * up(x))` (Shazeer, 2020). Keeps the sources of x and the results of `gate` and `up`; the rest is
-    computed again. With autocast, `dtype` is that of the products, and no converted weights are kept."""
+    computed again. With autocast, `dtype` is that of the products, and no converted weights are kept. What is kept is allocated
+    `around`."""
 
     @staticmethod
     def forward(
@@ -84,10 +87,11 @@ class _TrainedSwiGLU(torch.autograd.Function):
         down: torch.Tensor,
         sources: Sources,
         dtype: torch.dtype,
+        around: AbstractContextManager[None],
     ) -> torch.Tensor:
         ctx.function, ctx.dtype = sources.function, dtype
         values_MD = values.reshape(-1, values.shape[-1]).to(dtype)
-        with long_lived():
+        with around:
             gate_MF, up_MF = (linear(values_MD, weight.to(dtype), None) for weight in (gate, up))
         ctx.save_for_backward(gate_MF, up_MF, gate, up, down, *sources.tensors)
         product_MF = F.silu(gate_MF).mul_(up_MF)
@@ -116,7 +120,7 @@ class _TrainedSwiGLU(torch.autograd.Function):
             for place, (gradient_MF, weight) in enumerate(((of_gate_MF, gate), (of_up_MF, up))):
                 if ctx.needs_input_grad[1 + place]:
                     of_weights[place] = weight_gradient(gradient_MF, values_MD, weight).to(weights[place].dtype)
-        return of_values, *of_weights, None, None
+        return of_values, *of_weights, None, None, None
 
 
 def _normed(values: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -96,17 +96,22 @@ class Sources(NamedTuple):
 
     function: Callable[..., torch.Tensor]
     tensors: tuple[torch.Tensor, ...]
+    version: int = 0
+    """Of the input when it was computed."""
 
 
 def with_sources(values: torch.Tensor, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """Let linear layers keep `tensors` for the backward pass, and not `values`, which are the `function` of these."""
-    values.turnwise_sources = Sources(function, tensors)  # type: ignore[attr-defined]
+    if values.requires_grad:
+        values.turnwise_sources = Sources(function, tensors, values._version)  # type: ignore[attr-defined]
     return values
 
 
 def sources_of(values: torch.Tensor) -> Sources:
-    """What the backward pass of a linear layer needs of its input: by default the input itself."""
-    return getattr(values, "turnwise_sources", Sources(_itself, (values,)))
+    """What the backward pass of a linear layer needs of its input: the input itself, unless it has sources and has not been
+    changed in place."""
+    sources = getattr(values, "turnwise_sources", None)
+    return Sources(_itself, (values,)) if sources is None or sources.version != values._version else sources
 
 
 def _itself(values: torch.Tensor) -> torch.Tensor:
