@@ -111,6 +111,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     from turnwise.config.schema import Config
     from turnwise.engines.local.engine import LARGE_CACHE
     from turnwise.models.autocast import Bfloat16Linears
+    from turnwise.models.fast_layers import with_fast_layers
     from turnwise.models.loading import adapt
     from turnwise.training.local_learner import LocalLearner
     from turnwise.types import Sampling
@@ -126,6 +127,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     model.eval()
     kv = filled_cache(shape, config, model)
     adapt(model, build.model_options(config))
+    with_fast_layers(model)
     engine_weights = Bfloat16Linears(model) if mixed else None
     learner = LocalLearner(
         model,

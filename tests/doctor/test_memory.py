@@ -89,6 +89,15 @@ def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -
     )
 
 
+def test_with_autocast_a_large_model_on_a_cpu_leaves_free_blocks_between_activations() -> None:
+    large = shape(vocabulary=700_000)
+    mixed, exact = (parts(predict(config(model={"autocast": on}), large, WORK)) for on in (True, False))
+    assert mixed["free blocks between activations"] == 0.5 * mixed["activations"] > 0
+    small = parts(predict(config(model={"autocast": True}), shape(), WORK))
+    for found in (exact, small):
+        assert "free blocks between activations" not in found
+
+
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_engine_packs_weights_where_onednn_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_linear, "uses_onednn", lambda: faster)

@@ -89,6 +89,8 @@ class TracedPass:
     """Tensors that the model's body keeps for the backward pass."""
     peak: int
     """The most bytes at once in forward and backward pass, gradients included."""
+    keeps_blocks: bool
+    """Whether the process keeps freed blocks (`models/allocator.py`): for a large model on a CPU."""
 
 
 def traced_pass(
@@ -107,8 +109,8 @@ def traced_pass(
     processes.
     """
     model = empty_model(options, model_config)
+    large = model.num_parameters() > LARGE_MODEL and not on_ranks
     if micro_batch_tokens is None:
-        large = model.num_parameters() > LARGE_MODEL and not on_ranks
         micro_batch_tokens = default_micro_batch_tokens(torch.device("cuda" if on_gpu else "cpu"), large=large)
     row, places_N = _micro_batch(workload, micro_batch_tokens)
     with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
@@ -141,6 +143,7 @@ def traced_pass(
         lower_precision=any(parameter.dtype != torch.float32 for parameter in trained),
         activations=activations,
         peak=live.peak,
+        keeps_blocks=large and not on_gpu,
     )
 
 
