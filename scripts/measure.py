@@ -40,11 +40,11 @@ SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
     "way: files": 88,
-    "way: lines": 14260,
-    "way: lines that run": 4250,
-    "way without the embedded engine: files": 76,
-    "way without the embedded engine: lines": 12160,
-    "way without the embedded engine: lines that run": 3300,
+    "way: lines": 14450,
+    "way: lines that run": 4275,
+    "way without the embedded engine: files": 77,
+    "way without the embedded engine: lines": 12350,
+    "way without the embedded engine: lines that run": 3325,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

@@ -42,7 +42,7 @@ __all__ = [
 
 PROGRAM_BYTES = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""
-_PEFT = 170 * 2**20
+_PEFT = 140 * 2**20
 """Bytes of peft, which also imports bitsandbytes where it is installed."""
 _GAPS = 0.5
 """With autocast on a CPU: what converted values and weights leave free between the activations, in proportion to these (measured:
