@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 88,
+    "way: files": 89,
     "way: lines": 14450,
     "way: lines that run": 4275,
     "way without the embedded engine: files": 77,
