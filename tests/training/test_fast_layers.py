@@ -45,6 +45,12 @@ def _large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(allocator, "LARGE_MODEL", 0)
 
 
+def use_onednn(monkeypatch: pytest.MonkeyPatch, onednn: bool = True) -> None:
+    """Compute each product with oneDNN, where torch has it, or none."""
+    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+
+
 def new_model(config: Any = LlamaConfig, family: Any = LlamaForCausalLM, **options: Any) -> Any:
     torch.manual_seed(0)
     model = family(config(**SIZES, **options)).eval()
@@ -82,8 +88,7 @@ def functions_of(output: torch.Tensor) -> set[str]:
 def test_values_and_gradients_are_those_of_a_float64_model(
     monkeypatch: pytest.MonkeyPatch, config: Any, family: Any, tied: bool, onednn: bool
 ) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    use_onednn(monkeypatch, onednn)
     model = new_model(config, family, tie_word_embeddings=tied)
     exact = copy.deepcopy(model).double()
     types = [type(module) for module in model.modules()]
@@ -125,8 +130,7 @@ def test_fewer_tensors_are_kept_for_the_backward_pass() -> None:
 
 
 def test_the_result_of_a_norm_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    use_onednn(monkeypatch)
     fast = with_fast_layers(new_model()).model.layers[0]
     norm = 4 * 64 * (96 + 1)
     assert kept(fast.post_attention_layernorm, fast.mlp) == norm + 4 * 64 * 2 * 160
@@ -134,8 +138,7 @@ def test_the_result_of_a_norm_is_computed_again(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_result_that_is_changed_in_place_is_kept_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    use_onednn(monkeypatch)
     found = []
     for layer in (new_model().model.layers[0], with_fast_layers(new_model()).model.layers[0]):
         torch.manual_seed(1)
@@ -149,8 +152,7 @@ def test_a_result_that_is_changed_in_place_is_kept_itself(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("onednn", [True, False])
 def test_gradients_are_the_same_with_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch, onednn: bool) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    use_onednn(monkeypatch, onednn)
     expected = gradients_of(with_fast_layers(new_model()))
     model = with_fast_layers(new_model())
     recompute_layers(model)
@@ -180,8 +182,7 @@ def test_feed_forward_layers_with_an_adapter_are_computed_by_transformers() -> N
 def test_with_autocast_values_and_gradients_are_rounded_as_by_transformers(
     monkeypatch: pytest.MonkeyPatch, config: Any, family: Any, onednn: bool
 ) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    use_onednn(monkeypatch, onednn)
     plain, exact = new_model(config, family), new_model(config, family).double()
     fast = with_fast_layers(new_model(config, family))
     truth = gradients_of(exact)
@@ -199,8 +200,7 @@ def test_with_autocast_values_and_gradients_are_rounded_as_by_transformers(
 
 
 def test_with_autocast_no_converted_copies_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    use_onednn(monkeypatch)
     fast = with_fast_layers(new_model()).model.layers[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert kept(fast.post_attention_layernorm, fast.mlp) == 4 * 64 * (96 + 1) + 2 * 64 * 2 * 160

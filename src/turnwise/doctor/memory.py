@@ -103,14 +103,13 @@ def predict(
     embedded = section == "train" and isinstance(config.engine, LocalEngineSection)
     embedded = embedded and config.runs_conversations_elsewhere is None
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
-    # what the engine frees before an update, unless conversations run during the update
-    freed = [
-        MemoryPart("copied weights of the engine", trace.copied if embedded and (mixed or not on_gpu(config)) else 0),
-        MemoryPart("KV cache", cache if embedded else 0),
-    ]
-    during = (
-        freed if on_ranks or config.train.max_staleness else [part for part in freed[1:] if part.bytes < LARGE_CACHE]
+    copies = MemoryPart(
+        "copied weights of the engine", trace.copied if embedded and (mixed or not on_gpu(config)) else 0
     )
+    keys_values = MemoryPart("KV cache", cache if embedded else 0)
+    # before an update, the engine frees its copies and a large cache, unless conversations run during the update
+    stays = on_ranks or config.train.max_staleness > 0
+    during = [copies, keys_values] if stays else [keys_values] if keys_values.bytes < LARGE_CACHE else []
     always = [
         MemoryPart("weights", trace.weights),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
@@ -123,8 +122,11 @@ def predict(
         MemoryPart("activations", trace.activations),
         MemoryPart("free blocks between activations", _GAPS * trace.activations if mixed and trace.keeps_blocks else 0),
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
+        *during,
     ]
-    phases = [Prediction([part for part in (*always, *phase) if part.bytes]) for phase in ([*update, *during], freed)]
+    phases = [
+        Prediction([part for part in (*always, *phase) if part.bytes]) for phase in (update, [copies, keys_values])
+    ]
     return max(phases, key=lambda phase: phase.gib)
 
 

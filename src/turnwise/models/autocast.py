@@ -14,7 +14,7 @@ import torch
 
 from turnwise.models.allocator import long_lived
 
-__all__ = ["Bfloat16Linears", "autocast", "parameter_state"]
+__all__ = ["Bfloat16Linears", "autocast", "parameter_state", "product_dtype"]
 
 
 def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
@@ -24,6 +24,11 @@ def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]
     would get no gradient in the training pass of another thread.
     """
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False) if enabled else nullcontext()
+
+
+def product_dtype(values: torch.Tensor) -> torch.dtype:
+    """The dtype in which a matrix product of these values is computed on a CPU: that of autocast, or their own."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else values.dtype
 
 
 class Bfloat16Linears:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from turnwise.models.allocator import is_large, long_lived
+from turnwise.models.autocast import product_dtype
 from turnwise.models.fast_linear import (
     Sources,
     linear,
@@ -48,10 +49,8 @@ def _feed_forward(module: Any, values: torch.Tensor) -> torch.Tensor:
     if all(type(layer) is torch.nn.Linear and layer.bias is None for layer in layers):
         weights = [layer.weight for layer in layers]
         if _same_dtype(values, *weights) and module.config.hidden_act in ("silu", "swish"):
-            mixed = torch.is_autocast_enabled("cpu")
-            dtype = torch.get_autocast_dtype("cpu") if mixed else values.dtype
             around = long_lived() if torch.is_grad_enabled() else nullcontext()
-            return _TrainedSwiGLU.apply(values, *weights, sources_of(values), dtype, around)
+            return _TrainedSwiGLU.apply(values, *weights, sources_of(values), product_dtype(values), around)
     return type(module).forward(module, values)  # such as layers with an adapter
 
 

@@ -3,6 +3,7 @@
 torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is about
 twice as fast. oneDNN compiles a kernel for each shape (milliseconds), so small numbers of rows are rounded up.
 Which library computes a product depends only on the machine and on the shape, never on a measurement: runs stay repeatable.
+With autocast, the products are torch's own, and the backward pass converts values and weights again instead of keeping copies.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from turnwise.models.autocast import product_dtype
 
 __all__ = [
     "Sources",
@@ -75,8 +78,7 @@ def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     if values.numel() < fewest_rows(weight) * weight.shape[1] or not (mixed or values.dtype == torch.float32):
         return F.linear(values, weight, bias)
     if torch.is_grad_enabled() and (values.requires_grad or weight.requires_grad):
-        dtype = torch.get_autocast_dtype("cpu") if mixed else torch.float32
-        return _Linear.apply(values, weight, bias, sources_of(values), dtype)
+        return _Linear.apply(values, weight, bias, sources_of(values), product_dtype(values))
     return F.linear(values, weight, bias) if mixed else onednn_linear(values, weight, bias)
 
 
@@ -133,7 +135,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.values, ctx.function, ctx.dtype = (values.shape, values.dtype), sources.function, dtype
         ctx.save_for_backward(weight, *(sources.tensors if ctx.needs_input_grad[1] else ()))
-        return _product(values.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return linear(values.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -143,17 +145,13 @@ class _Linear(torch.autograd.Function):
         of_values = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             shape, dtype = ctx.values
-            of_values = _product(gradient_MO, used_OI.t(), None).view(shape).to(dtype)
+            of_values = linear(gradient_MO, used_OI.t(), None).view(shape).to(dtype)
         if ctx.needs_input_grad[1]:
             values_MI = ctx.function(*sources).reshape(-1, inputs).to(ctx.dtype)
             of_weight = weight_gradient(gradient_MO, values_MI, used_OI).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             of_bias = gradient_MO.sum(dim=0, dtype=weight.dtype)
         return of_values, of_weight, of_bias, None, None
-
-
-def _product(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return (onednn_linear if values.dtype == torch.float32 else F.linear)(values, weight, bias)
 
 
 def weight_gradient(gradient_MO: torch.Tensor, values_MI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.attention import set_text_attention, unsupported
+from turnwise.models.autocast import product_dtype
 
 __all__ = ["FlatRow", "FlatRun", "Tree", "shared_prefix", "tree_attention", "use_tree_attention"]
 
@@ -255,9 +256,9 @@ class _TreeMask:
         """Attention of the flat row, [T, H, D]. Keys and values may have fewer heads than the query."""
         query_THD, key_THD, value_THD = (heads_HTD.transpose(0, 1) for heads_HTD in (query_HTD, key_HTD, value_HTD))
         if query_THD.device.type == "cpu":
-            if torch.is_autocast_enabled("cpu"):  # as torch's attention
-                dtype = torch.get_autocast_dtype("cpu")
-                query_THD, key_THD, value_THD = (heads.to(dtype) for heads in (query_THD, key_THD, value_THD))
+            query_THD, key_THD, value_THD = (
+                heads.to(product_dtype(heads)) for heads in (query_THD, key_THD, value_THD)
+            )
             return _GatheredAttention.apply(query_THD, key_THD, value_THD, self, scaling)
         results = [
             bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling)

@@ -94,6 +94,8 @@ class FusedForward:
         self._parameters = FusedParameters.of(self._model, self._packed)
 
     def free_copies(self) -> None:
+        if self._copy is None and self._packed is None:
+            return
         if self._copy is not None:
             self._copy.free()
         if self._packed is not None:
