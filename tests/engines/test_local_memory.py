@@ -189,6 +189,29 @@ def test_rows_keep_their_contents_when_they_grow_move_and_shrink() -> None:
     assert all((tensor == 2).all() for tensor in kv.tensors)
 
 
+@pytest.mark.parametrize(
+    ("sources", "targets"),
+    [
+        ([0, 0, 0, 1, 1, 0], [2, 3, 4, 5, 7, 6]),  # neighbouring targets with the same source, and others
+        ([5, 1, 5], [7, 2, 0]),
+        ([0, 1, 2], [1, 2, 0]),  # rows that are source and target
+        ([3], [3]),
+    ],
+)
+def test_rows_are_copied_at_the_same_time(sources: list[int], targets: list[int]) -> None:
+    kv = KVCache([KVShape(2, 3, 4)] * 2, dtype=torch.float32, device=torch.device("cpu"), budget_bytes=1 << 20)
+    kv.resize(8, 16)
+    for tensor in kv.tensors:
+        tensor.copy_(torch.randn_like(tensor))
+    before = [tensor.clone() for tensor in kv.tensors]
+    kv.copy_rows(sources, targets, 9, start=2)
+    for tensor, old in zip(kv.tensors, before, strict=True):
+        for row in range(8):
+            source = dict(zip(targets, sources, strict=True)).get(row, row)
+            assert tensor[:, row, :, 2:9].equal(old[:, source, :, 2:9])
+        assert tensor[:, :, :, :2].equal(old[:, :, :, :2]) and tensor[:, :, :, 9:].equal(old[:, :, :, 9:])
+
+
 def test_the_search_finds_the_longest_prefix_token_for_token() -> None:
     kv = KVCache([KVShape(1, 1, 1)], dtype=torch.float32, device=torch.device("cpu"), budget_bytes=1 << 20)
     cache = PrefixCache(kv, num_slots=8, context=512)

@@ -22,6 +22,7 @@ from turnwise.chat.media_parts import refuse_media
 from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
 from turnwise.chat.template import Template
 from turnwise.chat.template_profile import TemplateProfile, find_profile
+from turnwise.chat.text_encoder import text_encoder
 from turnwise.chat.token_differences import SanityMode
 from turnwise.chat.turn_boundary import TurnBoundary
 from turnwise.chat.turn_messages import ParsedTurn, template_message
@@ -74,6 +75,7 @@ class Renderer:
         """Names the tokenizer in error messages."""
         self.special = special_tokens(tokenizer)
         """Tokens that no plain text is encoded to."""
+        self._text_ids = text_encoder(tokenizer)
         self._encode = cached_by_text(self._encode_text)
         self.template = Template(tokenizer, self.where)
         self.profile: TemplateProfile = find_profile(
@@ -219,7 +221,7 @@ class Renderer:
     def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
         if behind is not None and behind in self.special:
             # encoded together with the token in front, as in one pass: some tokenizers put a space before a text that begins
-            ids = self.tokenizer.encode(self.decode([behind]) + text, add_special_tokens=False)
+            ids = self._text_ids(self.decode([behind]) + text)
             if ids and ids[0] == behind:
                 return tuple(ids[1:])
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+        return tuple(self._text_ids(text))

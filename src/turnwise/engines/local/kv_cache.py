@@ -77,6 +77,14 @@ class KVCache:
 
     def copy_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], stop: int, *, start: int = 0) -> None:
         """Copy the tokens from `start` to `stop` of each source row over those of its target row, all at the same time."""
+        if set(sources_N).isdisjoint(targets_N):
+            # slice by slice: an index would first copy all sources to new memory, which takes four times as long
+            runs = _runs(sources_N, targets_N)
+            for tensor in self.tensors:
+                tokens = tensor[:, :, :, start:stop]
+                for source, first, end in runs:
+                    tokens[:, first:end] = tokens[:, source : source + 1]
+            return
         sources, targets = self._index(sources_N), self._index(targets_N)
         for tensor in self.tensors:
             # not index_select: from a tensor that is sliced at `stop`, it would copy the entire tensor first
@@ -94,3 +102,14 @@ class KVCache:
         size = (shape.parts, num_rows, shape.heads, capacity, shape.head_dim)
         with long_lived():
             return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+
+def _runs(sources_N: Sequence[int], targets_N: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(source, first target, end) of neighbouring targets that have the same source."""
+    runs: list[tuple[int, int, int]] = []
+    for target, source in sorted(zip(targets_N, sources_N, strict=True)):
+        if runs and runs[-1][0] == source and runs[-1][2] == target:
+            runs[-1] = (source, runs[-1][1], target + 1)
+        else:
+            runs.append((source, target, target + 1))
+    return runs
