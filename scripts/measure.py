@@ -39,12 +39,12 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 89,
-    "way: lines": 14450,
-    "way: lines that run": 4275,
-    "way without the embedded engine: files": 77,
-    "way without the embedded engine: lines": 12350,
-    "way without the embedded engine: lines that run": 3325,
+    "way: files": 90,
+    "way: lines": 14550,
+    "way: lines that run": 4300,
+    "way without the embedded engine: files": 78,
+    "way without the embedded engine: lines": 12425,
+    "way without the embedded engine: lines that run": 3350,
     "largest file": 400,
     "longest function": 60,
     "hidden state of one class": 9,

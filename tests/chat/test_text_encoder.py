@@ -45,9 +45,11 @@ def test_settings_that_others_leave_in_the_backend_change_nothing(tokenizer) -> 
     encode, text = text_encoder(tokenizer), TEXTS[2]
     ids = expected(tokenizer, text)
     tokenizer(text, truncation=True, max_length=3)
-    assert tokenizer.backend_tokenizer.truncation and list(encode(text)) == ids
+    assert tokenizer.backend_tokenizer.truncation
+    assert list(encode(text)) == ids
     tokenizer([text, "a"], padding=True)
-    assert tokenizer.backend_tokenizer.padding and list(encode("a")) == expected(tokenizer, "a")
+    assert tokenizer.backend_tokenizer.padding
+    assert list(encode("a")) == expected(tokenizer, "a")
     tokenizer.encode(text, split_special_tokens=True)
     assert list(encode(text)) == ids
     tokenizer.split_special_tokens = True

@@ -21,7 +21,8 @@ def test_the_collector_is_changed_for_the_run_only(before: int, expected: int) -
     gc.set_threshold(before, 7, 5)
     try:
         thresholds, frozen = asyncio.run(inside())
-        assert thresholds == (expected, 7, 5) and frozen > frozen_before
+        assert thresholds == (expected, 7, 5)
+        assert frozen > frozen_before
         assert gc.get_threshold() == (before, 7, 5)
     finally:
         gc.set_threshold(*original)
