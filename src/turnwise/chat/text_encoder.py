@@ -7,8 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 __all__ = ["text_encoder"]
 
 _STEPS_OF_ENCODE = frozenset({"encode", "__call__", "_encode_plus", "set_truncation_and_padding", "_convert_encoding"})
@@ -36,6 +34,8 @@ def text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:
 
 def _encodes_as_its_backend(tokenizer: Any) -> bool:
     """Whether the tokenizer is transformers' class around the Rust backend, or a subclass that encodes in the same way."""
+    from transformers import PreTrainedTokenizerFast
+
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or not _STEPS_OF_ENCODE.isdisjoint(vars(tokenizer)):
         return False
     classes = type(tokenizer).__mro__
