@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from turnwise.errors import Failed, boundary, failed_by
-from turnwise.user_code import main_thread
+from turnwise.user_code import main_thread, threads
 from turnwise.user_code.main_thread import MainThreadNeeded
 
 __all__ = ["run_in_thread"]
@@ -19,9 +18,10 @@ T = TypeVar("T")
 
 
 async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:
-    """Run a sync function in a daemon thread of its own, so that it may block, never return, or raise.
+    """Run a sync function in a daemon thread (`threads`), so that it may block, never return, or raise.
 
     No executor is used: a call that does not return would occupy a worker forever and delay the interpreter's exit. The
+    thread runs other functions later: what the function sets for its thread alone (`threading.local`) may be seen there. The
     function has the context variables of the caller, and the caller receives the variables that the function sets.
 
     Python allows signal handlers in the main thread only. A function that sets one (`signal.alarm` needs it) is stopped and run
@@ -52,7 +52,7 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
             loop.call_soon_threadsafe(lambda: None if future.done() else set_outcome(value))
 
-    threading.Thread(target=work, name=f"{kind}-{name}", daemon=True).start()
+    threads.start(work, name=f"{kind}-{name}")
     try:
         return await future
     except MainThreadNeeded:
