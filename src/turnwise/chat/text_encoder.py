@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["text_encoder"]
 
 _STEPS_OF_ENCODE = frozenset({"encode", "__call__", "_encode_plus", "set_truncation_and_padding", "_convert_encoding"})
-"""The methods that transformers calls to encode a text, in this order or another."""
+"""The methods that transformers calls to encode a text."""
 
 
 def text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:

@@ -91,13 +91,8 @@ class KVCache:
             tensor[:, targets, :, start:stop] = tensor[:, sources, :, start:stop]
 
     def swap_rows(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
-        """Exchange the first `tokens` tokens of each left row with those of its right row. No row is in two pairs."""
-        for tensor in self.tensors:
-            rows = tensor[:, :, :, :tokens].unbind(1)
-            for left, right in zip(left_N, right_N, strict=True):
-                contents = rows[left].clone()
-                rows[left].copy_(rows[right])
-                rows[right].copy_(contents)
+        """Exchange the first `tokens` tokens of each left row with those of its right row."""
+        self.copy_rows([*left_N, *right_N], [*right_N, *left_N], tokens)
 
     def _index(self, rows_N: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(rows_N, dtype=np.int64)).to(self._device)
