@@ -8,8 +8,11 @@ scored, because reward functions may use it.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Iterable
+import itertools
+from bisect import insort
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 from turnwise.errors import Failed
@@ -24,7 +27,16 @@ _TOGETHER = (
     "conversations that are scored together need an instance each: provide as many instances as {} has conversations"
 )
 EXHAUSTED: Final = object()
-"""Marks an instance that could not be created."""
+"""What the function that creates an instance returns if no more can be created."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Waiting:
+    """A conversation that waits for an instance, or for its turn to create one."""
+
+    arrival: int
+    group: str
+    lease: asyncio.Future[Lease]
 
 
 class InstancePool:
@@ -36,21 +48,42 @@ class InstancePool:
         self._retired: list[Any] = []
         """Instances with a timed-out tool call that still runs. They are not reused; `drain` returns them."""
         self._leases: list[Lease] = []
-        self._waiting: deque[tuple[str, asyncio.Future[Lease]]] = deque()
+        self._arrivals = itertools.count()
+        self._waiting: list[_Waiting] = []
+        """In the order of arrival."""
         self._exhausted = False
         self._step = 0
         """`conversations_of_step`."""
 
-    async def lease(self) -> Lease:
-        """A lease of one instance for the calling conversation. If its `instance` is None, the caller must create one.
+    async def lease(self, make: Callable[[], Awaitable[Any]]) -> Lease:
+        """A lease of one instance for the calling conversation. `make` creates an instance, or returns EXHAUSTED.
 
-        Waits if no more instances can be created. Raises Failed if no instance can become free before this conversation ends.
+        Waits if no more instances can be created. Raises Failed if no instance can become free before this conversation ends,
+        and what `make` raises.
         """
+        arrival = next(self._arrivals)
+        while True:
+            lease = await self._turn(arrival)
+            if lease.instance is not None:
+                return lease
+            try:
+                instance = await make()
+            except BaseException:
+                lease.give_back(usable=False, closed=True)
+                raise
+            if instance is not EXHAUSTED:
+                lease.made(instance)
+                return lease
+            self._exhausted = True
+            self._leases.remove(lease)  # it waits at its place in the order of arrival, before later ones are served
+
+    async def _turn(self, arrival: int) -> Lease:
+        """A lease with an instance, or without one if the caller must create one now."""
         # conversations of one group are scored together, and all conversations if there is a function of the batch
         in_batch = scored_together.get() == "batch"
-        self._step = conversations_of_step.get()
+        self._step = 0 if in_lockstep() else conversations_of_step.get()
         group = _BATCH if in_batch else conversation_name().rpartition("/")[0]
-        if not self._exhausted or (self._free and not self._waiting):
+        if not self._waiting and self._may_lend(group):
             return self._lend(group)
         if in_lockstep() and in_batch:
             raise self._too_few(_TOGETHER.format("the step"))
@@ -58,19 +91,19 @@ class InstancePool:
             raise self._too_few(
                 "with deterministic: true no conversation waits for another: set `max_concurrent` to at most that number"
             )
-        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._waiting.append((group, future))
+        waiting = _Waiting(arrival, group, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiting, key=attrgetter("arrival"))
         self._serve()
         try:
             with waiting_for_others():
-                return await future
+                return await waiting.lease
         except asyncio.CancelledError:
-            if future.done() and not future.cancelled() and future.exception() is None:
-                future.result().give_back(usable=True)
+            if waiting.lease.done() and not waiting.lease.cancelled() and waiting.lease.exception() is None:
+                waiting.lease.result().give_back(usable=True)
             raise
         finally:
-            if (group, future) in self._waiting:
-                self._waiting.remove((group, future))
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
                 self._serve()
 
     def drain(self) -> list[Any]:
@@ -84,21 +117,33 @@ class InstancePool:
         self._leases.append(lease)
         return lease
 
+    def _may_lend(self, group: str) -> bool:
+        """Whether a conversation of the group, the next one in order of arrival, may get an instance or create one now.
+
+        If the batch is scored together, a step needs all its instances at the same time. So no conversation of a later step
+        may get the last instance before one of an earlier step, whose constructor runs longer and then fails. Therefore, after
+        the conversations of the first step, nobody gets an instance while a constructor runs.
+        """
+        steps_overlap = group == _BATCH and self._step > 0
+        if steps_overlap and len(self._leases) >= self._step and not all(lease.ready for lease in self._leases):
+            return False
+        return bool(self._free) or not self._exhausted
+
     def _serve(self) -> None:
         """Give free instances to waiting conversations. Raise an error in conversations that would wait forever."""
-        while self._waiting and self._free:
-            group, future = self._waiting.popleft()
-            if not future.done():
-                future.set_result(self._lend(group))
-        groups = {group for group, _ in self._waiting}
+        while self._waiting and self._may_lend(self._waiting[0].group):
+            waiting = self._waiting.pop(0)
+            if not waiting.lease.done():
+                waiting.lease.set_result(self._lend(waiting.group))
+        groups = {waiting.group for waiting in self._waiting}
         if _BATCH in groups and 0 < self._step <= len(self._leases):
             return  # the waiting conversations belong to later steps: the present step can be scored without them
         # a group, or the batch, is scored after all its conversations have ended; so waiting and ended conversations can block
         # each other
         if all(lease.ended and lease.group in groups for lease in self._leases):
-            for _, future in self._waiting:
-                if not future.done():
-                    future.set_exception(self._too_few(_TOGETHER.format(self._scored(groups))))
+            for waiting in self._waiting:
+                if not waiting.lease.done():
+                    waiting.lease.set_exception(self._too_few(_TOGETHER.format(self._scored(groups))))
             self._waiting.clear()
 
     def _scored(self, groups: set[str]) -> str:
@@ -107,7 +152,7 @@ class InstancePool:
         return f"the step ({self._step})" if self._step else "the step"
 
     def _too_few(self, reason: str) -> Failed:
-        count = sum(lease.instance is not None for lease in self._leases) + len(self._free)
+        count = sum(lease.ready for lease in self._leases) + len(self._free)
         message = f"no more than {count} instances of {self._name} can be created (StopIteration), and {reason}"
         return Failed(Failure("environment", message))
 
@@ -119,6 +164,8 @@ class Lease:
         self._pool = pool
         self.group = group
         self.instance = instance
+        self.new = False
+        """Whether the instance was created for this conversation."""
         self.ended = False
 
     def played(self) -> None:
@@ -126,10 +173,16 @@ class Lease:
         self.ended = True
         self._pool._serve()
 
-    def refused(self) -> None:
-        """The class cannot make more instances."""
-        self._pool._exhausted = True
-        self.give_back(usable=False, closed=True)
+    @property
+    def ready(self) -> bool:
+        """Whether it has an instance. Otherwise the instance is being created."""
+        return self.instance is not None
+
+    def made(self, instance: Any) -> None:
+        """The instance was created for this conversation."""
+        self.instance = instance
+        self.new = True
+        self._pool._serve()
 
     def give_back(self, *, usable: bool, closed: bool = False) -> None:
         """Return the instance. It is reused if `usable`; otherwise `drain` returns it, unless it is `closed` already."""

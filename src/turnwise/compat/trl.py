@@ -188,15 +188,8 @@ class _Played:
 
     async def _lease_instance(self) -> Any:
         """A free or a new instance. If no new instance can be created, wait until another conversation releases an instance."""
-        while True:
-            self._lease = await self._pool.lease()
-            if self._lease.instance is not None:
-                return self._foreign.adopt(self._lease.instance)
-            if (instance := await self._foreign.make()) is not EXHAUSTED:
-                self._lease.instance = instance
-                return instance
-            self._lease.refused()
-            self._lease = None
+        self._lease = await self._pool.lease(self._foreign.make)
+        return self._lease.instance if self._lease.new else self._foreign.adopt(self._lease.instance)
 
     def _make(self) -> Any:
         try:

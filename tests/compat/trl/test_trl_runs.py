@@ -49,9 +49,11 @@ def by_game(environments, completion_ids, name, log_extra, **kwargs):
 '''
 
 
-def turnwise(command: str, options: dict[str, Any], model: Path, path: Path) -> list[dict[str, Any]]:
+def turnwise(
+    command: str, options: dict[str, Any], model: Path, path: Path, *, servers: str = SERVERS
+) -> list[dict[str, Any]]:
     """Run a command on a recipe. Returns its trajectories."""
-    (path / "game.py").write_text(SERVERS)
+    (path / "game.py").write_text(servers)
     recipe = {
         "model": {"path": str(model)},
         "data": {"train": str(path / "rows.jsonl")},
@@ -163,6 +165,24 @@ def test_conversations_of_later_steps_wait_for_instances_until_the_step_is_score
     assert len(broke) == 2
     assert all("no more than 2 instances of Game" in one for one in broke)
     assert all("as many instances as the step (4) has conversations" in one for one in broke)
+
+
+def test_slow_constructors_of_a_step_come_before_those_of_later_steps(model: Path, tmp_path: Path) -> None:
+    save(tmp_path, *({"name": f"row {n}"} for n in range(6)))
+    reward = {"batch": [use(f"{tmp_path / 'game.py'}:by_game")]}
+    train = {"steps": 6, "batch_size": 1, "group_size": 2, "max_staleness": 2}
+    # the third instance is the first one of a later step: others of later steps must not get the fourth and last one first
+    servers = SERVERS.replace(
+        'iter(["http://one", "http://two"])', 'iter(["http://one", "http://two", "http://three"])'
+    )
+    slow = "self.url = next(Game.urls) if pause(len(made)) else None"
+    servers = servers.replace("self.url = next(Game.urls)", slow)
+    servers = (
+        "import time\n\nmade = []\n\n\ndef pause(before):\n    made.append(before)\n"
+        "    time.sleep({1: 0.8, 2: 0.4, 3: 0.8}.get(before, 0.0))\n    return True\n\n" + servers
+    )
+    trajectories = turnwise("train", games(tmp_path, train=train, reward=reward), model, tmp_path, servers=servers)
+    assert [one["error"] for one in trajectories] == [None] * 12
 
 
 SHIPPED = {
