@@ -122,7 +122,7 @@ class InstancePool:
 
         If the batch is scored together, a step needs all its instances at the same time. So no conversation of a later step
         may get the last instance before one of an earlier step, whose constructor runs longer and then fails. Therefore, after
-        the conversations of the first step, nobody gets an instance while a constructor runs.
+        the conversations of the first step, no conversation gets an instance while a constructor runs.
         """
         steps_overlap = group == _BATCH and self._step > 0
         if steps_overlap and len(self._leases) >= self._step and not all(lease.ready for lease in self._leases):
