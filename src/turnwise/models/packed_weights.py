@@ -9,7 +9,7 @@ import torch
 
 from turnwise.models.allocator import long_lived
 from turnwise.models.autocast import parameter_state
-from turnwise.models.fast_linear import fewest_rows
+from turnwise.models.fast_linear import NEVER, fewest_rows
 
 __all__ = ["PackedLayers", "is_packed", "packed", "packed_bytes"]
 
@@ -48,7 +48,7 @@ _TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "ga
 def is_packed(*weights: torch.Tensor) -> bool:
     """Whether oneDNN reads a weight, or several weights as one, faster for any number of rows. Smaller ones stay in the cache of
     the processor: packing them gains nothing (measured)."""
-    return fewest_rows(*weights) == 1
+    return fewest_rows(*weights) < NEVER
 
 
 class PackedLayers:

@@ -38,7 +38,7 @@ class _RMSNorm:
 
     def __call__(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if values.dtype != torch.float32:
-            return F.rms_norm(values, weight.shape, weight, self._eps)
+            return F.rms_norm(values, values.shape[-1:], None, self._eps) * weight
         # x / sqrt(mean(x^2) + eps) = sqrt(D) * x / sqrt(sum(x^2) + D * eps), and that root is hypot(|x|, sqrt(D * eps)):
         # half as many operations. The division is one for each row; addcdiv over all values takes twice as long
         root_width, root_eps = self._roots[values.shape[-1]]
@@ -65,7 +65,7 @@ class FusedForward:
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            dtype=self._parameters.head.weight.dtype,
+            dtype=self._parameters.head.weight_IO.dtype,
             device=self._parameters.embedding.device,
         )
         self._rms_norm = _RMSNorm(config.rms_norm_eps, (attention.head_dim, config.hidden_size), model.device)
@@ -150,15 +150,13 @@ class FusedForward:
         With autocast, queries and keys are normalized and rotated in float32, as in the model's own forward.
         """
         dims = self._dims
-        query_MX, key_MX, value_MX = layer.qkv(normed_MD)
-        q_MHD = query_MX.view(-1, dims.heads, dims.head_dim)
-        k_MKD = key_MX.view(-1, dims.kv_heads, dims.head_dim)
-        v_MKD = value_MX.view(-1, dims.kv_heads, dims.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q_MHD, k_MKD = q_MHD.to(layer.q_norm.dtype), k_MKD.to(layer.k_norm.dtype)
-            q_MHD, k_MKD = self._rms_norm(q_MHD, layer.q_norm), self._rms_norm(k_MKD, layer.k_norm)
-        q_MHD, k_MKD = _rotate(q_MHD, cos_M1D, sin_M1D), _rotate(k_MKD, cos_M1D, sin_M1D)
-        return q_MHD.to(dims.dtype), k_MKD.to(dims.dtype), v_MKD
+        num_rotated = dims.heads + dims.kv_heads
+        qkv_MZD = layer.qkv.joined(normed_MD).view(normed_MD.size(0), -1, dims.head_dim)
+        qk_MYD, v_MKD = qkv_MZD[:, :num_rotated], qkv_MZD[:, num_rotated:]
+        if layer.qk_norm is not None:
+            qk_MYD = self._rms_norm(qk_MYD.to(layer.qk_norm.dtype), layer.qk_norm)
+        qk_MYD = _rotate(qk_MYD, cos_M1D, sin_M1D).to(dims.dtype)
+        return qk_MYD[:, : dims.heads], qk_MYD[:, dims.heads :], v_MKD
 
     def _normed(self, hidden_MD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The normalized hidden states, in the dtype of the linear layers."""

@@ -80,12 +80,20 @@ class DecodeAttention:
         q_RHD = q_BHD
         if self._rows is not None:
             q_RHD = q_BHD.new_zeros(self._num_rows, *q_BHD.shape[1:]).index_copy_(0, self._rows, q_BHD)
-        own = kv[:, : self._num_rows, :, self._start : self._length]
-        output_RD = _attend(dims, q_RHD, own, self._mask_R1L, kv, self._prefix)
+        output_RD = _attend(dims, q_RHD, self._own(kv), self._mask_R1L, kv, self._prefix)
         output_BD = output_RD if self._rows is None else output_RD.index_select(0, self._rows)
         if self._long is None:
             return output_BD
         return self._long.replace(output_BD, kv, q_BHD)
+
+    def _own(self, kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows' own keys [J, D, L] and values [J, L, D]: views, made in one operation each."""
+        _, rows, heads, capacity, dim = kv.shape
+        size, length, row = self._num_rows * heads, self._length - self._start, capacity * dim
+        start = kv.storage_offset() + self._start * dim
+        keys_JDL = kv.as_strided((size, dim, length), (row, 1, dim), start)
+        values_JLD = kv.as_strided((size, length, dim), (row, dim, 1), start + rows * heads * row)
+        return keys_JDL, values_JLD
 
 
 class _Prefix:
@@ -168,17 +176,17 @@ def _of_similar_size(members: Sequence[tuple[int, np.ndarray]]) -> list[list[tup
 def _attend(
     dims: AttentionDims,
     q_RHD: torch.Tensor,
-    own: torch.Tensor,
+    own: tuple[torch.Tensor, torch.Tensor],
     mask_R1L: torch.Tensor | None,
     kv: torch.Tensor,
     prefix: _Prefix | None,
 ) -> torch.Tensor:
-    """Attention [R, H * D] of one token of each of R rows, over each row's own keys and values [2, R, K, L, D] and those of a
-    shared prefix, which are in `kv`. The queries are scaled."""
+    """Attention [R, H * D] of one token of each of R rows, over each row's own keys [J, D, L] and values [J, L, D] and those
+    of a shared prefix, which are in `kv`. The queries are scaled."""
     rows = len(q_RHD)
     q_JGD = q_RHD.view(rows * dims.kv_heads, -1, dims.head_dim)
-    keys_JLD, values_JLD = own.flatten(1, 2)
-    scores_JGL = torch.bmm(q_JGD, keys_JLD.transpose(1, 2))
+    keys_JDL, values_JLD = own
+    scores_JGL = torch.bmm(q_JGD, keys_JDL)
     if mask_R1L is not None:
         scores_JGL.view(rows, dims.heads, -1).add_(mask_R1L)
     if prefix is None:
@@ -229,8 +237,9 @@ class _LongRows:
 
     def replace(self, output_BD: torch.Tensor, kv: torch.Tensor, q_BHD: torch.Tensor) -> torch.Tensor:
         """The output [B, H * D] with the right values for the long rows. The queries are scaled."""
-        own = kv[:, self._rows, :, self._start : self._length]
+        keys_JLD, values_JLD = kv[:, self._rows, :, self._start : self._length].flatten(1, 2)
         q_nHD = q_BHD.index_select(0, self._places)
+        own = keys_JLD.transpose(1, 2), values_JLD
         output_nD = _attend(self._dims, q_nHD, own, self._mask_n1L, kv, self._prefix)
         return output_BD.index_copy_(0, self._places, output_nD)
 

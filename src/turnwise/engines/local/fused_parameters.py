@@ -25,7 +25,8 @@ __all__ = ["FusedLayer", "FusedLinear", "FusedLinears", "FusedParameters"]
 class FusedLinear:
     """A linear layer, with or without an adapter."""
 
-    weight: torch.Tensor
+    weight_IO: torch.Tensor
+    """A view of the weight [O, I]."""
     bias: torch.Tensor | None
     adapter: LinearAdapter | None
     onednn_rows: int
@@ -39,11 +40,15 @@ class FusedLinear:
         adapter = linear_adapter(module)
         base = module if adapter is None else module.get_base_layer()
         fast = packed.of(base.weight) if packed is not None and is_packed(base.weight) else base.weight
-        return cls(base.weight, base.bias, adapter, fewest_rows(base.weight), fast)
+        return cls(base.weight.t(), base.bias, adapter, fewest_rows(base.weight), fast)
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
-        few = values_MD.size(0) < self.onednn_rows
-        result_MF = (F.linear if few else onednn_linear)(values_MD, self.weight if few else self.packed, self.bias)
+        if values_MD.size(0) >= self.onednn_rows:
+            result_MF = onednn_linear(values_MD, self.packed, self.bias)
+        elif self.bias is None:  # as F.linear, in fewer operations
+            result_MF = torch.mm(values_MD, self.weight_IO)
+        else:
+            result_MF = torch.addmm(self.bias, values_MD, self.weight_IO)
         adapter = self.adapter
         if adapter is None:
             return result_MF
@@ -70,7 +75,13 @@ class FusedLinears:
             return cls([FusedLinear.of(module, packed) for module in modules], sizes)
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         joined = packed.of(*weights)
-        return cls([FusedLinear(joined, bias, None, fewest_rows(*weights), joined)], sizes)
+        rows = fewest_rows(*weights)
+        plain = joined if rows == 1 else torch.cat([weight.detach().t() for weight in weights], dim=1)
+        return cls([FusedLinear(plain, bias, None, rows, joined)], sizes)
+
+    def joined(self, values_MD: torch.Tensor) -> torch.Tensor:
+        """The results of all layers, next to each other."""
+        return self.parts[0](values_MD) if len(self.parts) == 1 else torch.cat([part(values_MD) for part in self.parts], dim=1)
 
     def __call__(self, values_MD: torch.Tensor) -> Sequence[torch.Tensor]:
         """The result of each layer."""
@@ -86,8 +97,8 @@ class FusedLayer:
     norm: torch.Tensor
     qkv: FusedLinears
     o: FusedLinear
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    """The weights [H + K, D] of the norms of queries and keys, if it has any."""
     mlp_norm: torch.Tensor
     gate_up: FusedLinears
     down: FusedLinear
@@ -111,8 +122,7 @@ class FusedParameters:
                 norm=layer.input_layernorm.weight,
                 qkv=FusedLinears.of((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj), packed),
                 o=FusedLinear.of(layer.self_attn.o_proj, packed),
-                q_norm=layer.self_attn.q_norm.weight if has_qk_norm else None,
-                k_norm=layer.self_attn.k_norm.weight if has_qk_norm else None,
+                qk_norm=_qk_norm(layer.self_attn, model.config) if has_qk_norm else None,
                 mlp_norm=layer.post_attention_layernorm.weight,
                 gate_up=FusedLinears.of((layer.mlp.gate_proj, layer.mlp.up_proj), packed),
                 down=FusedLinear.of(layer.mlp.down_proj, packed),
@@ -120,3 +130,10 @@ class FusedParameters:
             for layer in inner.layers
         ]
         return cls(inner.embed_tokens.weight, layers, inner.norm.weight, FusedLinear.of(model.lm_head, packed))
+
+
+def _qk_norm(attention: Any, config: Any) -> torch.Tensor:
+    """The weights [H + K, D] of the norms of all heads, queries first."""
+    q_norm_HD = attention.q_norm.weight.expand(config.num_attention_heads, -1)
+    k_norm_KD = attention.k_norm.weight.expand(config.num_key_value_heads, -1)
+    return torch.cat((q_norm_HD, k_norm_KD)).detach()
