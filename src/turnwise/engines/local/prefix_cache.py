@@ -190,8 +190,9 @@ class PrefixCache:
             else:
                 return None
         slot = int((self.row_S == FREE).argmax())
-        used_rows = set(self.row_S.tolist())
-        self.row_S[slot] = next(row for row in range(self.kv.num_rows) if row not in used_rows)
+        used_R = np.zeros(self.kv.num_rows, dtype=bool)
+        used_R[self.row_S[self.row_S != FREE]] = True
+        self.row_S[slot] = used_R.argmin()
         return slot
 
     def ensure_capacity(

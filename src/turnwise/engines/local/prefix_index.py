@@ -87,7 +87,8 @@ def _of_groups(tokens_BL: np.ndarray) -> SharedPrefix:
     order = np.array(sorted(range(num_requests), key=lambda index: tokens_BL[index].tobytes()))
     sorted_BL = tokens_BL[order]
     # in this order, requests are neighbours of those with which they share most
-    shared_N = np.array([_equal_tokens(pair) for pair in np.stack((sorted_BL[1:], sorted_BL[:-1]), axis=1)])
+    differs_NL = sorted_BL[1:] != sorted_BL[:-1]
+    shared_N = np.where(differs_NL.any(axis=1), differs_NL.argmax(axis=1), sorted_BL.shape[1])
     candidates_X = np.unique(shared_N)
     breaks_X = (shared_N < candidates_X[:, None]).sum(axis=1)
     saved_X = (num_requests - 1 - breaks_X) * candidates_X - np.where(breaks_X, (breaks_X + 1) * GROUP_READS, 0)

@@ -76,6 +76,8 @@ class _Round:
     started: list[tuple[int, PendingRequest]] = field(default_factory=list)
     """(slot, request)"""
     copies: list[_Copy] = field(default_factory=list)
+    sources: dict[bytes, PrefixMatch] = field(default_factory=dict)
+    """By the tokens of a prompt: the slot from which it is copied entirely. Other samples of the prompt need no search."""
     prefill_tokens: int = 0
 
 
@@ -115,7 +117,7 @@ class Scheduler:
         while self.waiting and plan.prefill_tokens < budget:
             request = self.waiting.popleft()
             tokens = request.token_ids.tobytes()
-            placement = _Placement.DEFERRED if tokens in deferred_tokens else self._place(request, plan)
+            placement = _Placement.DEFERRED if tokens in deferred_tokens else self._place(request, tokens, plan)
             if placement is _Placement.NO_ROOM:
                 self.waiting.appendleft(request)
                 break
@@ -125,12 +127,13 @@ class Scheduler:
         self.waiting.extendleft(reversed(deferred))
         return plan
 
-    def _place(self, request: PendingRequest, plan: _Round) -> _Placement:
-        """Give the request a slot, and add its copy and its prefill to the plan."""
+    def _place(self, request: PendingRequest, key: bytes, plan: _Round) -> _Placement:
+        """Give the request, whose tokens are `key`, a slot, and add its copy and its prefill to the plan."""
         cache, tokens_N = self._cache, request.token_ids
         # the last token is the input of the first decode step, which gives the logits
         prefix_N = tokens_N[:-1]
-        source, in_round = cache.longest_prefix(prefix_N)
+        known = plan.sources.get(key)
+        source, in_round = cache.longest_prefix(prefix_N) if known is None else (known, PrefixMatch())
         if in_round.tokens >= source.tokens + MIN_COPY_TOKENS:
             return _Placement.DEFERRED
         conversation = request.request.conversation
@@ -155,6 +158,8 @@ class Scheduler:
         self._stats.prefilled_tokens += len(tokens_N) - cached
         if source.slot not in (FREE, slot):
             plan.copies.append(_Copy(source.slot, slot, own_tokens if slot == own_slot else 0, cached))
+            if source.tokens == len(prefix_N):
+                plan.sources[key] = source
         cache.start_request(slot, conversation, prefix_N, cached)
         plan.prefill_tokens += len(prefix_N) - cached
         plan.started.append((slot, request))
