@@ -1,7 +1,7 @@
 """Matrix products of linear layers in float32 with the library that is fastest on this CPU.
 
-torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is about
-twice as fast. oneDNN compiles a kernel for each shape (milliseconds), so small numbers of rows are rounded up.
+torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is up to
+twice as fast with large weights. oneDNN compiles a kernel for each shape (milliseconds), so small numbers of rows are rounded up.
 Which library computes a product depends only on the machine and on the shape, never on a measurement: runs stay repeatable.
 With autocast, the products are torch's own, and the backward pass converts values and weights again instead of keeping copies.
 """
@@ -34,6 +34,9 @@ NEVER = 1 << 62
 """More rows than any tensor has."""
 _FEWEST_PRODUCTS = 1_500_000
 """Multiplications below which a call of oneDNN costs more than it saves."""
+_SMALL_WEIGHT, _WIDE = 100_000, 256
+"""Elements of a weight below which oneDNN gains less than rounding the number of rows costs. A copy in oneDNN's own layout is
+faster even then, if it has so many outputs."""
 _LARGE_WEIGHT = 250_000
 """Elements of a weight from which on oneDNN is faster for each number of rows: it reads a weight from memory faster than MKL."""
 _SMALLEST_SIDE = 64
@@ -82,13 +85,14 @@ def linear(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return F.linear(values, weight, bias) if mixed else onednn_linear(values, weight, bias)
 
 
-def fewest_rows(*weights: torch.Tensor) -> int:
+def fewest_rows(*weights: torch.Tensor, packed: bool = False) -> int:
     """The number of rows of float32 values from which on `onednn_linear` is faster for this weight, or for several weights of the
-    same inputs as one; `NEVER` if it never is."""
+    same inputs as one; `NEVER` if it never is. `packed`: for a copy in oneDNN's own layout."""
     if any(weight.dtype != torch.float32 or weight.device.type != "cpu" for weight in weights) or not uses_onednn():
         return NEVER
     outputs, inputs = sum(len(weight) for weight in weights), weights[0].shape[1]
-    if min(outputs, inputs) < _SMALLEST_SIDE:
+    small = outputs * inputs < _SMALL_WEIGHT and not (packed and outputs >= _WIDE)
+    if small or min(outputs, inputs) < _SMALLEST_SIDE:
         return NEVER
     return 1 if outputs * inputs >= _LARGE_WEIGHT else -(-_FEWEST_PRODUCTS // (outputs * inputs))
 

@@ -46,9 +46,9 @@ _TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "ga
 
 
 def is_packed(*weights: torch.Tensor) -> bool:
-    """Whether oneDNN reads a weight, or several weights as one, faster for any number of rows. Smaller ones stay in the cache of
-    the processor: packing them gains nothing (measured)."""
-    return fewest_rows(*weights) < NEVER
+    """Whether a copy in oneDNN's layout makes the product with a weight, or with several weights as one, faster for some number
+    of rows."""
+    return fewest_rows(*weights, packed=True) < NEVER
 
 
 class PackedLayers:

@@ -39,8 +39,10 @@ class FusedLinear:
         """The parameters of `nn.Linear`, or of peft's layer around it."""
         adapter = linear_adapter(module)
         base = module if adapter is None else module.get_base_layer()
-        fast = packed.of(base.weight) if packed is not None and is_packed(base.weight) else base.weight
-        return cls(base.weight.t(), base.bias, adapter, fewest_rows(base.weight), fast)
+        if packed is None or not is_packed(base.weight):
+            return cls(base.weight.t(), base.bias, adapter, fewest_rows(base.weight), base.weight)
+        rows = fewest_rows(base.weight, packed=True)
+        return cls(base.weight.t(), base.bias, adapter, rows, packed.of(base.weight))
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
         if values_MD.size(0) >= self.onednn_rows:
@@ -75,7 +77,7 @@ class FusedLinears:
             return cls([FusedLinear.of(module, packed) for module in modules], sizes)
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         joined = packed.of(*weights)
-        rows = fewest_rows(*weights)
+        rows = fewest_rows(*weights, packed=True)
         plain = joined if rows == 1 else torch.cat([weight.detach().t() for weight in weights], dim=1)
         return cls([FusedLinear(plain, bias, None, rows, joined)], sizes)
 
