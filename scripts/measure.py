@@ -40,10 +40,10 @@ SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
     "way: files": 90,
-    "way: lines": 14550,
-    "way: lines that run": 4300,
-    "way without the embedded engine: files": 78,
-    "way without the embedded engine: lines": 12425,
+    "way: lines": 14675,
+    "way: lines that run": 4335,
+    "way without the embedded engine: files": 79,
+    "way without the embedded engine: lines": 12510,
     "way without the embedded engine: lines that run": 3350,
     "largest file": 400,
     "longest function": 60,

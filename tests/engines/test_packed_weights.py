@@ -29,6 +29,7 @@ def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine on which oneDNN is faster, for weights of any size."""
     monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
     monkeypatch.setattr(fast_linear, "_LARGE_WEIGHT", 1)
+    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
     monkeypatch.setattr(fast_linear, "_SMALLEST_SIDE", 1)
 
 
@@ -42,8 +43,14 @@ def test_a_packed_weight_gives_the_product(rows: int, bias: bool) -> None:
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])  # without biases, with all of them, in the attention only
 @pytest.mark.parametrize("known", [True, False])  # whether torch counts the change
-def test_the_engine_samples_from_the_present_weights(name: str, known: bool) -> None:
+@pytest.mark.parametrize("few", [False, True])  # whether products of few rows are left to torch
+def test_the_engine_samples_from_the_present_weights(
+    monkeypatch: pytest.MonkeyPatch, name: str, known: bool, few: bool
+) -> None:
     model, prompt = make(name), tokens(30)
+    if few:
+        monkeypatch.setattr(fast_linear, "_LARGE_WEIGHT", fast_linear.NEVER)
+        monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 8 * max(map(len, model.parameters())) ** 2)
     assert packed_bytes(model) > 0
     engine = LocalEngine(model, threads=1)
     first = ask(engine, greedy("a", prompt))[0]
@@ -83,7 +90,8 @@ def test_copies_are_freed_before_an_update_and_made_again_after_it() -> None:
     assert len(joined) == 1  # queries, keys and values are one product
     engine.free_cache()
     assert not forward._packed._copies
-    assert all(part.packed is part.weight for part in forward._parameters.layers[0].qkv.parts)
+    parts = forward._parameters.layers[0].qkv.parts
+    assert all(part.onednn_weight.data_ptr() == part.weight_IO.data_ptr() for part in parts)
     # a request in the middle of an update is sampled without copies
     assert ask(engine, greedy("b", prompt))[0].token_ids == first.token_ids
     asyncio.run(engine.load_weights(1))

@@ -49,6 +49,7 @@ def use_onednn(monkeypatch: pytest.MonkeyPatch, onednn: bool = True) -> None:
     """Compute each product with oneDNN, where torch has it, or none."""
     monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
     monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
 
 
 def new_model(config: Any = LlamaConfig, family: Any = LlamaForCausalLM, **options: Any) -> Any:

@@ -31,6 +31,7 @@ def test_products_and_gradients_are_those_of_a_float64_layer(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool, large: int
 ) -> None:
     monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
     monkeypatch.setattr(fast_linear, "_LARGE_PRODUCT", large)
     layer = nn.Linear(96, 72, bias=bias)
     exact = copy.deepcopy(layer).double()
@@ -54,12 +55,16 @@ def test_products_and_gradients_are_those_of_a_float64_layer(
 
 
 def test_small_products_narrow_weights_and_other_dtypes_stay_with_torch() -> None:
-    assert fewest_rows(torch.zeros(128, 384)) == 31  # 31 * 128 * 384 is the first number above 1.5 million
+    assert fewest_rows(torch.zeros(384, 128), packed=True) == 31  # 31 * 128 * 384 is the first number above 1.5 million
+    # a small weight that is not packed, or has few outputs: never
+    assert fewest_rows(torch.zeros(384, 128)) == fast_linear.NEVER
+    assert fewest_rows(torch.zeros(384, 384)) == 11
+    assert fewest_rows(torch.zeros(128, 384), packed=True) == fast_linear.NEVER
     assert fewest_rows(torch.zeros(499, 500)) == 7
     assert fewest_rows(torch.zeros(500, 500)) == 1  # a large weight: always
     assert fewest_rows(torch.zeros(8, 4096)) == fast_linear.NEVER
     assert fewest_rows(torch.zeros(128, 384, dtype=torch.bfloat16)) == fast_linear.NEVER
-    values, weight = torch.randn(30, 384), torch.randn(128, 384)
+    values, weight = torch.randn(10, 384), torch.randn(384, 384)
     assert torch.equal(linear(values, weight, None), nn.functional.linear(values, weight))
 
 
@@ -71,6 +76,7 @@ def test_autocast_computes_in_bfloat16() -> None:
 
 def test_a_copy_of_a_model_computes_with_its_own_weights(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
     monkeypatch.setattr(fast_linear, "_SMALLEST_SIDE", 1)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     original = load_model(ModelOptions(path=str(model), dtype="float32", device="cpu"))
@@ -84,7 +90,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights(monkeypatch: pytest.Mon
 
 
 def test_frozen_weights_get_no_gradient() -> None:
-    values, weight = torch.randn(64, 384, requires_grad=True), torch.randn(128, 384)
+    values, weight = torch.randn(64, 384, requires_grad=True), torch.randn(384, 384)
     linear(values, weight, None).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(values.grad, weight.sum(dim=0).expand(64, -1), atol=1e-4, rtol=1e-4)

@@ -194,7 +194,9 @@ def _body(model: Any) -> Any:
 
 
 def _packed(model: Any) -> int:
-    return packed_bytes(model) if unsupported_reason(model) is None else 0
+    """Bytes of the packed weights. Those of small models are less than the prediction can tell, and depend on the processor."""
+    found = packed_bytes(model) if unsupported_reason(model) is None else 0
+    return found if found >= 2**20 else 0
 
 
 def _linear_weights(model: Any) -> list[torch.Tensor]:

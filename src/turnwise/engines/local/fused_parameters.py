@@ -26,12 +26,12 @@ class FusedLinear:
     """A linear layer, with or without an adapter."""
 
     weight_IO: torch.Tensor
-    """A view of the weight [O, I]."""
+    """The weight [O, I], transposed: a view, or a copy of several weights."""
     bias: torch.Tensor | None
     adapter: LinearAdapter | None
     onednn_rows: int
     """The number of rows from which on oneDNN is faster."""
-    packed: torch.Tensor
+    onednn_weight: torch.Tensor
     """The weight for oneDNN: in its own layout, or as it is."""
 
     @classmethod
@@ -39,14 +39,14 @@ class FusedLinear:
         """The parameters of `nn.Linear`, or of peft's layer around it."""
         adapter = linear_adapter(module)
         base = module if adapter is None else module.get_base_layer()
-        if packed is None or not is_packed(base.weight):
-            return cls(base.weight.t(), base.bias, adapter, fewest_rows(base.weight), base.weight)
-        rows = fewest_rows(base.weight, packed=True)
-        return cls(base.weight.t(), base.bias, adapter, rows, packed.of(base.weight))
+        weight = base.weight
+        if packed is None or not is_packed(weight):
+            return cls(weight.t(), base.bias, adapter, fewest_rows(weight), weight)
+        return cls(weight.t(), base.bias, adapter, fewest_rows(weight, packed=True), packed.of(weight))
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
         if values_MD.size(0) >= self.onednn_rows:
-            result_MF = onednn_linear(values_MD, self.packed, self.bias)
+            result_MF = onednn_linear(values_MD, self.onednn_weight, self.bias)
         elif self.bias is None:  # as F.linear, in fewer operations
             result_MF = torch.mm(values_MD, self.weight_IO)
         else:
@@ -76,14 +76,15 @@ class FusedLinears:
         if packed is None or not plain or len({bias is None for bias in biases}) > 1 or not is_packed(*weights):
             return cls([FusedLinear.of(module, packed) for module in modules], sizes)
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        joined = packed.of(*weights)
-        rows = fewest_rows(*weights, packed=True)
-        plain = joined if rows == 1 else torch.cat([weight.detach().t() for weight in weights], dim=1)
-        return cls([FusedLinear(plain, bias, None, rows, joined)], sizes)
+        rows, onednn_weight = fewest_rows(*weights, packed=True), packed.of(*weights)
+        # large weights are left to oneDNN for any number of rows, and need no second copy
+        weight_IO = onednn_weight if rows == 1 else torch.cat([weight.detach().t() for weight in weights], dim=1)
+        return cls([FusedLinear(weight_IO, bias, None, rows, onednn_weight)], sizes)
 
     def joined(self, values_MD: torch.Tensor) -> torch.Tensor:
-        """The results of all layers, next to each other."""
-        return self.parts[0](values_MD) if len(self.parts) == 1 else torch.cat([part(values_MD) for part in self.parts], dim=1)
+        """The results of all layers, one behind the other in each row."""
+        results = [part(values_MD) for part in self.parts]
+        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
 
     def __call__(self, values_MD: torch.Tensor) -> Sequence[torch.Tensor]:
         """The result of each layer."""
