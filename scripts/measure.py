@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "turnwise"
 
 BOUNDS = {
-    "way: files": 90,
+    "way: files": 91,
     "way: lines": 14675,
     "way: lines that run": 4335,
     "way without the embedded engine: files": 79,

@@ -157,7 +157,8 @@ def memory_check(
             found = predict(config, model_config, workload, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
-    details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in found.parts))]
+    shown = [(part.name, f"{part.bytes / 2**30:.1f}") for part in found.parts]
+    details = [("in GiB", ", ".join(f"{name} {size}" for name, size in shown if size != "0.0"))]
     text = (
         f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"

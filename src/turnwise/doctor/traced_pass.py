@@ -194,9 +194,7 @@ def _body(model: Any) -> Any:
 
 
 def _packed(model: Any) -> int:
-    """Bytes of the packed weights. Those of small models are smaller than the error of the prediction, and depend on the processor."""
-    found = packed_bytes(model) if unsupported_reason(model) is None else 0
-    return found if found >= 2**20 else 0
+    return packed_bytes(model) if unsupported_reason(model) is None else 0
 
 
 def _linear_weights(model: Any) -> list[torch.Tensor]:
