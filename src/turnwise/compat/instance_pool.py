@@ -8,6 +8,7 @@ scored, because reward functions may use it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from bisect import insort
 from collections.abc import Awaitable, Callable, Iterable
@@ -66,11 +67,10 @@ class InstancePool:
             lease = await self._turn(arrival)
             if lease.instance is not None:
                 return lease
-            try:
+            with contextlib.ExitStack() as if_it_fails:
+                if_it_fails.callback(lease.give_back, usable=False, closed=True)
                 instance = await make()
-            except BaseException:
-                lease.give_back(usable=False, closed=True)
-                raise
+                if_it_fails.pop_all()
             if instance is not EXHAUSTED:
                 lease.made(instance)
                 return lease

@@ -38,7 +38,9 @@ class _RMSNorm:
 
     def __call__(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if values.dtype != torch.float32:
-            return F.rms_norm(values, values.shape[-1:], None, self._eps) * weight
+            if weight.dim() == 1:
+                return F.rms_norm(values, weight.shape, weight, self._eps)
+            return F.rms_norm(values, values.shape[-1:], None, self._eps) * weight  # a weight for each head
         # x / sqrt(mean(x^2) + eps) = sqrt(D) * x / sqrt(sum(x^2) + D * eps), and that root is hypot(|x|, sqrt(D * eps)):
         # half as many operations. The division is one for each row; addcdiv over all values takes twice as long
         root_width, root_eps = self._roots[values.shape[-1]]
