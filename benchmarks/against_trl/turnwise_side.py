@@ -26,11 +26,15 @@ from turnwise.types import Group
 
 
 class Clock:
-    """Begins a step when it reads a line, and writes the wall time since then, with all work between two steps."""
+    """Begins a step when it reads a line, and writes the wall time since then, with all work between two steps.
+
+    Ends the process after `steps` steps.
+    """
 
     started = cpu = 0.0
 
-    def __init__(self, *, conversations: int, large: bool) -> None:
+    def __init__(self, *, steps: int, conversations: int, large: bool) -> None:
+        self.steps = steps
         self.conversations = conversations
         self.large = large
 
@@ -38,8 +42,7 @@ class Clock:
         self.tell({"step": 0})
 
     def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
-        # TRL saves nothing
-        seconds = time.perf_counter() - self.started - metrics["seconds/checkpoint"]
+        seconds = time.perf_counter() - self.started
         # a loop that samples from another distribution than the model's would be fast, too. The texts of a model with random
         # weights are not encoded as its tokens again
         mismatch = not self.large and (problems or metrics["template_mismatch"])
@@ -55,6 +58,8 @@ class Clock:
             "deviation": metrics["ratio/max_deviation"],
         }
         self.tell({"step": metrics["step"], "seconds": seconds, **figures})
+        if metrics["step"] == self.steps:
+            sys.exit()
 
     def evaluated(self, summary: Mapping[str, Any], groups: Sequence[Group]) -> None:
         pass
@@ -88,8 +93,9 @@ def main() -> None:
         overrides = [
             f"output={scratch}/run",
             f"seed={settings['seed']}",
-            f"train.steps={steps}",
-            f"checkpoint.every={steps}",
+            # TRL saves nothing: the checkpoint at the end of a run is behind the last step that is measured
+            f"train.steps={steps + 1}",
+            f"checkpoint.every={steps + 1}",
             f"train.batch_size={settings['rows']}",
             f"train.group_size={settings['samples']}",
             f"limits.tokens_per_turn={tokens}",
@@ -98,7 +104,7 @@ def main() -> None:
             *(LARGE if large else ()),
         ]
         config, _ = load(Path(__file__).with_name("recipe.yaml"), overrides)
-        clock = Clock(conversations=settings["rows"] * settings["samples"], large=large)
+        clock = Clock(steps=steps, conversations=settings["rows"] * settings["samples"], large=large)
         asyncio.run(train(assemble(config), clock))
 
 
