@@ -137,7 +137,7 @@ class FusedForward:
         index_J = (cached[2] + self._dims.tensor(positions_B).unsqueeze(1)).view(-1)
         attention = DecodeAttention(self._dims, rows_B, positions_B, shared)
         cos_B1D, sin_B1D = self._rotary(kv.capacity, positions_B)
-        hidden_BD = F.embedding(self._dims.tensor(tokens_B), self._parameters.embedding)
+        hidden_BD = self._parameters.embedding.index_select(0, self._dims.tensor(tokens_B))
         for layer, tensor in zip(self._parameters.layers, kv.tensors, strict=True):
             q_BHD, k_BKD, v_BKD = self._project(layer, self._normed(hidden_BD, layer.norm), cos_B1D, sin_B1D)
             self._write(tensor, index_J, k_BKD, v_BKD)

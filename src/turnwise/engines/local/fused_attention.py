@@ -150,11 +150,11 @@ class _Prefix:
         if self._order is not None:
             left_RKGX = left_RKGX.index_select(0, self._order)
         results: list[torch.Tensor] = []
-        lefts = left_RKGX.split([rows for _, rows in self._calls])
+        lefts = torch.split_with_sizes(left_RKGX, [rows for _, rows in self._calls])
         for left, right_EXY in zip(lefts, right, strict=True):
             count = len(right_EXY) // heads
             left_NKnGX = left.view(count, -1, *left.shape[1:]).transpose(1, 2)
-            result_EMY = torch.bmm(left_NKnGX.reshape(len(right_EXY), -1, left.shape[-1]), right_EXY)
+            result_EMY = torch.bmm(left_NKnGX.reshape(right_EXY.size(0), -1, left.shape[-1]), right_EXY)
             result_NKnGY = result_EMY.view(count, heads, -1, group, result_EMY.shape[-1])
             results.append(result_NKnGY.transpose(1, 2).flatten(0, 1))
         result_RKGY = results[0] if len(results) == 1 else torch.cat(results)

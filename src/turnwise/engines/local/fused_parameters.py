@@ -89,7 +89,7 @@ class FusedLinears:
     def __call__(self, values_MD: torch.Tensor) -> Sequence[torch.Tensor]:
         """The result of each layer."""
         if len(self.parts) < len(self.sizes):
-            return self.parts[0](values_MD).split(self.sizes, dim=1)
+            return torch.split_with_sizes(self.parts[0](values_MD), self.sizes, 1)
         return [part(values_MD) for part in self.parts]
 
 
