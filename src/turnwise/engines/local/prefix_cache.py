@@ -59,9 +59,18 @@ class PrefixCache:
 
     # prefix search
 
-    def longest_prefix(self, tokens_N: np.ndarray) -> tuple[PrefixMatch, PrefixMatch]:
-        """The longest prefix of these tokens that is computed, and the longest that is being prefilled in this round."""
+    def longest_prefix(
+        self, tokens_N: np.ndarray, *, besides: int = FREE, at_least: int = 0
+    ) -> tuple[PrefixMatch, PrefixMatch]:
+        """The longest prefix of these tokens that is computed, and the longest that is being prefilled in this round.
+
+        The slot `besides` does not count. If no prefix can have `at_least` tokens, none is searched for.
+        """
         shared_S = self._index.shared_tokens(tokens_N)
+        if besides != FREE:
+            shared_S[besides] = -1
+        if int(shared_S.max()) + BLOCK <= at_least:  # the tokens behind the last equal block are less than a block
+            return PrefixMatch(), PrefixMatch()
         # not the slots that are being prefilled: their row may not hold the tokens yet, and all copies of a round are made
         # at the same time
         usable_S = (self.row_S != FREE) & ~self._stale_S & ~self._prefilling_S

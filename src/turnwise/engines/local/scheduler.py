@@ -132,14 +132,16 @@ class Scheduler:
         cache, tokens_N = self._cache, request.token_ids
         # the last token is the input of the first decode step, which gives the logits
         prefix_N = tokens_N[:-1]
-        known = plan.sources.get(key)
-        source, in_round = cache.longest_prefix(prefix_N) if known is None else (known, PrefixMatch())
-        if in_round.tokens >= source.tokens + MIN_COPY_TOKENS:
-            return _Placement.DEFERRED
         conversation = request.request.conversation
         own_slot = cache.idle_slot_of(conversation)
         own_tokens = cache.common_prefix(own_slot, prefix_N) if own_slot != FREE else 0
-        if source.slot == own_slot or source.tokens < own_tokens + MIN_COPY_TOKENS:
+        known, enough = plan.sources.get(key), own_tokens + MIN_COPY_TOKENS
+        source, in_round = known or PrefixMatch(), PrefixMatch()
+        if known is None:
+            source, in_round = cache.longest_prefix(prefix_N, besides=own_slot, at_least=enough)
+        if in_round.tokens >= max(source.tokens, own_tokens) + MIN_COPY_TOKENS:
+            return _Placement.DEFERRED
+        if source.tokens < enough:
             source = PrefixMatch()
         slot = self._find_slot(len(tokens_N), own_slot, source, plan)
         if slot is None and source.slot != FREE:
