@@ -11,7 +11,7 @@ import torch
 from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.kv_cache import KVCache, KVShape
-from turnwise.engines.local.prefix_cache import FREE, PrefixCache
+from turnwise.engines.local.prefix_cache import FREE, PrefixCache, PrefixMatch
 from turnwise.engines.publisher import SharedWeights
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
@@ -232,6 +232,10 @@ def test_the_search_finds_the_longest_prefix_token_for_token() -> None:
         computed, in_round = cache.longest_prefix(wanted.astype(np.int32))
         assert (computed.slot, computed.tokens) == expected
         assert in_round.slot == FREE
+    # without the slot itself, and not at all if no other slot can share as many tokens
+    assert cache.longest_prefix(texts[0], besides=0) == (PrefixMatch(1, 53), PrefixMatch())
+    assert cache.longest_prefix(texts[0], besides=0, at_least=53) == (PrefixMatch(1, 53), PrefixMatch())
+    assert cache.longest_prefix(texts[0], besides=0, at_least=80) == (PrefixMatch(), PrefixMatch())
     for slot in range(3):
         cache.finish_request(slot)
     cache.invalidate()
