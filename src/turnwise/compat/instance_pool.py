@@ -65,7 +65,7 @@ class InstancePool:
         arrival = next(self._arrivals)
         while True:
             lease = await self._turn(arrival)
-            if lease.instance is not None:
+            if lease.ready:
                 return lease
             with contextlib.ExitStack() as if_it_fails:
                 if_it_fails.callback(lease.give_back, usable=False, closed=True)

@@ -15,7 +15,7 @@ from turnwise.user_code.scoring_scope import conversations_of_step, scored_toget
 async def run_steps(chance: random.Random) -> tuple[int, int]:
     """Conversations of several steps at the same time, each step scored as one batch. Returns the limit of instances and the
     largest number of conversations that had one at the same time."""
-    size, ahead, steps = chance.randint(1, 4), chance.randint(1, 3), 8
+    size, ahead, steps = chance.randint(1, 4), chance.randint(1, 3), 12
     limit = chance.randint(size, size * (ahead + 1))
     pool = InstancePool("Game", [])
     scored_together.set("batch")
@@ -40,15 +40,12 @@ async def run_steps(chance: random.Random) -> tuple[int, int]:
         return lease
 
     running = [[asyncio.create_task(conversation()) for _ in range(size)] for _ in range(ahead + 1)]
-    for _ in range(steps):
+    for step in range(steps):
         for lease in await asyncio.gather(*running.pop(0)):
             held.remove(lease.instance)
             lease.give_back(usable=True)
-        running.append([asyncio.create_task(conversation()) for _ in range(size)])
-    for step in running:
-        for lease in await asyncio.gather(*step):
-            held.remove(lease.instance)
-            lease.give_back(usable=True)
+        if step + ahead + 1 < steps:
+            running.append([asyncio.create_task(conversation()) for _ in range(size)])
     return limit, most
 
 

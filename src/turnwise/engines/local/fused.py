@@ -1,7 +1,8 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
 
-It reads the model's own parameters, or copies of the weights of linear layers: in bfloat16 with autocast (hidden states stay in
-float32), in oneDNN's layout where that is faster (`models/packed_weights.py`). `reload_parameters` makes the copies again.
+It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states stay in
+float32) and in oneDNN's layout where that is faster (`models/packed_weights.py`), and of the norms of queries and keys, which are
+joined. `reload_parameters` makes the copies again.
 Supports these four architectures without variations (`fused_support.unsupported_reason`); the generic pass runs all others.
 """
 

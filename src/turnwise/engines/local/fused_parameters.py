@@ -1,4 +1,5 @@
-"""The parameters that the fused pass reads: references to those of the model or of its bfloat16 copy, and packed copies.
+"""The parameters that the fused pass reads: references to those of the model or of its bfloat16 copy, and copies that are packed
+or joined.
 
 A linear layer may have a LoRA adapter. The product of the adapter is added to that of the layer, as in the model's own forward;
 the weights are not merged, because a merged bfloat16 weight would lose most of a small adapter by rounding.
@@ -40,9 +41,9 @@ class FusedLinear:
         adapter = linear_adapter(module)
         base = module if adapter is None else module.get_base_layer()
         weight = base.weight
-        if packed is None or not is_packed(weight):
-            return cls(weight.t(), base.bias, adapter, fewest_rows(weight), weight)
-        return cls(weight.t(), base.bias, adapter, fewest_rows(weight, packed=True), packed.of(weight))
+        rows = fewest_rows(weight, packed=packed is not None)
+        onednn_weight = packed.of(weight) if packed is not None and is_packed(weight) else weight
+        return cls(weight.t(), base.bias, adapter, rows, onednn_weight)
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
         if values_MD.size(0) >= self.onednn_rows:
@@ -109,7 +110,7 @@ class FusedLayer:
 
 @dataclass(frozen=True, slots=True)
 class FusedParameters:
-    """The parameters of the model, as references."""
+    """The parameters of the model: references, and copies of those that are packed or joined."""
 
     embedding: torch.Tensor
     layers: Sequence[FusedLayer]
@@ -118,7 +119,7 @@ class FusedParameters:
 
     @classmethod
     def of(cls, model: PreTrainedModel, packed: PackedLayers | None = None) -> FusedParameters:
-        """Look up the parameters of a model that the fused pass supports, and their packed copies."""
+        """Look up the parameters of a model that the fused pass supports, and make the copies."""
         inner, has_qk_norm = model.model, isinstance(model, Qwen3ForCausalLM)
         layers = [
             FusedLayer(

@@ -135,9 +135,10 @@ class Scheduler:
         conversation = request.request.conversation
         own_slot = cache.idle_slot_of(conversation)
         own_tokens = cache.common_prefix(own_slot, prefix_N) if own_slot != FREE else 0
-        known, enough = plan.sources.get(key), own_tokens + MIN_COPY_TOKENS
-        source, in_round = known or PrefixMatch(), PrefixMatch()
-        if known is None:
+        enough = own_tokens + MIN_COPY_TOKENS
+        if key in plan.sources:
+            source, in_round = plan.sources[key], PrefixMatch()
+        else:
             source, in_round = cache.longest_prefix(prefix_N, besides=own_slot, at_least=enough)
         if in_round.tokens >= max(source.tokens, own_tokens) + MIN_COPY_TOKENS:
             return _Placement.DEFERRED
