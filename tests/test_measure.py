@@ -18,10 +18,21 @@ def figures(tree: Path, **files: str) -> dict[str, Any]:
     return {one.name: one for one in MEASURE["source_figures"](tree)}
 
 
-def test_the_largest_file_and_the_longest_function_are_named(tmp_path: Path) -> None:
+def test_a_small_file_that_one_neighbour_alone_imports_is_listed(tmp_path: Path) -> None:
+    root = tmp_path / "pkg"
+    root.mkdir()
+    text = {"a": "from pkg.b import x\nfrom pkg import c\n", "b": "from pkg.c import y\n", "c": "y = 1\n", "d": "x\n" * 200}
+    found = figures(root, **text, e="from pkg.d import x\n")
+    assert (found["modules"].value, found["median length of a module"].value) == (5, 1)
+    assert (found["small files with one neighbour"].value, found["small files with one neighbour"].details) == (
+        1,
+        ("    1 b.py",),
+    )
+
+
+def test_the_longest_function_is_named(tmp_path: Path) -> None:
     body = "    x = 1\n" * 70
     found = figures(tmp_path, small="def f():\n    return 1\n", large=f"class A:\n  @property\n  def g(self):\n{body}")
-    assert (found["largest file"].value, found["largest file"].details[0].split()) == (73, ["73", "large.py"])
     assert found["longest function"].value == 71
     assert found["longest function"].details[0].split() == ["71", "large.py:3", "g"]
 
