@@ -22,6 +22,7 @@ from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.tiny import save_model
 from support.training import overlap_surely
+from turnwise.config.optimization import steps_of_epochs
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -385,3 +386,80 @@ def test_ctrl_c_ends_cleanly_and_can_be_gone_on_with(recipe: Path, tmp_path: Pat
     done = len(lines(tmp_path / "run" / "metrics.jsonl"))
     run(recipe, f"train.steps={done + 1}", "resume=auto", f"environment={PLACES}:slow")
     assert [one["step"] for one in lines(tmp_path / "run" / "metrics.jsonl")] == list(range(1, done + 2))
+
+
+# passes over the rows
+
+
+def _five_rows(tmp_path: Path, model: Path) -> Path:
+    from support.tiny import save_rows
+
+    rows = save_rows(tmp_path / "five.jsonl", 5)
+    return save_recipe(
+        tmp_path,
+        model,
+        data={"train": str(rows), "eval": str(save_rows(tmp_path / "held.jsonl", 2))},
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"epochs": 2, "batch_size": 2, "group_size": 2, "lr": 0.01},
+        checkpoint={"every": 1},
+        deterministic=True,
+    )
+
+
+def test_a_run_of_epochs_is_the_run_of_that_many_steps(model: Path, tmp_path: Path) -> None:
+    """5 rows twice in batches of 2 are 5 steps: for the schedule of the learning rate, the evaluations and the report too."""
+    recipe = _five_rows(tmp_path, model)
+    schedule = ["train.lr_schedule=linear", "train.warmup_steps=2"]
+    by_epochs = run(recipe, *schedule, f"output={tmp_path / 'a'}")
+    by_steps = run(recipe, *schedule, "train.steps=5", f"output={tmp_path / 'b'}")
+    metrics = lines(tmp_path / "a" / "metrics.jsonl")
+    assert (by_epochs.steps, by_steps.steps, len(metrics)) == (5, 5, 5)
+    assert timeless(metrics) == timeless(lines(tmp_path / "b" / "metrics.jsonl"))
+    assert [one["epoch"] for one in metrics] == [0.4, 0.8, 1.2, 1.6, 2.0]
+    assert [one["step"] for one in lines(tmp_path / "a" / "evaluations.jsonl")] == [0, 5]
+    rows = [one["row"]["id"] for one in lines(tmp_path / "a" / "trajectories.jsonl")]
+    assert {row: rows.count(row) for row in rows} == dict.fromkeys("12345", 2 * 2)  # each row in two groups of two
+    written = Config.model_validate(yaml.safe_load((tmp_path / "a" / "config.yaml").read_text()))
+    assert (written.train.steps, written.train.epochs) == (None, 2.0)  # the recipe of the run, which can be run again
+
+
+def test_a_run_of_epochs_is_resumed_with_more_epochs(model: Path, tmp_path: Path) -> None:
+    recipe = _five_rows(tmp_path, model)
+    run(recipe, "data.eval=null", f"output={tmp_path / 'whole'}")
+    assert run(recipe, "data.eval=null", "train.epochs=1", f"output={tmp_path / 'parts'}").step == 3
+    resumed = run(recipe, "data.eval=null", "train.epochs=2", "resume=auto", f"output={tmp_path / 'parts'}")
+    assert resumed.step == 5
+    whole, parts = (timeless(lines(tmp_path / name / "metrics.jsonl")) for name in ("whole", "parts"))
+    assert parts == whole
+    finished = run(recipe, "data.eval=null", "train.epochs=2", "resume=auto", f"output={tmp_path / 'parts'}")
+    assert (finished.step, len(lines(tmp_path / "parts" / "metrics.jsonl"))) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["train.steps=7", "train.epochs=2"],
+            "train.steps=7 and train.epochs=2 both say how long the run is: remove one of them",
+        ),
+        (
+            ["train.warmup_steps=5"],
+            "train.warmup_steps=5 must be less than train.steps=5: no step would have the full learning rate (train.epochs=2 "
+            "with 5 rows and train.batch_size=2 is train.steps=5)",
+        ),
+    ],
+)
+def test_options_that_contradict_the_epochs_are_refused(
+    model: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(_five_rows(tmp_path, model), *overrides)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("epochs", "rows", "batch", "steps"),
+    [(1.5, 10, 4, 4), (1.1, 10, 11, 1), (0.1, 30, 3, 1), (0.01, 5, 4, 1), (3, 17, 16, 4)],
+)
+def test_the_steps_of_epochs_are_exact(epochs: float, rows: int, batch: int, steps: int) -> None:
+    assert steps_of_epochs(epochs, rows, batch) == steps  # in floating point, 1.1 * 10 / 11 is more than 1

@@ -193,7 +193,9 @@ def _finish_step(
     """Write down the step, and warn of what keeps the run from learning."""
     groups, update = taken.groups, learnt.policy
     options = run.config.train
+    used = run.pipeline.state
     metrics: dict[str, Any] = {
+        "epoch": round((used.position - len(used.unfinished)) / len(run.rows), 4),
         **conversation_metrics(groups),
         **staleness_metrics(taken.trained, run.step),
         **time_metrics(groups),

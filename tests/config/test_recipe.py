@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from turnwise.config.known_names import ABSENT, CALLED
+from turnwise.config.known_names import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE
 from turnwise.config.loss import GspoSection
 from turnwise.config.named_section import named_sections
 from turnwise.config.recipe import load
+from turnwise.config.resume_rules import RULES
 from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
@@ -431,8 +432,30 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("concurrent=8", "it is called max_concurrent here"),
         ("limits.max_new_tokens=8", "it is called limits.tokens_per_turn here"),
         ("model.torch_dtype=bfloat16", "it is called model.dtype here"),
+        ("train.num_train_epochs=1", "it is called train.epochs here"),
+        ("num_train_epochs=1", "it is called train.epochs here"),
+        ("sft.num_train_epochs=1", "it is called sft.epochs here"),
+        ("train.warmup_ratio=0.1", "write the ratio times train.steps"),
+        ("data.max_prompt_length=512", "rows with longer prompts are left out with data.max_prompt_tokens"),
+        ("train.ppo_mini_batch_size=4", "write train_batch_size / ppo_mini_batch_size"),
+        (
+            "train.per_device_train_batch_size=4",
+            "write per_device_train_batch_size x gradient_accumulation_steps x devices",
+        ),
+        ("engine.gpu_memory_utilization=0.5", "engine.memory_gb, a number of GB and no share"),
+        ("loss.loss_type=dr_grpo", "; write loss.normalizer=constant loss.constant_length=<max_completion_length>"),
+        ("loss_type=bnpo", "there is no option loss_type; write loss.normalizer=token"),
+        ("loss_type=other", "losses are in loss.name, and how a loss is averaged is in loss.normalizer"),
+        ("actor.loss_agg_mode=seq-mean-token-mean", "there is no option actor"),
+        ("loss.loss_agg_mode=seq-mean-token-mean", "; write loss.normalizer=trajectory"),
+        ("loss.epsilon=0.2", "write loss.clip_low and loss.clip_high"),
+        ("reward.reward_funcs=[f.py:g]", "turnwise.compat.trl_rewards:TrlReward"),
+        ("reward.compute_score=f.py:g", "turnwise.compat.verl:CustomScore"),
+        ("temperature=0.5", "did you mean sampling.temperature or eval.sampling.temperature?"),
+        ("system_prompt=Hello", "did you mean data.system_prompt?"),
+        ("epochs=2", "did you mean train.epochs or sft.epochs?"),
         ("train.report_to=wandb", "experiment trackers are in the section loggers"),
-        ("lora.rank=8", "it is called model.lora.rank here"),
+        ("lora.rank=8", "it is called model.lora here"),
         ("train.lrr=1", "did you mean 'lr'?"),  # no name of anybody's: the nearest one
     ],
 )
@@ -453,10 +476,36 @@ def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> N
         for name in model.model_fields
     }
     options |= set(schema())
-    assert set(CALLED) <= options
-    others = [name for names in [*CALLED.values(), *ABSENT.values()] for name in names]
+    assert set(CALLED) <= options | {"model.lora"}
+    others = [name for names in [*CALLED.values(), *ABSENT.values(), *DIFFERENT.values()] for name in names]
     assert len(others) == len(set(others))
     assert not {name for name in others if name in Config.model_fields}
+
+
+def test_every_option_that_a_conversion_names_is_an_option() -> None:
+    """A hint that names an option which does not exist, or a value that the option refuses, sends the reader in a circle."""
+    options = {*RULES, *schema(), *Config.model_fields, "model.lora"}
+    values = [here for names in (*VALUES.values(), *VALUES_THERE.values()) for here in names.values()]
+    sections = "|".join(Config.model_fields)
+    hints = [*DIFFERENT, *values]
+    named = {
+        option
+        for hint in hints
+        for option in re.findall(rf"(?<![/\w])((?:{sections})\.[a-z_.]+[a-z])(?=[\s=,;)])", f"{hint} ")
+    }
+    assert {"train.warmup_steps", "loss.normalizer", "data.max_prompt_tokens"} <= named
+    lists = {option.partition("[]")[0] for option in RULES}
+    assert named <= options | lists
+    for here in values:
+        words = dict(word.split("=") for word in re.sub(r"\S+=<[^>]*>", "", here).split())
+        tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "r.jsonl"}}
+        for option, value in words.items():
+            node = tree
+            *parents, last = option.split(".")
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = float(value) if value[0].isdigit() else value
+        Config.model_validate(tree)
 
 
 def _part(annotation: Any) -> type[Section] | None:
@@ -473,3 +522,18 @@ def test_no_held_out_rows_leaves_out_what_needs_them_and_says_so(recipe: Path) -
     assert notes == ["data.eval=null removes the recipe's eval.every, eval.max_rows, which need held-out rows"]
     with pytest.raises(ConfigError, match=r"eval\.max_rows has no effect without held-out rows"):
         refuse_without_effect(load(recipe, ["data.eval=null", "eval.max_rows=4"])[0])  # this was asked for
+
+
+@pytest.mark.parametrize("part", ["train", "sft"])
+def test_the_length_of_a_run_on_the_command_line_replaces_the_recipes(recipe: Path, part: str) -> None:
+    tree = yaml.safe_load(recipe.read_text())
+    for given, other, value in (("epochs", "steps", 7), ("steps", "epochs", 0.5)):
+        tree[part] = {given: 3}
+        recipe.write_text(yaml.safe_dump(tree))
+        config, notes = load(recipe, [f"{part}.{other}={value}"])
+        assert getattr(getattr(config, part), other) == value
+        assert notes == [f"{part}.{other} replaces the recipe's {part}.{given}=3"]
+        both, notes = load(
+            recipe, [f"{part}.{other}={value}", f"{part}.{given}=2"]
+        )  # what is asked for twice is refused later
+        assert (getattr(getattr(both, part), given), notes) == (2, [])

@@ -165,6 +165,7 @@ CHANGED = {
     "credit.turn_gamma": "credit.turn_gamma=0.5",
     "loss_mask": "loss_mask=last_turn",
     "train.steps": "train.steps=3",
+    "train.epochs": "train.epochs=3",
     "train.lr": "train.lr=0.5",
     "train.lr_schedule": "train.lr_schedule=cosine",
     "train.warmup_steps": "train.warmup_steps=2",

@@ -126,8 +126,9 @@ def _training_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping
     placement = placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks)
     if model_config is not None:
         placement += engine_memory_lines(config, model_config)
+    rows = len(build.rows(config))
     sections = {
-        "a training step": batch_lines(config, rows=len(build.rows(config)), ranks=ranks),
+        "a training step": batch_lines(config.with_known_steps(rows), rows=rows, ranks=ranks),
         "placement": placement,
     }
     return sections, _memory(config, ranks, "train", options.memory_gb)

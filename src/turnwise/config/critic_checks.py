@@ -26,8 +26,8 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
             "or set train.minibatches or train.ppo_epochs",
         ),
         (
-            critic.warmup_steps >= train.steps,
-            f"critic.warmup_steps={critic.warmup_steps} must be less than train.steps={train.steps}: the policy would not be "
-            f"trained",
+            train.known_steps is not None and critic.warmup_steps >= train.known_steps,
+            f"critic.warmup_steps={critic.warmup_steps} must be less than train.steps={train.known_steps}: the policy would not "
+            f"be trained",
         ),
     ]

@@ -12,6 +12,7 @@ __all__ = ["health_problems"]
 def health_problems(config: Config) -> list[tuple[bool, str]]:
     """Each possible problem: whether the recipe has it, and the error message."""
     health, train, reward = config.health, config.train, config.reward
+    steps = train.known_steps
     used = {*changed_options(health), *health.stop}
     functions = len([*reward.trajectory, *reward.turns, *reward.group, *reward.batch])
     others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
@@ -33,13 +34,13 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
             "health.reward_correlation has no effect, because the reward has only one part: remove it",
         ),
         (
-            bool(with_window | used & {"window"}) and health.window > train.steps,
-            f"health.window={health.window} is larger than train.steps={train.steps}, so no monitor would have an effect: set "
+            bool(with_window | used & {"window"}) and steps is not None and health.window > steps,
+            f"health.window={health.window} is larger than train.steps={steps}, so no monitor would have an effect: set "
             f"health.window to a smaller number",
         ),
         (
-            bool(compared) and 2 * health.window > train.steps,
+            bool(compared) and steps is not None and 2 * health.window > steps,
             f"health.{next(iter(sorted(compared)), '')} compares the last {health.window} steps (health.window) with the first, "
-            f"and train.steps={train.steps} is less than both together: set health.window to a smaller number",
+            f"and train.steps={steps} is less than both together: set health.window to a smaller number",
         ),
     ]

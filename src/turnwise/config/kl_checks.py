@@ -41,6 +41,7 @@ def kl_problems(config: Config) -> list[tuple[bool, str]]:
 
 
 def _reference_problems(config: Config) -> list[tuple[bool, str]]:
+    steps = config.train.known_steps
     reference, adapter = config.reference, config.model.lora.rank is not None
     changed = next(iter(changed_options(reference)), None)
     return [
@@ -67,8 +68,8 @@ def _reference_problems(config: Config) -> list[tuple[bool, str]]:
             "weights and an adapter: remove one of them",
         ),
         (
-            reference.sync_every is not None and reference.sync_every >= config.train.steps,
-            f"reference.sync_every={reference.sync_every} must be less than train.steps={config.train.steps}: the reference "
+            reference.sync_every is not None and steps is not None and reference.sync_every >= steps,
+            f"reference.sync_every={reference.sync_every} must be less than train.steps={steps}: the reference "
             f"model would not change",
         ),
     ]

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from turnwise.config.section import NotNegative, Positive, Section
 
-__all__ = ["OptimizationSection", "OptimizerSection", "SftSection", "TrainSection"]
+__all__ = ["OptimizationSection", "OptimizerSection", "SftSection", "TrainSection", "steps_of_epochs"]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+_STEPS = 100
+"""The number of training steps of a recipe that gives none."""
+
+
+def steps_of_epochs(epochs: float, rows: int, batch_size: int) -> int:
+    """The number of steps in which each of `rows` rows is used `epochs` times: 4 for 1.5 epochs of 10 rows in batches of 4."""
+    # exact: 1.1 * 10 is more than 11 in floating point, which would be a step more
+    return max(1, math.ceil(Fraction(str(epochs)) * rows / batch_size))
 
 
 class OptimizerSection(Section):
@@ -59,8 +70,13 @@ class OptimizationSection(Section):
 class TrainSection(OptimizationSection):
     """Options of reinforcement learning with `turnwise train`."""
 
-    steps: Positive = 100  # pyright: ignore[reportIncompatibleVariableOverride]  # parts are frozen
-    """The number of training steps. Each step samples new trajectories."""
+    steps: Positive | None = None
+    """The number of training steps. Each step samples new trajectories. Null: `train.epochs` sets the number of steps; without
+    `train.epochs`, it is 100."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """The number of passes over the rows of `data.train`, instead of `train.steps`. The number of steps is `train.epochs` times
+    the number of rows, divided by `train.batch_size` and rounded up. Rows that are replaced (`train.dynamic_sampling`) or skipped
+    (`data.curriculum`) do not make it smaller. Null: `train.steps` sets the number of steps."""
     batch_size: Positive = 16
     """The number of rows of each step; `train.group_size` trajectories are sampled for each row."""
     group_size: Positive = 8
@@ -94,6 +110,18 @@ class TrainSection(OptimizationSection):
     replace_failed: Annotated[int, Field(ge=0)] = 0
     """How often in a step, at most, groups with fewer than `train.min_group_size` trajectories that did not fail are replaced by
     groups of the next rows. 0: no group is replaced, and the step trains on fewer groups."""
+
+    @property
+    def known_steps(self) -> int | None:
+        """The number of training steps; None if `epochs` sets it, which depends on the number of rows."""
+        return self.steps if self.steps is not None else _STEPS if self.epochs is None else None
+
+    @property
+    def total_steps(self) -> int:
+        """The number of training steps of a recipe whose rows are known (`Config.with_known_steps`)."""
+        steps = self.known_steps
+        assert steps is not None, "the rows are read first"
+        return steps
 
 
 class SftSection(OptimizationSection):

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from turnwise.config.known_names import called_here, value_hint
 from turnwise.config.named_section import name_of, named_sections, shared_options
+from turnwise.config.resume_rules import RULES
 from turnwise.config.schema import Config, Section
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_yaml, read_text
@@ -27,6 +28,13 @@ _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""
 _SHORT = {"environment": "use", "loss_mask": "use", "cluster": "launcher"}
 """For each section that may be a text: the option that the text is."""
+
+_LENGTHS = {
+    name: other
+    for part in ("train", "sft")
+    for name, other in ((f"{part}.steps", f"{part}.epochs"), (f"{part}.epochs", f"{part}.steps"))
+}
+"""The two options that say how long a run is: one of them on the command line replaces the other in the recipe."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[str]]:
@@ -89,6 +97,8 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             node = child
         if key == "data.eval" and value is None:
             notes += _without_held_out_rows(tree, overrides)
+        if value is not None and (other := _LENGTHS.get(key)) is not None:
+            notes += _without_other_length(node, key, other, overrides)
         if last == "name" and len(parents) == 1 and parents[0] in _NAMED:
             notes += _rename(node, parents[0], value, override)
         node[last] = value
@@ -109,6 +119,14 @@ def _rename(node: dict[str, Any], section: str, name: Any, override: str) -> lis
         return []
     options = ", ".join(f"{section}.{option}" for option in dropped)
     return [f"{override} removes the recipe's {options}, which belonged to {former!r}"]
+
+
+def _without_other_length(node: dict[str, Any], key: str, other: str, overrides: Sequence[str]) -> list[str]:
+    """Remove the recipe's other option that says how long a run is, unless it is on the command line too. Returns a note."""
+    section, _, name = other.partition(".")
+    if node.get(name) is None or any(override.partition("=")[0] == other for override in overrides):
+        return []
+    return [f"{key} replaces the recipe's {section}.{name}={node.pop(name)}"]
 
 
 def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -161,7 +179,8 @@ def _explain(error: ValidationError, source: str) -> str:
             continue
         key = ".".join(str(step) for step in _keys(problem["loc"]))
         if problem["type"] == "extra_forbidden":
-            lines.append(_unknown(problem["loc"], [*_keys(problem["loc"][:-1]), problem["loc"][-1]]))
+            path = [*_keys(problem["loc"][:-1]), problem["loc"][-1]]
+            lines.append(_unknown(problem["loc"], path, problem["input"]))
         elif problem["type"] == "missing":
             lines.append(f"{key} is missing: add it to the recipe")
         elif problem["type"] == "union_tag_invalid":
@@ -181,8 +200,8 @@ def _keys(location: Sequence[Any]) -> list[Any]:
     return [step for step in _without_names(location) if "[" not in str(step)]
 
 
-def _unknown(location: Sequence[Any], path: Sequence[Any]) -> str:
-    """The message for an unknown key. `path` are the keys of the recipe that lead to it, the unknown key last."""
+def _unknown(location: Sequence[Any], path: Sequence[Any], value: Any) -> str:
+    """The message for an unknown key and its value. `path` are the keys of the recipe that lead to it, the unknown key last."""
     section, key = _section_at(location[:-1]), ".".join(str(step) for step in path)
     names = list(section.model_fields) if section is not None else []
     name = str(path[-1])
@@ -193,8 +212,19 @@ def _unknown(location: Sequence[Any], path: Sequence[Any]) -> str:
             f"{key} has no effect with {parents}.name={name_of(section)}: it is an option of another {parents} "
             f"({', '.join(others)})"
         )
-    hint = called_here(name, section=parents, options=frozenset(names)) or nearest(name, names)
+    hint = (
+        called_here(name, value=value, section=parents, options=frozenset(names))
+        or _in_other_sections(name)
+        or nearest(name, names)
+    )
     return f"there is no option {key}{hint}" + ("" if hint else f"; the options are: {', '.join(names)}")
+
+
+def _in_other_sections(name: str) -> str:
+    """A hint where the option stands in another section: `; temperature is an option of sampling: sampling.temperature`."""
+    found = [option for option in RULES if option.rpartition(".")[2] == name and "[" not in option]
+    found.sort(key=lambda option: not option.startswith("train."))
+    return f"; did you mean {' or '.join(found)}?" if found else ""
 
 
 def _without_names(location: Sequence[Any]) -> list[Any]:

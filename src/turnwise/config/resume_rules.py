@@ -91,7 +91,7 @@ RULES: Mapping[str, Rule] = {
     "critic.path": "fixed",  # with an adapter, its base model is not in the checkpoint
     **_all("named", "critic.", "lr clip warmup_steps"),
     "loss_mask": "named",
-    "train.steps": "free",
+    **_all("free", "train.", "steps epochs"),
     **{f"{part}.optimizer.{name}": "fixed" for part in ("train", "sft") for name in ("name", "master_weights")},
     **{f"{part}.optimizer.offload": "free" for part in ("train", "sft")},
     **_all(

@@ -31,7 +31,7 @@ from turnwise.config.health import HealthSection
 from turnwise.config.loggers import LoggerSection, TraceSection
 from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
 from turnwise.config.named_section import by_name
-from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection
+from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection, steps_of_epochs
 from turnwise.config.record import RecordSection
 from turnwise.config.reference import ReferenceSection
 from turnwise.config.rewards import RewardSection, RewardUse
@@ -196,6 +196,14 @@ class Config(Section):
     """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
     replace: bool = False
     """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""
+
+    def with_known_steps(self, rows: int) -> Config:
+        """The recipe with `train.steps` in place of `train.epochs`. `rows` is the number of rows of `data.train`."""
+        train = self.train
+        if train.epochs is None:
+            return self
+        steps = steps_of_epochs(train.epochs, rows, train.batch_size)
+        return self.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
 
     @property
     def exact(self) -> bool:

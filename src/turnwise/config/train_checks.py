@@ -99,9 +99,18 @@ def _optimization_problems(config: Config) -> list[Problem]:
             f"trained on: lower it",
         ),
         (
-            train.warmup_steps >= train.steps,
-            f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.steps}: no step would have the full "
-            f"learning rate",
+            train.steps is not None and train.epochs is not None,
+            f"train.steps={train.steps} and train.epochs={train.epochs or 0:g} both say how long the run is: remove one of them",
+        ),
+        (
+            train.epochs is not None and config.data.weights is not None,
+            "data.weights needs train.steps: the data sets are repeated at their own rates, so train.epochs does not say how "
+            "many steps there are",
+        ),
+        (
+            train.known_steps is not None and train.warmup_steps >= train.known_steps,
+            f"train.warmup_steps={train.warmup_steps} must be less than train.steps={train.known_steps}: no step would have the "
+            f"full learning rate",
         ),
         (
             train.warmup_steps == 1 and train.lr_schedule == "constant",

@@ -30,7 +30,10 @@ __all__ = ["EFFECTS", "fine_tunes", "options_of", "schema", "take_effect"]
 
 
 def _rates(config: Config) -> list[float]:
-    return [build.learning_rate(config.train, step, steps=config.train.steps) for step in range(config.train.steps)]
+    if config.train.epochs is not None:
+        config = config.with_known_steps(len(build.rows(config)))
+    steps = config.train.total_steps
+    return [build.learning_rate(config.train, step, steps=steps) for step in range(steps)]
 
 
 def _optimization(config: Config) -> list[Any]:
@@ -142,7 +145,7 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     **{f"credit.{name}": _advantages for cls in ESTIMATORS for name in cls.model_fields if name != "name"},
     "loss_mask": _weights,
     **{f"train.optimizer.{name}": _optimization for name in ("name", "master_weights", "offload")},
-    **{f"train.{name}": _rates for name in ("steps", "lr", "lr_schedule", "warmup_steps")},
+    **{f"train.{name}": _rates for name in ("steps", "epochs", "lr", "lr_schedule", "warmup_steps")},
     **{f"train.{name}": _optimization for name in ("weight_decay", "betas", "max_grad_norm")},
     **{f"correction.{name}": _optimization for name in CorrectionSection.model_fields if name != "reject"},
     **{f"correction.reject.{name}": _optimization for name in RejectionSection.model_fields},

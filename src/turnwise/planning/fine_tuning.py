@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from turnwise.config.optimization import steps_of_epochs
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.planning.placement import PlanLine
@@ -30,7 +30,7 @@ def fine_tuning_lines(
     """The numbers of a step of fine-tuning on `rows` conversations, of which some were `counted`. `context` is the most tokens of
     a conversation."""
     sft = config.sft
-    steps = sft.steps or math.ceil(sft.epochs * rows / sft.batch_size)
+    steps = sft.steps or steps_of_epochs(sft.epochs, rows, sft.batch_size)
     lines = [
         PlanLine("conversations of a step", f"sft.batch_size={sft.batch_size}, one optimizer step"),
         PlanLine(

@@ -35,7 +35,7 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
     bounds = [bound for bound in (limits.context, limits.tokens) if bound is not None]
     if bounds:
         lines.append(PlanLine("tokens of a step", f"at most {conversations * min(bounds):,}"))
-    started = min(conversations * (train.max_staleness + 1), conversations * train.steps)
+    started = min(conversations * (train.max_staleness + 1), conversations * train.total_steps)
     lines.append(
         PlanLine(
             "running conversations",
@@ -51,8 +51,8 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
                 f"{mean:.3g} for each optimizer step, on average: micro-batches are shared out by their tokens",
             )
         )
-    epochs = train.steps * train.batch_size / max(1, rows)
-    lines.append(PlanLine("rows", f"{rows:,}; {train.steps} steps use each row {epochs:.3g} times"))
+    epochs = train.total_steps * train.batch_size / max(1, rows)
+    lines.append(PlanLine("rows", f"{rows:,}; {train.total_steps} steps use each row {epochs:.3g} times"))
     return lines
 
 

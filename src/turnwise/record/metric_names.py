@@ -46,7 +46,7 @@ METRICS = (
         "step", "steps", "", "Number of finished training steps.",
         same=("training/global_step", "global_step"), lines="train, eval, rollout, sft, sft eval",
     ),
-    Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_SFT),
+    Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_BOTH),
     Metric(
         "conversations", "count", "", "Number of conversations. In fine-tuning: of the held-out conversations that have a loss.",
         lines="rollout, sft eval",

@@ -25,6 +25,7 @@ class RunInputs:
     """Everything of a run that does not need the model's weights."""
 
     config: Config
+    """The recipe, with `train.steps` in place of `train.epochs`; `opened.config` is the recipe as it was written."""
     opened: OpenedRun
     renderer: Renderer
     rows: list[Row]
@@ -52,7 +53,7 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
     notes += [*dropped, *(f"held-out rows: {note}" for note in held_out_dropped)]
     processed = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     return RunInputs(
-        config=config,
+        config=config.with_known_steps(len(rows)),
         opened=opened,
         renderer=renderer,
         rows=processed[: len(rows)],

@@ -81,7 +81,7 @@ class LearningWatch:
             return None
         alone = self.config.train.group_size == 1  # a group of one has no differences
         self._equal += metrics["reward/std"] == 0.0 if alone else metrics["groups/zero_std"] == 1.0
-        if self._equal < min(first_steps, self.config.train.steps):
+        if self._equal < min(first_steps, self.config.train.total_steps):
             return None
         return (
             f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "

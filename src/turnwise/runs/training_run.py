@@ -12,13 +12,14 @@ from turnwise.config.train_checks import refuse_without_effect, refuse_without_r
 from turnwise.data.curriculum import initial_pass_rates
 from turnwise.data.row_source import DataState, RowSource
 from turnwise.engines.publisher import WeightPublisher
+from turnwise.errors import ConfigError
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.pipeline import Pipeline, PipelineOptions
-from turnwise.runs.assembly import read_inputs
+from turnwise.runs.assembly import RunInputs, read_inputs
 from turnwise.runs.critic_training import CriticTraining
 from turnwise.runs.kl_reward import KlReward
 from turnwise.runs.learning_watch import LearningWatch
@@ -91,6 +92,9 @@ def assemble(config: Config) -> TrainingRun:
     scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
     credit = build.credit(config, scorer)
     inputs = read_inputs(config, "train", _read_rows)
+    if inputs.config is not config:
+        _refuse_with_known_steps(config, inputs)
+        config = inputs.config
     if (note := build.credit_note(config)) is not None:
         inputs.notes.append(note)
     scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
@@ -114,7 +118,7 @@ def assemble(config: Config) -> TrainingRun:
         learner=learner,
         critic=critic,
         options=config.train,
-        steps=config.train.steps,
+        steps=config.train.total_steps,
         weigh_turns=weigh_turns,
         loggers=build.loggers(config, step=opened.step),
         normalization=build.normalization(config.loss),
@@ -132,6 +136,20 @@ def assemble(config: Config) -> TrainingRun:
         ),
         data=data,
     )
+
+
+def _refuse_with_known_steps(config: Config, inputs: RunInputs) -> None:
+    """Check the options that depend on the number of steps, where the rows say how many steps `train.epochs` is.
+
+    Raises ConfigError.
+    """
+    try:
+        refuse_without_effect(inputs.config)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} (train.epochs={config.train.epochs:g} with {len(inputs.rows)} rows and train.batch_size="
+            f"{config.train.batch_size} is train.steps={inputs.config.train.steps})"
+        ) from None
 
 
 def _kl_reward(config: Config, learner: Learner, opened: OpenedRun) -> KlReward | None:
@@ -161,7 +179,7 @@ def _pipeline_options(config: Config, *, baselines: bool) -> PipelineOptions:
     return PipelineOptions(
         batch_size=train.batch_size,
         group_size=train.group_size,
-        steps=train.steps,
+        steps=train.total_steps,
         seed=config.seed,
         max_staleness=train.max_staleness,
         dynamic_sampling=train.dynamic_sampling,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from turnwise import build
 from turnwise.chat.renderer import Renderer
+from turnwise.config.optimization import steps_of_epochs
 from turnwise.config.schema import Config, EnvironmentUse
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
@@ -64,7 +64,7 @@ def assemble(config: Config) -> SftRun:
         inputs=inputs,
         learner=learner,
         options=options,
-        steps=options.steps or math.ceil(options.epochs * len(inputs.rows) / options.batch_size),
+        steps=options.steps or steps_of_epochs(options.epochs, len(inputs.rows), options.batch_size),
         weigh_turns=weigh_turns,
         loggers=build.loggers(config, step=opened.step),
         normalization=build.normalization(config.sft),

@@ -44,9 +44,9 @@ class TrainReport(Report):
         """Print what begins; `done` steps are finished already."""
         options = config.train
         self.start(
-            f"training {config.model.path}: {options.steps} steps of {options.batch_size} rows x {options.group_size} "
+            f"training {config.model.path}: {options.total_steps} steps of {options.batch_size} rows x {options.group_size} "
             f"conversations, into {config.output}",
-            steps=options.steps,
+            steps=options.total_steps,
             done=done,
             notes=notes,
         )
