@@ -74,6 +74,9 @@ JOBS = (
         ("train.steps=25", "sampling.temperature=0.05", "eval.max_rows=16"), ("duplicates", "zero_std"),
     ),
     Job(
+        "learning rate 10 times too high", CALCULATOR, ("train.steps=40", "train.lr=3.0e-3", "eval.max_rows=16"), ("entropy",),
+    ),
+    Job(
         "reward for many tokens", CALCULATOR,
         ("train.steps=60", *SINGLE_TURN, f"reward.trajectory=[{FAILURES}many_tokens]", "train.lr=1.0e-3",
          "limits.tokens_per_turn=128"),
@@ -104,6 +107,7 @@ JOBS = (
 COLUMNS = {
     "zero_std": "groups/zero_std",
     "tool_use": "tool_calls/mean",
+    "entropy": "entropy",
     "duplicates": "groups/duplicates",
     "length": "tokens/sampled",
     "ratio": "ratio/max_deviation",
@@ -113,9 +117,9 @@ COLUMNS = {
     "failed": "failed",
 }
 """The metric of each monitor that compares a mean over `health.window` steps."""
-RELATIVE = ("tool_use", "length")
+RELATIVE = ("tool_use", "entropy", "length")
 """Monitors that compare with the first steps."""
-LOWEST = ("tool_use", "reward_correlation")
+LOWEST = ("tool_use", "entropy", "reward_correlation")
 """Monitors that warn of small values."""
 
 

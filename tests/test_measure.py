@@ -21,7 +21,12 @@ def figures(tree: Path, **files: str) -> dict[str, Any]:
 def test_a_small_file_that_one_neighbour_alone_imports_is_listed(tmp_path: Path) -> None:
     root = tmp_path / "pkg"
     root.mkdir()
-    text = {"a": "from pkg.b import x\nfrom pkg import c\n", "b": "from pkg.c import y\n", "c": "y = 1\n", "d": "x\n" * 200}
+    text = {
+        "a": "from pkg.b import x\nfrom pkg import c\n",
+        "b": "from pkg.c import y\n",
+        "c": "y = 1\n",
+        "d": "x\n" * 200,
+    }
     found = figures(root, **text, e="from pkg.d import x\n")
     assert (found["modules"].value, found["median length of a module"].value) == (5, 1)
     assert (found["small files with one neighbour"].value, found["small files with one neighbour"].details) == (

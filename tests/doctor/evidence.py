@@ -189,7 +189,7 @@ TESTED: Mapping[str, str] = {
     },
     **{
         f"health.{name}": "runs/test_health.py::test_the_last_steps_are_compared_with_the_first"
-        for name in ("window", "tool_use", "length")
+        for name in ("window", "tool_use", "entropy", "length")
     },
     "health.constant_reward": "runs/test_learning_watch.py::test_the_number_of_first_steps_is_that_of_the_recipe",
     "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",

@@ -97,6 +97,21 @@ def test_the_numbers_are_those_of_the_conversations(
     assert "No. Again?" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["eval", "rollout"])
+@pytest.mark.parametrize(("cut", "many"), [(6, "all 6"), (3, "3 of 6"), (2, None)])
+def test_answers_that_are_cut_by_a_limit_are_told(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], command: str, cut: int, many: str | None
+) -> None:
+    scripts = [["12345678901"]] * cut + [["7"]] * (6 - cut)
+    path = scripted(
+        tmp_path, model, *scripts, limits={"turns": 1, "tokens_per_turn": 8}, rollout={"samples_per_row": 2}
+    )
+    assert main([command, str(path), "--out", str(tmp_path / "out")]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    told = f"{many} conversations ended in the middle of an answer (stop/length {cut / 6:.2g}), cut by limits.tokens_per_turn=8"
+    assert (told in printed, "in the middle of an answer" in printed) == (many is not None, many is not None)
+
+
 def test_the_bound_of_a_pass_is_that_of_the_recipe(tmp_path: Path, model: Path) -> None:
     path = scripted(tmp_path, model, *SCRIPTS, eval={"samples_per_row": 2, "pass_reward": 0.5})
     assert run(path, tmp_path / "out") == 0

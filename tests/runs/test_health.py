@@ -91,6 +91,19 @@ def test_the_last_steps_are_compared_with_the_first(past: int) -> None:
     assert "a conversation has 22.5 sampled tokens, and had 10 in the first 2 steps" in length.text
 
 
+def test_an_entropy_that_collapses_is_noticed() -> None:
+    monitors = HealthMonitors(made(health={"window": 2, "entropy": 0.1}, output="runs/x"))
+    entropies = [1.6, 1.4, 0.9, None, 0.2, 0.1]  # the first steps have 1.5; the last two have 0.15, which is the limit
+    found = [monitors.findings({"step": n, "entropy": value}, []) for n, value in enumerate(entropies, 1)]
+    assert found == [[]] * 6
+    (finding,) = monitors.findings({"step": 7, "entropy": 0.05}, [])
+    assert finding.name == "entropy"
+    assert "the entropy of the policy is 0.075 nats, and was 1.5 in the first 2 steps" in finding.text
+    assert "the limit is health.entropy=0.1" in finding.text
+    never_known = HealthMonitors(made(health={"window": 1}))
+    assert names(never_known, {"entropy": None}, {"entropy": None}, {}) == [[], [], []]
+
+
 def test_tools_that_were_hardly_used_cannot_collapse() -> None:
     monitors = HealthMonitors(made(health={"window": 1}))
     assert names(monitors, {"tool_calls/mean": 0.05}, {"tool_calls/mean": 0.0}) == [[], []]

@@ -19,7 +19,7 @@ from turnwise.record.metrics import conversation_metrics
 from turnwise.runs.learning_watch import LearningWatch
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
-from turnwise.types import Group, Row, Stop, Trajectory, Turn
+from turnwise.types import Failure, Group, Row, Stop, Trajectory, Turn
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
 
@@ -137,8 +137,12 @@ def test_an_environment_that_gives_nothing_is_named(
 ) -> None:
     environment = {"use": f"{PLACES}:indifferent", "arguments": {"reward": 0.0}}
     (told,) = warned(model, tmp_path, caplog, environment=environment)
-    assert f"All rewards are 0: environment={PLACES}:indifferent gave no reward" in told
-    assert "Add one (reward.trajectory)" in told
+    assert (
+        f"All rewards are 0: the recipe has no reward function, and environment={PLACES}:indifferent gave 0 or nothing"
+        in told
+    )
+    assert "If it gives a reward for right answers, all answers were wrong" in told
+    assert "add a reward function (reward.trajectory)" in told
 
 
 def test_answers_that_are_the_same_are_told_as_the_cause(
@@ -245,3 +249,57 @@ def test_a_gradient_of_zero_beside_advantages_is_told_with_its_cause() -> None:
         one.turns[0].weight, one.advantages = 0.0, [one.advantages[0], 0.0]
     (told,) = problems(LearningWatch(made(loss_mask="last_turn")), 1, masked, grad_norm=0.0)
     assert "loss_mask=last_turn gives the weight 0 to all turns with an advantage" in told
+
+
+def test_rows_whose_conversations_failed_but_one_are_not_told_that_their_answers_are_identical() -> None:
+    watch = LearningWatch(made(train={"steps": 1}, output="runs/x"))
+    groups = step((1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 1.0))
+    for group in groups:
+        for one in group.trajectories[1:]:
+            one.fail(Failure("environment", "KeyError: 'answer'"))
+    (told,) = problems(watch, 1, groups)
+    assert "6 of 8 conversations of the last step failed, so no row had two rewards to compare" in told
+    assert "`turnwise show runs/x --failed` prints their errors" in told
+    assert "temperature" not in told
+
+
+def test_a_filter_that_removes_everything_is_named_and_not_the_loss_mask() -> None:
+    def cut(*numbers: int) -> list[Group]:
+        groups = step((0.0, 1.0), (1.0, 0.0))
+        for number, one in enumerate(one for group in groups for one in group.trajectories):
+            one.turns[0].weight = 0.0
+            if number in numbers:
+                one.turns[0].finish_reason, one.stop = "length", Stop.LENGTH
+        return groups
+
+    recipe = made(train={"overlong_filter": True}, limits={"tokens_per_turn": 9})
+    (told,) = [
+        text for text in problems(LearningWatch(recipe), 1, cut(0, 1, 2, 3), grad_norm=0.0) if "overlong" in text
+    ]
+    assert told.startswith(
+        "train.overlong_filter excludes the 4 conversations whose last answer was cut by a limit, so no turn"
+    )
+    assert "raise the limit that cuts (limits.tokens_per_turn=9), set train.overlong_filter=false" in told
+    (told,) = problems(LearningWatch(recipe), 1, cut(0), grad_norm=0.0)
+    assert (
+        "cut by a limit, and of the others loss_mask=all gives all turns the weight 0, so no turn is trained on" in told
+    )
+
+
+def test_a_correction_that_rejects_all_tokens_is_the_cause_of_a_gradient_of_zero() -> None:
+    groups = step((0.0, 1.0))
+    line = {"step": 1, "grad_norm": 0.0, "correction/rejected": 1.0, **conversation_metrics(groups)}
+    (told,) = [finding.text for finding in LearningWatch(made()).problems(line, groups)]
+    assert told.startswith("the gradient is 0: correction.rejection removed all tokens from the loss")
+
+
+@pytest.mark.parametrize("grad_norm", [0.0, 1e-7])
+def test_identical_answers_with_different_rewards_are_told_as_such(grad_norm: float) -> None:
+    watch = LearningWatch(made(reward={"trajectory": ["judge.py:judge"]}))
+    told = problems(watch, 1, step((0.0, 1.0), (1.0, 1.0), texts="same"), grad_norm=grad_norm)
+    assert told[0].startswith(
+        "in all 1 groups with reward differences, the answers are identical and only their rewards differ (row 0: 0, 1)"
+    )
+    assert "the reward functions (judge.py:judge) must give identical conversations the same reward" in told[0]
+    assert not any("top_k" in text for text in told)
+    assert problems(LearningWatch(made()), 1, step((0.0, 1.0)), grad_norm=1.0) == []

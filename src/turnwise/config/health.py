@@ -17,6 +17,7 @@ Above = Annotated[float, Field(gt=0)]
 Monitor = Literal[
     "zero_std",
     "tool_use",
+    "entropy",
     "duplicates",
     "length",
     "ratio",
@@ -32,13 +33,16 @@ class HealthSection(Section):
     """Monitors of a training run. Each compares a metric with a limit, and warns once in a run (docs/health.md)."""
 
     window: Positive = 10
-    """The number of latest steps whose mean is compared with the limits. `tool_use` and `length` compare this mean with the mean
-    of the same number of steps at the start of the run."""
+    """The number of latest steps whose mean is compared with the limits. `tool_use`, `entropy` and `length` compare this mean
+    with the mean of the same number of steps at the start of the run."""
     zero_std: Share | None = 0.95
     """The largest share of groups without reward differences (`groups/zero_std`). Null: no warning."""
     tool_use: Share | None = 0.2
     """The smallest number of tool calls of a conversation, as a share of the number in the first steps (`tool_calls/mean`). Null:
     no warning."""
+    entropy: Share | None = 0.05
+    """The smallest entropy of the policy, as a share of the entropy in the first steps (`entropy`). A policy that has collapsed
+    gives the same answers again and again. Null: no warning."""
     duplicates: Share | None = 0.99
     """The largest share of conversations whose answers equal those of another conversation of the group (`groups/duplicates`).
     Null: no warning."""

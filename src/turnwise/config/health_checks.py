@@ -17,7 +17,7 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
     functions = len([*reward.trajectory, *reward.turns, *reward.group, *reward.batch])
     others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
     with_window = used - {"constant_reward", "stop", "window"}
-    compared = used & {"tool_use", "length"}
+    compared = used & {"tool_use", "entropy", "length"}
     alone = next((name for name in ("zero_std", "duplicates") if name in used), None)
     return [
         (

@@ -122,7 +122,11 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "cluster.fsdp.", "reduce_dtype reshard_after_forward gradient_sync offload"),
     **_all("free", "record.", "every best_and_worst trainer_logprobs"),
     "record.compression": "fixed",  # a run has a single file of conversations
-    **_all("free", "health.", "window zero_std tool_use duplicates length ratio mismatch kl reward_correlation failed"),
+    **_all(
+        "free",
+        "health.",
+        "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation failed",
+    ),
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),
     **_all("free", "trace.", "backend conversations project"),

@@ -11,6 +11,7 @@ from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 
 __all__ = [
     "conversation_metrics",
+    "cut_answers",
     "failures",
     "mean",
     "share",
@@ -117,6 +118,34 @@ def template_mismatches(trajectories: Sequence[Trajectory]) -> str | None:
         f"same messages, so the model may be trained on other tokens than it receives when it is served. The first: "
         f"{mismatches[0]}. Check the template with `turnwise doctor`; tokenization_sanity_check=ignore_strippable ignores white "
         f"space, and `disable` turns the check off"
+    )
+
+
+_CUT = {
+    Stop.LENGTH: "tokens_per_turn",
+    Stop.MAX_TOKENS: "tokens",
+    Stop.MAX_RESPONSE: "response_tokens",
+}
+"""Stop reasons that truncate an answer, and the limit behind each."""
+
+
+def cut_answers(trajectories: Sequence[Trajectory], limits: object, *, least: float = 0.5) -> str | None:
+    """A message if at least this share of the finished conversations ended in the middle of an answer.
+
+    `limits` are those of the recipe.
+    """
+    finished = [trajectory for trajectory in trajectories if not trajectory.failed]
+    stops = [trajectory.stop for trajectory in finished if trajectory.stop in _CUT]
+    if not stops or len(stops) < least * len(finished):
+        return None
+    stop = max(_CUT, key=stops.count)
+    name = _CUT[stop]
+    many = f"all {len(finished)}" if len(stops) == len(finished) else f"{len(stops)} of {len(finished)}"
+    return (
+        f"{many} conversations ended in the middle of an answer (stop/{stop} {stops.count(stop) / len(finished):.2g}), cut "
+        f"by limits.{name}={getattr(limits, name)}: the reward functions see incomplete answers. Either the limit is too low "
+        f"for this model (raise limits.{name}), or the model does not end its turns (a base model, or a wrong chat template: "
+        f"`turnwise doctor` shows the stop tokens)"
     )
 
 

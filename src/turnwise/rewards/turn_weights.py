@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.errors import Failed, boundary
 from turnwise.types import Failure, Trajectory, Turn
 
-__all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory", "without_cut_turns"]
+__all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory", "was_cut", "without_cut_turns"]
 
 TurnWeighting = Callable[[Trajectory], None]
 """Sets the weight of each turn of a trajectory. An error inside fails that trajectory and is not raised."""
@@ -66,11 +66,16 @@ def without_cut_turns(weigh_turns: TurnWeighting) -> TurnWeighting:
 
     def weigh(trajectory: Trajectory) -> None:
         weigh_turns(trajectory)
-        if trajectory.turns and trajectory.turns[-1].finish_reason == "length":
+        if was_cut(trajectory):
             for turn in trajectory.turns:
                 turn.weight = 0.0
 
     return weigh
+
+
+def was_cut(trajectory: Trajectory) -> bool:
+    """Whether a limit on tokens cut the trajectory's last turn."""
+    return bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length"
 
 
 def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:

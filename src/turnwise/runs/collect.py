@@ -14,7 +14,7 @@ from turnwise import build
 from turnwise.config.schema import Config, ScriptedEngineSection
 from turnwise.errors import DataError, RolloutError
 from turnwise.record.compression import SUFFIX, existing_file, is_compressed
-from turnwise.record.metrics import conversation_metrics, failures, template_mismatches
+from turnwise.record.metrics import conversation_metrics, cut_answers, failures, template_mismatches
 from turnwise.record.run_directory import refuse_run_directory
 from turnwise.record.run_lock import RunLock
 from turnwise.record.writer import write_config, write_trajectories, writing
@@ -56,8 +56,8 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
             await rollout_groups(groups, context, on_finished=done)
     renderer = conversations.renderer
     log_conversation(trajectories, decode=None if renderer is None else renderer.decode)
-    if (warning := template_mismatches(trajectories)) is not None:
-        _print(console, [warning], style="yellow")
+    warnings = (template_mismatches(trajectories), cut_answers(trajectories, config.limits))
+    _print(console, [warning for warning in warnings if warning is not None], style="yellow")
     _print(console, failures(groups)[:5], style="red")
     summary = {
         "step": 0,

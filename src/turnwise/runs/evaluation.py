@@ -14,7 +14,7 @@ from turnwise import build
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, DataError
 from turnwise.evaluation.results import EvaluationResult, ModelResult, compare, summarize
-from turnwise.record.metrics import conversation_metrics, failures, mean
+from turnwise.record.metrics import conversation_metrics, cut_answers, failures, mean
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.collect import assign_scripts
 from turnwise.runs.evaluated_models import EvaluatedModel
@@ -118,6 +118,8 @@ async def _run_model(
         "seconds/rollout": round(time.perf_counter() - started, 4) if not kept else None,
     }
     place.finish(order, metrics)
+    if (warning := cut_answers([t for group in recorded for t in group.trajectories], config.limits)) is not None:
+        console.print(f"{model.name}: {warning}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     for line in failures(recorded)[:5]:
         console.print(f"{model.name}: {line}", style="red", highlight=False, markup=False, soft_wrap=True)
 

@@ -116,7 +116,9 @@ class HealthMonitors:
         if len(self._latest) < self.config.health.window:
             return []
         found = [self._compare(limit, groups) for limit in _LIMITS]
-        return [finding for finding in (*found, self._tool_use(), self._length()) if finding is not None]
+        return [
+            finding for finding in (*found, self._tool_use(), self._entropy(), self._length()) if finding is not None
+        ]
 
     def _add(self, line: Line) -> None:
         if len(self._first) < self.config.health.window:
@@ -149,6 +151,21 @@ class HealthMonitors:
             bound,
             "The model stops using its tools: look whether calls fail (tool_errors/mean), or whether answers without calls get "
             "a higher reward",
+        )
+
+    def _entropy(self) -> RunProblem | None:
+        bound = self.config.health.entropy
+        first, latest = self._first_and_latest(lambda line: line.get("entropy"))
+        if bound is None or not first or latest is None or latest >= bound * first:
+            return None
+        return self._finding(
+            "entropy",
+            "entropy",
+            f"the entropy of the policy is {latest:.3g} nats, and was {first:.3g} in the first {self.config.health.window} steps",
+            bound,
+            "The policy has collapsed: it gives nearly the same answers again and again, and can no longer find better ones. "
+            "Compare the conversations of one row (groups/duplicates). Train again from an earlier checkpoint with a lower "
+            "train.lr, or with loss.entropy_coef or loss.kl_coef",
         )
 
     def _length(self) -> RunProblem | None:

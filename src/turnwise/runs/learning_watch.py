@@ -7,21 +7,17 @@ trajectories of each step, and hands on the warnings of the monitors (`health`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.config.schema import Config
+from turnwise.record.metrics import cut_answers
+from turnwise.rewards.differences import has_reward_differences
+from turnwise.rewards.turn_weights import was_cut
 from turnwise.runs.health import HealthMonitors, RunProblem
-from turnwise.types import Group, Stop, Trajectory
+from turnwise.types import Group, Trajectory
 
 __all__ = ["LearningWatch"]
-
-_LIMITS = {
-    Stop.LENGTH: "tokens_per_turn",
-    Stop.MAX_TOKENS: "tokens",
-    Stop.MAX_RESPONSE: "response_tokens",
-}
-"""Stop reasons that truncate an answer, and the limit behind each."""
 
 
 @dataclass(slots=True)
@@ -51,26 +47,14 @@ class LearningWatch:
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
         if not finished:
             return []
+        noisy = self._noisy_rewards(groups)
         findings = {
-            "cut": self._cut(finished),
+            "cut": cut_answers(finished, self.config.limits, least=1.0),
             "constant_reward": self._without_difference(metrics, groups, finished),
-            "gradient": self._without_gradient(metrics, finished),
+            "noisy_reward": noisy,
+            "gradient": None if noisy else self._without_gradient(metrics, finished),
         }
         return [RunProblem(name, text) for name, text in findings.items() if text is not None]
-
-    def _cut(self, trajectories: Sequence[Trajectory]) -> str | None:
-        """All answers were truncated."""
-        stops = [trajectory.stop for trajectory in trajectories if trajectory.stop in _LIMITS]
-        if len(stops) < len(trajectories):
-            return None
-        stop = max(_LIMITS, key=stops.count)
-        name = _LIMITS[stop]
-        return (
-            f"all {len(trajectories)} conversations ended in the middle of an answer (stop/{stop} "
-            f"{stops.count(stop) / len(trajectories):.2g}), cut by limits.{name}={getattr(self.config.limits, name)}: the reward "
-            f"functions see incomplete answers. Either the limit is too low for this model (raise limits.{name}), or the model "
-            f"does not end its turns (a base model, or a wrong chat template: `turnwise doctor` shows the stop tokens)"
-        )
 
     def _without_difference(
         self, metrics: Mapping[str, Any], groups: Sequence[Group], trajectories: Sequence[Trajectory]
@@ -88,25 +72,31 @@ class LearningWatch:
             f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}"
         )
 
-    def _cause(self, groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> str:
-        sampling, reward = self.config.sampling, self.config.reward
-        rewards = {trajectory.reward for trajectory in trajectories}
-        names = [use.use for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
-        if all(
-            len({tuple(sample.assistant_texts) for sample in group.trajectories if not sample.failed}) <= 1
-            for group in groups
-        ):
+    def _cause(self, groups: Sequence[Group], finished: Sequence[Trajectory]) -> str:
+        """Why the rewards of each row were equal in the last step."""
+        sampling, environment = self.config.sampling, self.config.environment.use
+        rewards, names = {trajectory.reward for trajectory in finished}, self._reward_functions()
+        compared = [group for group in map(_finished, groups) if len(group.trajectories) > 1]
+        failed = sum(trajectory.failed for group in groups for trajectory in group.trajectories)
+        if failed and not compared:
+            return (
+                f"{failed} of {failed + len(finished)} conversations of the last step failed, so no row had two rewards to "
+                f"compare: `turnwise show {self.config.output} --failed` prints their errors"
+            )
+        if compared and all(_answers(group) == 1 for group in compared):
             return (
                 f"All answers to a row are identical: raise sampling.temperature ({sampling.temperature:g}), or "
                 f"loosen top_k, top_p and min_p"
             )
         if rewards == {0.0} and not names:
             return (
-                f"All rewards are 0: environment={self.config.environment.use} gave no reward, and the recipe has no reward "
-                f"function. Add one (reward.trajectory), or return rewards from the environment (Reply.reward)"
+                f"All rewards are 0: the recipe has no reward function, and environment={environment} gave 0 or nothing to "
+                f"all {len(finished)} conversations of the last step. If it gives a reward for right answers, all answers were "
+                f"wrong: look at them (`turnwise show {self.config.output} --worst 3`), and choose easier rows or another "
+                f"model. If it gives none, return one (Reply.reward), or add a reward function (reward.trajectory)"
             )
         if len(rewards) == 1:
-            source = f"the reward functions ({', '.join(names)})" if names else self.config.environment.use
+            source = f"the reward functions ({', '.join(names)})" if names else environment
             return (
                 f"Every reward of the last step was {rewards.pop():g}. Either the task is too hard or too easy for this model, "
                 f"or the rewards are wrong: call {source} on an answer from trajectories.jsonl that should get another reward"
@@ -116,27 +106,76 @@ class LearningWatch:
             "other rows, or raise train.group_size"
         )
 
+    def _noisy_rewards(self, groups: Sequence[Group]) -> str | None:
+        """All answers to a row are identical, and their rewards differ: the gradients of a group cancel."""
+        compared = [group for group in map(_finished, groups) if len(group.trajectories) > 1]
+        noisy = [group for group in compared if has_reward_differences(group)]
+        if not noisy or any(_answers(group) > 1 for group in noisy):
+            return None
+        names = self._reward_functions()
+        source = f"the reward functions ({', '.join(names)})" if names else self.config.environment.use
+        first = noisy[0]
+        rewards = ", ".join(f"{trajectory.reward:g}" for trajectory in first.trajectories[:4])
+        return (
+            f"in all {len(noisy)} groups with reward differences, the answers are identical and only their rewards differ (row "
+            f"{first.row.id}: {rewards}), so the gradients of a group cancel and nothing is learnt. {source} must give identical "
+            f"conversations the same reward (a judge: temperature 0), and the model must give different answers: raise "
+            f"sampling.temperature ({self.config.sampling.temperature:g})"
+        )
+
+    def _reward_functions(self) -> list[str]:
+        reward = self.config.reward
+        return [use.use for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
+
     def _without_gradient(self, metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> str | None:
         """The gradient is 0 although there are advantages."""
-        turns = [
-            (turn, trajectory.has_advantage(turn.index))
-            for trajectory in trajectories
-            if trajectory.advantages
-            for turn in trajectory.turns
-        ]
+        trained = [trajectory for trajectory in trajectories if trajectory.advantages]
+        turns = [(turn, trajectory.has_advantage(turn.index)) for trajectory in trained for turn in trajectory.turns]
+        mask = f"loss_mask={self.config.loss_mask.use}"
         if turns and not any(turn.weight for turn, _ in turns):
-            return (
-                f"loss_mask={self.config.loss_mask.use} gives all turns the weight 0, so no turn is trained on: use "
-                f"another loss mask (docs/loss_masks.md)"
-            )
+            excluded = self._excluded(trained, f"{mask} gives all turns the weight 0")
+            return f"{excluded}, so no turn is trained on: {self._include()}"
         if metrics["grad_norm"] != 0.0 or not any(gain for _, gain in turns):
             return None
-        if not any(turn.weight and gain for turn, gain in turns):
+        if metrics.get("correction/rejected") == 1.0:
             return (
-                f"the gradient is 0: loss_mask={self.config.loss_mask.use} gives the weight 0 to all turns with an advantage. "
-                f"Use another loss mask (docs/loss_masks.md)"
+                "the gradient is 0: correction.rejection removed all tokens from the loss, because trainer and engine differ "
+                "more than it allows. Look at correction/k3 and ratio/max_deviation; lower train.max_staleness, compare the "
+                "dtypes, or widen the bounds"
             )
+        if not any(turn.weight and gain for turn, gain in turns):
+            gained = [one for one in trained if any(one.has_advantage(turn.index) for turn in one.turns)]
+            excluded = self._excluded(gained, f"{mask} gives the weight 0 to all turns with an advantage")
+            return f"the gradient is 0: {excluded}. {self._include().capitalize()}"
         return (
             "the gradient is 0 although advantages are not: the probabilities of the sampled tokens do not depend on the "
             "weights. This happens if sampling allows one token only (top_k=1, a narrow top_p or min_p): loosen sampling"
         )
+
+    def _excluded(self, trajectories: Sequence[Trajectory], by_mask: str) -> str:
+        """What excludes these conversations from the loss; `by_mask` says what the loss mask does."""
+        cut = sum(was_cut(trajectory) for trajectory in trajectories) if self.config.train.overlong_filter else 0
+        others = "" if cut == len(trajectories) else f", and of the others {by_mask}"
+        filtered = (
+            f"train.overlong_filter excludes the {cut} conversations whose last answer was cut by a limit{others}"
+        )
+        return filtered if cut else by_mask
+
+    def _include(self) -> str:
+        """How turns are trained on again."""
+        if self.config.train.overlong_filter:
+            return (
+                f"raise the limit that cuts (limits.tokens_per_turn={self.config.limits.tokens_per_turn}), set "
+                f"train.overlong_filter=false, or use another loss mask (docs/loss_masks.md)"
+            )
+        return "use another loss mask (docs/loss_masks.md)"
+
+
+def _finished(group: Group) -> Group:
+    """The group without failed conversations."""
+    return replace(group, trajectories=[trajectory for trajectory in group.trajectories if not trajectory.failed])
+
+
+def _answers(group: Group) -> int:
+    """How many different sequences of answers the conversations of a group have."""
+    return len({tuple(trajectory.assistant_texts) for trajectory in group.trajectories})
