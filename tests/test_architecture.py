@@ -409,7 +409,9 @@ def _writes_reward(node: ast.AST) -> bool:
             pass
         case ast.AugAssign(target=target) | ast.AnnAssign(target=target):
             targets = [target]
-        case ast.Call(func=ast.Name(id="setattr"), args=[_, ast.Constant(value="reward"), _]):
+        case ast.Call(
+            func=ast.Name(id="setattr") | ast.Attribute(attr="__setattr__"), args=[_, ast.Constant(value="reward"), _]
+        ):
             return True
         case ast.Call(func=ast.Name(id="replace"), args=[copied, *_], keywords=keywords):
             # a Reply is replaced with its reward changed; a Turn must not be

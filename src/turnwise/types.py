@@ -136,6 +136,8 @@ class Turn:
     """Data that the environment keeps with the turn. It should be JSON-serialisable."""
     finish_reason: str = "stop"
     """`length` if a limit cut the turn."""
+    observed: bool = False
+    """Whether the environment answered with an observation (`Reply.observation`)."""
     prompt_tokens: int = 0
     """Tokens of the prompt that the turn was sampled after. Not part of the record."""
     completion: Completion | None = None
@@ -147,9 +149,20 @@ class Turn:
     seconds_engine: float = 0.0
     seconds_environment: float = 0.0
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # a copy, and the constructor, set attributes that are not set yet; whatever else sets a reward is not in `rewards`
+        if name in ("reward", "rewards") and hasattr(self, name):
+            raise AttributeError(
+                f"turn.{name} cannot be set, because the reward of the conversation would not contain it. For the reward of one "
+                f"turn, return a number from a function in reward.turns or Reply(reward=...) from an environment, or call "
+                f"turn.add_reward(number, source). To divide the reward of the conversation among its turns, set credit.name: "
+                f"shared gives it to each turn, discounted multiplies it by credit.gamma for each later turn (docs/credit.md)"
+            )
+        object.__setattr__(self, name, value)
+
     def add_reward(self, value: float, source: str) -> None:
         """Add a part to the turn's reward. No other code writes the reward of a turn."""
-        self.reward += value
+        object.__setattr__(self, "reward", self.reward + value)
         if value:
             self.rewards[source] = self.rewards.get(source, 0.0) + value
 
@@ -220,6 +233,29 @@ class Trajectory:
     environment: EnvironmentHandle | None = None
     """For reward functions that read the environment's object. None once the trajectory is scored. Not part of the record."""
 
+    def __getitem__(self, key: str) -> Any:
+        """The trajectory as a dictionary, for functions that were written for one: `trajectory["turns"][-1]["content"]`.
+
+        `turns` are messages here; `trajectory.turns` are the turns of the model (`DICTIONARY_KEYS`). Raises KeyError.
+        """
+        if (of := DICTIONARY_KEYS.get(key)) is None:
+            raise KeyError(
+                f"trajectory[{key!r}]: as a dictionary, a trajectory has the keys {', '.join(DICTIONARY_KEYS)}; its other data "
+                f"are attributes, such as trajectory.stop, and columns are in trajectory.row"
+            )
+        return of(self)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """`trajectory[key]`, or `default` for another key."""
+        return self[key] if key in DICTIONARY_KEYS else default
+
+    def __contains__(self, key: object) -> bool:
+        return key in DICTIONARY_KEYS
+
+    def keys(self) -> Collection[str]:
+        """The keys of the trajectory as a dictionary: `dict(trajectory)` has them all."""
+        return DICTIONARY_KEYS.keys()
+
     @property
     def failed(self) -> bool:
         """Whether the conversation failed. A failed trajectory is recorded, but not in group statistics and not trained on."""
@@ -256,6 +292,47 @@ class Trajectory:
         self.reward = None
         self.advantages = []
         self.returns = []
+
+
+def _entries(trajectory: Trajectory) -> list[tuple[Message, Turn | None]]:
+    """The messages up to the model's last turn, as a dictionary has them, each with the turn that the model wrote or None.
+
+    The content of the model's turns is the text that the model wrote, with reasoning and tool calls. Messages after the last
+    turn are left out, because the model did not read them. Observations have the role `tool`.
+    """
+    turns = {id(turn.message): turn for turn in trajectory.turns}
+    present = len(trajectory.previous_histories)
+    places = {turn.message_index: turn for turn in trajectory.turns if turn.history == present}
+    entries: list[tuple[Message, Turn | None]] = []
+    last, end = None, 0
+    for place, message in enumerate(trajectory.messages):
+        turn = turns.get(id(message)) or places.get(place)  # by place: in a trajectory that was read from a record
+        content = _text(message) if turn is None else turn.text
+        observed = turn is None and last is not None and last.observed
+        entries.append(({**message, "content": content, **({"role": "tool"} if observed else {})}, turn))
+        if turn is not None:
+            last, end = turn, len(entries)
+    return entries[:end]
+
+
+def _text(message: Message) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
+    return str(content or "")
+
+
+DICTIONARY_KEYS: Mapping[str, Callable[[Trajectory], Any]] = {
+    "turns": lambda trajectory: [message for message, _ in _entries(trajectory)],
+    "reward": lambda trajectory: sum(turn.reward for turn in trajectory.turns),
+    "per_turn_rewards": lambda trajectory: [0.0 if turn is None else turn.reward for _, turn in _entries(trajectory)],
+    "prompt": lambda trajectory: _text(trajectory.row.messages[-1]) if trajectory.row.messages else "",
+    "response": lambda trajectory: trajectory.answer,
+    "row": lambda trajectory: dict(trajectory.row.fields),
+}
+"""The keys of a trajectory as a dictionary: the messages up to the model's last turn (`turns`), the rewards that the environment
+and the tools gave (`reward`; `per_turn_rewards`, one for each entry of `turns`), the last message of the row (`prompt`), the
+model's last answer (`response`), and the columns of the row (`row`)."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -336,6 +413,9 @@ class Reply:
     """New messages, appended to the conversation."""
     reward: float = 0.0
     """Added to the reward of the turn that is answered."""
+    observation: bool = False
+    """Whether `messages` are an observation, such as the result of a tool that the environment called itself. Functions that
+    read `trajectory["turns"]` see them with the role `tool`."""
     done: bool = False
     """Whether the conversation ends. The `messages` of the last reply are recorded, but not tokenized."""
     info: Mapping[str, Any] = field(default_factory=dict)

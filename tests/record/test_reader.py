@@ -83,7 +83,8 @@ def with_tools() -> Trajectory:
     )
     one.reward, one.rewards, one.metrics = 1.5, {"turns": 0.0, "judge": 1.5}, {"length": 2.0}
     one.advantages = [0.25, [0.5, -0.25]]  # type: ignore[list-item]
-    one.turns[0].weight, one.turns[1].rewards = 0.0, {"judge": 1.5}
+    one.turns[0].weight = 0.0
+    one.turns[1].rewards["judge"] = 1.5
     return one
 
 

@@ -232,7 +232,7 @@ class ToolEnvironments:
         `tools` is passed to the class as its argument `tools`: functions, or references to functions, by name. `step` receives
         the complete text of the model's turn, tool calls included. `reset` receives the row's columns for which it has
         parameters. `role` is the role of the messages with the observations: some chat templates refuse `tool` after a turn
-        without a tool call (Gemma 4, gpt-oss).
+        without a tool call (Gemma 4, gpt-oss). Reward functions that read `trajectory["turns"]` always see the role `tool`.
 
         Raises ConfigError.
         """
@@ -297,6 +297,7 @@ class _Steps:
             )
         return Reply(
             messages=messages_of(observation, self._role),
+            observation=True,
             reward=number(reward, f"{self._name}.step"),
             done=bool(done),
             info=plain(info),

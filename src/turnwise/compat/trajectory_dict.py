@@ -1,5 +1,9 @@
 """Reward functions of trajectories in the form of dictionaries, as in the note on multi-turn RL (docs/rewards.md).
 
+A function that only reads `trajectory["turns"]` and the other keys below can be named in `reward.trajectory` directly
+(`Trajectory.__getitem__`). `DictReward` is for functions that need a real dictionary, and `DictTurnReward` for functions that
+return the rewards of all turns.
+
     trajectory = {
         "turns": [
             {"role": "user", "content": "What is 6 * 7?"},
@@ -29,31 +33,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.errors import ConfigError
-from turnwise.types import Message, Trajectory, Turn
+from turnwise.types import Trajectory, Turn
 from turnwise.user_code.object_references import resolve
 
 __all__ = ["DictReward", "DictTurnReward", "as_dictionary"]
 
 
 def as_dictionary(trajectory: Trajectory) -> dict[str, Any]:
-    """The trajectory as a dictionary. Messages after the model's last turn, which the model did not read, are left out.
-
-    The content of the model's turns is the text that the model wrote, with reasoning and tool calls.
-    """
-    turns = {id(turn.message): turn for turn in trajectory.turns}
-    messages = list(trajectory.messages)
-    while messages and id(messages[-1]) not in turns:
-        messages.pop()
-    entries = [_entry(message, turns.get(id(message))) for message in messages]
-    rewards = [turn.reward if (turn := turns.get(id(message))) is not None else 0.0 for message in messages]
-    return {
-        "turns": entries,
-        "reward": sum(turn.reward for turn in trajectory.turns),
-        "per_turn_rewards": rewards,
-        "prompt": _text(trajectory.row.messages[-1]) if trajectory.row.messages else "",
-        "response": trajectory.answer,
-        "row": dict(trajectory.row.fields),
-    }
+    """The trajectory as a dictionary, with the keys of `turnwise.types.DICTIONARY_KEYS`."""
+    return {key: trajectory[key] for key in trajectory.keys()}  # noqa: SIM118 (iterating it is not defined)
 
 
 class DictReward:
@@ -99,8 +87,8 @@ class DictTurnReward:
         if len(values) == len(trajectory.turns):
             return values
         entries = dictionary["turns"]
-        turns = {id(turn.message) for turn in trajectory.turns}
-        of_model = [id(message) in turns for message in trajectory.messages[: len(entries)]]
+        written = {id(turn.message) for turn in trajectory.turns}
+        of_model = [id(message) in written for message in trajectory.messages[: len(entries)]]
         if len(values) != len(entries) or sum(of_model) != len(trajectory.turns):
             raise ValueError(
                 f"{self.__name__} gave {returned!r:.80}; it must give a list with one number for each of the {len(entries)} "
@@ -111,17 +99,6 @@ class DictTurnReward:
                 f"{self.__name__} gave {values!r:.80}; an entry that the model did not write cannot have a reward: give 0"
             )
         return [value for value, model in zip(values, of_model, strict=True) if model]
-
-
-def _entry(message: Message, turn: Turn | None) -> dict[str, Any]:
-    return {**message, "content": _text(message) if turn is None else turn.text}
-
-
-def _text(message: Message) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        return "\n".join(str(part["text"]) for part in content if part.get("type") == "text")
-    return str(content or "")
 
 
 def _function(function: str | Callable[..., Any], form: str) -> Callable[..., Any]:

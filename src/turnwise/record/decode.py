@@ -233,6 +233,7 @@ def _turns(record: _Fields, tools: Sequence[ToolSchema], histories: Sequence[Seq
                 reasoning_opening=fields.text("reasoning_opening", fields.text("thought_opening", "")),
                 reasoning=fields.text("reasoning", ""),
                 weight=fields.number("weight", 1.0),
+                observed=fields.flag("observed", False),
                 train_on=fields.flag("train_on", False),
                 kept_tokens=fields.integer_or_none("kept_tokens"),
                 calls=tuple(call for call, _ in calls),

@@ -105,7 +105,9 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         **({"return": _estimate(trajectory.returns, turn.index)} if trajectory.returns else {}),
         **({"penalty": _estimate(trajectory.penalties, turn.index)} if trajectory.penalties else {}),
         "weight": turn.weight,
-        **_present({"train_on": turn.train_on or None, "kept_tokens": turn.kept_tokens}),
+        **_present(
+            {"observed": turn.observed or None, "train_on": turn.train_on or None, "kept_tokens": turn.kept_tokens}
+        ),
         "info": _plain_mapping(store, turn.info),
         "tool_calls": [_call(call, outcomes.get(call.id), store) for call in turn.calls],
         "finish_reason": turn.finish_reason,

@@ -170,9 +170,18 @@ class _PendingScore:
     of_turns: list[tuple[str, list[float]]] = field(default_factory=list)
     """The name of each turn function, and its reward for each turn."""
 
+    in_turns: float = 0.0
+    """The part of `parts["turns"]` that is the sum of the turns' rewards."""
+
     @property
     def trajectory(self) -> Trajectory:
         return self.scored.trajectory
+
+    def add_of_turns(self) -> None:
+        """Add what the turns' rewards have grown by since the last call. Raises Failed."""
+        now = sum(finite_number("the environment", turn.reward) for turn in self.trajectory.turns)
+        self.add("turns", now - self.in_turns)
+        self.in_turns = now
 
     def add(self, name: str, value: float) -> None:
         self.parts[name] = self.parts.get(name, 0.0) + value
@@ -181,6 +190,7 @@ class _PendingScore:
         if self.trajectory.failed:
             return
         try:
+            self.add_of_turns()  # again: a reward function may have called `Turn.add_reward`
             total = finite_number("all reward functions together", sum(self.parts.values()))
         except Failed as failed:
             self.trajectory.fail(failed.failure)
@@ -199,8 +209,7 @@ async def _score_alone(scorer: Scorer, pending: _PendingScore, *, with_group: bo
         try:
             async with deadline(scorer.timeout):
                 if not with_group:
-                    of_environment = sum(finite_number("the environment", turn.reward) for turn in trajectory.turns)
-                    pending.add("turns", of_environment)
+                    pending.add_of_turns()
                 for reward in scorer.turns:
                     if reward.plan.needs_group == with_group:
                         await _score_turns(scorer, reward, pending)
@@ -278,6 +287,8 @@ async def _several(
             with boundary("reward", where=reward.source):
                 positional, named = reward.plan.list_arguments([score.scored for score in pending])
             returned = await _call(scorer, reward.source, lambda: reward.function(*positional, **named))
+    for score in pending:
+        _refuse_set_reward(reward.source, score.trajectory)
     return one_per_trajectory(reward.source, returned, len(pending), of)
 
 
@@ -290,7 +301,29 @@ async def _single(scorer: Scorer, reward: TrajectoryReward | TurnReward, scored:
         return reward.function(*positional, **named)
 
     value = await _call(scorer, source, call_function)
+    _refuse_set_reward(source, scored.trajectory)
+    if plan.form == "turns" and isinstance(value, list | tuple):
+        raise Failed(
+            Failure(
+                "reward",
+                f"{source} gave {len(value)} numbers for one turn; a function in reward.turns is called for each turn. For a "
+                f"function that returns the numbers of all turns, name turnwise.compat.trajectory_dict:DictTurnReward, with the "
+                f"function as its argument `function`",
+            )
+        )
     return None if value is None and plan.may_return_none else finite_number(source, value)
+
+
+def _refuse_set_reward(source: str, trajectory: Trajectory) -> None:
+    """Raise Failed if a reward function has assigned `trajectory.reward`, which is set when all functions have returned."""
+    if trajectory.reward is not None:
+        raise Failed(
+            Failure(
+                "reward",
+                f"{source} set trajectory.reward to {trajectory.reward!r:.80}; a reward function returns its number, and the "
+                f"reward of the conversation is the sum of all functions and turns",
+            )
+        )
 
 
 async def _call(scorer: Scorer, source: str, function: Callable[[], Any]) -> Any:

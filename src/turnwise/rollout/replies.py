@@ -30,12 +30,13 @@ __all__ = ["annotate_turns", "check_opening", "check_reply", "presentable", "tur
 
 def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply) -> None:
     """Check a reply to `turn`, the last turn, and write what it says of the turns: reward, info, outcomes,
-    `train_on`, and its metrics.
+    `observed`, `train_on`, and its metrics.
 
     Raises TypeError or ValueError, with nothing written.
     """
     check_reply(reply, turn, trajectory.turns)
     turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), "environment")
+    turn.observed = reply.observation
     turn.info.update(reply.info)
     turn.outcomes = tuple(reply.outcomes)
     for name, value in reply.metrics.items():
