@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,13 +22,18 @@ from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import TrainingRun, assemble, pack_groups, train
 from turnwise.training.background import StopFlag
-from turnwise.types import Completion, Group, LogprobKind, Request
+from turnwise.types import Completion, Failure, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"
 
 
 def assembled(
-    model: Path, path: Path, environment: str, loss: Mapping[str, Any] | None = None, **options: Any
+    model: Path,
+    path: Path,
+    environment: str,
+    loss: Mapping[str, Any] | None = None,
+    correction: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> TrainingRun:
     recipe = {
         "model": {"path": str(model)},
@@ -36,6 +42,7 @@ def assembled(
         "limits": {"turns": 2, "tokens_per_turn": 8},
         "train": {"steps": 2, "batch_size": 3, "group_size": 4, "lr": 0.01, **options},
         "loss": loss or {},
+        "correction": correction or {},
         "output": str(path / "run"),
     }
     return assemble(Config.model_validate(recipe))
@@ -118,10 +125,55 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
 def test_without_any_advantage_and_further_terms_a_group_is_enough(model: Path, tmp_path: Path) -> None:
     run = assembled(model, tmp_path, "indifferent")
     (batch,) = pack_groups(run, held(run))
-    assert batch.trajectories == 4
+    assert batch.trajectories == 12
+    (group,) = {id.split("/")[0] for sources in batch.sources.values() for id, _ in sources}
+    assert group
     update = asyncio.run(run.learner.update([batch], lr=0.01))
     assert update.tokens > 0  # trainer and engine are compared all the same
     assert (update.grad_norm, update.max_deviation < 1e-4) == (0.0, True)
+
+
+@pytest.mark.parametrize("environment", ["indifferent", "low_bytes"])
+@pytest.mark.parametrize(("minibatches", "sizes"), [(5, {2, 3}), (7, {1, 2}), (12, {1}), (1, {12})])
+def test_a_step_has_as_many_optimizer_steps_of_nearly_equal_size_as_the_recipe_says(
+    model: Path, tmp_path: Path, environment: str, minibatches: int, sizes: set[int]
+) -> None:
+    run = assembled(model, tmp_path, environment, minibatches=minibatches)
+    groups = held(run)
+    batches = pack_groups(run, groups)
+    assert len(batches) == minibatches
+    assert {batch.trajectories for batch in batches} == sizes
+    assert sum(batch.trajectories for batch in batches) == 12
+    update = asyncio.run(run.learner.update(batches, lr=0.01))
+    assert update.steps == minibatches
+
+
+def test_fewer_conversations_than_minibatches_are_said(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = assembled(model, tmp_path, "low_bytes", minibatches=12)
+    groups = held(run)
+    groups[0].trajectories[0].fail(Failure("environment", "it broke"))
+    assert len(pack_groups(run, groups)) == 11
+    assert "train.minibatches=12, and only 11 conversations can be trained on" in caplog.text
+
+
+def test_rejection_sees_the_conversations_without_advantage(model: Path, tmp_path: Path) -> None:
+    correction = {"action": "reject", "level": "sequence", "high": 2.0}
+    run = assembled(model, tmp_path, "low_bytes", max_staleness=1, correction=correction)
+    groups = held(run)
+    for one in groups[1].trajectories:
+        one.advantages = [0.0] * len(one.turns)
+        for segment in one.segments:
+            place = next(place for place, turn in enumerate(segment.turn) if turn >= 0)
+            segment.logprobs[place] -= math.log(3.0)
+    for one in groups[2].trajectories:
+        one.advantages = [0.0] * len(one.turns)
+    update = asyncio.run(run.learner.update(pack_groups(run, groups), lr=0.0))
+    rejected = sum(turn >= 0 for one in groups[1].trajectories for s in one.segments for turn in s.turn)
+    every = sum(turn >= 0 for group in groups for one in group.trajectories for s in one.segments for turn in s.turn)
+    assert update.correction["correction/rejected"] == pytest.approx(rejected / every)
+    assert update.correction["correction/k1"] == pytest.approx(-4 * math.log(3.0) / every, rel=1e-3)
 
 
 class Unknown:

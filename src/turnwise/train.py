@@ -26,7 +26,7 @@ from turnwise.runs.kl_reward import KlRewardMetrics
 from turnwise.runs.timeline import step_timeline
 from turnwise.runs.training_run import TrainingRun, assemble
 from turnwise.terminal.train_report import TrainReport
-from turnwise.training.batch import Batch, share_saved, stale_without_logprobs
+from turnwise.training.batch import Batch, divide_evenly, has_gradient, share_saved, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
 from turnwise.training.trainer_logprobs import set_trainer_logprobs
 from turnwise.types import Group
@@ -109,7 +109,8 @@ def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
 
 
 def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
-    """Pack one batch for each optimizer step. The trajectories of a group stay together as far as the numbers allow.
+    """Pack one batch for each optimizer step: `train.minibatches` parts whose sizes differ by at most one trajectory. The
+    trajectories of a group stay together as far as the numbers allow.
 
     Raises RolloutError if all trajectories failed.
     """
@@ -118,16 +119,18 @@ def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
     if not trajectories:
         raise RolloutError(_nothing_to_train_on(run, groups))
     trajectories = [t for t in trajectories if any(turn.weight for turn in t.turns)] or trajectories
-    no_gradient = not any(turn.weight and t.has_advantage(turn.index) for t in trajectories for turn in t.turns)
-    if no_gradient and not run.learner.requirements.keep_zero:
-        # all advantages are 0: one group is computed all the same, with a gradient of 0, to compare engine and trainer. Losses
-        # with a divergence or an entropy term have a gradient from all trajectories
-        trajectories = trajectories[: options.group_size]
-    size = -(-len(trajectories) // options.minibatches)
-    return [
-        run.pack(trajectories[start : start + size], keep_zero=no_gradient)
-        for start in range(0, len(trajectories), size)
-    ]
+    # all advantages are 0: one group is computed all the same, with a gradient of 0, to compare engine and trainer
+    no_gradient = not any(has_gradient(trajectory) for trajectory in trajectories)
+    compared = {trajectory.id for trajectory in trajectories[: options.group_size]} if no_gradient else set()
+    if len(trajectories) < options.minibatches:
+        _log.warning(
+            "step %d: train.minibatches=%d, and only %d conversations can be trained on: %d optimizer steps",
+            run.step + 1,
+            options.minibatches,
+            len(trajectories),
+            len(trajectories),
+        )
+    return [run.pack(part, compared=compared) for part in divide_evenly(trajectories, options.minibatches)]
 
 
 @dataclass(frozen=True, slots=True)

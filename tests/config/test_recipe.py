@@ -17,7 +17,7 @@ from turnwise.config.resume_rules import RULES
 from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
-from turnwise.config.train_checks import refuse_without_effect
+from turnwise.config.train_checks import refuse_without_effect, training_warnings
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError
 
@@ -537,3 +537,20 @@ def test_the_length_of_a_run_on_the_command_line_replaces_the_recipes(recipe: Pa
             recipe, [f"{part}.{other}={value}", f"{part}.{given}=2"]
         )  # what is asked for twice is refused later
         assert (getattr(getattr(both, part), given), notes) == (2, [])
+
+
+def test_unequal_minibatches_and_reinforce_on_tokens_of_other_weights_are_warned_of(recipe: Path) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        return training_warnings(loaded(recipe, "train.batch_size=2", "train.group_size=6", *overrides))
+
+    assert warnings() == warnings("train.minibatches=4") == warnings("loss.name=reinforce") == []
+    (unequal,) = warnings("train.minibatches=5")
+    assert "does not divide the 12 conversations of a step" in unequal
+    assert "on 2 or 3 conversations" in unequal
+    (stale,) = warnings("loss.name=reinforce", "train.max_staleness=3")
+    assert "with train.max_staleness=3 tokens that other weights sampled" in stale
+    assert "correction.action=truncate" in stale
+    assert warnings("loss.name=reinforce", "train.max_staleness=3", "correction.action=truncate") == []
+    (later,) = warnings("loss.name=reinforce", "train.ppo_epochs=2", "train.minibatches=3")
+    assert "with train.minibatches=3 and train.ppo_epochs=2" in later
+    assert "one optimizer step for each batch" in later

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support.tiny import tiny_model
-from turnwise.training.batch import Batch, pack
+from turnwise.training.batch import Batch, divide_evenly, pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.options import Normalization
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
@@ -189,3 +189,29 @@ def test_models_with_sliding_windows_share_prefixes() -> None:
     )
     assert try_tree_attention(windowed)
     assert windowed.config.sliding_window == 4
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "sizes"),
+    [
+        (17, 16, [1] * 15 + [2]),
+        (33, 16, [2] * 15 + [3]),
+        (40, 32, [1] * 24 + [2] * 8),
+        (12, 4, [3] * 4),
+        (3, 5, [1] * 3),
+    ],
+)
+def test_parts_of_a_step_differ_by_at_most_one_trajectory(count: int, parts: int, sizes: list[int]) -> None:
+    trajectories = [trajectory(str(n), [("context", [5]), ("turn", [6])], [1.0]) for n in range(count)]
+    divided = divide_evenly(trajectories, parts)
+    assert sorted(map(len, divided)) == sizes
+    assert [one.id for part in divided for one in part] == [str(n) for n in range(count)]
+
+
+def test_the_number_of_equal_conversations_is_a_column() -> None:
+    made = [trajectory(name, [("context", [5]), ("turn", [6, 2])], [1.0]) for name in "ab"]
+    (micro,) = pack([*made, trajectory("c", [("context", [5]), ("turn", [7, 2])], [1.0])]).micro_batches
+    assert dict(zip(micro.targets.token_N.tolist()[::2], micro.targets.counts.tolist()[::2], strict=True)) == {
+        6: 2,
+        7: 1,
+    }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import math
 import subprocess
 from dataclasses import replace
@@ -14,16 +15,16 @@ import pytest
 import torch
 
 from support.tiny import tiny_model
-from training.test_batch import group
+from training.test_batch import group, trajectory
 from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.correction import correct, correction_weights, kept_tokens
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
 from turnwise.training.options import CorrectionConfig, PpoClip, Rejection
-from turnwise.training.policy_update import prepare
+from turnwise.training.policy_update import PreparedBatch, prepare
 from turnwise.training.targets import Targets
-from turnwise.types import LogprobKind, Sampling
+from turnwise.types import LogprobKind, Sampling, Trajectory
 
 LENGTHS = [4, 2, 5]
 VERL = Path("/work/.mirror/volcengine+verl/repo")
@@ -273,3 +274,130 @@ def test_the_size_of_micro_batches_changes_no_corrected_gradient(micro_batch_tok
         return torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None])
 
     torch.testing.assert_close(gradient(micro_batch_tokens, True), gradient(10_000, False), atol=1e-6, rtol=1e-4)
+
+
+# equal conversations, and conversations whose advantages are all zero
+
+SPOKEN = {"two": [12, 13], "four": [8, 9, 10, 11], "three": [14, 15, 16]}
+
+
+def spoken(one: LocalLearner, name: str, words: str, ratio: float, advantage: float, group: str = "g") -> Trajectory:
+    """A conversation of one turn, whose tokens the engine gave 1 / ratio times the learner's probability."""
+    made = trajectory(name, [("context", [5, 6, 7]), ("turn", SPOKEN[words])], [advantage], group=group)
+    own_V = one.model(torch.tensor([[5, 6, 7, *SPOKEN[words]]])).logits[0].detach().double().log_softmax(-1)
+    for place, token in enumerate(SPOKEN[words]):
+        made.segments[0].logprobs[3 + place] = float(own_V[2 + place, token]) - math.log(ratio)
+    return made
+
+
+def float64_gradient(one: LocalLearner, weighted: list[tuple[str, float]]) -> torch.Tensor:
+    """The gradient of `-sum(weight * log p)` over the tokens of each text, one text after the other."""
+    model = copy.deepcopy(one.model).double()
+    model.set_attn_implementation("eager")
+    for words, weight in weighted:
+        own_LV = model(torch.tensor([[5, 6, 7, *SPOKEN[words]]])).logits[0].log_softmax(-1)
+        (-weight * sum(own_LV[2 + place, token] for place, token in enumerate(SPOKEN[words]))).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def corrected_batch(one: LocalLearner, trajectories: list[Trajectory]) -> PreparedBatch:
+    required = one.requirements
+    batch = pack(trajectories, keep_zero=required.keep_zero, measure_zero=required.measure_zero)
+    return prepare(one, batch, StopFlag())
+
+
+def gradient_of(one: LocalLearner, prepared: PreparedBatch) -> torch.Tensor:
+    one.accumulate(prepared.batch.micro_batches, lambda: None, StopFlag())
+    return torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_normalized_weights_count_equal_conversations_as_often_as_they_occur(level: Any) -> None:
+    one = learner(CorrectionConfig(level=level, action="truncate", high=4.0, normalize_weights=True))
+    made = [spoken(one, "a", "two", 1.8, 1.0), spoken(one, "b", "two", 1.8, 1.0), spoken(one, "c", "four", 1.0, -0.5)]
+    prepared = corrected_batch(one, made)
+    (micro,) = prepared.batch.micro_batches
+    assert micro.targets.correction_N is not None
+    assert len(micro.targets.token_N) == 6  # a and b are one sequence
+    assert float((micro.targets.weight_N * micro.targets.correction_N).sum()) == pytest.approx(
+        1.0 if level == "token" else (2 * 2 * W2[level] + 4) / 8 / ((2 * W2[level] + 1) / 3), rel=1e-5
+    )
+    # float64: each token of the 8 has the share 1 / 8; weights are divided by their mean over tokens or conversations
+    weight = W2[level]
+    mean = (4 * weight + 4) / 8 if level == "token" else (2 * weight + 1) / 3
+    expected = float64_gradient(
+        one, [("two", 1.0 * weight / mean / 8), ("two", 1.0 * weight / mean / 8), ("four", -0.5 / mean / 8)]
+    )
+    torch.testing.assert_close(gradient_of(one, prepared), expected, atol=1e-6, rtol=1e-4)
+
+
+W2 = {"token": 1.8, "sequence": 1.8**2, "geometric": 1.8}
+"""The weight of a conversation of two tokens of ratio 1.8."""
+
+
+def test_metrics_count_equal_conversations_as_often_as_they_occur() -> None:
+    one = learner(CorrectionConfig(action="truncate", high=1.5))
+    made = [spoken(one, "a", "two", 1.8, 1.0), spoken(one, "b", "two", 1.8, 1.0), spoken(one, "c", "four", 1.0, -0.5)]
+    metrics = corrected_batch(one, made).correction.metrics()
+    apart = corrected_batch(one, [replace(t, group=t.id) for t in made]).correction.metrics()
+    assert metrics == pytest.approx(apart, rel=1e-9)
+    log = math.log(1.8)
+    assert metrics["correction/k1"] == pytest.approx(-4 * log / 8, rel=1e-5)
+    assert metrics["correction/k3/turn_0"] == pytest.approx(4 * (0.8 - log) / 8, rel=1e-4)
+    assert metrics["correction/clip_fraction"] == 0.5
+    assert metrics["correction/ppl_ratio"] == pytest.approx((2 / 1.8 + 1) / 3, rel=1e-5)
+    assert metrics["correction/chi2_sequence"] == pytest.approx((2 * 1.8**4 + 1) / 3 - 1, rel=1e-5)
+    assert metrics["correction/weight"] == pytest.approx((4 * 1.5 + 4) / 8, rel=1e-5)
+    assert metrics["correction/ess"] == pytest.approx((4 * 1.5 + 4) ** 2 / (8 * (4 * 1.5**2 + 4)), rel=1e-5)
+
+
+def test_clipping_counts_equal_conversations_as_often_as_they_occur() -> None:
+    one = learner(None)
+    made = [spoken(one, "a", "two", 1.8, 1.0), spoken(one, "b", "two", 1.8, 1.0), spoken(one, "c", "four", 1.0, -0.5)]
+    update = asyncio.run(one.update([pack(made)], lr=0.0))
+    assert (update.clip_fraction, update.tokens) == (0.5, 6)
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 1e-6])
+def test_conversations_without_advantage_are_rejected_and_measured_like_all_others(kl_coef: float) -> None:
+    correction = CorrectionConfig(level="sequence", action="reject", low=None, high=2.0)
+    loss = make_loss(PpoClip(correction=correction, kl_coef=kl_coef))
+    one = LocalLearner(tiny_model(), sampling=Sampling(), loss=loss, threads=1)
+    made = [
+        spoken(one, "a", "two", 1.0, 1.0),
+        spoken(one, "b", "three", 1.0, -1.0),
+        *(spoken(one, name, words, 3.0, 0.0, "h") for name, words in (("c", "two"), ("d", "three"))),
+    ]
+    prepared = corrected_batch(one, made)
+    metrics = prepared.correction.metrics()
+    assert metrics["correction/rejected"] == 0.5
+    assert metrics["correction/k1"] == pytest.approx(-math.log(3.0) / 2, rel=1e-5)
+    assert metrics["correction/k3"] == pytest.approx((3.0 - 1 - math.log(3.0)) / 2, rel=1e-5)
+    trained = [micro.targets for micro in prepared.batch.micro_batches]
+    assert sorted(w for micro in trained for w in micro.weight_N.tolist()) == pytest.approx([0.2] * 5)
+    if not kl_coef:
+        expected = float64_gradient(one, [("two", 0.2), ("three", -0.2)])
+        torch.testing.assert_close(gradient_of(one, prepared), expected, atol=1e-6, rtol=1e-4)
+    batch = pack(made, keep_zero=one.requirements.keep_zero, measure_zero=one.requirements.measure_zero)
+    (logprobs,) = asyncio.run(one.update([batch], lr=0.0)).logprobs
+    known = {id: values.tolist() for number, values in logprobs.items() for id, _ in batch.sources[number]}
+    for name in "abcd":
+        ratio = 1.0 if name in "ab" else 3.0
+        segment = next(t for t in made if t.id == name).segments[0]
+        assert known[name] == pytest.approx([value + math.log(ratio) for value in segment.logprobs[3:]], abs=1e-5)
+
+
+def test_conversations_without_advantage_are_in_the_mean_of_the_weights() -> None:
+    one = learner(CorrectionConfig(action="truncate", high=4.0, normalize_weights=True))
+    made = [spoken(one, "a", "two", 1.0, 1.0), spoken(one, "b", "two", 3.0, 0.0, "h")]
+    (micro,) = corrected_batch(one, made).batch.micro_batches
+    assert micro.targets.correction_N is not None
+    assert micro.targets.correction_N.tolist() == pytest.approx([0.5, 0.5], rel=1e-5)  # 1 / mean of 1 and 3
+    assert micro.targets.weight_N.tolist() == [0.25, 0.25]
+
+
+def test_without_correction_conversations_without_advantage_are_in_no_pass() -> None:
+    one = learner(None)
+    made = [spoken(one, "a", "two", 1.0, 1.0), spoken(one, "b", "two", 3.0, 0.0, "h")]
+    batch = corrected_batch(one, made).batch
+    assert (batch.without_gradient, len(batch.micro_batches)) == ([], 1)

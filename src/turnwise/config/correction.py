@@ -66,7 +66,7 @@ class CorrectionSection(Section):
     """How ratios are combined into the weight of a token, with `mask` and `icepop`: the values are those of `correction.level`.
     Null: the weight is the ratio that is compared with the bounds."""
     normalize_weights: bool = False
-    """Whether the weights of a batch are divided by their mean."""
+    """Whether the weights of a batch are divided by their mean over all its conversations."""
     reject: RejectionSection = RejectionSection()
     decoupled: bool = True
     """Whether the ratios of the loss compare with the weights before the update (decoupled PPO). False: they compare with the

@@ -83,7 +83,8 @@ class TrainSection(OptimizationSection):
     """The number of trajectories that are sampled for each row. The trajectories of a row are a group: their rewards are compared
     with each other."""
     minibatches: Positive = 1
-    """The number of parts into which the trajectories of a step are split. Each part gives one optimizer step."""
+    """The number of parts into which the trajectories of a step are split. Their sizes differ by at most 1. Each part gives one
+    optimizer step."""
     ppo_epochs: Positive = 1
     """The number of passes over the trajectories of a step. Each pass repeats the optimizer steps of `train.minibatches`."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0

@@ -24,6 +24,7 @@ __all__ = [
     "refuse_without_effect",
     "refuse_without_reward",
     "run_problems",
+    "training_warnings",
     "weight_problems",
 ]
 
@@ -60,6 +61,37 @@ def refuse_without_effect(config: Config) -> None:
     for holds, message in problems:
         if holds:
             raise ConfigError(message)
+
+
+def training_warnings(config: Config) -> list[str]:
+    """Combinations of options that are possible and that seldom are meant, for a warning before the first step."""
+    train = config.train
+    trajectories = train.batch_size * train.group_size
+    small, rest = divmod(trajectories, train.minibatches)
+    stale = (
+        [f"train.max_staleness={train.max_staleness}"]
+        if train.max_staleness and config.correction.action is None
+        else []
+    )
+    later = [
+        f"train.{name}={getattr(train, name)}" for name in ("minibatches", "ppo_epochs") if getattr(train, name) > 1
+    ]
+    warnings = [
+        (
+            rest > 0 and small > 0,
+            f"train.minibatches={train.minibatches} does not divide the {trajectories} conversations of a step "
+            f"(train.batch_size x train.group_size): the optimizer steps are on {small} or {small + 1} conversations, and a "
+            f"conversation counts more in the smaller ones. Use a divisor of {trajectories} for equal parts",
+        ),
+        (
+            config.loss.name == "reinforce" and bool(stale or later),
+            f"loss.name=reinforce has no probability ratio, so with {' and '.join(stale + later)} tokens that other weights "
+            f"sampled are trained on as if the present weights had sampled them. Use loss.name=ppo_clip or cispo"
+            f"{', or importance weights (correction.action=truncate)' if stale else ''}"
+            f"{', or one optimizer step for each batch' if later else ''}",
+        ),
+    ]
+    return [text for holds, text in warnings if holds]
 
 
 def _engine_problems(config: Config) -> list[Problem]:

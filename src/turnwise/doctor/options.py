@@ -18,7 +18,7 @@ from turnwise.config.loss import LOSSES
 from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection, Use
 from turnwise.config.section import Section, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
-from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
+from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
@@ -203,13 +203,14 @@ def _changed(part: Section, prefix: str, rebuild: Callable[[Any], Any]) -> Itera
 
 def take_effect(config: Config) -> Check:
     """Whether each option that the recipe sets has an effect. A combination in which an option has none fails."""
-    name = "options"
+    name, warnings = "options", []
     try:
         if fine_tunes(config):
             refuse_sft_without_effect(config)
         elif not isinstance(config.engine, ScriptedEngineSection | OpenAIEngineSection):
             refuse_without_effect(config)
             refuse_without_reward(config)
+            warnings = training_warnings(config)
     except ConfigError as error:
         return wrong(name, error)
     options = options_of(config)
@@ -225,7 +226,9 @@ def take_effect(config: Config) -> Check:
     )
     if idle:
         # with these rows, or in so few steps: a limit that nothing reaches, a system prompt where all rows have one
-        return Check(name, "note", f"{summary}; it makes no difference here to leave out {', '.join(idle)}")
+        warnings.append(f"it makes no difference here to leave out {', '.join(idle)}")
+    if warnings:
+        return Check(name, "note", "; ".join([summary, *warnings]))
     return Check(name, "ok", summary)
 
 

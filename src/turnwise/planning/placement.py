@@ -29,7 +29,7 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
         PlanLine(
             "optimizer steps of a step",
             f"{train.minibatches} minibatches x {train.ppo_epochs} epochs = {train.minibatches * train.ppo_epochs}, each on "
-            f"{-(-conversations // train.minibatches)} conversations",
+            f"{_sizes(conversations, train.minibatches)} conversations",
         ),
     ]
     bounds = [bound for bound in (limits.context, limits.tokens) if bound is not None]
@@ -44,7 +44,7 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
         )
     )
     if ranks > 1:
-        mean = -(-conversations // train.minibatches) / ranks
+        mean = conversations / train.minibatches / ranks
         lines.append(
             PlanLine(
                 "conversations of a rank",
@@ -54,6 +54,12 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
     epochs = train.total_steps * train.batch_size / max(1, rows)
     lines.append(PlanLine("rows", f"{rows:,}; {train.total_steps} steps use each row {epochs:.3g} times"))
     return lines
+
+
+def _sizes(conversations: int, parts: int) -> str:
+    """The sizes of parts that differ by at most 1. Example: `2 or 3`."""
+    small, rest = divmod(conversations, parts)
+    return f"{small} or {small + 1}" if rest else str(small)
 
 
 def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLine]:

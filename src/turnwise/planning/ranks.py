@@ -66,7 +66,7 @@ def refuse_impossible(config: Config, ranks: int, model_config: Any) -> None:
             f"equally among the devices of a server: use a divisor of {heads}"
         )
     conversations = config.train.batch_size * config.train.group_size
-    per_step = -(-conversations // config.train.minibatches)
+    per_step = conversations // config.train.minibatches
     if per_step < ranks:
         raise ConfigError(
             f"{ranks} ranks and {per_step} conversations for each optimizer step (train.batch_size={config.train.batch_size} x "

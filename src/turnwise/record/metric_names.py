@@ -227,7 +227,8 @@ METRICS = (
     Metric(
         "correction/k1", "nats", "mean over trained tokens",
         "Estimate k1 of the KL divergence of the trainer's policy from the engine's: mean of log(engine's probability / "
-        "trainer's probability), before the first optimizer step. All metrics of `correction` need `correction.action`.",
+        "trainer's probability), before the first optimizer step. All metrics of `correction` need `correction.action`. "
+        "They are of all conversations of the batch, also of those whose advantages are 0.",
         same=("rollout_corr/kl", "rollout_correction/kl"), lines=_TRAIN,
     ),
     Metric(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from turnwise.config.schema import Config
+from turnwise.training.batch import divide_evenly
 from turnwise.training.critic import Critic
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
 from turnwise.training.value_loss import explained_variance, mean_value
@@ -64,10 +65,8 @@ class CriticTraining:
         """Train the critic on the trajectories of a step, with as many optimizer steps as the policy."""
         options = self.config.train
         trajectories = [trajectory for group in groups for trajectory in group.trajectories if _has_targets(trajectory)]
-        size = -(-len(trajectories) // options.minibatches) or 1
         batches = [
-            pack_value_targets(trajectories[start : start + size], self._packing())
-            for start in range(0, len(trajectories), size)
+            pack_value_targets(part, self._packing()) for part in divide_evenly(trajectories, options.minibatches)
         ]
         stats = await self.critic.update(
             batches,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,8 +121,9 @@ class RunState:
         """The learning rate of the step that comes next."""
         return build.learning_rate(self.options, self.step, steps=self.steps)
 
-    def pack(self, trajectories: Sequence[Trajectory], *, keep_zero: bool = False) -> Batch:
-        """Pack trajectories into a batch, as the recipe and the learner require. `keep_zero` keeps advantages of 0 in."""
+    def pack(self, trajectories: Sequence[Trajectory], *, compared: Collection[str] = ()) -> Batch:
+        """Pack trajectories into a batch, as the recipe and the learner require. Those with the ids `compared` are in the pass
+        with gradients also if their advantages are 0."""
         options, required = self.options, self.learner.requirements
         return pack(
             trajectories,
@@ -130,7 +131,9 @@ class RunState:
             micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
             parallel=required.parallel,
             share_prompts=required.share_prompts,
-            keep_zero=required.keep_zero or keep_zero,
+            keep_zero=required.keep_zero,
+            measure_zero=required.measure_zero,
+            compared=compared,
             kinds=required.logprob_kinds,
             version=self.step,
         )

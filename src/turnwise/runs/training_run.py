@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from turnwise import build
 from turnwise.config.schema import Config
-from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
+from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.curriculum import initial_pass_rates
 from turnwise.data.row_source import DataState, RowSource
 from turnwise.engines.publisher import WeightPublisher
@@ -29,6 +30,8 @@ from turnwise.training.learner import Learner
 from turnwise.types import Row
 
 __all__ = ["DataState", "TrainingRun", "assemble"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,6 +92,8 @@ def assemble(config: Config) -> TrainingRun:
     """
     refuse_without_effect(config)
     refuse_without_reward(config)
+    for text in training_warnings(config):
+        _log.warning("%s", text)
     scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
     credit = build.credit(config, scorer)
     inputs = read_inputs(config, "train", _read_rows)

@@ -25,7 +25,7 @@ from turnwise.training.packing import MicroBatch, pack_sequences
 from turnwise.training.targets import Targets
 from turnwise.types import Failure, LogprobKind, Trajectory
 
-__all__ = ["Batch", "pack", "share_saved", "stale_without_logprobs"]
+__all__ = ["Batch", "divide_evenly", "has_gradient", "pack", "share_saved", "stale_without_logprobs"]
 
 _OVER_TOKENS = Normalization("token")
 
@@ -35,6 +35,9 @@ class Batch:
     """The data of one optimizer step."""
 
     micro_batches: list[MicroBatch[Targets]]
+    without_gradient: list[MicroBatch[Targets]]
+    """Trajectories whose advantages are all zero, where rollout correction needs their log-probabilities and the loss needs
+    nothing of them. They are not in the pass with gradients."""
     trajectories: int
     """Trajectories that count in the average, including those without a gradient."""
     tokens: int
@@ -62,6 +65,8 @@ def pack(
     parallel: int = 1,
     share_prompts: bool = True,
     keep_zero: bool = False,
+    measure_zero: bool = False,
+    compared: Collection[str] = (),
     kinds: Collection[LogprobKind] = (LogprobKind.SAMPLED,),
     version: int | None = None,
 ) -> Batch:
@@ -71,8 +76,9 @@ def pack(
     turn, over segments or over trajectories, which then all count the same, or divided by a constant for each trajectory.
 
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
-    is zero; `keep_zero` keeps them in, for losses with further terms. Sequences of a group with equal tokens and equal
-    advantages are one sequence, at the weight of all of them.
+    is zero; `keep_zero` keeps them in, for losses with further terms, and `compared` those with these ids. `measure_zero` puts
+    the others into `Batch.without_gradient`, because rollout correction is of all trajectories. Sequences of a group with equal
+    tokens and equal advantages are one sequence, at the weight of all of them.
 
     `parallel` micro-batches are computed at the same time: there are as many as keep all workers busy, of similar sizes.
 
@@ -90,29 +96,37 @@ def pack(
     weighted = [(trajectory, *weight_sums(trajectory)) for trajectory in trajectories if trajectory.advantages]
     counted = [(trajectory, sums) for trajectory, sums, _ in weighted if any(sums)]
     shares = token_shares([sums for _, sums in counted], normalization)
-    sequence_numbers = itertools.count()
-    branches: list[tuple[str, Branch]] = []
-    for (trajectory, _), shares_of_segments in zip(counted, shares, strict=True):
-        if not keep_zero and not any(turn.weight and trajectory.has_advantage(turn.index) for turn in trajectory.turns):
-            continue
-        for branch in branches_of(trajectory, kinds, shares_of_segments, sequence_numbers):
-            branches.append((trajectory.group, branch))
-    merged = _merge_equal(branches)
-    micro_batches = pack_sequences(
-        merged,
-        functools.partial(_targets, version=version),
-        micro_batch_tokens=micro_batch_tokens,
-        parallel=parallel,
-        share_prompts=share_prompts,
+    in_loss = [keep_zero or one.id in compared or has_gradient(one) for one, _ in counted]
+    merged = _branches_of_all(counted, shares, kinds, in_loss, measure_zero=measure_zero)
+    make_targets = functools.partial(_targets, version=version)
+    size = {"micro_batch_tokens": micro_batch_tokens, "parallel": parallel}
+    micro_batches, without_gradient = (
+        pack_sequences(part, make_targets, **size, share_prompts=share_prompts) for part in merged
     )
+    branches = [branch for part in merged for branch in part]
     return Batch(
         micro_batches=micro_batches,
+        without_gradient=without_gradient,
         trajectories=len(counted),
         tokens=sum(tokens for _, _, tokens in weighted),
-        sequence_tokens=sum(len(branch.token_ids) for branch in merged),
-        computed_tokens=_computed_tokens(merged, micro_batches, share_prompts=share_prompts),
-        sources={branch.number: branch.sources for branch in merged},
+        sequence_tokens=sum(len(branch.token_ids) for branch in branches),
+        computed_tokens=_computed_tokens(branches, [*micro_batches, *without_gradient], share_prompts=share_prompts),
+        sources={branch.number: branch.sources for branch in branches},
     )
+
+
+def divide_evenly(trajectories: Sequence[Trajectory], parts: int) -> list[Sequence[Trajectory]]:
+    """The trajectories in `parts` parts, in their order, whose sizes differ by at most 1. There are fewer parts if there are
+    fewer trajectories. Example: 7 trajectories in 3 parts are 3, 2 and 2.
+    """
+    parts = min(parts, len(trajectories))
+    ends = [0, *(len(trajectories) * part // parts for part in range(1, parts + 1))]
+    return [trajectories[start:end] for start, end in itertools.pairwise(ends)]
+
+
+def has_gradient(trajectory: Trajectory) -> bool:
+    """Whether a token that is trained on has an advantage other than zero."""
+    return any(turn.weight and trajectory.has_advantage(turn.index) for turn in trajectory.turns)
 
 
 def _computed_tokens(branches: Sequence[Branch], micro_batches: Sequence[MicroBatch], *, share_prompts: bool) -> int:
@@ -142,6 +156,26 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
     return None
 
 
+def _branches_of_all(
+    counted: Sequence[tuple[Trajectory, list[float]]],
+    shares: Sequence[Sequence[float]],
+    kinds: Collection[LogprobKind],
+    in_loss: Sequence[bool],
+    *,
+    measure_zero: bool,
+) -> tuple[list[Branch], list[Branch]]:
+    """The branches of the trajectories that are in the loss, and with `measure_zero` those of the others. Equal branches of a
+    group are one."""
+    sequence_numbers = itertools.count()
+    parts: dict[bool, list[tuple[str, Branch]]] = {True: [], False: []}
+    for (trajectory, _), shares_of_segments, trained in zip(counted, shares, in_loss, strict=True):
+        if not trained and not measure_zero:
+            continue
+        for branch in branches_of(trajectory, kinds, shares_of_segments, sequence_numbers):
+            parts[trained].append((trajectory.group, branch))
+    return _merge_equal(parts[True]), _merge_equal(parts[False])
+
+
 def _merge_equal(branches: Sequence[tuple[str, Branch]]) -> list[Branch]:
     """Branches (with their groups), where equal branches of a group are one, with the sum of their shares."""
     merged: dict[tuple[str, bytes], Branch] = {}
@@ -168,6 +202,7 @@ def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:
         sequence_N=column(lambda branch: np.full(len(branch.turn), branch.number)),
         turn_N=column(lambda branch: branch.turn),
         version_N=column(lambda branch: branch.version),
+        copies_N=column(lambda branch: np.full(len(branch.turn), len(branch.sources))),
         behaviour_logprob_N=column(lambda branch: branch.logprobs),
         known_N=column(lambda branch: branch.known),
         version=version,

@@ -28,7 +28,8 @@ _LOG_BOUND = 20.0
 class CorrectionSums:
     """Sums over the tokens and sequences of a batch, before rejection. Sums of several batches are added with `+`.
 
-    Tokens without a usable log-probability of the engine count in `unknown` and in nothing else.
+    Each segment counts, also where equal segments are one sequence of the batch (`Targets.copies_N`). Tokens without a usable
+    log-probability of the engine count in `unknown` and in nothing else.
     """
 
     tokens: int = 0
@@ -106,7 +107,8 @@ def correct(targets: Sequence[Targets], config: CorrectionConfig) -> Corrected:
 
     `targets` are those of the micro-batches, with `proximal_logprob_N`. Tokens without a log-probability of the engine must have
     the proximal log-probability as `behaviour_logprob_N`: their ratio is 1. If tokens are rejected, the weights of the others are
-    scaled so that the sum over the batch is 1 again, unless `config.rescale` is false.
+    scaled so that the sum over the batch is 1 again, unless `config.rescale` is false. The batch is complete: trajectories that
+    have no gradient are in the means and in the metrics, too.
     """
     weights = [correction_weights(micro, config) for micro in targets]
     kept = [kept_tokens(micro, config) for micro in targets]
@@ -191,13 +193,13 @@ def _inside(value_N: torch.Tensor, low: float | None, high: float | None) -> tor
 def _normalized(
     weights: Sequence[torch.Tensor], targets: Sequence[Targets], kept: Sequence[torch.Tensor], *, by_sequence: bool
 ) -> list[torch.Tensor]:
-    """Weights divided by their mean over the kept tokens, or over the sequences with kept tokens."""
+    """Weights divided by their mean over the kept tokens, or over the segments with kept tokens."""
     total = count = 0.0
     for weight_N, micro, keep_N in zip(weights, targets, kept, strict=True):
-        share_N = torch.ones_like(weight_N)
+        share_N = micro.counts
         if by_sequence and bool(keep_N.any()):
             _, place_N, count_S = torch.unique(micro.sequence_N[keep_N], return_inverse=True, return_counts=True)
-            share_N[keep_N] = 1.0 / count_S[place_N].to(weight_N.dtype)
+            share_N[keep_N] = share_N[keep_N] / count_S[place_N]
         total += float((weight_N * share_N)[keep_N].sum())
         count += float(share_N[keep_N].sum())
     mean = total / count if count else 1.0
@@ -205,31 +207,33 @@ def _normalized(
 
 
 def _sums(targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, config: CorrectionConfig) -> CorrectionSums:
-    known_N = targets.known_N
+    known_N, count_N = targets.known_N, targets.counts.double()
     log_ratio_N = _log_ratio(targets).double()
-    inside_N = _inside(_ratio(targets, config.level), config.low, config.high)
-    log_ratio, turn, weight = log_ratio_N[known_N], targets.turn_N[known_N], weight_N[known_N].double()
+    outside_N = ~_inside(_ratio(targets, config.level), config.low, config.high)
+    log_ratio, count, turn = log_ratio_N[known_N], count_N[known_N], targets.turn_N[known_N]
     k3 = log_ratio.exp() - 1.0 - log_ratio
-    _, place, count_S = torch.unique(targets.sequence_N[known_N], return_inverse=True, return_counts=True)
-    sum_S = log_ratio.new_zeros(len(count_S)).index_add_(0, place, log_ratio)
+    weight = weight_N[known_N].double()
+    _, place, length_S = torch.unique(targets.sequence_N[known_N], return_inverse=True, return_counts=True)
+    sum_S = log_ratio.new_zeros(len(length_S)).index_add_(0, place, log_ratio)
+    copies_S = count.new_zeros(len(length_S)).index_add_(0, place, count) / length_S
     by_turn = {
-        int(index): (int(own.sum()), float(-log_ratio[own].sum()), float(k3[own].sum()))
+        int(index): (int(count[own].sum()), float(-(log_ratio * count)[own].sum()), float((k3 * count)[own].sum()))
         for index in turn.unique()
         for own in [turn == index]
     }
     return CorrectionSums(
-        tokens=len(log_ratio),
-        unknown=int((~known_N).sum()),
-        sequences=len(count_S),
-        k1=float(-log_ratio.sum()),
-        k3=float(k3.sum()),
-        ratio=float(log_ratio.exp().sum()),
-        ratio_squared=float((2 * log_ratio).exp().sum()),
-        sequence_ratio_squared=float((2 * sum_S.clamp(-_LOG_BOUND, _LOG_BOUND)).exp().sum()),
-        perplexity_ratio=float((-sum_S / count_S).exp().sum()),
-        weight=float(weight.sum()),
-        weight_squared=float(weight.square().sum()),
-        clipped=0 if config.action == "measure" else int((~inside_N).sum()),
-        rejected=int((~keep_N).sum()),
+        tokens=int(count.sum()),
+        unknown=int(count_N[~known_N].sum()),
+        sequences=round(float(copies_S.sum())),
+        k1=float(-(log_ratio * count).sum()),
+        k3=float((k3 * count).sum()),
+        ratio=float((log_ratio.exp() * count).sum()),
+        ratio_squared=float(((2 * log_ratio).exp() * count).sum()),
+        sequence_ratio_squared=float(((2 * sum_S.clamp(-_LOG_BOUND, _LOG_BOUND)).exp() * copies_S).sum()),
+        perplexity_ratio=float(((-sum_S / length_S).exp() * copies_S).sum()),
+        weight=float((weight * count).sum()),
+        weight_squared=float((weight.square() * count).sum()),
+        clipped=0 if config.action == "measure" else int(count_N[outside_N].sum()),
+        rejected=int(count_N[~keep_N].sum()),
         by_turn=by_turn,
     )

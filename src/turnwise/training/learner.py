@@ -44,6 +44,8 @@ class BatchRequirements(PackingRequirements):
     """The kinds of reported log-probability that the loss can use. The learner computes the others itself."""
     keep_zero: bool
     """Whether tokens with advantage 0 have a gradient, from a divergence or an entropy term."""
+    measure_zero: bool
+    """Whether the log-probabilities of tokens with advantage 0 are needed, by rollout correction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,6 +86,7 @@ class LocalLearner(PassLearner):
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
             keep_zero=self.loss.needs_zero_advantages,
+            measure_zero=self.loss.correction is not None,
             micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
             parallel=self._gradients.parallel,
         )

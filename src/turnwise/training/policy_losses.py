@@ -37,7 +37,7 @@ def ppo_clip(
         negative_N = targets.advantage_N < 0
         loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * targets.advantage_N), loss_N)
         outside_N = outside_N | (negative_N & (ratio_N > dual_clip))
-    return _terms(logprob_N, targets, loss_N=loss_N, clipped=outside_N.sum())
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=outside_N)
 
 
 def gspo(
@@ -61,7 +61,7 @@ def gspo(
         mean_N = mean_of_groups(log_ratio_N, groups_of(targets, level))
     ratio_N = (mean_N + logprob_N - logprob_N.detach()).exp()
     loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
-    return _terms(logprob_N, targets, loss_N=loss_N, clipped=_outside(ratio_N, clip_low, clip_high).sum())
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, clip_low, clip_high))
 
 
 def cispo(logprob_N: torch.Tensor, targets: Targets, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
@@ -73,7 +73,7 @@ def cispo(logprob_N: torch.Tensor, targets: Targets, *, clip_low: float = 1.0, c
         ratio_N = _ratio(logprob_N, targets)
         weight_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss_N = -weight_N * targets.advantage_N * logprob_N
-    return _terms(logprob_N, targets, loss_N=loss_N, clipped=_outside(ratio_N, clip_low, clip_high).sum())
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, clip_low, clip_high))
 
 
 def sapo(
@@ -86,7 +86,7 @@ def sapo(
     ratio_N = _ratio(logprob_N, targets)
     tau_N = torch.where(targets.advantage_N > 0, tau_positive, tau_negative)
     loss_N = -4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * targets.advantage_N
-    return _terms(logprob_N, targets, loss_N=loss_N, clipped=logprob_N.new_zeros(()))
+    return _terms(logprob_N, targets, loss_N=loss_N)
 
 
 def reinforce(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
@@ -96,7 +96,7 @@ def reinforce(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
     baseline.
     """
     loss_N = -targets.advantage_N * logprob_N
-    return _terms(logprob_N, targets, loss_N=loss_N, clipped=logprob_N.new_zeros(()))
+    return _terms(logprob_N, targets, loss_N=loss_N)
 
 
 def nll(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
@@ -136,14 +136,16 @@ def _outside(ratio_N: torch.Tensor, clip_low: float, clip_high: float) -> torch.
     return (ratio_N < 1.0 - clip_low) | (ratio_N > 1.0 + clip_high)
 
 
-def _terms(logprob_N: torch.Tensor, targets: Targets, *, loss_N: torch.Tensor, clipped: torch.Tensor) -> LossTerms:
-    """The loss with the metrics that all policy losses have."""
+def _terms(
+    logprob_N: torch.Tensor, targets: Targets, *, loss_N: torch.Tensor, outside_N: torch.Tensor | None = None
+) -> LossTerms:
+    """The loss with the metrics that all policy losses have. `outside_N`: whether the ratio is outside the bounds of the loss."""
     with torch.no_grad():
         # a NaN would be lost when Python's `max` compares micro-batches, so it counts as infinite
         deviation_N = ((logprob_N - targets.behaviour_logprob_N).exp() - 1.0).abs().nan_to_num(nan=torch.inf)
         return LossTerms(
             loss_N=loss_N,
             kl_N=kl_k3(logprob_N.detach(), targets.behaviour_logprob_N),
-            clipped=clipped,
+            clipped=logprob_N.new_zeros(()) if outside_N is None else targets.counts[outside_N].sum(),
             max_deviation=torch.where(targets.known_N, deviation_N, 0.0).amax(),
         )

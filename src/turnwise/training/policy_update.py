@@ -94,25 +94,28 @@ class PreparedBatch:
 def prepare(learner: PassLearner, batch: Batch, stop: StopFlag) -> PreparedBatch:
     """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
 
-    The learner computes log-probabilities of tokens for which the engine reported none that the loss can use.
+    The learner computes log-probabilities of tokens for which the engine reported none that the loss can use. Rollout correction
+    needs those of all tokens, also of trajectories that have no gradient: rejection, means and metrics are of the whole batch.
     """
     loss, correction = learner.loss, learner.loss.correction
     needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]
+    if correction is not None:
+        needed += batch.without_gradient
     if not loss.needs_behaviour_logprobs or not needed:
         return PreparedBatch(batch)
     own_N = {
         id(micro): logprob_N for micro, logprob_N in zip(needed, learner.target_logprobs(needed, stop), strict=False)
     }
-    micro_batches = [
-        _with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro
-        for micro in batch.micro_batches
-    ]
+    micro_batches, without_gradient = (
+        [_with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro for micro in part]
+        for part in (batch.micro_batches, batch.without_gradient)
+    )
     if correction is None or len(own_N) < len(needed):  # stopped: the result is discarded
         return PreparedBatch(replace(batch, micro_batches=micro_batches))
-    corrected = correct([micro.targets for micro in micro_batches], correction)
+    corrected = correct([micro.targets for micro in (*micro_batches, *without_gradient)], correction)
     kept = [
         replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
-        for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=True)
+        for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=False)
         if bool(keep_N.any())
     ]
     logprobs = tuple(TargetLogprobs.of(micro.targets, own_N[id(micro)]) for micro in needed)
@@ -141,6 +144,7 @@ def policy_loss(
         loss=float(total),
         kl=float((terms.kl_N * targets.weight_N).sum()),
         tokens=len(terms.loss_N),
+        counted=float(targets.counts.sum()),
         clipped=float(terms.clipped),
         max_deviation=float(terms.max_deviation),
         fresh_deviation=fresh_deviation(logprob_N, targets),

@@ -29,6 +29,9 @@ class Targets:
     """Index of the turn that sampled the token, in its trajectory."""
     version_N: torch.Tensor
     """Version of the weights that sampled the token."""
+    copies_N: torch.Tensor | None = None
+    """The number of segments that the token's sequence stands for, because their tokens and advantages are equal. None: 1.
+    `weight_N` is already the sum over them."""
     behaviour_logprob_N: torch.Tensor
     """Log-probability of the token under the policy that sampled it, as the engine reported it; 0 where `known_N` is false."""
     known_N: torch.Tensor
@@ -54,6 +57,11 @@ class Targets:
             if self.decoupled and self.proximal_logprob_N is not None
             else self.behaviour_logprob_N
         )
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """How often each token counts in metrics and means over all segments of the batch. Float32, shape [N]."""
+        return torch.ones_like(self.weight_N) if self.copies_N is None else self.copies_N.to(self.weight_N.dtype)
 
     def with_correction(self, correction_N: torch.Tensor, factor: float) -> Targets:
         """With importance weights, and the weights of the average multiplied by `factor`."""
@@ -81,7 +89,7 @@ class LossTerms:
     kl_N: torch.Tensor
     """Estimate of the KL divergence that is reported: from the reference model, or from the policy that sampled."""
     clipped: torch.Tensor
-    """How many tokens have a probability ratio outside the bounds of the loss. Shape []."""
+    """How many tokens have a probability ratio outside the bounds of the loss, by `Targets.counts`. Shape []."""
     max_deviation: torch.Tensor
     """Largest `|ratio - 1|` of the tokens with a reported log-probability. Shape []."""
 

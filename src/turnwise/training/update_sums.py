@@ -24,6 +24,8 @@ class UpdateSums:
     loss: float = 0.0
     kl: float = 0.0
     tokens: int = 0
+    counted: float = 0.0
+    """The tokens by `Targets.counts`, of which `clipped` are outside the bounds."""
     clipped: float = 0.0
     max_deviation: float = 0.0
     fresh_deviation: float = 0.0
@@ -35,6 +37,7 @@ class UpdateSums:
             loss=self.loss + other.loss,
             kl=self.kl + other.kl,
             tokens=self.tokens + other.tokens,
+            counted=self.counted + other.counted,
             clipped=self.clipped + other.clipped,
             max_deviation=max(self.max_deviation, other.max_deviation),
             fresh_deviation=max(self.fresh_deviation, other.fresh_deviation),
@@ -92,15 +95,15 @@ def update_stats(
     """Statistics of several optimizer steps: one entry in `sums` and `norms` for each, and one in `logprobs` for each batch."""
     if not sums:
         return UpdateStats()
-    tokens = sum(step.tokens for step in sums)
+    counted = sum(step.counted for step in sums)
     return UpdateStats(
         loss=sum(step.loss for step in sums) / len(sums),
         kl=sum(step.kl for step in sums) / len(sums),
         grad_norm=sum(norms) / len(norms),
         max_deviation=sums[0].max_deviation,
         fresh_deviation=sums[0].fresh_deviation,
-        clip_fraction=sum(step.clipped for step in sums) / max(tokens, 1),
-        tokens=tokens,
+        clip_fraction=sum(step.clipped for step in sums) / max(counted, 1),
+        tokens=sum(step.tokens for step in sums),
         steps=len(sums),
         correction=correction.metrics(),
         logprobs=[dict(itertools.chain.from_iterable(part.by_sequence() for part in batch)) for batch in logprobs],

@@ -39,7 +39,16 @@ def convert_batches(builder: SwiftRecipeBuilder) -> int:
         f"train.batch_size, train.minibatches ({generation} conversations a step, with {processes} processes)",
         *_BATCH_KEYS,
     )
-    minibatches = max(1, round(generation / (per_micro_step * accumulation)))
+    size = per_micro_step * accumulation
+    minibatches = max(1, round(generation / size))
+    if generation > size and generation % size:
+        builder.reject_value(
+            "gradient_accumulation_steps" if global_batch is None else "global_batch_size",
+            accumulation if global_batch is None else global_batch,
+            f"an optimizer step there is on {size} conversations, also of two generations; here, the {generation} conversations "
+            f"of a step are divided into {minibatches} equal parts",
+            changes_training=True,
+        )
     if minibatches > 1:
         builder.set("train.minibatches", minibatches)
     if generation % group:

@@ -112,6 +112,7 @@ class ModelShard:
             share_prompts=shares,
             logprob_kinds=options.sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
+            measure_zero=self._loss.correction is not None,
             micro_batch_tokens=default_micro_batch_tokens(ranks.device),
             parallel=ranks.size,
         )
