@@ -142,14 +142,16 @@ def _run(options: argparse.Namespace, context: Context, errors: Console) -> int:
     """Run the command, and print what stops it."""
     import signal
 
-    from turnwise.errors import TurnwiseError
+    from turnwise.errors import TurnwiseError, without_hidden
 
     stops = context.stops
     try:
         return options.command(options, context)
     except TurnwiseError as error:
         # not wrapped: a path in it stays in one piece
-        errors.print(f"turnwise: {error}", style="red", highlight=False, markup=False, soft_wrap=True)
+        errors.print(
+            f"turnwise: {without_hidden(str(error))}", style="red", highlight=False, markup=False, soft_wrap=True
+        )
         return 1
     except KeyboardInterrupt:
         name = stops.received.name if stops.received not in (None, signal.SIGINT) else ""

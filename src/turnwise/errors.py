@@ -40,8 +40,10 @@ __all__ = [
     "TurnwiseError",
     "boundary",
     "failed_by",
+    "hide",
     "nearest",
     "text_of",
+    "without_hidden",
 ]
 
 
@@ -140,10 +142,26 @@ def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:
         message = text_of(error)
         if not isinstance(error, TurnwiseError):
             message = f"{type(error).__name__}: {message}".rstrip(": ")
-    message = f"{where}: {message}" if where else message
+    message = without_hidden(f"{where}: {message}" if where else message)
     if len(message) > _LONGEST_MESSAGE:
         message = f"{message[:_LONGEST_MESSAGE]} [...]"
     return Failed(Failure(kind, message, traceback=traceback_of(error)))
+
+
+_HIDDEN: dict[str, str] = {}
+"""Values that no message may contain, and what stands for each."""
+
+
+def hide(value: str, *, shown: str) -> None:
+    """From now on, `shown` stands for `value` in the messages of failures and errors: it is a key or a password."""
+    _HIDDEN[value] = shown
+
+
+def without_hidden(text: str) -> str:
+    """A message without the values that `hide` was called with."""
+    for value in sorted(_HIDDEN, key=len, reverse=True):  # a value may contain another one
+        text = text.replace(value, _HIDDEN[value])
+    return text
 
 
 def text_of(value: object) -> str:

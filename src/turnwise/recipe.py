@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from turnwise.config.environment_values import with_references
 from turnwise.config.recipe import checked, load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
@@ -94,7 +95,7 @@ class Recipe:
         """A copy with other options. Mappings are merged: `train={"lr": 1e-4}` keeps the other options of `train`."""
         recipe = type(self).__new__(type(self))
         recipe.tree = _merged(self.tree, _tree(dict(options)))
-        recipe.config = checked(recipe.tree, source="the recipe")
+        recipe.config = checked(recipe.tree, source="the recipe").with_origins(self.config.origins)
         return recipe
 
     def to_yaml(self, path: str | Path) -> None:
@@ -110,7 +111,10 @@ class Recipe:
                 f"and refer to them as path/to/file.py:name"
             )
         try:
-            Path(path).write_text(yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+            Path(path).write_text(
+                yaml.safe_dump(with_references(self.tree, self.config.origins), sort_keys=False, allow_unicode=True),
+                encoding="utf-8",
+            )
         except OSError as error:
             raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 

@@ -29,7 +29,7 @@ def loggers(config: Config, *, step: int) -> Loggers:
                 conversations=use.conversations,
                 arguments=use.arguments,
                 directory=directory,
-                options=config.model_dump(mode="json"),
+                options=config.written(),
                 step=step,
             ),
         )

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from turnwise.config.environment_values import insert_values
 from turnwise.config.known_names import called_here, value_hint
 from turnwise.config.named_section import name_of, named_sections, shared_options
 from turnwise.config.resume_rules import RULES
 from turnwise.config.schema import Config, Section
-from turnwise.errors import ConfigError, nearest
+from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 
 __all__ = ["checked", "load", "with_overrides"]
@@ -51,7 +51,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
     notes = _override(tree, overrides)
-    return checked(_interpolate(tree, where=str(path)), source=str(path)), notes
+    inserted, origins = insert_values(tree, where=str(path))
+    return checked(inserted, source=str(path)).with_origins(origins), notes
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str], *, source: str) -> tuple[Config, list[str]]:
@@ -72,7 +73,7 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_explain(error, source)) from None
+        raise ConfigError(without_hidden(_explain(error, source))) from None
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -145,26 +146,6 @@ def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> li
     if not dropped:
         return []
     return [f"data.eval=null removes the recipe's {', '.join(dropped)}, which need held-out rows"]
-
-
-def _interpolate(node: Any, *, where: str) -> Any:
-    if isinstance(node, dict):
-        return {key: _interpolate(value, where=f"{where}: {key}") for key, value in node.items()}
-    if isinstance(node, list):
-        return [_interpolate(value, where=where) for value in node]
-    if not isinstance(node, str):
-        return node
-
-    def value_of(match: re.Match[str]) -> str:
-        name, default = match.group(1), match.group(2)
-        value = os.environ.get(name, default)
-        if value is None:
-            raise ConfigError(
-                f"{where}: the environment variable {name} is not set; set it, or write ${{{name}:-default}}"
-            )
-        return value
-
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", value_of, node)
 
 
 def _explain(error: ValidationError, source: str) -> str:

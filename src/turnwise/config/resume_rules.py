@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from turnwise.config.environment_values import same_value, with_digests
 from turnwise.config.schema import Config, Use
 from turnwise.config.section import Section
 from turnwise.errors import ConfigError, RunError, nearest
@@ -142,17 +143,17 @@ _START_OPTIONS = ("resume", "resume_changes", "replace", "output")
 def option_values(config: Config) -> dict[str, Any]:
     """The value of each option as plain data, by its dotted name; `tools[].timeout` is the list of all tools' timeouts.
 
-    Options of engines that the recipe does not use are left out.
+    Options of engines that the recipe does not use are left out. Values from environment variables have a digest instead
+    (`same_value` compares them).
     """
-    return dict(_values(config, ""))
+    return dict(_values(config, with_digests(config.model_dump(mode="json"), config.origins), ""))
 
 
-def _values(section: Section, prefix: str) -> Iterator[tuple[str, Any]]:
-    plain = section.model_dump(mode="json")
+def _values(section: Section, plain: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name in type(section).model_fields:
         value, key = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, Section) and type(value) is not Use:
-            yield from _values(value, f"{key}.")
+            yield from _values(value, plain[name], f"{key}.")
         elif any(rule.startswith(f"{key}[].") for rule in RULES):
             for field in (rule.removeprefix(f"{key}[].") for rule in RULES if rule.startswith(f"{key}[].")):
                 yield f"{key}[].{field}", [use[field] for use in plain[name]]
@@ -186,7 +187,7 @@ def check_options(
     """
     defaults = option_values(Config.model_validate({"model": {"path": "model"}, "data": {"train": "rows.jsonl"}}))
     before = {key: previous.get(key, defaults.get(key)) for key in now}
-    changed = [key for key, value in before.items() if value != now[key] and key not in _START_OPTIONS]
+    changed = [key for key, value in before.items() if not same_value(value, now[key]) and key not in _START_OPTIONS]
     refused = [key for key in changed if RULES[key] == "fixed" or (RULES[key] == "named" and key not in named)]
     if refused:
         lines = "\n  ".join(f"{key}={_short(now[key])} (the run used {_short(before[key])})" for key in refused)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, field_validator, model_validator
+from pydantic import Field, PrivateAttr, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.config.cluster import ClusterSection
@@ -19,6 +19,7 @@ from turnwise.config.credit import AnyCredit, AutoCreditSection, CreditSection
 from turnwise.config.critic import CriticSection
 from turnwise.config.data import DataSection, ModelSection
 from turnwise.config.environment import EnvironmentUse, McpSection, ToolCallsSection, ToolUse
+from turnwise.config.environment_values import Origins, with_references
 from turnwise.config.generation import (
     EvaluationSamplingSection,
     LimitsSection,
@@ -196,6 +197,24 @@ class Config(Section):
     """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
     replace: bool = False
     """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""
+
+    _origins: Origins = PrivateAttr(default_factory=dict)
+
+    @property
+    def origins(self) -> Origins:
+        """The values of the recipe that came from environment variables."""
+        return self._origins
+
+    def with_origins(self, origins: Origins) -> Config:
+        """The same recipe, with `origins` as the places whose values came from environment variables."""
+        copy = self.model_copy()
+        copy._origins = origins
+        return copy
+
+    def written(self) -> dict[str, Any]:
+        """The options as plain data, as they are written into files and sent to experiment trackers: with `${NAME}` in place of
+        what came from an environment variable."""
+        return with_references(self.model_dump(mode="json"), self._origins)
 
     def with_known_steps(self, rows: int) -> Config:
         """The recipe with `train.steps` in place of `train.epochs`. `rows` is the number of rows of `data.train`."""

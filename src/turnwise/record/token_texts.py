@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import Failed, RunError, boundary
+from turnwise.config.environment_values import insert_values
+from turnwise.errors import ConfigError, Failed, RunError, boundary
 from turnwise.json_yaml import parse_yaml, read_text
 
 __all__ = ["recorded_options", "token_texts"]
@@ -40,7 +41,8 @@ def _tokenizer_files(run: Path) -> Iterator[Path]:
 
 
 def recorded_options(run: Path) -> Mapping[str, Any]:
-    """The options of a run as plain values, from its `config.yaml`; empty where there is none.
+    """The options of a run as plain values, from its `config.yaml`; empty where there is none. `${NAME}` stands for values that
+    came from environment variables, unless they are set here too.
 
     Raises RunError if the file cannot be read.
     """
@@ -48,4 +50,9 @@ def recorded_options(run: Path) -> Mapping[str, Any]:
     if not config.is_file():
         return {}
     tree = parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError)
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        return {}
+    try:
+        return insert_values(tree, where=str(config))[0]
+    except ConfigError:  # not set here
+        return tree

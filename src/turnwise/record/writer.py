@@ -44,7 +44,7 @@ def trajectory_lines(path: Path, trajectories: Iterable[Trajectory], *, step: in
 
 def write_config(path: Path, config: Config) -> None:
     """Write a resolved recipe. The file is replaced in one step: it is never half written."""
-    replace_file(path, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True))
+    replace_file(path, yaml.safe_dump(config.written(), sort_keys=False, allow_unicode=True))
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.environment_values import same_value, with_digests
 from turnwise.config.schema import Config
 
 __all__ = ["base_weights", "differences", "served_options"]
@@ -31,7 +32,7 @@ def served_options(config: Config) -> dict[str, Any]:
 
     The sampling is not among them: the trainer sends it with each request. The engine is the server's own.
     """
-    plain = config.model_dump(mode="json")
+    plain = with_digests(config.model_dump(mode="json"), config.origins)  # they are sent
     names = [*_SECTIONS, "max_concurrent"] if config.deterministic else _SECTIONS
     return dict(_flat({**{name: plain[name] for name in names}, "model.lora": plain["model"]["lora"]}, ""))
 
@@ -75,5 +76,5 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     return [
         f"{name}={ours.get(name)!r:.80} here, {theirs.get(name)!r:.80} at the server"
         for name in sorted({*ours, *theirs})
-        if ours.get(name) != theirs.get(name)
+        if not same_value(ours.get(name), theirs.get(name))
     ]

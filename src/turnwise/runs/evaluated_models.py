@@ -6,8 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from turnwise.config.environment_values import Origins, insert_values
 from turnwise.config.recipe import checked
 from turnwise.config.schema import Config, OpenAIEngineSection
 from turnwise.errors import ConfigError, RunError
@@ -98,7 +100,8 @@ def _resolved(config: Config, value: str) -> tuple[str, Config]:
             raise ConfigError(
                 f"--model {value}: the file must contain a mapping of options, such as engine: {{name: openai}}"
             )
-        return label or path.stem, _changed(config, tree, value)
+        inserted, origins = insert_values(tree, where=value)
+        return label or path.stem, _changed(config, inserted, value, origins)
     options: dict[str, Any] = {"model": {"path": str(path) if path.is_dir() else value}}
     if isinstance(config.engine, OpenAIEngineSection):
         options["engine"] = {"name": "local"}
@@ -124,8 +127,11 @@ def _unique(name: str, taken: Sequence[str]) -> str:
     return next(other for number in range(2, len(taken) + 3) if (other := f"{name}-{number}") not in taken)
 
 
-def _changed(config: Config, options: Mapping[str, Any], source: str) -> Config:
-    """The recipe with other options. A section that is chosen by name is replaced, another section is merged.
+def _changed(
+    config: Config, options: Mapping[str, Any], source: str, origins: Origins = MappingProxyType({})
+) -> Config:
+    """The recipe with other options. A section that is chosen by name is replaced, another section is merged. `origins` are the
+    options that came from environment variables.
 
     Raises ConfigError.
     """
@@ -134,4 +140,4 @@ def _changed(config: Config, options: Mapping[str, Any], source: str) -> Config:
         replaced = isinstance(value, Mapping) and "name" in value
         both = isinstance(value, Mapping) and isinstance(tree.get(key), dict) and not replaced
         tree[key] = {**tree[key], **value} if both else value
-    return checked(tree, source=f"--model {source}")
+    return checked(tree, source=f"--model {source}").with_origins({**config.origins, **origins})

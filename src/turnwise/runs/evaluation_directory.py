@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.config.environment_values import same_value, with_digests
 from turnwise.config.schema import Config
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
@@ -167,7 +168,7 @@ def _complete_lines(path: Path) -> Iterable[tuple[Trajectory, bytes]]:
 
 def _options(config: Config) -> dict[str, Any]:
     """The options on which the conversations of an evaluation depend."""
-    tree = config.model_dump(mode="json", exclude=set(_UNUSED))
+    tree = with_digests(config.model_dump(mode="json", exclude=set(_UNUSED)), config.origins)
     for name in _UNUSED_OF_EVAL:
         tree["eval"].pop(name, None)
     tree["data"].pop("train", None)
@@ -190,7 +191,9 @@ def _weights(path: str) -> list[list[Any]]:
 def _refuse_changes(previous: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
     before, after = dict(_leaves(previous.get("options"), "")), dict(_leaves(now["options"], ""))
     changed = [
-        f"{key}={after.get(key)} (was {before.get(key)})" for key in after | before if before.get(key) != after.get(key)
+        f"{key}={after.get(key)} (was {before.get(key)})"
+        for key in after | before
+        if not _same(before.get(key), after.get(key))
     ]
     if previous.get("rows") != now["rows"]:
         changed.append(f"the rows: {now['rows'].get('count')} (were {(previous.get('rows') or {}).get('count')})")
@@ -203,6 +206,13 @@ def _refuse_changes(previous: Mapping[str, Any], now: Mapping[str, Any], path: P
             + "\n"
             "Use the earlier values, choose another directory with --out, or start again with replace=true"
         )
+
+
+def _same(before: str | None, after: str | None) -> bool:
+    """Whether two leaves, as JSON, have the same value."""
+    if before is None or after is None:
+        return before == after
+    return same_value(json.loads(before), json.loads(after))
 
 
 def _leaves(node: Any, prefix: str) -> Iterable[tuple[str, str]]:

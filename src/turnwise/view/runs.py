@@ -182,7 +182,9 @@ class ViewedRun:
         record, train = options.get("record"), options.get("train")
         record, train = record if isinstance(record, dict) else {}, train if isinstance(train, dict) else {}
         every, extremes = record.get("every") or 1, record.get("best_and_worst")
-        if every == 1 and extremes is None:
+        if not isinstance(every, int) or (
+            every == 1 and extremes is None
+        ):  # `${NAME}`, of another process's environment
             return {}
         return {"every": every, "best_and_worst": extremes, "group_size": train.get("group_size")}
 
@@ -196,6 +198,8 @@ class ViewedRun:
         if not isinstance(options, dict):
             return {LogprobKind.SAMPLED}
         known = {name: options[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in options}
+        if not all(isinstance(value, int | float) for value in known.values()):  # `${NAME}`
+            return {LogprobKind.SAMPLED}
         return Sampling(**known).exact_kinds
 
     def _texts(self, token_ids: Sequence[int]) -> list[str | None]:
