@@ -320,8 +320,14 @@ VALUES_THERE: dict[str, dict[str, str]] = {
     "adv_estimator": VALUES["credit.name"],
     "advantage_estimator": VALUES["credit.name"],
     "loss_mode": VALUES["loss.name"],
-    "optim": dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf"), "train.optimizer.name=adamw")
-    | dict.fromkeys(("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_8bit"), "train.optimizer.name=adamw_8bit"),
+    "optim": {
+        "adamw_torch": "train.optimizer.name=adamw",
+        "adamw_torch_fused": "train.optimizer.name=adamw",
+        "adamw_hf": "train.optimizer.name=adamw",
+        "adamw_8bit": "train.optimizer.name=adamw_8bit",
+        "adamw_bnb_8bit": "train.optimizer.name=adamw_8bit",
+        "paged_adamw_8bit": "train.optimizer.name=adamw_8bit",
+    },
     "kl_loss_type": {
         "kl": "loss.kl_estimator=k1",
         "mse": "loss.kl_estimator=k2",
