@@ -12,6 +12,7 @@ import pytest
 
 from compat.verl.verl_files import an_interaction, names, no_verl_left, set_up, user_module
 from support.conversations import Says, a_row, a_table, hold, hold_all
+from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
 from turnwise.rollout.rollout import new_group, rollout
 from turnwise.types import Row, Stop
@@ -316,3 +317,94 @@ def test_context_variables_last_from_one_method_to_the_next(user: ModuleType, tm
 
     assert (one("Ada"), one("Bob")) == (["Ada"] * 3, ["Bob"] * 3)
     assert user.EVENTS == [("remembered", "Ada"), ("remembered", "Bob")]
+
+
+def test_an_optional_ground_truth_keeps_its_default_where_the_row_has_none(
+    user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = set_up(tmp_path, interactions=[an_interaction("OptionalInteraction")])
+    bare, null, given = a_row(), row(ground_truth=None), row(ground_truth="7")
+    for one in (bare, null, given):
+        assert [turn.reward for turn in hold(["a"], made, row=one).turns] == [0.5]
+    started = [event[1] for event in user.EVENTS if event[0] == "start"]
+    assert started == ["none given", "none given", "7"]
+    told = [record.getMessage() for record in caplog.records if "ground_truth" in record.getMessage()]
+    assert len(told) == 1
+    assert "OptionalInteraction.start_interaction has the parameter ground_truth, and rows have none" in told[0]
+    assert "'none given'" in told[0]
+
+
+WEATHER = """
+import logging
+import os
+from uuid import uuid4
+
+from verl.interactions.base import BaseInteraction
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+class WeatherInteraction(BaseInteraction):
+    def __init__(self, config):
+        super().__init__(config)
+        self._instance_dict = {}
+
+    async def start_interaction(self, instance_id=None, ground_truth=None, **kwargs):
+        if instance_id is None:
+            instance_id = str(uuid4())
+        self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        content = "no tool call"
+        for item in reversed(messages):
+            if item.get("role") == "tool":
+                content = item.get("content")
+                break
+        self._instance_dict[instance_id]["response"] = content
+        reward = await self.calculate_score(instance_id)
+        if reward == 1.0:
+            return True, "Thank you for your weather query!", reward, {}
+        return True, "Please use the weather tool to get the weather information.", reward, {}
+
+    async def calculate_score(self, instance_id, **kwargs):
+        return 0.0 if self._instance_dict[instance_id]["response"] == "no tool call" else 1.0
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        del self._instance_dict[instance_id]
+"""
+
+
+def test_verl_s_weather_interaction_says_the_same_here_and_in_the_user_s_file(tmp_path: Path) -> None:
+    (tmp_path / "weather.py").write_text(WEATHER)
+    theirs = {"class_name": f"{tmp_path}/weather.py:WeatherInteraction", "config": {}}
+    ours = {"class_name": "verl.interactions.weather_interaction.WeatherInteraction", "config": {}}
+    for entry in (theirs, ours):
+        one = hold(["It is warm."], set_up(tmp_path, interactions=[entry]), row=a_row())
+        assert one.error is None
+        assert one.messages[-1]["content"] == "Please use the weather tool to get the weather information."
+        assert [turn.reward for turn in one.turns] == [0.0]
+
+
+def test_verl_s_variable_prints_the_calls_of_an_interaction(
+    user: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def calls() -> list[str]:
+        caplog.clear()
+        hold(["a"], set_up(tmp_path, interactions=[an_interaction("OptionalInteraction")]), row=row(ground_truth="7"))
+        return [record.getMessage() for record in caplog.records if record.levelno == logging.DEBUG]
+
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "debug")
+    start, respond, finalize = calls()
+    assert "OptionalInteraction.start_interaction(" in start
+    assert "ground_truth='7') -> '" in start
+    assert "OptionalInteraction.generate_response(" in respond
+    assert "{'role': 'assistant', 'content': 'a'}" in respond
+    assert respond.endswith("-> (True, 'Thanks.', 0.5, {})")
+    assert "OptionalInteraction.finalize_interaction(" in finalize
+    monkeypatch.delenv("VERL_LOGGING_LEVEL")
+    assert calls() == []
+    monkeypatch.setenv("VERL_LOGGING_LEVEL", "loud")
+    with pytest.raises(ConfigError, match="VERL_LOGGING_LEVEL=LOUD is not a log level; the levels are: CRITICAL"):
+        calls()

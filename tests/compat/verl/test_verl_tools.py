@@ -280,6 +280,37 @@ def test_the_shipped_gsm8k_tool_charges_for_an_answer_that_is_no_better(tmp_path
     assert [turn.reward for turn in one.turns] == [-0.05, 0.0, -0.05, 1.0]
 
 
+def test_the_shipped_gsm8k_tool_needs_the_answer_only_where_it_is_called(tmp_path: Path) -> None:
+    entry = {**a_tool(), "class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}
+    entry["tool_schema"]["function"] |= {"name": "calc_gsm8k_reward"}
+    entry["tool_schema"]["function"]["parameters"]["properties"] = {"answer": {"type": "string"}}
+    made = set_up(tmp_path, tools=[entry])
+    never = hold(["#### 72"], made, row=a_row())
+    assert never.error is None
+    assert [turn.reward for turn in never.turns] == [0.0]
+    called = hold([call("calc_gsm8k_reward", '{"answer": "72"}'), "#### 72"], made, row=a_row())
+    assert "needs the answer: tools_kwargs.<tool>.create_kwargs.ground_truth" in tool_texts(called)[0]
+    assert called.error is not None
+    assert "Gsm8kTool needs the answer" in called.error.message
+
+
+@pytest.mark.parametrize("returned", ["id, None, {}", "(id,)", ""])
+def test_create_with_another_number_of_values_names_the_class(returned: str, tmp_path: Path) -> None:
+    (tmp_path / "threefold.py").write_text(
+        "from verl.tools.base_tool import BaseTool\n"
+        "class ThreefoldTool(BaseTool):\n"
+        "    async def create(self, id=None, **kwargs):\n"
+        f"        return ({returned})\n"
+        "    async def execute(self, id, parameters, **kwargs):\n"
+        "        return 'ok', 0.0, {}\n"
+    )
+    entry = {**a_tool(), "class_name": f"{tmp_path}/threefold.py:ThreefoldTool"}
+    one = hold(["a"], set_up(tmp_path, tools=[entry]), row=a_row())
+    assert one.error is not None
+    assert "ThreefoldTool.create returned (" in one.error.message
+    assert "it must return the instance_id, or (instance_id, ToolResponse)" in one.error.message
+
+
 MCP = {"mcpServers": {"here": {"command": sys.executable, "args": [SERVER, "stdio"]}}}
 
 

@@ -8,19 +8,26 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from turnwise.compat.verl.names import verl_names
-from turnwise.errors import Failed, boundary
+from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.user_code.calls import spawn
+from turnwise.user_code.deadlines import conversation_name
 from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["ConversationResource", "call", "defines", "takes"]
+__all__ = ["ConversationResource", "call", "defines", "follow_verl_logging", "takes"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+_calls = logging.getLogger(f"{__name__}.calls")
+"""The calls of users' methods. Its level is that of `VERL_LOGGING_LEVEL`, also with `TURNWISE_LOG=debug`, which prints the story of
+one conversation."""
+_LEVEL = "VERL_LOGGING_LEVEL"
+_MOST_CHARACTERS = 300
 
 
 async def call(
@@ -31,13 +38,35 @@ async def call(
     If the method takes fewer positional arguments, the last ones are left out: verl's base classes have
     `finalize_interaction(self)`, users write `finalize_interaction(self, instance_id, **kwargs)`. Raises Failed with `kind`.
     """
-    with boundary(kind):
-        bound = _fitting(method, arguments, keywords or {})
-        with verl_names():
-            if inspect.iscoroutinefunction(method):
-                return await bound()
-            result = await run_in_thread(bound, name=name, kind=kind)
-            return await result if inspect.isawaitable(result) else result
+    result: Any = "an exception"
+    try:
+        with boundary(kind):
+            bound = _fitting(method, arguments, keywords or {})
+            with verl_names():
+                if inspect.iscoroutinefunction(method):
+                    result = await bound()
+                else:
+                    result = await run_in_thread(bound, name=name, kind=kind)
+                    result = await result if inspect.isawaitable(result) else result
+                return result
+    finally:
+        if _calls.isEnabledFor(logging.DEBUG):
+            given = [*map(_short, arguments), *(f"{key}={_short(value)}" for key, value in (keywords or {}).items())]
+            _calls.debug("%s: %s(%s) -> %s", conversation_name(), name, ", ".join(given), _short(result))
+
+
+def follow_verl_logging() -> None:
+    """Print each call of a user's method if `VERL_LOGGING_LEVEL` is DEBUG. Raises ConfigError for an unknown level."""
+    level, levels = os.environ.get(_LEVEL, "WARN").upper(), logging.getLevelNamesMapping()
+    if level not in levels:
+        raise ConfigError(f"{_LEVEL}={level} is not a log level; the levels are: {', '.join(levels)}")
+    _calls.setLevel(level)
+
+
+def _short(value: Any) -> str:
+    """A value in a log line: one line of at most `_MOST_CHARACTERS` characters."""
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def takes(method: Callable[..., Any], keyword: str, *, anything: bool = False) -> bool:

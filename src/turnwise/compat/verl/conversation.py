@@ -15,6 +15,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from turnwise.compat.verl.agent_data import AgentData
+from turnwise.compat.verl.calls import follow_verl_logging
 from turnwise.compat.verl.files import read_interactions, read_tools
 from turnwise.compat.verl.interaction import Interaction, choose, interaction_keywords
 from turnwise.compat.verl.rows import wanted
@@ -79,6 +80,7 @@ class Conversations:
             raise ConfigError(
                 f"rewards=record has no effect on then={then}, which is not a class of verl: remove one of the two"
             )
+        follow_verl_logging()
         self.records_rewards = rewards == "record"
         """Whether the rewards of tools and interactions are only recorded, and not added to the turns' rewards."""
         self._interactions = read_interactions(interactions) if interactions is not None else {}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,11 +13,14 @@ from turnwise.compat.verl.agent_data import AgentData
 from turnwise.compat.verl.base import BaseInteraction
 from turnwise.compat.verl.calls import ConversationResource, call, defines, takes
 from turnwise.compat.verl.rows import Wanted, refuse
+from turnwise.compat.verl.shipped import Gsm8kInteraction
 from turnwise.errors import nearest
 from turnwise.types import Opening, Reply, Row, Turn
 from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["Interaction", "choose", "interaction_keywords"]
+
+_log = logging.getLogger(__name__)
 
 
 def choose(interactions: Mapping[str, Any], wanted: Wanted, row: Row) -> tuple[str, Any]:
@@ -36,19 +42,37 @@ def choose(interactions: Mapping[str, Any], wanted: Wanted, row: Row) -> tuple[s
 def interaction_keywords(interaction: Any, wanted: Wanted, row: Row) -> dict[str, Any]:
     """The keyword arguments that the interaction receives from the row.
 
-    Raises Failed if `start_interaction` has a parameter `ground_truth`, and the row has it neither in `interaction_kwargs` nor
-    in `reward_model`, because the conversation could not be graded.
+    A `ground_truth` that is not in `interaction_kwargs` is taken from `reward_model`. If the row has it nowhere, a parameter with
+    a default value keeps its default, with one warning for the class. Raises Failed if there is no default, or if the interaction
+    grades as verl's Gsm8kInteraction does: the conversation could not be graded.
     """
     keywords = dict(wanted.interaction)
-    if takes(interaction.start_interaction, "ground_truth") and keywords.get("ground_truth") is None:
-        if wanted.truth is None:
-            raise refuse(
-                row,
-                f"{type(interaction).__name__} needs the ground truth, and the row has none: put it into "
-                f"extra_info.interaction_kwargs.ground_truth, or reward_model.ground_truth",
-            )
+    if not takes(interaction.start_interaction, "ground_truth") or keywords.get("ground_truth") is not None:
+        return keywords
+    if wanted.truth is not None:
         keywords["ground_truth"] = wanted.truth
+        return keywords
+    kind = type(interaction)
+    default = inspect.signature(interaction.start_interaction).parameters["ground_truth"].default
+    grades = getattr(kind, "calculate_score", None) is Gsm8kInteraction.calculate_score
+    place = "put it into extra_info.interaction_kwargs.ground_truth, or reward_model.ground_truth"
+    if grades or default is inspect.Parameter.empty:
+        raise refuse(row, f"{kind.__name__} needs the ground truth, and the row has none: {place}")
+    keywords.pop("ground_truth", None)
+    _tell_of_default(kind, repr(default), place)
     return keywords
+
+
+@functools.cache
+def _tell_of_default(kind: type, default: str, place: str) -> None:
+    """Warn once that conversations without a ground truth begin with the default value."""
+    _log.warning(
+        "%s.start_interaction has the parameter ground_truth, and rows have none, so it is %s in their conversations. If the "
+        "interaction grades with it, %s",
+        kind.__name__,
+        default,
+        place,
+    )
 
 
 class Interaction:

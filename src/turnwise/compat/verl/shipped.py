@@ -74,7 +74,7 @@ class WeatherInteraction(BaseInteraction):
     ) -> tuple[bool, str, float, dict[str, Any]]:
         if any(message.get("role") == "tool" for message in messages):
             return True, "Thank you for your weather query!", 1.0, {}
-        return True, "You should use the weather tool.", 0.0, {}
+        return True, "Please use the weather tool to get the weather information.", 0.0, {}
 
 
 class Gsm8kTool(BaseTool):
@@ -88,8 +88,6 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: Any = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        if ground_truth is None:
-            raise ValueError("Gsm8kTool needs the answer: tools_kwargs.<tool>.create_kwargs.ground_truth")
         instance_id = instance_id or str(uuid4())
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id, ToolResponse()
@@ -99,6 +97,7 @@ class Gsm8kTool(BaseTool):
     ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
         answer = str(parameters.get("answer", ""))
         conversation = self._instance_dict[instance_id]
+        conversation["called"] = True
         conversation["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
         reward = await self.calc_reward(instance_id)
         better = reward > conversation["reward"]
@@ -107,6 +106,10 @@ class Gsm8kTool(BaseTool):
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         conversation = self._instance_dict[instance_id]
+        if conversation["ground_truth"] is None:
+            if "called" not in conversation:  # nothing to grade
+                return 0.0
+            raise ValueError("Gsm8kTool needs the answer: tools_kwargs.<tool>.create_kwargs.ground_truth")
         ground_truth = str(conversation["ground_truth"])
         return reward_score.compute_score(
             conversation["response"], ground_truth, method="flexible", format_score=0.0, score=1.0

@@ -88,7 +88,7 @@ class ToolInstance:
         created = await self._call(method, "create", {**keywords, **as_mapping})
         with boundary("environment"):
             if isinstance(created, tuple):
-                name, returned = created
+                name, returned = created if len(created) == 2 else (None, created)
                 response = ToolResponse() if returned is None else read_response(returned)
                 if response is None:
                     raise TypeError(

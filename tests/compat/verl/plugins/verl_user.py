@@ -67,6 +67,20 @@ class DocumentedInteraction(BaseInteraction):
         del self._instance_dict[instance_id]
 
 
+class OptionalInteraction(BaseInteraction):
+    """With a `ground_truth` that rows need not have, as verl's own weather interaction."""
+
+    async def start_interaction(self, instance_id=None, ground_truth="none given", **kwargs):
+        EVENTS.append(("start", ground_truth))
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "Thanks.", 0.5, {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        EVENTS.append(("finalize",))
+
+
 class CounsellorInteraction(BaseInteraction):
     """Says so many things, writes down whatever happens to it, and breaks where its configuration says."""
 
