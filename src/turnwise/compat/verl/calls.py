@@ -24,8 +24,8 @@ __all__ = ["ConversationResource", "call", "defines", "follow_verl_logging", "ta
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _calls = logging.getLogger(f"{__name__}.calls")
-"""The calls of users' methods. Its level is that of `VERL_LOGGING_LEVEL`, also with `TURNWISE_LOG=debug`, which prints the story of
-one conversation."""
+"""The calls of users' methods. Its level is that of `VERL_LOGGING_LEVEL`, also with `TURNWISE_LOG=debug`, which prints the story
+of one conversation."""
 _LEVEL = "VERL_LOGGING_LEVEL"
 _MOST_CHARACTERS = 300
 
