@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
-from turnwise.compat.verl import reward_score
+import turnwise.compat.verl.reward_score as reward_score
 from turnwise.compat.verl.base import BaseInteraction, BaseTool
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from turnwise.data.numeric_answers import final_answer, same_number, truth
