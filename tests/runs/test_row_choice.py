@@ -67,6 +67,30 @@ def test_groups_without_differences_are_replaced(recipe: Path) -> None:
     assert rows_of(trajectories, 2)[0] == 8, "the next step goes on behind the rows that were used"
 
 
+def test_sums_of_weighted_rewards_that_differ_by_rounding_are_equal(recipe: Path, tmp_path: Path) -> None:
+    # 0.1 + 0.2 for the conversations with an odd number, 0.3 for the others
+    (tmp_path / "sums.py").write_text(
+        "def odd(trajectory): return float(int(trajectory.id[-1]) % 2)\n"
+        "def also_odd(trajectory): return float(int(trajectory.id[-1]) % 2)\n"
+        "def even(trajectory): return float(int(trajectory.id[-1]) % 2 == 0)\n"
+    )
+    uses = [("odd", 0.1), ("also_odd", 0.2), ("even", 0.3)]
+    parts = ", ".join(f"{{use: {tmp_path}/sums.py:{name}, weight: {weight}}}" for name, weight in uses)
+    metrics, trajectories = run(
+        recipe,
+        "train.dynamic_sampling=1",
+        "train.steps=1",
+        f"environment={PLACES}:indifferent",
+        "environment.arguments.reward=0.0",
+        f"reward.trajectory=[{parts}]",
+    )
+    assert len({one["reward"] for one in trajectories}) == 2
+    assert metrics[0]["groups/zero_std"] == 1
+    assert metrics[0]["groups/replaced"] == 4
+    assert metrics[0]["reward/std"] == 0.0
+    assert {turn["advantage"] for one in trajectories for turn in one["turns"]} == {0.0}
+
+
 def test_no_more_groups_are_replaced_than_the_recipe_says(recipe: Path) -> None:
     metrics, trajectories = run(recipe, "train.dynamic_sampling=1", "train.steps=1")
     assert rows_of(trajectories, 1) == [1, 2, 3, 4, 5, 6]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from turnwise.errors import DataError
 from turnwise.types import Group, Row
+from turnwise.user_code.reward_number import reaches
 
 __all__ = ["Curriculum", "PassRates", "initial_pass_rates", "pass_rates_of"]
 
@@ -39,7 +40,7 @@ class Curriculum:
     def skips(self, row: Row, place: int, rates: PassRates) -> bool:
         """Whether the row is skipped at this place in the order of rows. Depends on the arguments and the seed only."""
         rate = rates.get(row.id)
-        if rate is None or self.low < rate < self.high:
+        if rate is None or not (reaches(self.low, rate) or reaches(rate, self.high)):
             return False
         return random.Random(f"{self.seed}:curriculum:{place}").random() >= self.keep
 

@@ -22,6 +22,7 @@ from turnwise.evaluation.statistics import (
 )
 from turnwise.json_yaml import read_text
 from turnwise.types import Trajectory
+from turnwise.user_code.reward_number import reaches
 
 __all__ = [
     "Comparison",
@@ -36,7 +37,6 @@ __all__ = [
 ]
 
 SCHEMA = 1
-_ROUNDING = 1e-9  # a reward that is smaller than the bound by this much passes: 0.1 + 0.2 + 0.7 is less than 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ def summarize(
     """
     every = list(trajectories)
     finished = [trajectory for trajectory in every if not trajectory.failed and trajectory.reward is not None]
-    passes: Callable[[Trajectory], float] = lambda t: float(_reward(t) >= pass_reward - _ROUNDING)  # noqa: E731
+    passes: Callable[[Trajectory], float] = lambda t: float(reaches(_reward(t), pass_reward))  # noqa: E731
     counts = [(len(values), round(sum(values))) for values in _by_row(finished, passes).values()]
     ks = _ks(samples)
     sources = sorted({source_of.get(t.row.id, "") for t in finished})

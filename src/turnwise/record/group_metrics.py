@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from turnwise.types import Group, Trajectory
+from turnwise.user_code.reward_number import equal_rewards
 
 __all__ = ["duplicate_share", "lowest_correlation"]
 
@@ -43,9 +44,7 @@ def lowest_correlation(trajectories: Sequence[Trajectory]) -> tuple[float, str, 
 
 def _correlation(rewards: Sequence[dict[str, float]], first: str, second: str) -> float | None:
     pairs = [(parts[first], parts[second]) for parts in rewards if first in parts and second in parts]
-    if len(pairs) < 3:
+    columns = list(zip(*pairs, strict=True))
+    if len(pairs) < 3 or any(map(equal_rewards, columns)):
         return None
-    try:
-        return statistics.correlation(*zip(*pairs, strict=True))
-    except statistics.StatisticsError:  # one of them is constant
-        return None
+    return statistics.correlation(*columns)

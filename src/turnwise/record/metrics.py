@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.record.group_metrics import duplicate_share, lowest_correlation
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
+from turnwise.user_code.reward_number import equal_rewards
 
 __all__ = [
     "conversation_metrics",
@@ -36,7 +37,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     } - {NOT_SAMPLED}
     metrics: dict[str, float | int | None] = {
         "reward/mean": mean(rewards),
-        "reward/std": statistics.pstdev(rewards) if rewards else None,
+        "reward/std": _deviation(rewards) if rewards else None,
         "reward/q10": _quantile(rewards, 0.1),
         "reward/median": _quantile(rewards, 0.5),
         "reward/q90": _quantile(rewards, 0.9),
@@ -50,7 +51,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "entropy": _entropy(finished),
         "engine/prefix_hit_rate": _prefix_hit_rate(trajectories),
         "groups/duplicates": duplicate_share(groups),
-        "groups/zero_std": share(_all_equal(group) for group in groups),
+        "groups/zero_std": share(_without_differences(group) for group in groups),
         "template_mismatch": share(trajectory.template_mismatch is not None for trajectory in trajectories),
         "failed": share(trajectory.failed for trajectory in trajectories),
     }
@@ -60,7 +61,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         # of those that the function applies to
         values = [trajectory.rewards[name] for trajectory in finished if name in trajectory.rewards]
         metrics[f"rewards/{name}/mean"] = mean(values)
-        metrics[f"rewards/{name}/std"] = statistics.pstdev(values)
+        metrics[f"rewards/{name}/std"] = _deviation(values)
     for name in sorted({name for trajectory in finished for name in trajectory.metrics}):
         metrics[f"metrics/{name}"] = mean(
             [trajectory.metrics[name] for trajectory in finished if name in trajectory.metrics]
@@ -196,9 +197,13 @@ def _prefix_hit_rate(trajectories: Sequence[Trajectory]) -> float | None:
     return sum(cached for cached, _ in known) / sum(prompt for _, prompt in known) if known else None
 
 
-def _all_equal(group: Group) -> bool:
-    rewards = {trajectory.reward for trajectory in group.trajectories if not trajectory.failed}
-    return len(rewards) <= 1
+def _without_differences(group: Group) -> bool:
+    return equal_rewards(t.reward for t in group.trajectories if t.reward is not None and not t.failed)
+
+
+def _deviation(rewards: Sequence[float]) -> float:
+    """The standard deviation; 0 if the rewards are equal up to rounding."""
+    return 0.0 if equal_rewards(rewards) else statistics.pstdev(rewards)
 
 
 def mean(values: Sequence[float]) -> float | None:

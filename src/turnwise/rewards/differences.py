@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from turnwise.types import Group
+from turnwise.user_code.reward_number import equal_rewards
 
 __all__ = ["has_reward_differences"]
 
 
 def has_reward_differences(group: Group) -> bool:
-    """Whether the trajectories of a group that did not fail differ in their rewards, or in the rewards of their turns."""
-    rewards = {
-        (trajectory.reward, *((turn.index, turn.reward) for turn in trajectory.turns if turn.reward))
-        for trajectory in group.trajectories
-        if not trajectory.failed
-    }
-    return len(rewards) > 1
+    """Whether the trajectories of a group that did not fail differ in their rewards, or in the rewards of their turns,
+    by more than rounding."""
+    finished = [trajectory for trajectory in group.trajectories if not trajectory.failed]
+    totals = [trajectory.reward for trajectory in finished if trajectory.reward is not None]
+    by_turn = [{turn.index: turn.reward for turn in trajectory.turns} for trajectory in finished]
+    turns = {index for rewards in by_turn for index in rewards}
+    return not equal_rewards(totals) or any(
+        not equal_rewards(rewards.get(index, 0.0) for rewards in by_turn) for index in turns
+    )

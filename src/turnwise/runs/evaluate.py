@@ -10,6 +10,7 @@ from turnwise.record.metrics import conversation_metrics, mean
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
+from turnwise.user_code.reward_number import reaches
 
 __all__ = ["evaluate"]
 
@@ -44,7 +45,7 @@ async def evaluate(
     await rollout_groups(groups, table, on_finished=done)
     seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}
     passed = [
-        float(trajectory.reward >= pass_reward)
+        float(reaches(trajectory.reward, pass_reward))
         for group in groups
         for trajectory in group.trajectories
         if trajectory.reward is not None and not trajectory.failed

@@ -24,6 +24,7 @@ from turnwise.terminal.progress import progress
 from turnwise.terminal.story import log_conversation
 from turnwise.training import fingerprint
 from turnwise.types import Group, Row, Trajectory
+from turnwise.user_code.reward_number import reaches
 
 __all__ = ["evaluate_models"]
 
@@ -109,7 +110,7 @@ async def _run_model(
         **conversation_metrics(recorded),
         "pass_rate": mean(
             [
-                float(t.reward >= config.eval.pass_reward)
+                float(reaches(t.reward, config.eval.pass_reward))
                 for g in recorded
                 for t in g.trajectories
                 if t.reward is not None

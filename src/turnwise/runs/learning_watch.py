@@ -16,6 +16,7 @@ from turnwise.rewards.differences import has_reward_differences
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.runs.health import HealthMonitors, RunProblem
 from turnwise.types import Group, Trajectory
+from turnwise.user_code.reward_number import equal_rewards
 
 __all__ = ["LearningWatch"]
 
@@ -75,7 +76,8 @@ class LearningWatch:
     def _cause(self, groups: Sequence[Group], finished: Sequence[Trajectory]) -> str:
         """Why the rewards of each row were equal in the last step."""
         sampling, environment = self.config.sampling, self.config.environment.use
-        rewards, names = {trajectory.reward for trajectory in finished}, self._reward_functions()
+        rewards = [trajectory.reward for trajectory in finished if trajectory.reward is not None]
+        names = self._reward_functions()
         compared = [group for group in map(_finished, groups) if len(group.trajectories) > 1]
         failed = sum(trajectory.failed for group in groups for trajectory in group.trajectories)
         if failed and not compared:
@@ -88,17 +90,17 @@ class LearningWatch:
                 f"All answers to a row are identical: raise sampling.temperature ({sampling.temperature:g}), or "
                 f"loosen top_k, top_p and min_p"
             )
-        if rewards == {0.0} and not names:
+        if rewards and equal_rewards([*rewards, 0.0]) and not names:
             return (
                 f"All rewards are 0: the recipe has no reward function, and environment={environment} gave 0 or nothing to "
                 f"all {len(finished)} conversations of the last step. If it gives a reward for right answers, all answers were "
                 f"wrong: look at them (`turnwise show {self.config.output} --worst 3`), and choose easier rows or another "
                 f"model. If it gives none, return one (Reply.reward), or add a reward function (reward.trajectory)"
             )
-        if len(rewards) == 1:
+        if rewards and equal_rewards(rewards):
             source = f"the reward functions ({', '.join(names)})" if names else environment
             return (
-                f"Every reward of the last step was {rewards.pop():g}. Either the task is too hard or too easy for this model, "
+                f"Every reward of the last step was {rewards[0]:g}. Either the task is too hard or too easy for this model, "
                 f"or the rewards are wrong: call {source} on an answer from trajectories.jsonl that should get another reward"
             )
         return (

@@ -1,4 +1,4 @@
-"""Converts the reward that user code returns to a float.
+"""What a reward is: a float, converted from what user code returns, and when two rewards are equal.
 
 Python numbers, booleans, numpy numbers, and arrays or tensors with one element are accepted. A text is refused although `float`
 could parse it: a function that returns "1.0" has a defect, and the answer of a judge model must be parsed by its caller.
@@ -7,11 +7,38 @@ could parse it: a function that returns "1.0" has a defect, and the answer of a 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-__all__ = ["number_or_none", "reward_number"]
+__all__ = ["equal_rewards", "is_rounding", "number_or_none", "reaches", "reward_number"]
+
+_ROUNDING = 1e-9
+"""The largest difference of rewards that counts as a rounding error; relative for rewards above 1."""
+
+
+def is_rounding(difference: float, largest: float) -> bool:
+    """Whether a difference of rewards is a rounding error, such as that of 0.1 + 0.2 and 0.3. `largest` is the largest absolute
+    value of the rewards that are compared."""
+    return math.isfinite(difference) and abs(difference) <= _ROUNDING * max(1.0, abs(largest))
+
+
+def reaches(reward: float, bound: float) -> bool:
+    """Whether a reward is at least the bound, up to rounding: 0.1 + 0.2 + 0.7 reaches 1."""
+    return reward >= bound or is_rounding(bound - reward, max(abs(reward), abs(bound)))
+
+
+def equal_rewards(rewards: Iterable[float]) -> bool:
+    """Whether the rewards are equal up to rounding: the one rule for advantages, metrics, dynamic sampling and warnings.
+
+    Example: `equal_rewards([0.1 + 0.2, 0.3])` is true. So is the result for fewer than two rewards.
+    """
+    values = list(rewards)
+    if not values:
+        return True
+    low, high = min(values), max(values)
+    return is_rounding(high - low, max(abs(low), abs(high)))
 
 
 def reward_number(value: Any, source: str) -> float:

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.types import Trajectory
+from turnwise.user_code.reward_number import is_rounding
 
 __all__ = ["Advantages", "Batch", "Episode", "ValueEstimates", "episode_of"]
-
-_ROUNDING = 1e-12
-"""The largest relative difference that is a rounding error of a sum of rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +126,7 @@ def episode_of(trajectory: Trajectory) -> Episode:
         total -= math.fsum(penalties)
     return Episode(
         rewards_T,
-        outcome=outcome if abs(outcome) > _ROUNDING * largest else 0.0,
+        outcome=0.0 if is_rounding(outcome, largest) else outcome,
         tokens_T=tokens_T,
         trained_T=[turn.weight > 0 and count > 0 for turn, count in zip(trajectory.turns, tokens_T, strict=True)],
         values_T=trajectory.values,

@@ -9,7 +9,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from turnwise.rewards.credit.episode import Advantages, Batch, Episode
-from turnwise.rewards.credit.statistics import Scale, all_equal, centred, divisors, leave_one_out, whitening
+from turnwise.rewards.credit.statistics import Scale, centred, divisors, leave_one_out, whitening
+from turnwise.user_code.reward_number import equal_rewards, is_rounding
 
 __all__ = ["gdpo", "gpg", "grpo", "opo", "reinforce_pp_baseline", "remax", "rloo"]
 
@@ -71,7 +72,7 @@ def opo(batch: Batch) -> Advantages:
 
     def of_group(group: Sequence[Episode]) -> list[float]:
         rewards, lengths = [episode.reward for episode in group], [episode.trained_tokens for episode in group]
-        if all_equal(rewards) or not any(lengths):
+        if equal_rewards(rewards) or not any(lengths):
             return [0.0] * len(group)
         baseline = sum(reward * length for reward, length in zip(rewards, lengths, strict=True)) / sum(lengths)
         return [reward - baseline for reward in rewards]
@@ -93,7 +94,7 @@ def gpg(batch: Batch) -> Advantages:
     [[[1.0], [-1.0]], [[0.0], [0.0]]]
     """
     rewards = _rewards(batch)
-    varied = sum(len(group) for group in rewards if not all_equal(group))
+    varied = sum(len(group) for group in rewards if not equal_rewards(group))
     alpha = sum(map(len, rewards)) / varied if varied else 1.0
     return _for_all_turns(batch, [[alpha * value for value in centred(group)] for group in rewards])
 
@@ -113,7 +114,7 @@ def remax(batch: Batch) -> Advantages:
     def advantage(episode: Episode) -> float:
         if episode.baseline is None:
             raise ValueError("remax needs the reward of a greedy conversation: Episode.baseline")
-        return 0.0 if all_equal([episode.reward, episode.baseline]) else episode.reward - episode.baseline
+        return 0.0 if equal_rewards([episode.reward, episode.baseline]) else episode.reward - episode.baseline
 
     return _for_all_turns(batch, [[advantage(episode) for episode in group] for group in batch])
 
@@ -164,14 +165,14 @@ def gdpo(batch: Batch, *, weights: Mapping[str, float] = {}) -> Advantages:
             places = [place for place, episode in enumerate(group) if name in episode.parts]
             values = [group[place].parts[name] for place in places]
             # without an epsilon: parts of different size must count exactly the same
-            factor = abs(weights.get(name, 1.0)) / (1.0 if all_equal(values) else statistics.stdev(values))
+            factor = abs(weights.get(name, 1.0)) / (1.0 if equal_rewards(values) else statistics.stdev(values))
             for place, value in zip(places, centred(values), strict=True):
                 sums[place] += factor * value
         return sums
 
     sums = [of_group(group) for group in batch]
     flat = [value for group in sums for value in group]
-    if max(map(abs, flat), default=0.0) < 1e-9:  # rounding errors, which the division would enlarge
+    if is_rounding(max(map(abs, flat), default=0.0), 0.0):  # the division would enlarge rounding errors
         return _for_all_turns(batch, [[0.0] * len(group) for group in batch])
     mean = statistics.fmean(flat)
     (divisor,) = divisors([flat], "std")

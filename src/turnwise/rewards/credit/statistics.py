@@ -7,10 +7,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
+from turnwise.user_code.reward_number import equal_rewards
+
 __all__ = [
     "EPSILON",
     "Scale",
-    "all_equal",
     "centred",
     "divisors",
     "leave_one_out",
@@ -25,21 +26,10 @@ EPSILON = 1e-6
 Scale = Literal["std", "batch", "none"]
 """The divisor of centred rewards: the standard deviation of the group, of the batch, or 1."""
 
-_ROUNDING = 1e-12
-"""The largest difference of rewards that is a rounding error; relative for rewards above 1."""
-
-
-def all_equal(values: Sequence[float]) -> bool:
-    """Whether the values are equal, up to rounding."""
-    if not values:
-        return True
-    low, high = min(values), max(values)
-    return high - low <= _ROUNDING * max(1.0, abs(low), abs(high))
-
 
 def width(values: Sequence[float]) -> float:
     """The standard deviation of the sample (divisor n - 1) plus 1e-6; 1 if the values are equal or fewer than two."""
-    return 1.0 if len(values) < 2 or all_equal(values) else statistics.stdev(values) + EPSILON
+    return 1.0 if len(values) < 2 or equal_rewards(values) else statistics.stdev(values) + EPSILON
 
 
 def divisors(values: Sequence[Sequence[float]], scale: Scale) -> list[float]:
@@ -51,7 +41,7 @@ def divisors(values: Sequence[Sequence[float]], scale: Scale) -> list[float]:
 
 def centred(values: Sequence[float]) -> list[float]:
     """The values minus their mean; zeros if they are equal or fewer than two."""
-    if len(values) < 2 or all_equal(values):
+    if len(values) < 2 or equal_rewards(values):
         return [0.0] * len(values)
     mean = statistics.fmean(values)
     return [value - mean for value in values]
@@ -70,7 +60,7 @@ def whitening(values: Sequence[float], counts: Sequence[int]) -> tuple[float, fl
     """
     present = [(value, count) for value, count in zip(values, counts, strict=True) if count]
     number = sum(count for _, count in present)
-    if number < 2 or all_equal([value for value, _ in present]):
+    if number < 2 or equal_rewards([value for value, _ in present]):
         return 0.0, 0.0
     mean = math.fsum(value * count for value, count in present) / number
     variance = math.fsum(count * (value - mean) ** 2 for value, count in present) / (number - 1)

@@ -15,13 +15,13 @@ from typing import Literal
 from turnwise.rewards.credit.episode import Advantages, Batch, Episode
 from turnwise.rewards.credit.statistics import (
     Scale,
-    all_equal,
     centred,
     divisors,
     leave_one_out,
     return_to_go,
     whitening,
 )
+from turnwise.user_code.reward_number import equal_rewards
 
 __all__ = ["Baseline", "discounted", "gigpo", "kevin", "reinforce_pp", "shared", "turn_return"]
 
@@ -113,7 +113,7 @@ def kevin(batch: Batch, *, gamma: float = 0.4, scale: Scale = "std") -> Advantag
 
     def of_group(group: Sequence[Episode], of_episodes: Sequence[Sequence[float]]) -> list[list[float]]:
         pooled = _trained(group, of_episodes)
-        if len(pooled) < 2 or all_equal(pooled):
+        if len(pooled) < 2 or equal_rewards(pooled):
             return [[0.0] * episode.turns for episode in group]
         mean = statistics.fmean(pooled)
         return [[value - mean for value in values] for values in of_episodes]
@@ -234,7 +234,7 @@ def _group_minus_others(group: Sequence[Episode], returns: Sequence[Sequence[flo
         else:
             ((number, value),) = compared.items()
             others = [latest for other, latest in last.items() if other != number]
-            values = [0.0 if not others or all_equal([value, *others]) else value - statistics.fmean(others)]
+            values = [0.0 if not others or equal_rewards([value, *others]) else value - statistics.fmean(others)]
         for number, value in zip(compared, values, strict=True):
             result[number][turn] = value
     return result
