@@ -52,8 +52,13 @@ class SamplingChange:
 
     max_tokens: int | None = None
     """Sampled tokens of one turn, at least 1. `limits.tokens_per_turn` still applies. A cut turn ends the conversation."""
+    answers_cut: bool = False
+    """Whether the environment answers a turn that `max_tokens` cut, so that the conversation goes on. A turn that a limit of the
+    recipe cut always ends the conversation."""
     stop: Sequence[str] | None = None
     """Texts that end a turn, instead of `sampling.stop`."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end a turn, besides those of the recipe and of the model."""
 
 
 class LogprobKind(StrEnum):

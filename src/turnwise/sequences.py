@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from turnwise.sampling import LogprobKind, Sampling
 
-__all__ = ["NOT_SAMPLED", "Completion", "Media", "Request", "Segment", "Usage"]
+__all__ = ["NOT_SAMPLED", "Completion", "Media", "Request", "Segment", "Usage", "common_length"]
 
 NOT_SAMPLED = -1
 """The value of the columns `turn` and `version` for tokens that the model did not sample."""
@@ -162,3 +162,11 @@ class Segment:
                 index = sampled[position]
                 self.logprobs[index] = 0.0
                 self.turn[index] = self.version[index] = NOT_SAMPLED
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens that two sequences have in common at their beginnings."""
+    shorter = min(len(first), len(second))
+    if list(first[:shorter]) == list(second[:shorter]):  # the usual case, without a loop in Python
+        return shorter
+    return next(n for n in range(shorter) if first[n] != second[n])

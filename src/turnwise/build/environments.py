@@ -15,8 +15,9 @@ from turnwise.environments.threaded_environment import ThreadedEnvironment
 from turnwise.environments.tools.tool import copy_containers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.rollout.context import RolloutContext
 
-__all__ = ["EnvironmentSource", "Environments", "environment_factory"]
+__all__ = ["EnvironmentSource", "Environments", "UsesContext", "environment_factory"]
 
 PutInFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
 
@@ -38,6 +39,15 @@ class EnvironmentSource(Protocol):
         ...
 
 
+@runtime_checkable
+class UsesContext(Protocol):
+    """An EnvironmentSource whose environments need what the run's conversations share, such as the renderer and the limits."""
+
+    def use_context(self, context: RolloutContext) -> RolloutContext:
+        """Called before the first conversation with a context. Returns the context that the conversations get, usually the same."""
+        ...
+
+
 class Environments:
     """Makes the environment of each conversation. Holds shared resources, such as MCP servers, until `aclose`."""
 
@@ -47,6 +57,13 @@ class Environments:
 
     def __call__(self) -> Environment:
         return self._make()
+
+    def use_context(self, context: RolloutContext) -> RolloutContext:
+        """The context of the conversations, after the environment source has seen it."""
+        for resource in self._shared:
+            if isinstance(resource, UsesContext):
+                context = resource.use_context(context)
+        return context
 
     async def aclose(self) -> None:
         """Close the shared resources. Must be called after the last conversation, also if the run fails."""

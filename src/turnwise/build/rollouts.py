@@ -41,7 +41,7 @@ def rollout_context(
 
     Raises ConfigError if the recipe's limits exceed it.
     """
-    return RolloutContext(
+    context = RolloutContext(
         engine=engine,
         renderer=renderer,
         make_environment=environments,
@@ -53,3 +53,4 @@ def rollout_context(
         make_runner=engine.make_runner if isinstance(engine, RolloutClient | RayRollouts) else None,
         runner_supports_lockstep=not isinstance(engine, RayRollouts),
     )
+    return environments.use_context(context)

@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import PlainLoader, parse_yaml, read_text
 
-__all__ = ["MISSING", "at", "compose", "leaves", "override", "read_mapping", "resolved"]
+__all__ = ["MISSING", "at", "compose", "leaves", "override", "read_list", "read_mapping", "resolved"]
 
 MISSING = object()
 """Returned by `at` if there is no value."""
@@ -38,15 +38,33 @@ def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
 
     Raises ConfigError.
     """
-    try:
-        tree = _parse(read_text(path, error=ConfigError), where=str(path))
-    except ConfigError as error:
-        raise ConfigError(f"{what} {error}") from None
+    tree = _read(path, what)
     if not isinstance(tree, dict):
         raise ConfigError(
             f"{what} {path} must contain a mapping; it contains {'nothing' if tree is None else repr(tree)[:80]}"
         )
     return tree
+
+
+def read_list(path: Path, *, what: str) -> list[Any]:
+    """The list in a YAML file; `what` names the file's purpose in error messages. `${...}` is replaced.
+
+    Raises ConfigError.
+    """
+    entries = _read(path, what)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{what} {path} must contain a list; it contains {'nothing' if not entries else repr(entries)[:80]}")
+    tree, left = resolved({"entries": entries})
+    if left:
+        raise ConfigError(f"{what} {path}: {left[0]} has an interpolation that cannot be resolved: set the variable it names")
+    return tree["entries"]
+
+
+def _read(path: Path, what: str) -> Any:
+    try:
+        return _parse(read_text(path, error=ConfigError), where=str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{what} {error}") from None
 
 
 def compose(folder: Path, name: str, *, leaving_out: Callable[[str], bool] = lambda target: False) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from turnwise.user_code.threaded_object import ThreadedObject
 __all__ = [
     "Environment",
     "EnvironmentFactory",
+    "FinalReply",
     "FinalReward",
     "ProvidesHandle",
     "SingleTurn",
@@ -65,6 +66,19 @@ class FinalReward(Protocol):
 
         Called once, if a limit ended the conversation and there was no error. An environment that ends the conversation itself
         puts this reward into its last `Reply`.
+        """
+        ...
+
+
+@runtime_checkable
+class FinalReply(Protocol):
+    """An environment that has more to say than a reward when a limit has ended the conversation, or that must see the last turn."""
+
+    async def final_reply(self, turn: Turn) -> Reply:
+        """Return a last `Reply` to the last turn, in place of `FinalReward.final_reward`: its reward, info, metrics and masks.
+
+        `step` was not called with this turn if the limit cut it (`turn.finish_reason` is `length`). Called once, if a limit ended
+        the conversation and there was no error.
         """
         ...
 

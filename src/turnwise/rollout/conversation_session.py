@@ -7,6 +7,7 @@ endpoint. The methods are called in this order::
     while stop_reason() is None:
         turn = await generate()
         apply_reply(turn, reply)        # not after a turn that was cut by a limit, or without a turn
+    apply_final_reply(reply)            # if a limit ended a conversation that has turns
     finish(stop)
     release()                           # always, also after a failure
 """
@@ -34,8 +35,9 @@ class ConversationSession(Protocol):
         ...
 
     @property
-    def truncation_reason(self) -> Stop:
-        """Why the conversation ends if the last turn was cut, or if there was no room for a turn."""
+    def truncation_reason(self) -> Stop | None:
+        """Why the conversation ends if the last turn was cut, or if there was no room for a turn. None if it does not end: the
+        environment bounded the turn itself, and answers it (`SamplingChange.answers_cut`)."""
         ...
 
     def begin(self, opening: Opening) -> None:
@@ -52,6 +54,10 @@ class ConversationSession(Protocol):
 
     def apply_reply(self, turn: Turn, reply: Reply) -> None:
         """Take the environment's reply to the last turn."""
+        ...
+
+    def apply_final_reply(self, reply: Reply) -> None:
+        """Take what the environment says of the turns after a limit ended the conversation."""
         ...
 
     def finish(self, stop: Stop) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReward, ProvidesHandle
+from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReply, FinalReward, ProvidesHandle
 from turnwise.errors import Failed, boundary
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import call, call_blocking
@@ -58,13 +58,17 @@ class GuardedEnvironment:
             watch.cancel()
             await asyncio.gather(turn, watch, return_exceptions=True)
 
-    async def final_reward(self) -> float:
-        """What is added to the last turn's reward after a limit ended the conversation; 0 without a method of that name."""
-        if not isinstance(self._environment, FinalReward):
-            return 0.0
-        reward = await self._call(self._environment.final_reward, "final_reward")
+    async def final_reply(self, turn: Turn) -> Reply:
+        """What the environment says after a limit ended the conversation, whose last turn is `turn`: `final_reply`, or a reply with
+        `final_reward`; an empty reply without a method of these names."""
+        environment = self._environment
+        if isinstance(environment, FinalReply):
+            return await self._call(lambda: environment.final_reply(turn), "final_reply")
+        if not isinstance(environment, FinalReward):
+            return Reply(done=True)
+        reward = await self._call(environment.final_reward, "final_reward")
         with boundary("environment"):
-            return reward_number(reward, "final_reward()")
+            return Reply(done=True, reward=reward_number(reward, "final_reward()"))
 
     def environment_handle(self) -> EnvironmentHandle | None:
         """The object that reward functions may read after the conversation, if the environment exposes one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from turnwise.types import Stop, Trajectory
+from turnwise.types import SamplingChange, Stop, Trajectory
 
 __all__ = ["Limits"]
 
@@ -44,17 +44,20 @@ class Limits:
         return None
 
     def completion_budget(
-        self, trajectory: Trajectory, length: int, response: int = 0, *, most: int | None = None
-    ) -> tuple[int, Stop]:
+        self, trajectory: Trajectory, length: int, response: int = 0, change: SamplingChange | None = None
+    ) -> tuple[int, Stop | None]:
         """The number of tokens that the next turn may have, and the stop reason if it reaches that number.
 
-        `length` and `response` are those of `stop_reason`. `most` bounds this turn in addition to `tokens_per_turn`.
+        `length` and `response` are those of `stop_reason`. `change` is the environment's, whose `max_tokens` is a bound too. The
+        reason is None if that bound is the smallest, and the environment answers a turn that it cuts.
         """
-        bounds = [(self.tokens_per_turn if most is None else min(most, self.tokens_per_turn), Stop.LENGTH)]
+        bounds: list[tuple[int, Stop | None]] = [(self.tokens_per_turn, Stop.LENGTH)]
         if self.tokens is not None:
             bounds.append((self.tokens - trajectory.sampled_tokens, Stop.MAX_TOKENS))
         if self.response_tokens is not None:
             bounds.append((self.response_tokens - response, Stop.MAX_RESPONSE))
         if self.context is not None:
             bounds.append((self.context - length, Stop.CONTEXT))
+        if change is not None and change.max_tokens is not None:
+            bounds.append((change.max_tokens, None if change.answers_cut else Stop.LENGTH))
         return min(bounds, key=lambda bound: bound[0])

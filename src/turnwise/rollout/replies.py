@@ -28,17 +28,18 @@ from turnwise.user_code.reward_number import reward_number
 __all__ = ["annotate_turns", "check_opening", "check_reply", "presentable", "turn_seed"]
 
 
-def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply) -> None:
-    """Check a reply to `turn`, the last turn, and write what it says of the turns: reward, info, outcomes,
-    `observed`, `train_on`, and its metrics.
+def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply, *, source: str = "environment") -> None:
+    """Check a reply to `turn`, the last turn, and write what it says of the turns: reward (as a part with the name `source`),
+    info, outcomes, `observed`, `train_on`, and its metrics.
 
     Raises TypeError or ValueError, with nothing written.
     """
     check_reply(reply, turn, trajectory.turns)
-    turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), "environment")
-    turn.observed = reply.observation
+    turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), source)
+    if not reply.done or reply.observation is not None:
+        turn.observed = reply.observation
     turn.info.update(reply.info)
-    turn.outcomes = tuple(reply.outcomes)
+    turn.outcomes = tuple(reply.outcomes) or turn.outcomes
     for name, value in reply.metrics.items():
         trajectory.metrics[name] = trajectory.metrics.get(name, 0.0) + value
     for index in reply.train_on:
@@ -68,6 +69,8 @@ def check_opening(opening: Opening) -> None:
     if not opening.messages:
         raise ValueError("the environment's Opening has no messages; there is nothing to answer")
     _check_messages(opening.messages)
+    if opening.prompt_ids is not None:
+        _check_prompt(opening.prompt_ids, "Opening")
     if opening.sampling is not None:
         _check_sampling(opening.sampling, "Opening")
 
@@ -118,6 +121,8 @@ def _check_types(reply: Reply) -> None:
         _check_tools(reply.tools)
     if reply.sampling is not None:
         _check_sampling(reply.sampling, "Reply")
+    if reply.prompt_ids is not None:
+        _check_prompt(reply.prompt_ids, "Reply")
 
 
 def _check_done(reply: Reply) -> None:
@@ -130,6 +135,8 @@ def _check_done(reply: Reply) -> None:
         raise ValueError("Reply(sampling=..., done=True): there is no following turn; leave one of them out")
     if reply.tools is not None:
         raise ValueError("Reply(tools=..., done=True): there is no following turn; leave one of them out")
+    if reply.prompt_ids is not None:
+        raise ValueError("Reply(prompt_ids=..., done=True): there is no following turn; leave one of them out")
 
 
 def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
@@ -143,6 +150,8 @@ def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
             "Reply(resume=..., tools=...): the prompt of the resumed turn already lists the present tools; change the tools in "
             "the reply to the complete turn"
         )
+    if reply.prompt_ids is not None:
+        raise ValueError("Reply(resume=..., prompt_ids=...): the prompt says already what is kept of the turn; remove resume")
     keep = resume.keep
     if keep is not None and not 0 <= keep <= len(turn.text):
         raise ValueError(
@@ -159,6 +168,8 @@ def _check_edit(reply: Reply, edit: Edit, turn: Turn) -> None:
             "a Reply with `edit` changes the last turn, and the conversation continues behind that turn: it has no rewrite and "
             "no resume, and is not done"
         )
+    if reply.prompt_ids is not None:
+        raise ValueError("Reply(edit=..., prompt_ids=...): the prompt says already what is kept of the turn; remove edit")
     if not isinstance(edit.keep, int) or isinstance(edit.keep, bool) or not 0 <= edit.keep <= len(turn.text):
         raise ValueError(
             f"Edit(keep={edit.keep!r:.80}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"
@@ -169,7 +180,9 @@ def _check_return(reply: Reply, returns_to: EarlierHistory) -> None:
     """A return names a part of the rewritten history."""
     if not isinstance(returns_to, EarlierHistory):
         raise TypeError(f"Reply(returns_to={returns_to!r:.80}): give EarlierHistory(index=..., first_new=...)")
-    if reply.rewrite is None or not 0 < returns_to.first_new < len(reply.rewrite):
+    # a prompt of tokens may continue the history directly behind the model's turn, with no new message
+    most = len(reply.rewrite or ()) + (reply.prompt_ids is not None)
+    if reply.rewrite is None or not 0 < returns_to.first_new < most:
         raise ValueError(
             f"Reply(returns_to={returns_to!r:.80}): `rewrite` must have the complete history, with new messages from first_new on"
         )
@@ -187,6 +200,19 @@ def _check_sampling(change: SamplingChange, where: str) -> None:
         isinstance(stop, list | tuple) and all(isinstance(text, str) and text for text in stop)
     ):
         raise ValueError(f"SamplingChange(stop={stop!r:.80}): stop must be a list of texts that are not empty")
+    if not _are_token_ids(change.stop_token_ids):
+        raise ValueError(f"SamplingChange(stop_token_ids={change.stop_token_ids!r:.80}): give a list of token ids")
+
+
+def _check_prompt(prompt: Sequence[int], where: str) -> None:
+    if not prompt or not _are_token_ids(prompt):
+        raise ValueError(f"{where}(prompt_ids={prompt!r:.80}): give a list of token ids, at least one")
+
+
+def _are_token_ids(values: object) -> bool:
+    return isinstance(values, list | tuple) and all(
+        isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
+    )
 
 
 def _check_tools(tools: Sequence[ToolSchema]) -> None:

@@ -43,8 +43,10 @@ async def converse(session: ConversationSession, environment: GuardedEnvironment
     while (stop := session.stop_reason()) is None:
         async with deadline(limits.seconds_per_turn):
             turn = await environment.watched(session.generate)
-            if turn is None or turn.finish_reason == "length":
-                return session.truncation_reason
+            cut_by = session.truncation_reason
+            if cut_by is not None and (turn is None or turn.finish_reason == "length"):
+                return cut_by
+            assert turn is not None, "no room for a turn, and no limit that says so"
             started = time.perf_counter()
             reply = await environment.step(turn)
             turn.seconds_environment = time.perf_counter() - started
@@ -98,8 +100,8 @@ async def _complete(session: ConversationSession, environment: GuardedEnvironmen
             stop = await converse(session, environment, limits)
             if stop is not Stop.DONE and trajectory.turns:
                 async with deadline(limits.seconds_per_turn):
-                    reward = await environment.final_reward()
-                trajectory.turns[-1].add_reward(reward, "final_reward")
+                    reply = await environment.final_reply(trajectory.turns[-1])
+                session.apply_final_reply(reply)
             session.finish(stop)
     except TimeoutError:
         turn = session.turns_answered

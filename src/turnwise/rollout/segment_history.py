@@ -41,6 +41,8 @@ class SegmentHistory:
         """Empty until the session has appended the first prompt."""
         self.tools: Sequence[ToolSchema] = ()
         """The tools in the segment's prompt."""
+        self.given: Sequence[int] | None = None
+        """The complete next prompt, if the environment writes prompts as token ids (`Reply.prompt_ids`); else None."""
         self._context = context
         """The renderer and the thinking policy."""
         self._messages: list[Message] = []
@@ -94,6 +96,13 @@ class SegmentHistory:
         self._context_texts, self._injected = {}, set()
         return replace(encoded, messages=new_messages)
 
+    def encode_given(self) -> EncodedMessages:
+        """The tokens of `given` that follow those of the segment."""
+        assert self.given is not None
+        new = tuple(self.given[len(self.segment) :])
+        marks = self._context.renderer.profile.reasoning.marks
+        return EncodedMessages(token_ids=new, reasoning_opening=marks.reasoning_opening(self._context.renderer.decode(new)))
+
     def append_messages(self, encoded: EncodedMessages, position: int) -> None:
         """Note messages whose tokens begin at `position` of the segment."""
         self._messages.extend(encoded.messages)
@@ -123,7 +132,10 @@ class SegmentHistory:
         return self._turns.pop(len(self._messages))
 
     def template_mismatch(self) -> TemplateMismatch | None:
-        """The first difference between the segment's tokens and the template's rendering of its messages; None if they agree."""
+        """The first difference between the segment's tokens and the template's rendering of its messages; None if they agree, or if
+        the environment wrote the tokens."""
+        if self.given is not None:
+            return None
         check = SanityCheck(self._context.renderer)
         return check.compare(self._segment_messages(), as_served=self._context.thinking == "branch")
 
@@ -182,7 +194,14 @@ class LiveSegments:
         self.current = SegmentHistory(context)
         self.earlier: dict[int, SegmentHistory] = {}
         """By the index of their history in `Trajectory.previous_histories`."""
+        self.from_tokens = False
+        """Whether the environment writes the prompts as token ids."""
         self._context = context
+
+    def begin(self, prompt_ids: Sequence[int] | None) -> None:
+        """Note the first prompt, if the environment wrote it as tokens."""
+        self.current.given = prompt_ids
+        self.from_tokens = prompt_ids is not None
 
     def replace(self, index: int, returns_to: int | None) -> None:
         """Keep the current segment as that of history `index`; continue in a new segment, or in that of an earlier history.

@@ -20,6 +20,7 @@ from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.replies import annotate_turns, check_opening, presentable, turn_seed
 from turnwise.rollout.segment_history import LiveSegments, SegmentHistory
+from turnwise.sequences import common_length
 from turnwise.types import (
     Completion,
     EarlierHistory,
@@ -72,8 +73,9 @@ class Session:
         """The record, filled while the conversation runs."""
         self.turns_answered = 0
         """Turns that the environment has answered: the index of the turn in progress."""
-        self.truncation_reason = Stop.LENGTH
-        """The limit that bounded the last turn: why the conversation ends if that turn was cut."""
+        self.truncation_reason: Stop | None = Stop.LENGTH
+        """The limit that bounded the last turn: why the conversation ends if that turn was cut. None if the environment bounded the
+        turn and answers it, cut or not."""
         self._context = context
         """Engine, renderer, sampling, limits and thinking policy. Never changes."""
         self._segments = LiveSegments(context)
@@ -103,6 +105,7 @@ class Session:
         self.trajectory.tools = tuple(opening.tools)
         self.trajectory.messages.extend(opening.messages)
         self._new_messages = list(opening.messages)
+        self._segments.begin(opening.prompt_ids)
 
     def stop_reason(self) -> Stop | None:
         """Why there is no further turn of the model, or None."""
@@ -158,6 +161,9 @@ class Session:
                 self._edit_turn(turn, reply.edit)
         if reply.rewrite is not None:
             self._replace_history(reply.rewrite, reply.returns_to)
+        if not reply.done:
+            with boundary("environment"):
+                self._take_prompt(turn, reply)
         if reply.tools is not None and tuple(reply.tools) != trajectory.tools:
             trajectory.tools = tuple(reply.tools)  # the next prompt begins a new segment
         messages = self._presentable(turn, reply.messages)
@@ -166,6 +172,13 @@ class Session:
             self._new_messages.extend(messages)
             if reply.prefill:
                 self._partial = PartialTurn(text=reply.prefill, unencoded=reply.prefill)
+
+    def apply_final_reply(self, reply: Reply) -> None:
+        """Take what the environment says of the turns after a limit ended the conversation."""
+        with boundary("environment"):
+            annotate_turns(self.trajectory, self.trajectory.turns[-1], replace(reply, done=True), source="final_reward")
+        for index, positions in reply.masked.items():
+            self._masked.setdefault(index, set()).update(positions)
 
     def finish(self, stop: Stop) -> None:
         """The conversation has ended: compare its segments with the template, and apply the masks."""
@@ -200,6 +213,8 @@ class Session:
         history, messages, tools = self._history, self._new_messages, self.trajectory.tools
         if self._partial.continues:
             prompt = EncodedMessages(token_ids=())
+        elif history.given is not None:
+            prompt = history.encode_given()
         elif not history.segment:
             prompt = history.encode_opening(messages, tools)
         else:
@@ -230,14 +245,17 @@ class Session:
     def _request(self, segment: Segment) -> Request:
         """The request for the next turn, bounded by the limits and the environment's change of the sampling."""
         context, trajectory, change = self._context, self.trajectory, self._sampling_change
-        max_tokens, self.truncation_reason = context.limits.completion_budget(
-            trajectory, len(segment), self._response_tokens(len(segment)), most=change.max_tokens
-        )
+        response = self._response_tokens(len(segment))
+        max_tokens, self.truncation_reason = context.limits.completion_budget(trajectory, len(segment), response, change)
         sampling = replace(
             context.sampling,
             max_tokens=max_tokens,
             stop=context.sampling.stop if change.stop is None else tuple(change.stop),
-            stop_token_ids=(*context.sampling.stop_token_ids, *context.renderer.stop_token_ids),
+            stop_token_ids=(
+                *context.sampling.stop_token_ids,
+                *context.renderer.stop_token_ids,
+                *change.stop_token_ids,
+            ),
         )
         return Request(
             conversation=trajectory.id,
@@ -350,6 +368,45 @@ class Session:
             return
         self._new_messages = list(messages[returns_to.first_new :])
         trajectory.messages[:] = [*trajectory.previous_histories[returns_to.index], *self._new_messages]
+
+    def _take_prompt(self, turn: Turn, reply: Reply) -> None:
+        """Note the next prompt that the environment wrote as tokens. Sampled tokens of the last turn that it leaves out are removed.
+
+        Raises ValueError if the prompt does not continue the segment, or if a prompt is missing or not expected.
+        """
+        history, prompt = self._history, reply.prompt_ids
+        from_tokens = self._segments.from_tokens
+        if from_tokens is not (prompt is not None):
+            had, fix = ("", "give each Reply prompt_ids") if from_tokens else ("no ", "leave prompt_ids out of the Reply")
+            raise ValueError(f"the conversation began with an Opening that had {had}prompt_ids: {fix}")
+        if prompt is None:
+            return
+        segment = history.segment
+        kept = common_length(segment.token_ids, prompt)
+        removed = len(segment) - kept
+        last = 0 if reply.returns_to is not None or turn.completion is None else len(turn.completion.token_ids)
+        if segment and removed > last:
+            raise ValueError(
+                f"Reply(prompt_ids=...): the prompt of {len(prompt)} tokens differs from the segment at token {kept}, and only the "
+                f"last {last} tokens, those of the last turn, can be left out: begin a new segment with rewrite"
+            )
+        if segment and removed:
+            self._cut_tokens(turn, kept)
+        history.given = prompt
+
+    def _cut_tokens(self, turn: Turn, length: int) -> None:
+        """Remove the sampled tokens of the last turn behind the first `length` tokens of the segment."""
+        assert turn.completion is not None
+        history = self._history
+        turn.kept_tokens = len(turn.completion.token_ids) - (len(history.segment) - length)
+        history.segment.truncate(length)
+        parsed = history.pop_turn()
+        self._calls -= len(parsed.calls)
+        before = parsed.text[: len(parsed.text) - len(turn.text)]
+        cut = self._parse_turn(turn.completion.token_ids[: turn.kept_tokens], before, parsed.reasoning_opening)
+        self._calls += len(cut.calls)
+        self.trajectory.messages[-1] = cut.message
+        history.append_turn(cut)
 
     def _presentable(self, turn: Turn, messages: Sequence[Message]) -> list[Message]:
         """The messages with those of tools as the model can receive them."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from turnwise.chat.media_parts import has_media, without_media
@@ -31,8 +32,9 @@ class TextSession:
         """The record, filled while the conversation runs."""
         self.turns_answered = 0
         """Turns that the environment has answered: the index of the turn in progress."""
-        self.truncation_reason = Stop.LENGTH
-        """The limit that bounded the last turn, or `context` if the endpoint had no room for a turn."""
+        self.truncation_reason: Stop | None = Stop.LENGTH
+        """The limit that bounded the last turn, or `context` if the endpoint had no room for a turn. None if the environment bounded
+        the turn and answers it, cut or not."""
         self._context = context
         self._sampling_change = SamplingChange()
         """The environment's last change. It applies to all turns until the next change."""
@@ -45,6 +47,7 @@ class TextSession:
         """Take the environment's opening messages and tools."""
         with boundary("environment"):
             check_opening(opening)
+            _refuse_tokens(opening.prompt_ids, opening.sampling, "Opening")
         self._refuse_media(opening.messages, "row")
         self._sampling_change = opening.sampling or self._sampling_change
         self.trajectory.tools = tuple(opening.tools)
@@ -63,9 +66,8 @@ class TextSession:
         """Send the messages, and add the answer as a turn. None: the messages do not fit into the model's context."""
         trajectory, began, started = self.trajectory, time.time(), time.perf_counter()
         length = self._length()
-        budget, self.truncation_reason = self._context.limits.completion_budget(
-            trajectory, length, self._response_tokens(length), most=self._sampling_change.max_tokens
-        )
+        response, change = self._response_tokens(length), self._sampling_change
+        budget, self.truncation_reason = self._context.limits.completion_budget(trajectory, length, response, change)
         with boundary("engine"):
             answer = await self._ask(budget)
         if answer is None:
@@ -85,6 +87,7 @@ class TextSession:
         trajectory = self.trajectory
         with boundary("environment"):
             annotate_turns(trajectory, turn, reply)
+            _refuse_tokens(reply.prompt_ids, reply.sampling, "Reply")
         self.turns_answered += 1
         unsupported = {
             "resume": reply.resume is not None,
@@ -109,6 +112,11 @@ class TextSession:
         messages = presentable(turn, reply.messages, without_media)
         self._refuse_media([*(reply.rewrite or ()), *messages], "environment")
         trajectory.messages.extend(messages)
+
+    def apply_final_reply(self, reply: Reply) -> None:
+        """Take what the environment says of the turns after a limit ended the conversation."""
+        with boundary("environment"):
+            annotate_turns(self.trajectory, self.trajectory.turns[-1], replace(reply, done=True), source="final_reward")
 
     def finish(self, stop: Stop) -> None:
         """The conversation has ended."""
@@ -205,3 +213,13 @@ class TextSession:
                     "that samples tokens (engine.name=local), or rows without images",
                 )
             )
+
+
+def _refuse_tokens(prompt_ids: Sequence[int] | None, sampling: SamplingChange | None, where: str) -> None:
+    """Raises ValueError if an environment names tokens, which an endpoint does not have."""
+    if prompt_ids is not None or (sampling is not None and sampling.stop_token_ids):
+        name = "prompt_ids" if prompt_ids is not None else "sampling.stop_token_ids"
+        raise ValueError(
+            f"{where}({name}=...): an OpenAI-compatible endpoint takes messages and no tokens: use an engine that samples tokens "
+            f"(engine.name=local)"
+        )

@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.user_code.live_objects import is_live, live_object
 
-__all__ = ["resolve"]
+__all__ = ["load_file", "resolve"]
 
 
 def resolve(reference: str, *, key: str) -> Any:
@@ -38,6 +38,20 @@ def resolve(reference: str, *, key: str) -> Any:
             raise ConfigError(f"{key}: {place} has no {name!r}{nearest(name, vars(module))}")
         value = getattr(value, attribute)
     return value
+
+
+def load_file(path: Path, *, key: str) -> Any:
+    """The module of a Python file, which is executed once. `key` is the option of the recipe that names the file.
+
+    Raises ConfigError.
+    """
+    try:
+        with boundary("import"):
+            return _from_file(path, key)
+    except Failed as failed:
+        if isinstance(failed.__cause__, ConfigError):
+            raise failed.__cause__ from None
+        raise ConfigError(f"{key}: {path} could not be imported: {failed.failure.message}") from failed
 
 
 def _from_file(path: Path, key: str) -> Any:

@@ -24,6 +24,8 @@ class FunctionCall:
     name: str
     arguments: str
     """The arguments as JSON text."""
+    tool_call_id: str | None = None
+    """The id that the model wrote, if the format has ids."""
 
 
 @dataclass

@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 from uuid import uuid4
 
 from turnwise.compat.verl.agent_data import AgentData
+from turnwise.compat.verl.agent_loops import read_agent_loops
 from turnwise.compat.verl.calls import follow_verl_logging
 from turnwise.compat.verl.files import read_interactions, read_tools
+from turnwise.compat.verl.function_tool import read_function_tools
 from turnwise.compat.verl.interaction import Interaction, choose, interaction_keywords
-from turnwise.compat.verl.rows import wanted
+from turnwise.compat.verl.rows import refuse, wanted
 from turnwise.compat.verl.schemas import ToolResponse
 from turnwise.compat.verl.tool import ToolInstance
-from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReward, SingleTurn
+from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReply, FinalReward, SingleTurn
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
-from turnwise.errors import ConfigError, Failed
+from turnwise.errors import ConfigError, Failed, nearest
+from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.object_references import resolve
 
 __all__ = ["Conversation", "Conversations", "InFront"]
 
+_TOOL_AGENT, _SINGLE_TURN_AGENT = "tool_agent", "single_turn_agent"
+"""verl's own agents."""
 _SECONDS = 25.0  # for the release of tools; less than the time that the rollout loop allows for closing
 
 InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
@@ -45,6 +50,9 @@ class Conversations:
           arguments:
             interactions: interaction_config.yaml
             tools: tool_config.yaml
+
+    The column `agent_name` of a row selects what leads the conversation: `tool_agent` (the tools and the interaction),
+    `single_turn_agent` (one turn, without tools), or an agent loop of the user.
     """
 
     def __init__(
@@ -56,8 +64,16 @@ class Conversations:
         max_user_turns: int | None = None,
         tool_timeout: float = 30.0,
         rewards: Literal["add", "record"] = "add",
+        function_tools: str | None = None,
+        agent_loops: str | Sequence[str] | None = None,
+        default_agent: str | None = None,
+        config: str | Mapping[str, Any] | None = None,
     ) -> None:
         """Read the files.
+
+        `function_tools` is a Python file with `@function_tool`. `agent_loops` is verl's `agent_loop_config_path`, a Python file with
+        `@register`, or a list of them; `config` has values of verl's configuration for the loops: a mapping or a YAML file.
+        `default_agent` leads the conversations of rows without `agent_name`: `tool_agent` if it is not set.
 
         `then` is an environment of turnwise behind the tools, instead of an interaction; a text is a reference. The
         conversation ends after `max_user_turns` answers of the interaction. `tool_timeout` is the time limit of a call in
@@ -65,8 +81,10 @@ class Conversations:
         interactions to the turns' rewards; `record` only records them, so that the reward functions alone are the objective,
         as in verl's trainer. Raises ConfigError.
         """
-        if interactions is None and tools is None:
-            raise ConfigError("neither interactions nor tools is set: name one of verl's files")
+        if interactions is None and tools is None and function_tools is None and agent_loops is None:
+            raise ConfigError("none of interactions, tools, function_tools and agent_loops is set: name one of verl's files")
+        if config is not None and agent_loops is None:
+            raise ConfigError("config has no effect without agent_loops, which read it: remove it, or set agent_loops")
         if interactions is not None and then is not None:
             raise ConfigError(f"interactions={interactions} and then={then} would both answer the model: choose one")
         if max_user_turns is not None and (interactions is None or max_user_turns < 1):
@@ -86,15 +104,57 @@ class Conversations:
         self._interactions = read_interactions(interactions) if interactions is not None else {}
         self._then = resolve(then, key="then") if isinstance(then, str) else then
         self._most_answers = max_user_turns
+        self._functions = {} if function_tools is None else read_function_tools(function_tools, timeout=tool_timeout)
+        self._loops = None if agent_loops is None else read_agent_loops(agent_loops, config=config)
+        self._default_agent = default_agent or _TOOL_AGENT
+        if default_agent is not None and default_agent not in self.agents:
+            raise ConfigError(
+                f"default_agent={default_agent!r}{nearest(default_agent, self.agents)}; there are: {', '.join(self.agents)}"
+            )
         self._tools, self._servers = read_tools(tools, timeout=tool_timeout) if tools is not None else ([], [])
 
-    def tools(self) -> Sequence[Tool]:
-        """The tools of the tool file, not bound to a conversation: for checks and for display."""
-        return [tool.tool for tool in self._tools]
+    @property
+    def agents(self) -> list[str]:
+        """The names that the column `agent_name` may have."""
+        return sorted({_TOOL_AGENT, _SINGLE_TURN_AGENT, *(self._loops.names if self._loops is not None else ())})
 
-    def make(self, in_front: InFront | None = None) -> Conversation:
+    def tools(self) -> Sequence[Tool]:
+        """The tools of the files, not bound to a conversation: for checks and for display."""
+        return [*(tool.tool for tool in self._tools), *(tool for _, tool in self._functions.values())]
+
+    def use_context(self, context: RolloutContext) -> RolloutContext:
+        """Take what agent loops need of the run, before its first conversation. Returns the context of the conversations."""
+        if self._loops is not None:
+            self._loops.use_context(context)
+        return context
+
+    def make(self, in_front: InFront | None = None) -> Environment:
         """The environment of one conversation. `in_front` puts tools in front of an environment, also verl's own tools."""
-        return Conversation(self, in_front or (lambda tools, then: Tools(tools, then=then) if tools else then))
+        return _ByAgent(self, in_front or (lambda tools, then: Tools(tools, then=then) if tools else then))
+
+    def led_by(self, row: Row, in_front: InFront) -> Environment:
+        """The environment of the row's conversation, by the column `agent_name`. Raises Failed for an unknown agent."""
+        name = row.fields.get("agent_name")
+        name = self._default_agent if name is None else str(name)
+        if self._loops is not None and name in self._loops.names:
+            if in_front((), environment := self._loops.environment(name, row, self._instances())) is not environment:
+                raise Failed(
+                    Failure(
+                        "environment",
+                        f"the recipe's tools cannot be offered by the agent loop {name!r}, which writes its own prompts: remove tools "
+                        f"and mcp from the recipe",
+                    )
+                )
+            return environment
+        if name == _SINGLE_TURN_AGENT:
+            return SingleTurn()
+        if name != _TOOL_AGENT:
+            raise refuse(row, f"agent_name={name!r}{nearest(name, self.agents)} (the agents are: {', '.join(self.agents)})")
+        return Conversation(self, in_front)
+
+    def _instances(self) -> list[Any]:
+        """The users' objects behind the tools, for agent loops, which call them themselves."""
+        return [*(tool.instance for tool in self._tools), *(function for function, _ in self._functions.values())]
 
     __call__ = make
 
@@ -106,7 +166,7 @@ class Conversations:
     def instances(self, row: Row, data: AgentData) -> tuple[list[ToolInstance], Environment]:
         """The tools and the environment behind them for a conversation of the row, not begun yet. Raises Failed."""
         id = data.request_id
-        wants = wanted(row, [tool.name for tool in self._tools])
+        wants = wanted(row, [*(tool.name for tool in self._tools), *self._functions])
         offered = [tool for tool in self._tools if wants.selection is None or tool.name in wants.selection]
         tools = [ToolInstance(tool, id, wants, data) for tool in offered]
         data.tools_kwargs = wants.tools
@@ -120,8 +180,41 @@ class Conversations:
         return tools, self._then() if self._then is not None else SingleTurn()
 
 
+    def functions(self, row: Row) -> list[Tool]:
+        """The functions that the model is offered in a conversation of the row."""
+        selection = wanted(row, [*(tool.name for tool in self._tools), *self._functions]).selection
+        return [tool for name, (_, tool) in self._functions.items() if selection is None or name in selection]
+
+
+class _ByAgent:
+    """One conversation, led by the agent that its row names."""
+
+    def __init__(self, setup: Conversations, in_front: InFront) -> None:
+        self._setup = setup
+        self._in_front = in_front
+        self._inner: Environment | None = None
+
+    async def begin(self, row: Row) -> Opening:
+        self._inner = self._setup.led_by(row, self._in_front)
+        return await self._inner.begin(row)
+
+    async def step(self, turn: Turn) -> Reply:
+        assert self._inner is not None, "step before begin"
+        return await self._inner.step(turn)
+
+    async def final_reply(self, turn: Turn) -> Reply:
+        if isinstance(self._inner, FinalReply):
+            return await self._inner.final_reply(turn)
+        reward = await self._inner.final_reward() if isinstance(self._inner, FinalReward) else 0.0
+        return Reply(done=True, reward=reward)
+
+    async def close(self) -> None:
+        if self._inner is not None:
+            await self._inner.close()
+
+
 class Conversation:
-    """One conversation."""
+    """One conversation with tools and an interaction."""
 
     def __init__(self, setup: Conversations, in_front: InFront) -> None:
         self._setup = setup
@@ -135,7 +228,7 @@ class Conversation:
         tools, partner = self._setup.instances(row, self._data)
         self._tools = tools
         await _together(tool.create() for tool in tools)
-        self._behind = self._in_front([tool.tool for tool in tools], partner)
+        self._behind = self._in_front([*(tool.tool for tool in tools), *self._setup.functions(row)], partner)
         opening = await self._behind.begin(row)
         tool_messages = [_message(tool) for tool in tools if not tool.response.is_empty()]
         messages = [*opening.messages, *tool_messages]

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from turnwise.compat.verl.function_tool import load_function_tools_from_path
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema
 from turnwise.compat.yaml_files import read_mapping, resolved
@@ -23,6 +24,7 @@ __all__ = [
     "get_tool_class",
     "initialize_interactions_from_config",
     "initialize_tools_from_config",
+    "load_all_tools",
 ]
 
 
@@ -86,6 +88,16 @@ def initialize_tools_from_config(tools_config_file: str) -> list[Any]:
                 )
             )
     return tools
+
+
+def load_all_tools(tool_config_path: str | None, function_tool_path: str | None) -> list[Any]:
+    """The tools of a file and the functions of a Python file. Raises ValueError if two have the same name."""
+    tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
+    names = [tool.name for tool in (*tools, *functions)]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"two tools of {tool_config_path} and {function_tool_path} have the name {twice!r}: rename one of them")
+    return [*tools, *functions]
 
 
 def _entries(file: str, key: str) -> list[Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from turnwise.environments.environment import Environment, FinalReward, SingleTurn
+from turnwise.environments.environment import Environment, FinalReply, FinalReward, SingleTurn
 from turnwise.environments.tools.result import Answer, ToolResponse, failed
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.truncation import Truncation
@@ -110,6 +110,12 @@ class Tools:
 
     def _all_schemas(self, tools: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
         return (*tools, *(tool.schema for tool in self._tools.values()))
+
+    async def final_reply(self, turn: Turn) -> Reply:
+        """The inner environment's last reply after a limit ended the conversation."""
+        if isinstance(self._inner, FinalReply):
+            return await self._inner.final_reply(turn)
+        return Reply(done=True, reward=await self.final_reward())
 
     async def final_reward(self) -> float:
         return await self._inner.final_reward() if isinstance(self._inner, FinalReward) else 0.0
