@@ -25,6 +25,7 @@ from turnwise.sequences import Media as Media
 from turnwise.sequences import Request as Request
 from turnwise.sequences import Segment as Segment
 from turnwise.sequences import Usage as Usage
+from turnwise.sequences import common_length as common_length
 
 Message = dict[str, Any]
 """One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where the
@@ -358,8 +359,8 @@ class Opening:
     sampling: SamplingChange | None = None
     """A change of the sampling from the first turn on; None uses the recipe's."""
     prompt_ids: Sequence[int] | None = None
-    """For environments that write prompts as tokens, such as an agent that calls the model with token ids: the first prompt. It is
-    not rendered from `messages`, which are recorded. Each later `Reply` that is not the last one then has `prompt_ids` too."""
+    """For environments that write prompts as tokens, such as an agent that calls the model with token ids: the first prompt. It
+    is not rendered from `messages`, which are recorded. Each later `Reply` that is not the last one then has `prompt_ids` too."""
     watch_sampling: Callable[[], Awaitable[None]] | None = None
     """For environments that can lose interest in a turn, such as an agent whose client disconnects. Called whenever the model
     begins a turn, and cancelled when the turn is complete. If it raises, the turn is cancelled and the conversation fails."""
@@ -452,6 +453,6 @@ class Reply:
     prompt_ids: Sequence[int] | None = None
     """The complete next prompt as token ids, if the conversation began with `Opening.prompt_ids`.
 
-    It begins with the tokens of the segment that the conversation continues in: all of them, or all up to a token of the last turn;
-    the sampled tokens behind that are removed. With `rewrite` and without `returns_to`, it is the prompt of a new segment.
+    It begins with the tokens of the segment that the conversation continues in: all of them, or all up to a token of the last
+    turn; the sampled tokens behind that are removed. With `rewrite` and without `returns_to`, it is the prompt of a new segment.
     Example: the segment is P0 P0 A0 A0 and the prompt is P0 P0 A0 E0 E0. The second A0 is removed, and both E0 are context."""

@@ -44,7 +44,8 @@ class UsesContext(Protocol):
     """An EnvironmentSource whose environments need what the run's conversations share, such as the renderer and the limits."""
 
     def use_context(self, context: RolloutContext) -> RolloutContext:
-        """Called before the first conversation with a context. Returns the context that the conversations get, usually the same."""
+        """Called before the first conversation with a context. Returns the context that the conversations get, usually the
+        same."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Prompts of other people's agents as tokens, and what they say.
 
-An agent that calls the model with token ids writes its prompts itself. Where it asks its base class to encode messages, the model's
-own template does so (`encode_opening`, `encode_next`), and the messages are kept, so that the record shows them. Other prompts are
-read back as far as the template's own text around one message allows; else, the record shows their text.
+An agent that calls the model with token ids writes its prompts itself. Where it asks its base class to encode messages, the
+model's own template does so (`encode_opening`, `encode_next`), and the messages are kept, so that the record shows them. Other
+prompts are read back as far as the template's own text around one message allows; else, the record shows their text.
 """
 
 from __future__ import annotations

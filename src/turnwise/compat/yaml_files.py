@@ -53,10 +53,14 @@ def read_list(path: Path, *, what: str) -> list[Any]:
     """
     entries = _read(path, what)
     if not isinstance(entries, list) or not entries:
-        raise ConfigError(f"{what} {path} must contain a list; it contains {'nothing' if not entries else repr(entries)[:80]}")
+        raise ConfigError(
+            f"{what} {path} must contain a list; it contains {'nothing' if not entries else repr(entries)[:80]}"
+        )
     tree, left = resolved({"entries": entries})
     if left:
-        raise ConfigError(f"{what} {path}: {left[0]} has an interpolation that cannot be resolved: set the variable it names")
+        raise ConfigError(
+            f"{what} {path}: {left[0]} has an interpolation that cannot be resolved: set the variable it names"
+        )
     return tree["entries"]
 
 

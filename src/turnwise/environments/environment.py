@@ -72,7 +72,8 @@ class FinalReward(Protocol):
 
 @runtime_checkable
 class FinalReply(Protocol):
-    """An environment that has more to say than a reward when a limit has ended the conversation, or that must see the last turn."""
+    """An environment that has more to say than a reward when a limit has ended the conversation, or that must see the last
+    turn."""
 
     async def final_reply(self, turn: Turn) -> Reply:
         """Return a last `Reply` to the last turn, in place of `FinalReward.final_reward`: its reward, info, metrics and masks.

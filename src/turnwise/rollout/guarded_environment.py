@@ -59,8 +59,8 @@ class GuardedEnvironment:
             await asyncio.gather(turn, watch, return_exceptions=True)
 
     async def final_reply(self, turn: Turn) -> Reply:
-        """What the environment says after a limit ended the conversation, whose last turn is `turn`: `final_reply`, or a reply with
-        `final_reward`; an empty reply without a method of these names."""
+        """What the environment says after a limit ended the conversation, whose last turn is `turn`: `final_reply`, or a reply
+        with `final_reward`; an empty reply without a method of these names."""
         environment = self._environment
         if isinstance(environment, FinalReply):
             return await self._call(lambda: environment.final_reply(turn), "final_reply")

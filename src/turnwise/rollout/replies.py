@@ -36,8 +36,7 @@ def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply, *, source: 
     """
     check_reply(reply, turn, trajectory.turns)
     turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), source)
-    if not reply.done or reply.observation is not None:
-        turn.observed = reply.observation
+    turn.observed = reply.observation or (turn.observed and source == "final_reward")
     turn.info.update(reply.info)
     turn.outcomes = tuple(reply.outcomes) or turn.outcomes
     for name, value in reply.metrics.items():
@@ -151,7 +150,9 @@ def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
             "the reply to the complete turn"
         )
     if reply.prompt_ids is not None:
-        raise ValueError("Reply(resume=..., prompt_ids=...): the prompt says already what is kept of the turn; remove resume")
+        raise ValueError(
+            "Reply(resume=..., prompt_ids=...): the prompt says already what is kept of the turn; remove resume"
+        )
     keep = resume.keep
     if keep is not None and not 0 <= keep <= len(turn.text):
         raise ValueError(
@@ -169,7 +170,9 @@ def _check_edit(reply: Reply, edit: Edit, turn: Turn) -> None:
             "no resume, and is not done"
         )
     if reply.prompt_ids is not None:
-        raise ValueError("Reply(edit=..., prompt_ids=...): the prompt says already what is kept of the turn; remove edit")
+        raise ValueError(
+            "Reply(edit=..., prompt_ids=...): the prompt says already what is kept of the turn; remove edit"
+        )
     if not isinstance(edit.keep, int) or isinstance(edit.keep, bool) or not 0 <= edit.keep <= len(turn.text):
         raise ValueError(
             f"Edit(keep={edit.keep!r:.80}) of an answer of {len(turn.text)} characters; keep 0 to {len(turn.text)} of it"

@@ -101,7 +101,9 @@ class SegmentHistory:
         assert self.given is not None
         new = tuple(self.given[len(self.segment) :])
         marks = self._context.renderer.profile.reasoning.marks
-        return EncodedMessages(token_ids=new, reasoning_opening=marks.reasoning_opening(self._context.renderer.decode(new)))
+        return EncodedMessages(
+            token_ids=new, reasoning_opening=marks.reasoning_opening(self._context.renderer.decode(new))
+        )
 
     def append_messages(self, encoded: EncodedMessages, position: int) -> None:
         """Note messages whose tokens begin at `position` of the segment."""
@@ -132,8 +134,8 @@ class SegmentHistory:
         return self._turns.pop(len(self._messages))
 
     def template_mismatch(self) -> TemplateMismatch | None:
-        """The first difference between the segment's tokens and the template's rendering of its messages; None if they agree, or if
-        the environment wrote the tokens."""
+        """The first difference between the segment's tokens and the template's rendering of its messages; None if they agree,
+        or if the environment wrote the tokens."""
         if self.given is not None:
             return None
         check = SanityCheck(self._context.renderer)

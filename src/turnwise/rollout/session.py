@@ -20,7 +20,6 @@ from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.replies import annotate_turns, check_opening, presentable, turn_seed
 from turnwise.rollout.segment_history import LiveSegments, SegmentHistory
-from turnwise.sequences import common_length
 from turnwise.types import (
     Completion,
     EarlierHistory,
@@ -37,6 +36,7 @@ from turnwise.types import (
     Stop,
     Trajectory,
     Turn,
+    common_length,
 )
 
 __all__ = ["PartialTurn", "Session"]
@@ -74,8 +74,8 @@ class Session:
         self.turns_answered = 0
         """Turns that the environment has answered: the index of the turn in progress."""
         self.truncation_reason: Stop | None = Stop.LENGTH
-        """The limit that bounded the last turn: why the conversation ends if that turn was cut. None if the environment bounded the
-        turn and answers it, cut or not."""
+        """The limit that bounded the last turn: why the conversation ends if that turn was cut. None if the environment bounded
+        the turn and answers it, cut or not."""
         self._context = context
         """Engine, renderer, sampling, limits and thinking policy. Never changes."""
         self._segments = LiveSegments(context)
@@ -246,7 +246,9 @@ class Session:
         """The request for the next turn, bounded by the limits and the environment's change of the sampling."""
         context, trajectory, change = self._context, self.trajectory, self._sampling_change
         response = self._response_tokens(len(segment))
-        max_tokens, self.truncation_reason = context.limits.completion_budget(trajectory, len(segment), response, change)
+        max_tokens, self.truncation_reason = context.limits.completion_budget(
+            trajectory, len(segment), response, change
+        )
         sampling = replace(
             context.sampling,
             max_tokens=max_tokens,
@@ -370,14 +372,17 @@ class Session:
         trajectory.messages[:] = [*trajectory.previous_histories[returns_to.index], *self._new_messages]
 
     def _take_prompt(self, turn: Turn, reply: Reply) -> None:
-        """Note the next prompt that the environment wrote as tokens. Sampled tokens of the last turn that it leaves out are removed.
+        """Note the next prompt that the environment wrote as tokens. Sampled tokens of the last turn that it leaves out are
+        removed.
 
         Raises ValueError if the prompt does not continue the segment, or if a prompt is missing or not expected.
         """
         history, prompt = self._history, reply.prompt_ids
         from_tokens = self._segments.from_tokens
         if from_tokens is not (prompt is not None):
-            had, fix = ("", "give each Reply prompt_ids") if from_tokens else ("no ", "leave prompt_ids out of the Reply")
+            had, fix = (
+                ("", "give each Reply prompt_ids") if from_tokens else ("no ", "leave prompt_ids out of the Reply")
+            )
             raise ValueError(f"the conversation began with an Opening that had {had}prompt_ids: {fix}")
         if prompt is None:
             return
@@ -387,8 +392,8 @@ class Session:
         last = 0 if reply.returns_to is not None or turn.completion is None else len(turn.completion.token_ids)
         if segment and removed > last:
             raise ValueError(
-                f"Reply(prompt_ids=...): the prompt of {len(prompt)} tokens differs from the segment at token {kept}, and only the "
-                f"last {last} tokens, those of the last turn, can be left out: begin a new segment with rewrite"
+                f"Reply(prompt_ids=...): the prompt of {len(prompt)} tokens differs from the segment at token {kept}, and only "
+                f"the last {last} tokens, those of the last turn, can be left out: begin a new segment with rewrite"
             )
         if segment and removed:
             self._cut_tokens(turn, kept)

@@ -33,8 +33,8 @@ class TextSession:
         self.turns_answered = 0
         """Turns that the environment has answered: the index of the turn in progress."""
         self.truncation_reason: Stop | None = Stop.LENGTH
-        """The limit that bounded the last turn, or `context` if the endpoint had no room for a turn. None if the environment bounded
-        the turn and answers it, cut or not."""
+        """The limit that bounded the last turn, or `context` if the endpoint had no room for a turn. None if the environment
+        bounded the turn and answers it, cut or not."""
         self._context = context
         self._sampling_change = SamplingChange()
         """The environment's last change. It applies to all turns until the next change."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,16 +20,28 @@ from turnwise.types import Row, Stop, Trajectory
 PLUGINS = Path(__file__).parent / "plugins"
 OPENING = f"<|im_start|>user\nHi<|im_end|>\n{CUE}"
 MORE = f"\n<|im_start|>user\nmore<|im_end|>\n{CUE}"
-LOOPS = ["Messages", "Short", "Untrained", "Lies", "LiesOfLogprobs", "Raw", "Compressed", "Together", "Calls", "Fails", "Greedy"]
+LOOPS = [
+    "Messages",
+    "Short",
+    "Untrained",
+    "Lies",
+    "LiesOfLogprobs",
+    "Raw",
+    "Compressed",
+    "Together",
+    "Calls",
+    "Fails",
+    "Greedy",
+]
 
 
 @pytest.fixture
-def loops(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def loops(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLUGINS))
     with verl_names():
         module = importlib.import_module("verl_loops")
     module.SEEN.clear()
-    yield module
+    return module
 
 
 def agents_file(tmp_path: Path, more: str = "") -> str:
@@ -39,7 +50,9 @@ def agents_file(tmp_path: Path, more: str = "") -> str:
     return str(path)
 
 
-def lead(setup: Conversations, agent: str | None, *turns: Any, limits: Limits | None = None, **fields: Any) -> Trajectory:
+def lead(
+    setup: Conversations, agent: str | None, *turns: Any, limits: Limits | None = None, **fields: Any
+) -> Trajectory:
     """One conversation that an agent loop leads, through the rollout loop."""
     import asyncio
 
@@ -121,10 +134,17 @@ def test_prompts_that_the_loop_writes_itself(loops: ModuleType, tmp_path: Path) 
     assert spoken(one) == [(-1, f"{OPENING}first<|im_end|>")]  # recorded, and not trained on: it was not returned
     assert spoken(two) == [(-1, OPENING), (1, "second"), (-1, f"?<|im_end|>\n{CUE}"), (2, "thi")]
     assert trajectory.turns[1].kept_tokens == 6
-    assert trajectory.turns[2].finish_reason == "length"  # of the loop's own max_tokens, which does not end the conversation
+    assert (
+        trajectory.turns[2].finish_reason == "length"
+    )  # of the loop's own max_tokens, which does not end the conversation
     assert trajectory.stop is Stop.DONE
-    assert trajectory.metrics["agent/unreturned_tokens"] == 6.0  # those that were left out of the prompt are in no segment
-    assert [name for name in ("forked", "realigned") if trajectory.metrics[f"agent/{name}"] == 1.0] == ["forked", "realigned"]
+    assert (
+        trajectory.metrics["agent/unreturned_tokens"] == 6.0
+    )  # those that were left out of the prompt are in no segment
+    assert [name for name in ("forked", "realigned") if trajectory.metrics[f"agent/{name}"] == 1.0] == [
+        "forked",
+        "realigned",
+    ]
 
 
 def test_several_outputs_of_one_conversation(loops: ModuleType, tmp_path: Path) -> None:
@@ -178,7 +198,9 @@ def test_a_turn_that_a_limit_cuts_reaches_the_loop(loops: ModuleType, tmp_path: 
     over = lead(several, "Messages", "a", "b", "c", limits=Limits(turns=2))
     assert (over.stop, over.error, over.assistant_texts) == (Stop.MAX_TURNS, None, ["a", "b"])
     assert "reached a limit of the recipe" in over.turns[-1].info["agent"]["ended"]
-    assert sum(turn >= 0 for turn in over.segments[0].turn) == 4  # nothing was returned, so all sampled tokens are trained on
+    assert (
+        sum(turn >= 0 for turn in over.segments[0].turn) == 4
+    )  # nothing was returned, so all sampled tokens are trained on
 
 
 def test_a_loop_that_fails_fails_its_conversation_only(loops: ModuleType, tmp_path: Path) -> None:
@@ -254,7 +276,9 @@ def test_recipes_tools_and_agent_loops_exclude_each_other(loops: ModuleType, tmp
     import asyncio
 
     async def run() -> Trajectory:
-        context = a_table(Says("stop"), lambda: setup.make(lambda tools, then: Tools([Tool.of(add), *tools], then=then)))
+        context = a_table(
+            Says("stop"), lambda: setup.make(lambda tools, then: Tools([Tool.of(add), *tools], then=then))
+        )
         group = new_group(a_row(agent_name="Messages"), size=1, seed=0)
         await rollout_groups([group], context)
         return group.trajectories[0]

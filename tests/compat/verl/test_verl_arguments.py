@@ -598,6 +598,17 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
     assert [use["use"] for use in found.recipe["reward"]["trajectory"]] == ["turnwise.compat.verl:data_source_score"]
 
 
+def test_agent_loops_and_functions_are_arguments_of_the_environment(grpo: list[str]) -> None:
+    agent = "actor_rollout_ref.rollout.agent"
+    keys = [f"{agent}.agent_loop_config_path=agents.yaml", f"{TURNS}.function_tool_path=f.py", f"+{TURNS}.mine=3"]
+    arguments = from_verl_arguments([*grpo, *keys]).recipe["environment"]["arguments"]
+    assert (arguments["agent_loops"], arguments["function_tools"]) == ("agents.yaml", "f.py")
+    assert arguments["default_agent"] == "single_turn_agent"  # verl's own default
+    assert arguments["config"]["actor_rollout_ref"]["rollout"]["multi_turn"]["mine"] == 3
+    named = from_verl_arguments([*grpo, keys[0], f"{agent}.default_agent_loop=mine"]).recipe["environment"]["arguments"]
+    assert named["default_agent"] == "mine"
+
+
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
@@ -608,7 +619,7 @@ def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None
             [f"{TURNS}.tool_config_path=t", "actor_rollout_ref.rollout.tool_kwargs.tools_config_file=u"],
             "multi_turn.tool_config_path names another file: remove one of the two",
         ),
-        ([f"{TURNS}.function_tool_path=f.py"], "name the functions in `tools:` of the recipe"),
+        (["actor_rollout_ref.rollout.agent.default_agent_loop=mine"], "name the file of its class"),
         (["+algorithm.filter_groups.enable=True"], "0 samples without end in verl"),
         (
             ["+algorithm.filter_groups.enable=True", "+algorithm.filter_groups.metric=length"],

@@ -28,8 +28,8 @@ __all__ = [
     "AsyncLLMServerManager",
     "DictConfigWrap",
     "LLMServerClient",
-    "ToolListWrap",
     "TokenOutput",
+    "ToolListWrap",
     "get_event_loop",
     "register",
     "registered",
@@ -38,7 +38,16 @@ __all__ = [
 
 T = TypeVar("T", bound=type)
 
-_FORCED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
+_FORCED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+)
 """Sampling parameters that the recipe decides, because training needs all tokens from the same distribution."""
 _NEUTRAL = (
     "logprobs",
@@ -167,7 +176,9 @@ class LLMServerClient:
                 forced[name] = value
             elif not (name == "n" and value == 1):
                 known = ", ".join(("max_tokens", "stop", "stop_token_ids", *_FORCED))
-                raise ValueError(f"generate(sampling_params={{{name!r}: {value!r:.60}}}) is not supported; there are: {known}")
+                raise ValueError(
+                    f"generate(sampling_params={{{name!r}: {value!r:.60}}}) is not supported; there are: {known}"
+                )
         return SamplingChange(**change, answers_cut=True), forced
 
 

@@ -1,8 +1,8 @@
 """Runs verl's agent loops: programs of the user that lead a conversation with token ids.
 
-`AgentLoops` reads the classes once per run, from verl's `agent_loop_config_path` and from Python files with `@register`. Rows select
-one by the column `agent_name`. A loop runs beside the rollout loop (`environments.agents.token_agent`): each `generate` is one turn,
-and what the loop returns is compared with what was sampled.
+`AgentLoops` reads the classes once per run, from verl's `agent_loop_config_path` and from Python files with `@register`. Rows
+select one by the column `agent_name`. A loop runs beside the rollout loop (`environments.agents.token_agent`): each `generate`
+is one turn, and what the loop returns is compared with what was sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from turnwise.compat.verl.files import load_class
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.yaml_files import read_list, read_mapping, resolved
 from turnwise.environments.agents.token_agent import TokenAgentEnvironment, TokenAgentResult, TokenModel
-from turnwise.environments.agents.token_histories import ReturnedTokens
+from turnwise.environments.agents.token_histories import ReturnedSequence
 from turnwise.environments.tools.tool import copy_containers
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.rollout.context import RolloutContext
@@ -57,7 +57,8 @@ class AgentLoops:
             raise Failed(
                 Failure(
                     "environment",
-                    f"the agent loop {name!r} calls the model with token ids: use an engine that samples tokens (engine.name=local)",
+                    f"the agent loop {name!r} calls the model with token ids: use an engine that samples tokens "
+                    f"(engine.name=local)",
                 )
             )
         prompts = TokenPrompts(self._context.renderer, row.messages)
@@ -115,7 +116,9 @@ def _built(value: Any, place: str) -> Any:
     arguments = _arguments(value, place)
     if "_target_" not in value:
         return arguments
-    made = functools.partial(load_class(value["_target_"], key=f"{place}._target_"), *_built(value.get("_args_", []), place))
+    made = functools.partial(
+        load_class(value["_target_"], key=f"{place}._target_"), *_built(value.get("_args_", []), place)
+    )
     if value.get("_partial_"):
         return functools.partial(made, **arguments)
     try:
@@ -214,8 +217,8 @@ def _result(output: Any, name: str) -> TokenAgentResult:
     return TokenAgentResult(reward=reward, info=info, returned=[_returned(one) for one in outputs])
 
 
-def _returned(output: Any) -> ReturnedTokens:
-    return ReturnedTokens(
+def _returned(output: Any) -> ReturnedSequence:
+    return ReturnedSequence(
         prompt_ids=[int(token) for token in output.prompt_ids],
         response_ids=[int(token) for token in output.response_ids],
         mask=[int(weight) for weight in output.response_mask],
@@ -254,7 +257,9 @@ def _verl_config(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if isinstance(config, str):
         config, left = resolved(read_mapping(Path(config), what="the configuration"))
         if left:
-            raise ConfigError(f"environment.arguments.config: {left[0]} cannot be resolved: set the variable that it names")
+            raise ConfigError(
+                f"environment.arguments.config: {left[0]} cannot be resolved: set the variable that it names"
+            )
     return dict(config or {})
 
 

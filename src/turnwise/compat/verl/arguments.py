@@ -178,22 +178,46 @@ class _Conversion:
     def _conversation(self) -> bool:
         """Set the environment and the number of turns. Returns whether there is an interaction."""
         interaction, tools = self._file("interaction"), self._file("tool")
+        more = self._agents()
         switch = f"{TURNS}.enable"
         on = at(self._tree, switch)
-        many = self._multiturn() or on is True or (on is not False and bool(interaction or tools))
+        many = self._multiturn() or on is True or (on is not False and bool(interaction or tools or more))
         if on is False and (interaction or tools):
             self._builder.reject(
                 switch, "it contradicts the interaction or tool file: remove one of the two", changes_training=True
             )
         self._builder.convert("limits.turns", switch)
-        max_user_turns = self._user_turns(bool(interaction), bool(tools))
-        arguments = {"interactions": interaction, "tools": tools, "max_user_turns": max_user_turns}
-        if interaction or tools:
+        max_user_turns = self._user_turns(bool(interaction), bool(tools or more))
+        arguments = {"interactions": interaction, "tools": tools, "max_user_turns": max_user_turns, **more}
+        if interaction or tools or more:
             given = {name: value for name, value in arguments.items() if value is not None}
             self._builder.set("environment", {"use": f"{_PLACE}:Conversations", "arguments": given})
-        self._tool_calls(bool(tools) or "tools" in self._builder.recipe)
+        self._tool_calls(bool(tools or "function_tools" in more) or "tools" in self._builder.recipe)
         self._turns(many)
         return bool(interaction)
+
+    def _agents(self) -> dict[str, Any]:
+        """The arguments for agent loops and for functions that are tools."""
+        key, loops_key, default_key = (
+            f"{TURNS}.function_tool_path",
+            f"{ROLLOUT}.agent.agent_loop_config_path",
+            f"{ROLLOUT}.agent.default_agent_loop",
+        )
+        loops, default = self._builder.value(loops_key), self._builder.value(default_key)
+        if loops is None and default not in (None, "single_turn_agent", "tool_agent"):
+            self._builder.reject(default_key, f"name the file of its class: {loops_key}", changes_training=True)
+            default = None
+        found = {"function_tools": self._builder.value(key), "agent_loops": loops}
+        found = {name: value for name, value in found.items() if value is not None}
+        # without loops, rows without `agent_name` use the tools, as in verl's SGLang loop
+        named = default if default is not None or loops is None else "single_turn_agent"
+        if named is not None and (found or self._builder.is_set(f"{TURNS}.tool_config_path")):
+            found["default_agent"] = named
+        turns = at(self._tree, TURNS)
+        if loops is not None and isinstance(turns, Mapping):
+            found["config"] = {"actor_rollout_ref": {"rollout": {"multi_turn": dict(turns)}}}
+        self._builder.convert("environment", key, loops_key, default_key)
+        return found
 
     def _file(self, kind: str) -> str | None:
         """The interaction file or the tool file. verl's versions have different keys for them."""

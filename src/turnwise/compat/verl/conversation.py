@@ -71,8 +71,8 @@ class Conversations:
     ) -> None:
         """Read the files.
 
-        `function_tools` is a Python file with `@function_tool`. `agent_loops` is verl's `agent_loop_config_path`, a Python file with
-        `@register`, or a list of them; `config` has values of verl's configuration for the loops: a mapping or a YAML file.
+        `function_tools` is a Python file with `@function_tool`. `agent_loops` is verl's `agent_loop_config_path`, a Python file
+        with `@register`, or a list of them; `config` has values of verl's configuration for the loops: a mapping or a YAML file.
         `default_agent` leads the conversations of rows without `agent_name`: `tool_agent` if it is not set.
 
         `then` is an environment of turnwise behind the tools, instead of an interaction; a text is a reference. The
@@ -82,7 +82,9 @@ class Conversations:
         as in verl's trainer. Raises ConfigError.
         """
         if interactions is None and tools is None and function_tools is None and agent_loops is None:
-            raise ConfigError("none of interactions, tools, function_tools and agent_loops is set: name one of verl's files")
+            raise ConfigError(
+                "none of interactions, tools, function_tools and agent_loops is set: name one of verl's files"
+            )
         if config is not None and agent_loops is None:
             raise ConfigError("config has no effect without agent_loops, which read it: remove it, or set agent_loops")
         if interactions is not None and then is not None:
@@ -141,7 +143,8 @@ class Conversations:
                 raise Failed(
                     Failure(
                         "environment",
-                        f"the recipe's tools cannot be offered by the agent loop {name!r}, which writes its own prompts: remove tools "
+                        f"the recipe's tools cannot be offered by the agent loop {name!r}, which writes its own prompts: "
+                        f"remove tools "
                         f"and mcp from the recipe",
                     )
                 )
@@ -149,7 +152,9 @@ class Conversations:
         if name == _SINGLE_TURN_AGENT:
             return SingleTurn()
         if name != _TOOL_AGENT:
-            raise refuse(row, f"agent_name={name!r}{nearest(name, self.agents)} (the agents are: {', '.join(self.agents)})")
+            raise refuse(
+                row, f"agent_name={name!r}{nearest(name, self.agents)} (the agents are: {', '.join(self.agents)})"
+            )
         return Conversation(self, in_front)
 
     def _instances(self) -> list[Any]:
@@ -178,7 +183,6 @@ class Conversations:
                 interaction, id=id, keywords=keywords, agent_data=data, most_answers=self._most_answers
             )
         return tools, self._then() if self._then is not None else SingleTurn()
-
 
     def functions(self, row: Row) -> list[Tool]:
         """The functions that the model is offered in a conversation of the row."""

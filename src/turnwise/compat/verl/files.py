@@ -100,9 +100,8 @@ def load_class(name: Any, *, key: str) -> type:
     if working_directory not in sys.path and "" not in sys.path:
         sys.path.append(working_directory)  # `python -m verl...` also finds modules there
     module, _, attribute = name.rpartition("." if ":" not in name else ":")
-    loaded: Any
-    if module.partition(".")[0] == "verl" and (module in NAMES or not _installed()):
-        loaded = ours(module, attribute)
+    loaded: Any = ours(module, attribute)  # also where an installed verl has a class of this name
+    if module.partition(".")[0] == "verl" and (loaded is not None or not _installed()):
         if loaded is None:
             known = [f"{home}.{place.rpartition(':')[2]}" for home, places in NAMES.items() for place in places]
             classes = [

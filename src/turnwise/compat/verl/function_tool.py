@@ -1,8 +1,8 @@
 """verl's `@function_tool`: a function with type hints and a docstring, registered as a tool (`verl.tools.function_tool`).
 
 The functions of a file are offered to the model like all other tools: arguments are checked, calls have a time limit, and errors
-are told to the model. The return value has verl's forms: a text, a mapping, a `ToolResponse`, or a tuple of up to three with a reward
-and metrics; any other value becomes its text.
+are told to the model. The return value has verl's forms: a text, a mapping, a `ToolResponse`, or a tuple of up to three with a
+reward and metrics; any other value becomes its text.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def function_tool(name: Any = None, *, schema: OpenAIFunctionToolSchema | dict[s
         before = FUNCTION_TOOL_REGISTRY.get(tool)
         if before is not None and before.fn is not fn:
             raise ValueError(
-                f"@function_tool {tool!r} of {fn.__module__}.{fn.__qualname__}: {before.fn.__module__}.{before.fn.__qualname__} has "
+                f"@function_tool {tool!r} of {fn.__module__}.{fn.__qualname__}: "
+                f"{before.fn.__module__}.{before.fn.__qualname__} has "
                 f"this name already; choose another name"
             )
         FUNCTION_TOOL_REGISTRY[tool] = FunctionTool(tool, fn, own, inspect.iscoroutinefunction(fn))
@@ -108,7 +109,9 @@ def read_function_tools(path: str, *, timeout: float) -> dict[str, tuple[Functio
     """
     found = load_function_tools_from_path(path)
     if not found:
-        raise ConfigError(f"environment.arguments.function_tools: {path} registers no function: write @function_tool above one")
+        raise ConfigError(
+            f"environment.arguments.function_tools: {path} registers no function: write @function_tool above one"
+        )
     return {one.name: (one, tool_of(one, timeout=timeout)) for one in found}
 
 
@@ -131,8 +134,8 @@ def normalize_function_tool_return(ret: Any) -> tuple[ToolResponse, float, dict[
         return _response(ret), 0.0, {}
     if not 1 <= len(ret) <= 3:
         raise TypeError(
-            f"a @function_tool returned a tuple of {len(ret)} values: return (response,), (response, reward) or (response, reward, "
-            f"metrics)"
+            f"a @function_tool returned a tuple of {len(ret)} values: return (response,), (response, reward) or (response, "
+            f"reward, metrics)"
         )
     response, reward, metrics = (*ret, None, None)[:3]
     return _response(response), 0.0 if reward is None else float(reward), {} if metrics is None else dict(metrics)
@@ -151,8 +154,8 @@ def _inferred(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
     variadic = [one.name for one in parameters if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     if variadic:
         raise ValueError(
-            f"@function_tool {name!r}: {fn.__module__}.{fn.__qualname__} takes {', '.join(variadic)}, which a schema cannot describe: "
-            f"name each parameter"
+            f"@function_tool {name!r}: {fn.__module__}.{fn.__qualname__} takes {', '.join(variadic)}, which a schema cannot "
+            f"describe: name each parameter"
         )
     from transformers.utils import get_json_schema
 

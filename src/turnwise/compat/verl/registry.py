@@ -96,7 +96,9 @@ def load_all_tools(tool_config_path: str | None, function_tool_path: str | None)
     functions = load_function_tools_from_path(function_tool_path) if function_tool_path else []
     names = [tool.name for tool in (*tools, *functions)]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ValueError(f"two tools of {tool_config_path} and {function_tool_path} have the name {twice!r}: rename one of them")
+        raise ValueError(
+            f"two tools of {tool_config_path} and {function_tool_path} have the name {twice!r}: rename one of them"
+        )
     return [*tools, *functions]
 
 

@@ -1,16 +1,16 @@
 """verl's parsers of tool calls (`verl.experimental.agent_loop.tool_parser`): `ToolParser` and its registry.
 
-A parser reads the calls in the token ids of a turn. The shipped ones read with turnwise's own formats. `ParserFormat` makes a parser
-of the user a format of turnwise, so that the turns of all conversations are read with it.
+A parser reads the calls in the token ids of a turn. The shipped ones read with turnwise's own formats. `ParserFormat` makes a
+parser of the user a format of turnwise, so that the turns of all conversations are read with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.chat.tool_calls.formats import by_name
@@ -116,7 +116,9 @@ class Qwen3XMLToolParser(_Format):
 
 
 for _name in ("glm", "kimi", "gemma4"):
-    ToolParser.register(_name)(type(f"{_name.title()}ToolParser", (_Format,), {"format_name": _name, "__module__": __name__}))
+    ToolParser.register(_name)(
+        type(f"{_name.title()}ToolParser", (_Format,), {"format_name": _name, "__module__": __name__})
+    )
 
 
 class ParserFormat:
@@ -143,7 +145,10 @@ class ParserFormat:
                 content, found = _in_own_loop(self._parser.extract_tool_calls(list(ids), schemas))
                 calls = [_call(one) for one in found]
         except Failed as failed:
-            content, calls = text, [malformed_call(f"{self.name}: {failed.failure.message}", text, example="a tool call")]
+            content, calls = (
+                text,
+                [malformed_call(f"{self.name}: {failed.failure.message}", text, example="a tool call")],
+            )
         reasoning, content = marks.split(content, opened=thinking)
         return ParsedText(content=content, reasoning=reasoning, calls=assign_ids(calls, first_id))
 
@@ -153,7 +158,9 @@ def _call(call: FunctionCall) -> ToolCall:
     try:
         arguments = json.loads(call.arguments)
     except (TypeError, ValueError, RecursionError) as error:
-        return malformed_call(f"invalid JSON in the arguments: {error}", str(call.arguments), example="{}", name=call.name)
+        return malformed_call(
+            f"invalid JSON in the arguments: {error}", str(call.arguments), example="{}", name=call.name
+        )
     if not isinstance(arguments, dict):
         return malformed_call("the arguments must be a JSON object", call.arguments, example="{}", name=call.name)
     return well_formed_call(call.name, arguments, call.arguments, written_id=str(call.tool_call_id or ""))
@@ -161,19 +168,10 @@ def _call(call: FunctionCall) -> ToolCall:
 
 def _in_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """The result of a coroutine, run to its end in another thread: turns are parsed in sync code."""
-    results: list[Any] = []
-    errors: list[BaseException] = []
 
-    def run() -> None:
-        try:
-            with verl_names():
-                results.append(asyncio.run(coroutine))
-        except BaseException as error:  # raised again below, in the caller's thread
-            errors.append(error)
+    def run() -> Any:
+        with verl_names():
+            return asyncio.run(coroutine)
 
-    thread = threading.Thread(target=run, name="tool parser")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="tool parser") as pool:
+        return pool.submit(run).result()

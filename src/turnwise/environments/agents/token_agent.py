@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from turnwise.environments.agents.agent_environment import AgentError
 from turnwise.environments.agents.continuation import Relation
 from turnwise.environments.agents.parameters import log_forced
-from turnwise.environments.agents.token_histories import Describe, ReturnedTokens, TokenHistories, unreturned_tokens
+from turnwise.environments.agents.token_histories import Describe, ReturnedSequence, TokenHistories, unreturned_tokens
 from turnwise.errors import Failed, boundary
 from turnwise.types import Opening, Reply, Row, SamplingChange, Turn
 from turnwise.user_code.calls import own_context, spawn
@@ -36,7 +36,7 @@ class TokenCall:
 
     prompt_ids: Sequence[int]
     """The complete prompt."""
-    sampling: SamplingChange = SamplingChange()
+    sampling: SamplingChange = field(default_factory=SamplingChange)
     forced: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters of the agent that have no effect, because the recipe decides them."""
 
@@ -49,7 +49,7 @@ class TokenAgentResult:
     """Added to the reward of the last turn."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Recorded in `Turn.info["agent"]` of the last turn."""
-    returned: Sequence[ReturnedTokens] | None = None
+    returned: Sequence[ReturnedSequence] | None = None
     """The tokens that the agent returned; None if agents of this kind return none: all sampled tokens are then trained on."""
 
 
@@ -75,8 +75,8 @@ class TokenAgent(Protocol):
 class TokenAgentEnvironment:
     """One conversation of an agent that calls the model with token ids.
 
-    If a limit of the recipe ends the conversation, the agent receives the turn that was cut, and has `seconds_to_finish` to end. A
-    further call of the model raises `ConversationOver` in the agent.
+    If a limit of the recipe ends the conversation, the agent receives the turn that was cut, and has `seconds_to_finish` to
+    end. A further call of the model raises `ConversationOver` in the agent.
     """
 
     def __init__(self, agent: TokenAgent, describe: Describe, *, seconds_to_finish: float = 10.0) -> None:
@@ -177,7 +177,9 @@ class _Run:
         self.histories.add_turn(turn)
         self.answered = turn.index + 1
         answer = self._current[1]
-        if not answer.done():  # the agent may have given the call up while the model sampled; the turn is then not returned
+        if (
+            not answer.done()
+        ):  # the agent may have given the call up while the model sampled; the turn is then not returned
             answer.set_result(turn)
 
     def metrics(self, relation: Relation | None) -> dict[str, float]:

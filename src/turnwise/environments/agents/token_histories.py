@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.environments.agents.continuation import Relation
-from turnwise.sequences import common_length
-from turnwise.types import EarlierHistory, Message, Reply, ToolSchema, Turn
+from turnwise.types import EarlierHistory, Message, Reply, ToolSchema, Turn, common_length
 
-__all__ = ["ContextText", "Describe", "ReturnedTokens", "TokenHistories", "unreturned_tokens"]
+__all__ = ["ContextText", "Describe", "ReturnedSequence", "TokenHistories", "unreturned_tokens"]
 
 _TOLERANCE = 1e-3
 """The difference of two log-probabilities that rounding explains: agents keep them in float32 or as text."""
@@ -37,7 +36,7 @@ Describe = Callable[[Sequence[int], Message | None], ContextText]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReturnedTokens:
+class ReturnedSequence:
     """A trajectory as an agent returned it.
 
     Example: `prompt_ids=P0 P0, response_ids=A0 A0 E0 A1, mask=1 1 0 1`.
@@ -51,7 +50,11 @@ class ReturnedTokens:
     """Of the tokens of the response; 0 where the model did not sample. None if the agent returned none."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.response_ids), len(self.mask), len(self.response_ids if self.logprobs is None else self.logprobs)}
+        lengths = {
+            len(self.response_ids),
+            len(self.mask),
+            len(self.response_ids if self.logprobs is None else self.logprobs),
+        }
         if len(lengths) > 1:
             raise ValueError(
                 f"the agent returned {len(self.response_ids)} response ids, a mask of {len(self.mask)} and "
@@ -128,7 +131,8 @@ class TokenHistories:
             current.cut(common)
             return self._extended(prompt, Relation.REALIGNED)
         earlier = next(
-            (n for n, live in reversed(self._live.items()) if common_length(live.tokens, prompt) == len(live.tokens)), None
+            (n for n, live in reversed(self._live.items()) if common_length(live.tokens, prompt) == len(live.tokens)),
+            None,
         )
         self._live[self._replaced] = current
         self._replaced += 1
@@ -165,7 +169,7 @@ class TokenHistories:
         return reply, relation
 
 
-def unreturned_tokens(histories: TokenHistories, returned: Sequence[ReturnedTokens]) -> Mapping[int, list[int]]:
+def unreturned_tokens(histories: TokenHistories, returned: Sequence[ReturnedSequence]) -> Mapping[int, list[int]]:
     """The sampled tokens that the agent did not return with the mask 1, as positions by turn: they are not trained on.
 
     Raises ValueError if a token with the mask 1 was not sampled at that place, or if its log-probability is another one.
@@ -174,12 +178,14 @@ def unreturned_tokens(histories: TokenHistories, returned: Sequence[ReturnedToke
     for one in returned:
         trained |= _trained(histories.all, one)
     left_out: dict[int, list[int]] = {}
-    for place in sorted({place for history in histories.all for place in history.sampled if place is not None} - trained):
+    for place in sorted(
+        {place for history in histories.all for place in history.sampled if place is not None} - trained
+    ):
         left_out.setdefault(place[0], []).append(place[1])
     return left_out
 
 
-def _trained(histories: Sequence[_History], returned: ReturnedTokens) -> set[tuple[int, int]]:
+def _trained(histories: Sequence[_History], returned: ReturnedSequence) -> set[tuple[int, int]]:
     tokens, prompt = [*returned.prompt_ids, *returned.response_ids], len(returned.prompt_ids)
     history = max(histories, key=lambda one: common_length(one.tokens, tokens))
     common = common_length(history.tokens, tokens)
@@ -192,7 +198,8 @@ def _trained(histories: Sequence[_History], returned: ReturnedTokens) -> set[tup
         place = history.sampled[prompt + index] if prompt + index < common else None
         if place is None:
             raise ValueError(
-                f"the agent returned the token {tokens[prompt + index]} at position {index} of the response with the mask 1, and the "
+                f"the agent returned the token {tokens[prompt + index]} at position {index} of the response with the mask 1, "
+                f"and the "
                 f"model did not sample it there: return sampled tokens as they are, and give all other tokens the mask 0"
             )
         if returned.logprobs is not None:

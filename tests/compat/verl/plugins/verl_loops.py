@@ -109,7 +109,8 @@ class LiesOfLogprobs(Messages):
 
 
 class Raw(AgentLoopBase):
-    """Writes all tokens with the tokenizer. The first answer is thrown away; the second is shortened by its end; a third follows."""
+    """Writes all tokens with the tokenizer. The first answer is thrown away; the second is shortened by its end; a third
+    follows."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt = self.tokenizer.apply_chat_template(
@@ -138,7 +139,10 @@ class Compressed(AgentLoopBase):
             output = await self.server_manager.generate("x", prompt_ids=prompt, sampling_params=sampling_params)
             outputs.append(
                 AgentLoopOutput(
-                    prompt_ids=prompt, response_ids=output.token_ids, response_mask=[1] * len(output.token_ids), metrics={}
+                    prompt_ids=prompt,
+                    response_ids=output.token_ids,
+                    response_mask=[1] * len(output.token_ids),
+                    metrics={},
                 )
             )
         return outputs
@@ -150,7 +154,7 @@ class Together(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         hot = {**sampling_params, "temperature": 2.0}
-        first, second = await asyncio.gather(
+        _, second = await asyncio.gather(
             *(self.server_manager.generate("x", prompt_ids=prompt, sampling_params=hot) for _ in range(2))
         )
         return AgentLoopOutput(
