@@ -67,10 +67,21 @@ def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
 def _rows(fields: Any, prefix: str) -> Iterator[str]:
     yield "| option | default | what | may change on resume |"
     yield "|---|---|---|---|"
+    yield from _options(fields, prefix)
+
+
+def _options(fields: Any, prefix: str) -> Iterator[str]:
+    """A row for each option, also for those of a section inside a section (`model.lora.rank`)."""
     for name, field in fields:
+        inner = _section(field)
+        if inner is not None:
+            yield from _options(inner.model_fields.items(), f"{prefix}{name}.")
+            continue
         what = " ".join((field.description or "").split()).replace("|", "\\|")
         choices = _choices(field.annotation)
         what = f"{what} One of: {choices}." if choices else what
+        if not what.strip():
+            raise SystemExit(f"scripts/option_table.py: the option {prefix}{name} has no description: write it below the field")
         yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} | {_resume(f'{prefix}{name}')} |"
 
 
