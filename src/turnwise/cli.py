@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import os
 import sys
@@ -76,7 +77,10 @@ def program() -> int:
     open_closed_streams()
     if "_ARGCOMPLETE" in os.environ:
         _complete()
-    return main(stops=Stops(until_exit=True))
+    status = main(stops=Stops(until_exit=True))
+    # the process ends: a last search for unreachable objects among those of torch would take more than a second
+    gc.freeze()
+    return status
 
 
 def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) -> int:

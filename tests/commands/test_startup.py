@@ -77,6 +77,35 @@ def test_import_and_help_are_quick() -> None:
     assert cpu_seconds(HELP) < 0.3
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.train=rows.jsnl.jsonl"], "there is no file {here}/rows.jsnl.jsonl"),
+        (["data.eval=./held_out"], "there is no directory {here}/held_out"),
+        (["environment=plays.py:game"], "environment: there is no file {here}/plays.py"),
+        (["reward.trajectory=[judge.py:judge]"], "reward.trajectory: there is no file {here}/judge.py"),
+    ],
+    ids=lambda value: str(value[0]).partition("=")[0] if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("command", ["train", "eval", "rollout"])
+def test_files_that_do_not_exist_are_refused_before_torch_is_loaded(
+    tmp_path: Path, command: str, words: list[str], told: str
+) -> None:
+    recipe = SOURCE.parent / "recipes" / "calculator.yaml"
+    arguments = [command, str(recipe), *words, *(["--out", str(tmp_path / "out")] if command == "rollout" else [])]
+    code = f"import os\nos.chdir({str(SOURCE.parent)!r})\nimport turnwise.cli\nprint(turnwise.cli.main({arguments!r}))"
+    code = "import sys, contextlib, io\nerror = io.StringIO()\nwith contextlib.redirect_stderr(error):\n" + "".join(
+        f"    {line}\n" for line in code.splitlines()
+    )
+    modules = loaded(f"{code}\nassert {told.format(here=SOURCE.parent)!r} in error.getvalue(), error.getvalue()")
+    assert modules & {"torch", "transformers"} == set()
+
+
+def test_a_process_of_the_command_line_ends_without_a_search_for_unreachable_objects() -> None:
+    code = "import gc, sys, turnwise.cli\nsys.argv = ['turnwise', 'show', '/nowhere']\nassert turnwise.cli.program() == 1\n"
+    loaded(f"{code}assert gc.get_freeze_count() > 1000")
+
+
 def test_all_commands_have_a_description_and_are_in_the_help() -> None:
     parser = make_parser()
     (commands,) = [action for action in parser._actions if isinstance(action.choices, dict)]

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.commands.stopping import Stops
+    from turnwise.config.schema import Config
 
-__all__ = ["Command", "Context", "add_overrides", "add_recipe", "print_lines"]
+__all__ = ["Command", "Context", "add_overrides", "add_recipe", "load_recipe", "print_lines", "refuse_missing_files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,42 @@ def add_recipe(
     """Add the arguments `recipe` and `key=value ...`. `nargs="?"` makes the recipe optional."""
     parser.add_argument("recipe", nargs=nargs, help=f"a YAML file, such as {example}")
     add_overrides(parser, help=_OVERRIDES.format(lr=lr))
+
+
+def load_recipe(options: argparse.Namespace) -> tuple[Config, list[str]]:
+    """The recipe and the overrides of a command line, and notes for the person who starts the run.
+
+    Files that the recipe names are looked for here, before torch is imported, which takes seconds. Raises ConfigError or
+    DataError.
+    """
+    from turnwise.config.recipe import load
+
+    config, notes = load(options.recipe, options.overrides)
+    refuse_missing_files(config)
+    return config, notes
+
+
+def refuse_missing_files(config: Config) -> None:
+    """Refuse a recipe with a data set or a file of user code that does not exist. Raises ConfigError or DataError."""
+    from turnwise.config.section import Section, Use
+    from turnwise.data.rows import refuse_missing_source
+    from turnwise.user_code.object_references import refuse_missing_file
+
+    for source in (config.data.train, config.data.eval):
+        for path in [source] if isinstance(source, str) else source or ():
+            refuse_missing_source(path)
+
+    def visit(value: object, key: str) -> None:
+        if isinstance(value, Use):
+            refuse_missing_file(value.use, key=key)
+        elif isinstance(value, Section):
+            for name in type(value).model_fields:
+                visit(getattr(value, name), f"{key}.{name}" if key else name)
+        elif isinstance(value, list | tuple):
+            for part in value:
+                visit(part, key)
+
+    visit(config, "")
 
 
 def add_overrides(parser: argparse.ArgumentParser, *, help: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from turnwise.commands.command import Context, add_recipe, print_lines
+from turnwise.commands.command import Context, add_recipe, load_recipe, print_lines
 
 __all__ = ["register"]
 
@@ -44,12 +44,12 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
-    from turnwise.config.recipe import load
+    config, notes = load_recipe(options)
+    # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.runs.evaluated_models import evaluated_models
     from turnwise.runs.evaluation import evaluate_models
     from turnwise.terminal.evaluation_table import print_results
 
-    config, notes = load(options.recipe, options.overrides)
     out: Path = options.out or Path(f"{config.output.rstrip('/')}-eval")
     models = evaluated_models(config, options.model, single_turn=options.single_turn)
     print_lines(context.console, notes, style="dim")

@@ -6,7 +6,7 @@ import argparse
 import time
 from pathlib import Path
 
-from turnwise.commands.command import Context, add_recipe, print_lines
+from turnwise.commands.command import Context, add_recipe, load_recipe, print_lines
 
 __all__ = ["register"]
 
@@ -23,10 +23,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
-    from turnwise.config.recipe import load
+    config, notes = load_recipe(options)
+    # after the recipe was read: its errors show at once, and importing torch takes seconds
     from turnwise.runs.collect import collect
 
-    config, notes = load(options.recipe, options.overrides)
     print_lines(context.console, notes, style="dim")
     started = time.perf_counter()
     summary = context.stops.run(collect(config, options.out, context.console))

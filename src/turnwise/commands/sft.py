@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from turnwise.commands.command import Context, add_recipe
+from turnwise.commands.command import Context, add_recipe, load_recipe
 from turnwise.commands.ranks import run_as_rank
 from turnwise.commands.run_command import resume_command, run_to_end
 
@@ -22,10 +22,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
-    from turnwise.config.recipe import load
     from turnwise.config.sft_checks import refuse_sft_without_effect
 
-    config, notes = load(options.recipe, options.overrides)
+    config, notes = load_recipe(options)
     if (status := run_as_rank(config, context, refuse_sft_without_effect, conversations=False)) is not None:
         return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds

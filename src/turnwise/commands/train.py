@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from turnwise.commands.command import Context, add_recipe
+from turnwise.commands.command import Context, add_recipe, load_recipe
 from turnwise.commands.ranks import run_as_rank
 from turnwise.commands.run_command import resume_command, run_to_end
 from turnwise.errors import ConfigError
@@ -33,7 +33,6 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
-    from turnwise.config.recipe import load
     from turnwise.config.train_checks import refuse_without_effect
 
     if options.config_path is not None or options.config_name is not None:
@@ -42,7 +41,7 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     elif options.recipe is None:
         raise ConfigError("give a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name")
     else:
-        config, notes = load(options.recipe, options.overrides)
+        config, notes = load_recipe(options)
         resume = resume_command("train", options, config)
     if (status := run_as_rank(config, context, refuse_without_effect, conversations=True)) is not None:
         return status

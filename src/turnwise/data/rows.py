@@ -122,17 +122,10 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
     """
     if is_live(source):
         return _live_records(source)
+    refuse_missing_source(source)
     path = Path(os.path.expanduser(source))
-    if path.suffix in FILES:
-        if not os.path.isfile(path):
-            raise DataError(f"there is no file {path.absolute()}; paths are relative to the directory you run from")
-        if path.suffix != ".parquet":
-            return _lines(path)
-    elif source.startswith((".", "/", "~")) and not os.path.isdir(path):
-        raise DataError(
-            f"there is no directory {path.absolute()}; data.train takes a .jsonl or .parquet file, a directory saved by "
-            f"`datasets`, or a hub id"
-        )
+    if path.suffix in FILES and path.suffix != ".parquet":
+        return _lines(path)
     try:
         import datasets
     except ImportError:
@@ -149,6 +142,21 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
         SourceRecord(record, number, f"{source}, row {number}")
         for number, record in enumerate(_packed(datasets, table), 1)
     )
+
+
+def refuse_missing_source(source: str) -> None:
+    """Refuse a path of a data set where there is no file or directory. Reads nothing. Raises DataError."""
+    if is_live(source):
+        return
+    path = Path(os.path.expanduser(source))
+    if path.suffix in FILES:
+        if not os.path.isfile(path):
+            raise DataError(f"there is no file {path.absolute()}; paths are relative to the directory you run from")
+    elif source.startswith((".", "/", "~")) and not os.path.isdir(path):
+        raise DataError(
+            f"there is no directory {path.absolute()}; data.train takes a .jsonl or .parquet file, a directory saved by "
+            f"`datasets`, or a hub id"
+        )
 
 
 def _live_records(source: str) -> Iterator[SourceRecord]:

@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.user_code.live_objects import is_live, live_object
 
-__all__ = ["load_file", "resolve"]
+__all__ = ["load_file", "refuse_missing_file", "resolve"]
 
 
 def resolve(reference: str, *, key: str) -> Any:
@@ -54,10 +54,22 @@ def load_file(path: Path, *, key: str) -> Any:
         raise ConfigError(f"{key}: {path} could not be imported: {failed.failure.message}") from failed
 
 
-def _from_file(path: Path, key: str) -> Any:
+def refuse_missing_file(reference: str, *, key: str) -> None:
+    """Refuse a reference `path/to/file.py:name` to a file that does not exist. Imports nothing. Raises ConfigError."""
+    place, colon, _ = reference.partition(":")
+    if colon and place.endswith(".py") and not is_live(reference):
+        _existing(Path(place), key)
+
+
+def _existing(path: Path, key: str) -> Path:
     path = Path(os.path.expanduser(path)).absolute()
     if not os.path.isfile(path):
         raise ConfigError(f"{key}: there is no file {path}; paths are relative to the directory you run from")
+    return path
+
+
+def _from_file(path: Path, key: str) -> Any:
+    path = _existing(path, key)
     name = f"turnwise_user.{path.stem}_{abs(hash(str(path))):x}"
     if name in sys.modules:
         return sys.modules[name]
