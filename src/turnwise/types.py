@@ -51,6 +51,11 @@ class Row:
     source: str = ""
     """The data set that the row is from, if `data.train` or `data.eval` is a list of several; else empty."""
 
+    @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """The row's own arguments of the chat template (its column `chat_template_kwargs`): `{"enable_thinking": False}`."""
+        return self.fields.get("chat_template_kwargs") or {}
+
     def __getitem__(self, name: str) -> Any:
         try:
             return self.fields[name]
@@ -361,6 +366,8 @@ class Opening:
     prompt_ids: Sequence[int] | None = None
     """For environments that write prompts as tokens, such as an agent that calls the model with token ids: the first prompt. It
     is not rendered from `messages`, which are recorded. Each later `Reply` that is not the last one then has `prompt_ids` too."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Arguments of the chat template, such as `{"enable_thinking": False}`, besides those of the recipe and of the row."""
     watch_sampling: Callable[[], Awaitable[None]] | None = None
     """For environments that can lose interest in a turn, such as an agent whose client disconnects. Called whenever the model
     begins a turn, and cancelled when the turn is complete. If it raises, the turn is cancelled and the conversation fails."""
@@ -456,3 +463,6 @@ class Reply:
     It begins with the tokens of the segment that the conversation continues in: all of them, or all up to a token of the last
     turn; the sampled tokens behind that are removed. With `rewrite` and without `returns_to`, it is the prompt of a new segment.
     Example: the segment is P0 P0 A0 A0 and the prompt is P0 P0 A0 E0 E0. The second A0 is removed, and both E0 are context."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Replaces `Opening.chat_template_kwargs` from the next turn on; None changes nothing, and an empty mapping leaves those of
+    the recipe and of the row. Other arguments begin a new segment, for which the complete history is rendered again."""

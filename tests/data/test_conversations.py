@@ -288,7 +288,10 @@ def test_bad_messages_are_refused_with_the_line(tmp_path: Path, messages: Any, t
             {"messages": [USER, {**TWO, "weight": 0}], "weights": [1]},
             "in the column 'weights' and also in a message: remove one of them",
         ),
-        ({"messages": [USER, TWO], "chat_template_kwargs": {"enable_thinking": False}}, "is not supported; remove it"),
+        (
+            {"messages": [USER, TWO], "chat_template_kwargs": ["enable_thinking"]},
+            "must be an object with the arguments",
+        ),
         ("[1, 2]", "a row must be a JSON object; this is a list"),
         ("{", "this line is not JSON"),
     ],

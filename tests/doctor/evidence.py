@@ -63,6 +63,7 @@ TESTED: Mapping[str, str] = {
     **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
     "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
+    "model.chat_template_kwargs": "runs/test_template_arguments_run.py::test_rollouts_and_evaluations_use_the_arguments",
     **{
         f"cluster.{name}": f"{_RANKS}a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_loss"
         for name in ("launcher", "trainers", "restarts")

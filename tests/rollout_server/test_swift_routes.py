@@ -74,6 +74,13 @@ def test_the_other_routes(server: Running) -> None:
         assert "ms-swift's trainer sends weights by NCCL" in answer["error"]
 
 
+def test_arguments_of_the_template_reach_the_conversation(server: Running) -> None:
+    request = {**REQUEST, "chat_template_kwargs": {"enable_thinking": False}}  # the model's template reads no argument
+    status, answer = server.ask("POST", "/infer/", {"infer_requests": [request], "request_config": CONFIG})
+    assert status == 500
+    assert "'enable_thinking', which the chat template of" in answer["error"]
+
+
 def test_the_token_may_be_in_the_address(server: Running) -> None:
     for password, expected in ((TOKEN, 200), ("swordfisch", 401)):
         header = "Basic " + base64.b64encode(f"any:{password}".encode()).decode()
@@ -85,6 +92,7 @@ def test_the_token_may_be_in_the_address(server: Running) -> None:
     [
         ({**REQUEST, "images": ["x.png"]}, CONFIG, "images.0 is 'x.png': it must be base64, or the path of a file"),
         ({**REQUEST, "audios": ["x.wav"]}, CONFIG, "contains audio"),
+        ({**REQUEST, "chat_template_kwargs": "x"}, CONFIG, "chat_template_kwargs must be an object"),
         ({**REQUEST, "messages": []}, CONFIG, "messages must be a list of messages"),
         (REQUEST, {**CONFIG, "n": 2}, "request_config.n=2 is not supported"),
         (REQUEST, {**CONFIG, "repetition_penalty": 1.1}, "request_config.repetition_penalty=1.1 is not supported"),

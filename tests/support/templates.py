@@ -35,3 +35,13 @@ STRANGE_CALLS = (
     .replace("}\n</tool_call>", " END")
 )
 """Writes tool calls in a format that nobody reads."""
+
+SWITCHES = (
+    "{%- for message in messages %}{%- set content = message.content %}"
+    "{%- if message.role == 'assistant' and not loop.last %}"
+    "{%- set content = content.split('</think>')[-1].lstrip() %}{%- endif %}"
+    "{{ '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
+)
+"""ChatML with Qwen3's switch: under `enable_thinking=False` the generation prompt has an empty block of reasoning."""

@@ -61,7 +61,11 @@ def drop_long_prompts(config: Config, rows: Sequence[Row], renderer: Renderer) -
     longest = config.data.max_prompt_tokens
     if longest is None:
         return list(rows), []
-    kept = [row for row in rows if len(renderer.encode_opening(row.messages, ()).token_ids) <= longest]
+    kept = [
+        row
+        for row in rows
+        if len(renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages, ()).token_ids) <= longest
+    ]
     if rows and not kept:
         raise DataError(
             f"all {len(rows)} prompts have more than data.max_prompt_tokens={longest} tokens: raise this limit"

@@ -38,6 +38,7 @@ def text_context(
     return TextContext(
         chat=ChatEndpoint(endpoint),
         max_tokens_field=options.max_tokens_field,
+        chat_template_kwargs=config.model.chat_template_kwargs,
         make_environment=environments,
         sampling=sampling,
         limits=limits(config, longest=None),

@@ -23,7 +23,10 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
     Raises TemplateError.
     """
     return Renderer.from_pretrained(
-        source or config.model.path, sanity=config.tokenization_sanity_check, tool_format=config.tool_format
+        source or config.model.path,
+        sanity=config.tokenization_sanity_check,
+        tool_format=config.tool_format,
+        chat_template_kwargs=config.model.chat_template_kwargs,
     )
 
 

@@ -1,8 +1,9 @@
 """All caches of this folder, and their bounds.
 
-What depends on the template alone is asked once and kept in `TemplateProfile`. Three things depend on more and are cached here:
-answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of short texts, and the
-renderings of short conversations (the samples of a group have the same opening, and often the same calls and results).
+What depends on the template alone is asked once and kept in `TemplateProfile`. Some things depend on more and are cached here:
+answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of short texts, the
+renderings of short conversations (the samples of a group have the same opening, and often the same calls and results), and the
+renderers of rows with template arguments of their own (a data set has few sets of them).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Protocol, TypeVar
 from turnwise.types import Message, ToolSchema
 
 __all__ = [
+    "ARGUMENT_SETS",
     "LONGEST_TEXT",
     "ROLE_SEQUENCES",
     "TEXTS",
     "RenderMessages",
+    "cached_by_arguments",
     "cached_by_content",
     "cached_by_roles",
     "cached_by_text",
@@ -27,6 +30,9 @@ __all__ = [
 
 ROLE_SEQUENCES = 1024
 """Answers kept for each question about a sequence of roles; the least recently used one is dropped first."""
+
+ARGUMENT_SETS = 64
+"""Sets of template arguments whose renderer is kept."""
 
 TEXTS = 512
 """Texts of which the token ids are kept."""
@@ -43,6 +49,11 @@ class RenderMessages(Protocol):
     def __call__(
         self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]
     ) -> str: ...
+
+
+def cached_by_arguments(make: Callable[[str], R]) -> Callable[[str], R]:
+    """What is made for a set of template arguments, given as text, with a cache."""
+    return functools.lru_cache(maxsize=ARGUMENT_SETS)(make)
 
 
 def cached_by_roles(question: Callable[..., R]) -> Callable[..., R]:

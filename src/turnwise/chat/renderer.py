@@ -9,18 +9,20 @@ no environment.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.chat.base_conversations import NO_CONVERSATION, PriorConversation
-from turnwise.chat.caches import LONGEST_TEXT, cached_by_text
+from turnwise.chat.caches import LONGEST_TEXT, cached_by_arguments, cached_by_text
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
 from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
 from turnwise.chat.template import Template
+from turnwise.chat.template_arguments import argument_text
 from turnwise.chat.template_profile import TemplateProfile, find_profile
 from turnwise.chat.text_encoder import text_encoder
 from turnwise.chat.token_differences import SanityMode
@@ -54,9 +56,11 @@ class Renderer:
 
     `tokenizer` is a transformers tokenizer. `sanity` is the mode of the sanity check. `generation_stop_ids` are the stop tokens
     of the model's generation config, besides the tokenizer's own. `tool_format` names the format of tool calls where the
-    template does not show it. `vision` is the processor of a vision model.
+    template does not show it. `vision` is the processor of a vision model. `chat_template_kwargs` are further arguments of the
+    chat template, such as `{"enable_thinking": False}`; `for_arguments` gives the renderer of a row that has its own.
 
-    Raises TemplateError if the tokenizer has no chat template, or one that cannot be continued turn by turn.
+    Raises TemplateError if the tokenizer has no chat template, one that cannot be continued turn by turn, or one that never
+    reads one of `chat_template_kwargs`.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class Renderer:
         generation_stop_ids: Sequence[int] = (),
         tool_format: str = "auto",
         vision: MediaProcessor | None = None,
+        chat_template_kwargs: Mapping[str, Any] = {},
     ) -> None:
         self.tokenizer = tokenizer
         self.sanity: SanityMode = sanity
@@ -77,7 +82,7 @@ class Renderer:
         """Tokens that no plain text is encoded to."""
         self._text_ids = text_encoder(tokenizer)
         self._encode = cached_by_text(self._encode_text)
-        self.template = Template(tokenizer, self.where)
+        self.template = Template(tokenizer, self.where, dict(chat_template_kwargs))
         self.profile: TemplateProfile = find_profile(
             tokenizer, self.template, generation_config=generation_stop_ids, tool_format=tool_format
         )
@@ -87,8 +92,44 @@ class Renderer:
             self.template, self.profile, encode=self.encode, decode=self.decode, special=self.special
         )
 
+        def with_arguments(arguments: str) -> Renderer:
+            other = Renderer(
+                tokenizer,
+                sanity=sanity,
+                generation_stop_ids=generation_stop_ids,
+                tool_format=tool_format,
+                vision=vision,
+                chat_template_kwargs=json.loads(arguments),
+            )
+            other._base = self
+            return other
+
+        self._with_arguments = cached_by_arguments(with_arguments)
+        self._base: Renderer = self
+        """The renderer with the arguments that all conversations share. It keeps those with further arguments."""
+
+    def for_arguments(self, chat_template_kwargs: Mapping[str, Any]) -> Renderer:
+        """The renderer whose template receives these arguments besides those that all conversations share.
+
+        Of two arguments of one name, the one given here is used.
+
+        There is one renderer, with one profile, for each set of arguments that occurs: what a template writes at the beginning
+        of a turn, which reasoning it keeps and how a turn ends may all depend on them. Raises TemplateError if the template never
+        reads one of them.
+        """
+        shared = self._base.template.arguments
+        text = argument_text({**shared, **chat_template_kwargs})
+        return self._base if text == argument_text(shared) else self._base._with_arguments(text)
+
     @classmethod
-    def from_pretrained(cls, path: str | Path, *, sanity: SanityMode = "strict", tool_format: str = "auto") -> Renderer:
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        sanity: SanityMode = "strict",
+        tool_format: str = "auto",
+        chat_template_kwargs: Mapping[str, Any] = {},
+    ) -> Renderer:
         """Load the tokenizer, and the stop tokens of the generation config where there is one.
 
         Raises TemplateError if there is no tokenizer at `path`.
@@ -119,6 +160,7 @@ class Renderer:
             generation_stop_ids=generation_config_stops(path),
             tool_format=tool_format,
             vision=MediaProcessor.from_pretrained(path, tokenizer),
+            chat_template_kwargs=chat_template_kwargs,
         )
 
     # messages

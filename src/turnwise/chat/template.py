@@ -9,7 +9,7 @@ knows texts and messages, and no token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from turnwise.chat.message_format import MessageFormat, find_message_format
 from turnwise.chat.message_plans import MessagePlan, PlanFinder
 from turnwise.chat.probes import PLACEHOLDER, QUESTION, probe_message, probe_word, roles_of
 from turnwise.chat.reasoning_format import ReasoningFormat, find_reasoning_format
+from turnwise.chat.template_arguments import refuse_unread_arguments
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
 
@@ -28,18 +29,23 @@ __all__ = ["Template"]
 class Template:
     """The chat template of one tokenizer. `where` names the tokenizer in error messages.
 
-    Raises TemplateError if the tokenizer has no chat template, or the template cannot be used.
+    `arguments` are further arguments of the template, such as `{"enable_thinking": False}`. They are given in every rendering,
+    those of probes included: what is found out about the template holds for these arguments.
+
+    Raises TemplateError if the tokenizer has no chat template, the template cannot be used, or never reads an argument.
     """
 
-    def __init__(self, tokenizer: Any, where: str) -> None:
+    def __init__(self, tokenizer: Any, where: str, arguments: Mapping[str, Any] = {}) -> None:
         self._tokenizer = tokenizer
         self.where = where
+        self.arguments = arguments
         if not tokenizer.chat_template:
             raise TemplateError(
                 f"{where} has no chat template, so messages cannot be turned into tokens. Put a chat_template.jinja into "
                 f"the model directory, or use the instruction-tuned variant of the model"
             )
         self.source = str(tokenizer.chat_template)
+        refuse_unread_arguments(arguments, self.source, where)
         # a template that writes the date gives another text tomorrow
         dated = "strftime_now" in self.source
         self._render_shaped: RenderMessages = (
@@ -70,7 +76,11 @@ class Template:
 
         try:
             return self._tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.arguments,
             )
         except jinja2.TemplateSyntaxError as error:
             raise TemplateError(

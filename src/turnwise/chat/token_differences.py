@@ -142,7 +142,8 @@ def find_retokenized(runs: Sequence[ContextRun | TurnRun], token_ids: Sequence[i
         opening_length = max(0, len(ids) - len(run.bare_ids))
         ends = [*range(_EDGE + 1), *range(opening_length, opening_length + _EDGE + 1)]
         parts = (ids[first : len(ids) - last] for last in dict.fromkeys(ends) for first in range(_EDGE + 1))
-        matched_end = next((end for part in parts if part and (end := _end_of(part, haystack, at)) >= 0), None)
+        # the earliest match: the same context may occur again, there with the reasoning that the template leaves out here
+        matched_end = min((end for part in parts if part and (end := _end_of(part, haystack, at)) >= 0), default=None)
         if matched_end is None and len(ids) > 2 * _EDGE:
             return run
         at = at if matched_end is None else matched_end

@@ -54,6 +54,7 @@ class TurnParser:
         stopped = len(token_ids) > 0 and token_ids[-1] in self._profile.stop_tokens.token_ids
         text = text_before + self._decode(token_ids[:-1] if stopped else token_ids)
         reasoning, content, calls = self._split(text, bool(reasoning_opening), tools, first_call)
+        content = content.removeprefix(self._profile.turn.leading_space)  # the template writes it again
         message: Message = {"role": "assistant", "content": content}
         if reasoning:
             message["reasoning_content"] = reasoning

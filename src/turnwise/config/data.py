@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -48,6 +48,10 @@ class ModelSection(Section):
     gradient_checkpointing: bool = False
     """Whether the backward pass computes the activations inside each layer again, instead of keeping them in memory. A training
     step then needs much less memory and about a third more time; the result is the same."""
+    chat_template_kwargs: dict[NonEmpty, Any] = {}
+    """Further arguments of the chat template, such as `{enable_thinking: false}` for Qwen3 (docs/tokens.md). A row's column
+    `chat_template_kwargs` has arguments for this row, which replace those of the same name. An argument that the template never
+    reads is an error."""
     lora: LoraSection = LoraSection()
 
     @model_validator(mode="after")

@@ -38,6 +38,7 @@ RULES: Mapping[str, Rule] = {
     "model.autocast": "named",
     "model.device": "free",
     "model.gradient_checkpointing": "free",
+    "model.chat_template_kwargs": "named",
     **_all("fixed", "model.lora.", "rank alpha target_modules rslora dora"),
     # the source of the rows may change; their contents are compared
     **_all("rows", "data.", "train split subset columns system_prompt max_rows"),

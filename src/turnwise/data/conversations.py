@@ -14,7 +14,7 @@ from typing import Any
 
 from turnwise.data.media import with_media
 from turnwise.data.messages import clean_message
-from turnwise.data.rows import SourceRecord, build_rows
+from turnwise.data.rows import SourceRecord, build_rows, with_template_arguments
 from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row, ToolSchema
@@ -78,11 +78,6 @@ def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | 
                 f"right column: data.columns.{field_name}=<column>"
             )
         fields[field_name] = record[column]
-    if fields.pop("chat_template_kwargs", None):
-        raise DataError(
-            f"{place}: the column 'chat_template_kwargs' is not supported; remove it, and set the same values in the chat "
-            f"template"
-        )
     messages, fields = with_media(messages, fields, place=place, folder=folder)
     if any(message["role"] == "assistant" and not isinstance(message["content"], str) for message in messages):
         raise DataError(
@@ -100,7 +95,7 @@ def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | 
         fields["tools"] = _tools(tools, place)
     name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
     plain = [{key: value for key, value in message.items() if key not in _LABELS} for message in messages]
-    return Row(id=name, messages=_with_tool_names(plain), fields=fields)
+    return Row(id=name, messages=_with_tool_names(plain), fields=with_template_arguments(fields, place))
 
 
 def _messages(source_record: SourceRecord, mapping: Mapping[str, str]) -> Sequence[Any]:

@@ -21,7 +21,7 @@ from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row
 from turnwise.user_code.live_objects import is_live, live_object
 
-__all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records"]
+__all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records", "with_template_arguments"]
 
 FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 """Suffixes of data files; `.json` and `.ndjson` hold one object per line, as `.jsonl` does. `.gz` is a file of lines that is
@@ -237,7 +237,27 @@ def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | 
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
-    return Row(id=name, messages=messages, fields=fields)
+    return Row(id=name, messages=messages, fields=with_template_arguments(fields, place))
+
+
+def with_template_arguments(fields: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The columns, with `chat_template_kwargs` as a mapping without null: in parquet, each row has the names of all rows.
+
+    Example: `{"chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": None}}` gives
+    `{"chat_template_kwargs": {"enable_thinking": False}}`. The mapping may also be given as JSON text. Raises DataError.
+    """
+    column = "chat_template_kwargs"
+    given = fields.get(column)
+    if given is None:
+        return {name: value for name, value in fields.items() if name != column}
+    if isinstance(given, str):
+        given = parse_json(given or "{}", where=f"{place}: the column {column!r}", error=DataError)
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise DataError(
+            f"{place}: the column {column!r} is {given!r:.80}; it must be an object with the arguments of the chat template, "
+            f'such as {{"enable_thinking": false}}'
+        )
+    return {**fields, column: {name: value for name, value in given.items() if value is not None}}
 
 
 def _messages(prompt: Any, place: str) -> list[Message]:

@@ -110,7 +110,12 @@ def cost(renderer: Renderer, thinking: Thinking) -> Check:
 def _encoded(renderer: Renderer, thinking: Thinking, turns: int) -> tuple[list[int], int, str | None]:
     """The tokens encoded for each turn of a conversation, the tokens in its segments, and the error message or None."""
     counting = Counting(renderer.tokenizer)
-    counted = Renderer(counting, sanity="disable", generation_stop_ids=renderer.stop_token_ids)
+    counted = Renderer(
+        counting,
+        sanity="disable",
+        generation_stop_ids=renderer.stop_token_ids,
+        chat_template_kwargs=renderer.template.arguments,
+    )
     lines, marks = [_line(renderer, n) for n in range(turns)], [0]
     counting.encoded = 0  # tokens that were encoded to examine the template do not count
     trajectory = _hold(

@@ -17,7 +17,7 @@ from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.options import fine_tunes, take_effect
-from turnwise.doctor.recipe import conversations, openings, rewards
+from turnwise.doctor.recipe import conversations, openings, rewards, row_arguments
 from turnwise.errors import ConfigError, TemplateError, TurnwiseError
 from turnwise.models.model_config import context_length
 from turnwise.rewards.turn_weights import TurnWeighting
@@ -91,7 +91,10 @@ def _of_template(renderer: Renderer, directory: template.Directory, config: Conf
 
 def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterator[Check]:
     if fine_tunes(config):
-        yield _tried("rows", lambda: conversations(config))
+        yield (check := _tried("rows", lambda: conversations(config)))
+        read = build.conversations(config) if check.status != "fail" else []
+        if any(row.chat_template_kwargs for row in read):
+            yield _tried("arguments", lambda: row_arguments(config, read, renderer))
         return
     try:
         rows = build.rows(config)
@@ -100,6 +103,8 @@ def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterato
         yield wrong("rows", error)
         return
     yield _tried("rows", lambda: openings(config, [*rows, *held_out], renderer))
+    if any(row.chat_template_kwargs for row in [*rows, *held_out]):
+        yield _tried("arguments", lambda: row_arguments(config, [*rows, *held_out], renderer))
     yield _tried("rewards", lambda: rewards(config, rows, renderer, model))
 
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_arguments import argument_text, refuse_unread_arguments
 from turnwise.config.schema import Config
 from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.template import continuing, stops_note, thinking
-from turnwise.errors import TemplateError
+from turnwise.errors import DataError, TemplateError
+from turnwise.types import Row
 
-__all__ = ["preflight"]
+__all__ = ["argument_sets", "preflight", "preflight_rows"]
+
+_CHECKED_SETS = 16
+"""Sets of template arguments in the rows for which all checks are made. Of further ones only the names are checked."""
 
 
 def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> list[str]:
@@ -38,3 +45,36 @@ def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> lis
     kinds = ["tool turns", "user turns"] if tools else ["user turns"]
     checks = [policy, *continuing(renderer, kinds)]
     return notes + [f"{check.name}: {check.text}" for check in checks if check.status != "ok"]
+
+
+def preflight_rows(config: Config, renderer: Renderer, rows: Sequence[Row], *, tools: bool = False) -> list[str]:
+    """Notes on the template under the rows' own arguments (`chat_template_kwargs`), which `preflight` has not said already.
+
+    Raises DataError that names the first row with the arguments that the template never reads, or under which it cannot be used.
+    """
+    known: set[str] | None = None
+    notes: list[str] = []
+    for number, (text, (row, count)) in enumerate(argument_sets(rows).items()):
+        try:
+            if number >= _CHECKED_SETS:
+                refuse_unread_arguments(row.chat_template_kwargs, renderer.template.source, renderer.where)
+                continue
+            found = preflight(config, renderer.for_arguments(row.chat_template_kwargs), tools=tools)
+        except TemplateError as error:
+            raise DataError(f"row {row.id!r}: {error}") from error
+        if known is None:
+            known = set(preflight(config, renderer, tools=tools))
+        named = f"{count:,} row{'s' if count > 1 else ''} with chat_template_kwargs={text}"
+        notes += [f"{named}: {note}" for note in found if note not in known]
+    return notes
+
+
+def argument_sets(rows: Sequence[Row]) -> Mapping[str, tuple[Row, int]]:
+    """For each set of template arguments that occurs in the rows, as text: the first row that has it, and the number of rows."""
+    sets: dict[str, tuple[Row, int]] = {}
+    for row in rows:
+        if row.chat_template_kwargs:
+            text = argument_text(row.chat_template_kwargs)
+            first, count = sets.get(text, (row, 0))
+            sets[text] = (first, count + 1)
+    return sets

@@ -17,6 +17,7 @@ from turnwise.config.credit_checks import chosen_estimator
 from turnwise.config.schema import Config, LocalEngineSection
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.credit import lost
+from turnwise.doctor.preflight import argument_sets, preflight_rows
 from turnwise.engines.engine import Engine
 from turnwise.errors import DataError, TurnwiseError
 from turnwise.record.metrics import failures
@@ -24,7 +25,7 @@ from turnwise.rewards.credit.episode import episode_of
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
-__all__ = ["conversations", "openings", "rewards"]
+__all__ = ["conversations", "openings", "rewards", "row_arguments"]
 
 _OPENED, _READY = 256, 4
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
@@ -40,12 +41,26 @@ def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
     process_row_media(with_media[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     for row in rows[:_OPENED]:
         try:
-            renderer.encode_opening(row.messages)
+            renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages)
         except TurnwiseError as error:
             return wrong("rows", DataError(f"row {row.id!r}: {error}"))
     return Check(
         "rows", "ok", f"checked {min(len(rows), _OPENED)} of {len(rows)} rows: the template accepts their messages"
     )
+
+
+def row_arguments(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
+    """Whether the template can be used under the arguments of rows that have their own (`chat_template_kwargs`).
+
+    Raises DataError that names a row whose arguments the template never reads.
+    """
+    sets = argument_sets(rows)
+    notes = preflight_rows(config, renderer, rows, tools=any(row.fields.get("tools") for row in rows))
+    shown = ", ".join(f"{text} ({count:,} rows)" for text, (_, count) in list(sets.items())[:4])
+    more = f" and {len(sets) - 4} more" if len(sets) > 4 else ""
+    if notes:
+        return Check("arguments", "note", "; ".join(notes))
+    return Check("arguments", "ok", f"the template reads the arguments of the rows: {shown}{more}")
 
 
 def conversations(config: Config) -> Check:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine
@@ -73,3 +73,5 @@ class TextContext(ConversationContext):
     chat: ChatService
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The name of the field of a request that bounds the tokens of the answer."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the server's chat template, sent with each request: the recipe's; a row's are added."""

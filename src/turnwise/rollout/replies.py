@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from turnwise.types import (
     EarlierHistory,
@@ -72,6 +73,8 @@ def check_opening(opening: Opening) -> None:
         _check_prompt(opening.prompt_ids, "Opening")
     if opening.sampling is not None:
         _check_sampling(opening.sampling, "Opening")
+    if opening.chat_template_kwargs is not None:
+        _check_template_arguments(opening.chat_template_kwargs, "Opening")
 
 
 def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
@@ -122,6 +125,8 @@ def _check_types(reply: Reply) -> None:
         _check_sampling(reply.sampling, "Reply")
     if reply.prompt_ids is not None:
         _check_prompt(reply.prompt_ids, "Reply")
+    if reply.chat_template_kwargs is not None:
+        _check_template_arguments(reply.chat_template_kwargs, "Reply")
 
 
 def _check_done(reply: Reply) -> None:
@@ -136,6 +141,10 @@ def _check_done(reply: Reply) -> None:
         raise ValueError("Reply(tools=..., done=True): there is no following turn; leave one of them out")
     if reply.prompt_ids is not None:
         raise ValueError("Reply(prompt_ids=..., done=True): there is no following turn; leave one of them out")
+    if reply.chat_template_kwargs is not None:
+        raise ValueError(
+            "Reply(chat_template_kwargs=..., done=True): there is no following turn; leave one of them out"
+        )
 
 
 def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
@@ -152,6 +161,11 @@ def _check_resume(reply: Reply, resume: Resume, turn: Turn) -> None:
     if reply.prompt_ids is not None:
         raise ValueError(
             "Reply(resume=..., prompt_ids=...): the prompt says already what is kept of the turn; remove resume"
+        )
+    if reply.chat_template_kwargs is not None:
+        raise ValueError(
+            "Reply(resume=..., chat_template_kwargs=...): the prompt of the resumed turn is rendered already; change the "
+            "arguments in the reply to the complete turn"
         )
     keep = resume.keep
     if keep is not None and not 0 <= keep <= len(turn.text):
@@ -216,6 +230,14 @@ def _are_token_ids(values: object) -> bool:
     return isinstance(values, list | tuple) and all(
         isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values
     )
+
+
+def _check_template_arguments(arguments: Mapping[str, Any], where: str) -> None:
+    if not isinstance(arguments, Mapping) or not all(isinstance(name, str) for name in arguments):
+        raise TypeError(
+            f"{where}(chat_template_kwargs={arguments!r:.80}): give a dictionary of the template's arguments, such as "
+            f"{{'enable_thinking': False}}"
+        )
 
 
 def _check_tools(tools: Sequence[ToolSchema]) -> None:

@@ -10,7 +10,8 @@ Many templates leave out the reasoning of earlier turns. The thinking policy (`R
   or inserts reasoning. The new segment begins with the server's prompt.
 - `strip_at_user`: a new segment without earlier reasoning begins at each user message, whatever the template does.
 
-Under each policy a new segment also begins when the offered tools change, because the template writes them into the prompt.
+Under each policy a new segment also begins when the offered tools or the arguments of the template change, because the template
+writes the prompt with them.
 A token is sampled in one segment only and is context in all later ones, so no token is trained on twice.
 """
 
@@ -70,22 +71,31 @@ class SegmentHistory:
         self._refuse_unreadable_calls()
         return self._context.renderer.encode_opening(messages, tools)
 
-    def encode_bridge(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EncodedMessages | None:
+    def encode_bridge(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], context: RolloutContext
+    ) -> EncodedMessages | None:
         """What follows the model's last turn in this segment: the new messages and the next generation prompt.
 
-        None where a new segment must begin instead. Raises TemplateError if the template refuses the messages.
+        `context` is that of the next turn, whose renderer may have other template arguments. None where a new segment must begin
+        instead. Raises TemplateError if the template refuses the messages.
         """
-        if tools != self.tools:
+        if tools != self.tools or context.renderer is not self._context.renderer:
             return None
         bridge = self._context.renderer.encode_bridge(self.segment.token_ids[-1], messages, self._before)
         return None if self._thinking_needs_new_segment(messages, bridge) else bridge
 
-    def restart(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EncodedMessages:
+    def restart(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], context: RolloutContext
+    ) -> EncodedMessages:
         """Begin a new segment, and return its first prompt: all messages so far and the new ones, rendered in full.
 
-        Reasoning is left out where the thinking policy or the template says so.
+        `context` is that of the next turn. Reasoning is left out where the thinking policy or the template says so.
         """
-        self.tools, renderer = tools, self._context.renderer
+        self.tools, renderer = tools, context.renderer
+        if renderer is not self._context.renderer:
+            self._context = context
+            for index, turn in self._turns.items():  # the template may write turns differently under other arguments
+                self._messages[index] = renderer.to_template_message(turn)
         self._refuse_unreadable_calls()
         if self._strips_reasoning_before(messages):
             self._messages = [self._without_reasoning(index, message) for index, message in enumerate(self._messages)]
@@ -204,6 +214,13 @@ class LiveSegments:
         """Note the first prompt, if the environment wrote it as tokens."""
         self.current.given = prompt_ids
         self.from_tokens = prompt_ids is not None
+
+    def use(self, context: RolloutContext) -> None:
+        """Begin later histories with this context, whose renderer has other template arguments. A segment with tokens ends when
+        its next prompt is encoded (`SegmentHistory.encode_bridge`)."""
+        self._context = context
+        if not self.current.segment:
+            self.current = SegmentHistory(context)
 
     def replace(self, index: int, returns_to: int | None) -> None:
         """Keep the current segment as that of history `index`; continue in a new segment, or in that of an earlier history.

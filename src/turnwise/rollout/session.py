@@ -10,8 +10,9 @@ that two messages in a row leave no stray header behind.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from turnwise.chat.media_parts import without_media
 from turnwise.chat.renderer import EncodedMessages
@@ -77,7 +78,8 @@ class Session:
         """The limit that bounded the last turn: why the conversation ends if that turn was cut. None if the environment bounded
         the turn and answers it, cut or not."""
         self._context = context
-        """Engine, renderer, sampling, limits and thinking policy. Never changes."""
+        """Engine, renderer, sampling, limits and thinking policy. The renderer is that of the row's template arguments, and of
+        those that the environment asks for; nothing else changes."""
         self._segments = LiveSegments(context)
         """The current segment and its messages, and those that the environment may return to."""
         self._new_messages: list[Message] = []
@@ -101,6 +103,7 @@ class Session:
         """Take the environment's opening messages and tools."""
         with boundary("environment"):
             check_opening(opening)
+        self._use_template_arguments(opening.chat_template_kwargs or {})
         self._sampling_change = opening.sampling or self._sampling_change
         self.trajectory.tools = tuple(opening.tools)
         self.trajectory.messages.extend(opening.messages)
@@ -166,6 +169,8 @@ class Session:
                 self._take_prompt(turn, reply)
         if reply.tools is not None and tuple(reply.tools) != trajectory.tools:
             trajectory.tools = tuple(reply.tools)  # the next prompt begins a new segment
+        if reply.chat_template_kwargs is not None:
+            self._use_template_arguments(reply.chat_template_kwargs)
         messages = self._presentable(turn, reply.messages)
         trajectory.messages.extend(messages)
         if not reply.done:
@@ -198,6 +203,14 @@ class Session:
         """The current segment and its messages."""
         return self._segments.current
 
+    def _use_template_arguments(self, arguments: Mapping[str, Any]) -> None:
+        """Render the prompts from now on with the row's template arguments and with these, which are the environment's."""
+        with boundary("tokens"):
+            renderer = self._context.renderer.for_arguments({**self.trajectory.row.chat_template_kwargs, **arguments})
+        if renderer is not self._context.renderer:
+            self._context = replace(self._context, renderer=renderer)
+            self._segments.use(self._context)
+
     # the prompt of a turn
 
     def _next_prompt(self) -> EncodedMessages:
@@ -218,10 +231,10 @@ class Session:
         elif not history.segment:
             prompt = history.encode_opening(messages, tools)
         else:
-            prompt = history.encode_bridge(messages, tools)
+            prompt = history.encode_bridge(messages, tools, self._context)
             if prompt is None:
                 self._check_tokens(history)  # the segment ends here
-                prompt = history.restart(messages, tools)
+                prompt = history.restart(messages, tools, self._context)
         if not self._partial.unencoded:
             return prompt
         history.mark_injected(len(history.segment) + len(prompt.token_ids))

@@ -7,7 +7,7 @@ The environment, the limits and the loop are those of a conversation with an eng
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,8 @@ class TextSession:
         """Tool calls of the conversation so far, for their ids."""
         self._first_prompt_tokens = 0
         """Length of the first prompt, which `limits.response_tokens` does not count."""
+        self._template_arguments: Mapping[str, Any] = {}
+        """The environment's arguments of the server's chat template."""
 
     def begin(self, opening: Opening) -> None:
         """Take the environment's opening messages and tools."""
@@ -50,6 +52,7 @@ class TextSession:
             _refuse_tokens(opening.prompt_ids, opening.sampling, "Opening")
         self._refuse_media(opening.messages, "row")
         self._sampling_change = opening.sampling or self._sampling_change
+        self._template_arguments = opening.chat_template_kwargs or {}
         self.trajectory.tools = tuple(opening.tools)
         self.trajectory.messages.extend(opening.messages)
 
@@ -104,6 +107,8 @@ class TextSession:
             )
         if reply.sampling is not None:
             self._sampling_change = reply.sampling
+        if reply.chat_template_kwargs is not None:
+            self._template_arguments = reply.chat_template_kwargs
         if reply.rewrite is not None:
             trajectory.previous_histories.append(list(trajectory.messages))
             trajectory.messages[:] = reply.rewrite
@@ -144,7 +149,7 @@ class TextSession:
                 return None
 
     def _fields(self) -> dict[str, Any]:
-        """The sampling of the next turn as fields of the request."""
+        """The sampling of the next turn and the arguments of the chat template, as fields of the request."""
         sampling, change = self._context.sampling, self._sampling_change
         stop = list(sampling.stop if change.stop is None else change.stop)
         seed = turn_seed(self.trajectory.seed, len(self.trajectory.turns)) & ((1 << _SEED_BITS) - 1)
@@ -153,6 +158,9 @@ class TextSession:
             fields["top_p"] = sampling.top_p
         if stop:
             fields["stop"] = stop
+        row = self.trajectory.row.chat_template_kwargs
+        if arguments := {**self._context.chat_template_kwargs, **row, **self._template_arguments}:
+            fields["chat_template_kwargs"] = arguments  # the field's name in vLLM and SGLang
         return fields
 
     def _add_turn(self, answer: ChatAnswer, budget: int) -> Turn:

@@ -34,7 +34,8 @@ def served_options(config: Config) -> dict[str, Any]:
     """
     plain = with_digests(config.model_dump(mode="json"), config.origins)  # they are sent
     names = [*_SECTIONS, "max_concurrent"] if config.deterministic else _SECTIONS
-    return dict(_flat({**{name: plain[name] for name in names}, "model.lora": plain["model"]["lora"]}, ""))
+    of_model = {f"model.{name}": plain["model"][name] for name in ("lora", "chat_template_kwargs")}
+    return dict(_flat({**{name: plain[name] for name in names}, **of_model}, ""))
 
 
 def base_weights(config: Config) -> str | None:
@@ -64,7 +65,7 @@ def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     items: list[tuple[str, Any]] = []
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and name != "arguments":
+        if isinstance(value, Mapping) and name not in ("arguments", "model.chat_template_kwargs"):
             items += _flat(value, f"{key}.")
         else:
             items.append((key, value))

@@ -227,8 +227,11 @@ def _conversation(number: int, item: Mapping[str, Any], config: Mapping[str, Any
     messages = with_images(messages, item.get("images") or [], item.get("videos") or [], f"infer_requests.{number}")
     seed = config.get("seed")
     fields = dict(item.get("data_dict") or {})
-    if item.get("tools"):
-        fields["tools"] = item["tools"]
+    for name in ("tools", "chat_template_kwargs"):
+        if item.get(name):
+            fields[name] = item[name]
+    if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
+        raise RequestRefused(400, f"infer_requests.{number}.chat_template_kwargs must be an object")
     return ConversationBody(
         id=str(number),
         seed=secrets.randbits(62) if seed is None else int(seed) + number,

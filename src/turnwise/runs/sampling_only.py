@@ -14,7 +14,7 @@ from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, OpenAIEngineSection, ServerEngineSection
-from turnwise.doctor.preflight import preflight
+from turnwise.doctor.preflight import preflight, preflight_rows
 from turnwise.engines.engine import closing
 from turnwise.errors import ConfigError
 from turnwise.models.model_config import context_length
@@ -38,8 +38,13 @@ class SamplingRun:
     """Notes for the person who starts the run."""
 
     def keep_rows(self, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
-        """The rows whose prompts are not too long (`data.max_prompt_tokens`), and a note on the others. Raises DataError."""
-        return (list(rows), []) if self.renderer is None else build.drop_long_prompts(self.config, rows, self.renderer)
+        """The rows whose prompts are not too long (`data.max_prompt_tokens`), and notes: on the others, and on the chat template
+        under the rows' own arguments. Raises DataError."""
+        if self.renderer is None:
+            return list(rows), []
+        notes = preflight_rows(self.config, self.renderer, rows)
+        kept, dropped = build.drop_long_prompts(self.config, rows, self.renderer)
+        return kept, [*notes, *dropped]
 
     def process(self, rows: Sequence[Row]) -> list[Row]:
         """The rows in the form that the conversations need, compared with the columns that the reward functions ask for.

@@ -49,8 +49,9 @@ async def replay(
         opening, assistant_rounds = rounds(trajectory.row.messages)
         try:
             with boundary("row"):
+                of_row = renderer.for_arguments(trajectory.row.chat_template_kwargs)
                 scripts[trajectory.id] = lines(
-                    renderer, opening, assistant_rounds, trajectory.row.fields.get("tools", tools)
+                    of_row, opening, assistant_rounds, trajectory.row.fields.get("tools", tools)
                 )
         except Failed as failed:
             trajectory.fail(failed.failure)

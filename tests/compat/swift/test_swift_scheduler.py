@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support import byte_tokenizer
 from support.conversations import RENDERER, STOP, Says, a_row, call, spoken
 from support.swift import ASKED, learnt, play, whole
+from support.templates import SWITCHES
+from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift.masks import ReturnedTokens, SampledTurn, mask_outputs, mask_turn
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.scheduler import MultiTurnScheduler
@@ -295,6 +298,37 @@ def test_tools_that_a_scheduler_changes_are_in_the_next_prompt_and_in_a_new_segm
     assert [learnt(trajectory.segments[n], n) for n in (0, 1)] == [
         [*RENDERER.encode(text), STOP] for text in ("one", call("sub"))
     ]
+
+
+def test_arguments_of_the_template_come_from_the_row_and_may_be_changed_by_a_scheduler() -> None:
+    renderer = Renderer(byte_tokenizer(SWITCHES))
+    seen: list[Any] = []
+
+    def switch(request: Any, choice: Any) -> None:
+        seen.append((dict(request.chat_template_kwargs), "chat_template_kwargs" in request.data_dict))
+        request.chat_template_kwargs["enable_thinking"] = True
+        user(request)
+
+    row = a_row("Hi", chat_template_kwargs={"enable_thinking": False})
+    trajectory = whole(does(switch, "one", "two", row=row, table={"renderer": renderer}))
+    assert seen == [({"enable_thinking": False}, False)]
+    assert row.fields["chat_template_kwargs"] == {"enable_thinking": False}
+    first, second = trajectory.segments
+    assert spoken(first)[0][1].endswith("assistant\n<think>\n\n</think>\n\n")
+    assert spoken(second)[0][1].endswith("More.<|im_end|>\n<|im_start|>assistant\n")
+
+    class Leads(MultiTurnScheduler):
+        async def run(self, infer_request: Any, request_config: Any, **others: Any) -> Any:
+            for thinking in (False, False, True):
+                infer_request.chat_template_kwargs = {"enable_thinking": thinking}
+                response = await self.infer_engine.infer_async(infer_request, request_config)
+                infer_request.messages.append({"role": "assistant", "content": response.choices[0].message.content})
+                user(infer_request)
+            infer_request.messages.pop()
+            return RolloutOutput(response=response, messages=infer_request.messages)
+
+    trajectory = whole(play(Leads, "one", "two", "three", table={"renderer": renderer}))
+    assert [len({*segment.turn} - {-1}) for segment in trajectory.segments] == [2, 1]
 
 
 def test_tools_may_change_while_the_model_continues_its_answer() -> None:

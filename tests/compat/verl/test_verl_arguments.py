@@ -646,7 +646,6 @@ def test_agent_loops_and_functions_are_arguments_of_the_environment(grpo: list[s
             ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.exclude_modules=[lm_head]"],
             "name the layers with an adapter in target_modules",
         ),
-        (["+data.apply_chat_template_kwargs.enable_thinking=False"], "the chat template is rendered without extra arguments"),
         (["trainer.resume_mode=resume_path"], "resume supports these values of verl: auto, disable"),
         (["trainer.device=npu"], "model.device supports these values of verl: cuda, cpu"),
         (["actor_rollout_ref.actor.use_kl_los=True"], "did you mean 'actor_rollout_ref.actor.use_kl_loss'?"),
@@ -1049,3 +1048,12 @@ def test_several_machines_are_started_by_a_command_that_the_report_names(grpo: l
     found = from_verl_arguments([*grpo, "trainer.n_gpus_per_node=4", "trainer.nnodes=2"])
     (told,) = [assumed.reason for assumed in found.assumptions if assumed.key == "cluster.launcher"]
     assert "torchrun --nnodes 2 --nproc-per-node 4 -m turnwise train" in told
+
+
+def test_the_arguments_of_the_chat_template_are_those_of_the_model(grpo: list[str]) -> None:
+    found = from_verl_arguments([*grpo, "+data.apply_chat_template_kwargs.enable_thinking=False"])
+    assert found.recipe["model"]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert not matters(found)
+    assert (
+        "chat_template_kwargs" not in from_verl_arguments([*grpo, "data.apply_chat_template_kwargs={}"]).recipe["model"]
+    )

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 from test_agent_clients import ADD, held, led, openai_client, relations
 
+from support import byte_tokenizer
 from support.conversations import CUE, Says, call, spoken
+from support.templates import SWITCHES
+from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
 from turnwise.environments.agents.chat_request import tool_call
 from turnwise.environments.agents.continuation import Relation, continuation
@@ -180,6 +183,44 @@ def test_other_tools_begin_a_segment() -> None:
     assert trajectory.turns[0].info["agent"]["reason"] == "the tools differ"
     assert len(trajectory.segments) == 2
     assert [turn.tools for turn in trajectory.turns] == [(), tuple(tools)]
+
+
+def test_a_request_may_carry_arguments_of_the_chat_template() -> None:
+    """As vLLM's clients send them: `extra_body={"chat_template_kwargs": {"enable_thinking": False}}`."""
+    renderer = Renderer(byte_tokenizer(SWITCHES))
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    empty = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+    def asks(*requests: tuple[list[Message], dict[str, Any]]) -> Trajectory:
+        def agent(row: Any, base_url: str, api_key: str) -> None:
+            ask = openai_client(base_url, api_key).chat.completions.create
+            for messages, body in requests:
+                ask(model="m", messages=messages, extra_body=body)  # type: ignore[arg-type]
+
+        return led(Says("a", "b", "c"), agent, renderer=renderer)
+
+    again = [USER, says("a"), MORE]
+    one = asks(([USER], off), (again, off))
+    assert relations(one) == (1, 0, 0)
+    texts = [text for turn, text in spoken(one.segments[0]) if turn < 0]
+    assert [text.endswith(empty) for text in texts] == [True, True]
+    assert one.template_mismatch is None
+    two = asks(([USER], {}), (again, off))
+    assert two.turns[0].info["agent"]["reason"] == "the arguments of the chat template differ"
+    assert [spoken(segment)[0][1].endswith(empty) for segment in two.segments] == [False, True]
+    other: Message = {"role": "user", "content": "Other"}
+    three = asks(([USER], {}), ([other], off), (again, {}))  # the last request continues the history of the first
+    assert [three.metrics[f"agent/{name}"] for name in ("forked", "returned")] == [1, 1]
+    assert [[text.endswith(empty) for turn, text in spoken(segment) if turn < 0] for segment in three.segments] == [
+        [False, False],
+        [True],
+    ]
+    four = asks(([USER], {}), ([other], off), (again, off))
+    assert (four.metrics["agent/forked"], len(four.segments)) == (2, 3)
+    with pytest.raises(AssertionError, match=r"'enable_thinkng', which the chat template of .* never reads"):
+        asks(([USER], {"chat_template_kwargs": {"enable_thinkng": False}}))
+    with pytest.raises(AssertionError, match="`chat_template_kwargs` must be an object"):
+        asks(([USER], {"chat_template_kwargs": "x"}))
 
 
 def test_a_client_that_formats_json_in_another_way_changes_no_token() -> None:

@@ -157,7 +157,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "async_generate", "dataset_shuffle", "use_gym_env", "use_hf", "use_rslora", "use_dora", "gradient_checkpointing",
             "kl_in_reward", "sync_ref_model", "use_vllm", "vllm_enforce_eager", "vllm_disable_custom_all_reduce",
             "vllm_disable_cascade_attn", "vllm_enable_expert_parallel", "vllm_enable_prefix_caching", "vllm_use_async_engine",
-            "vllm_enable_lora", "vllm_server_pass_dataset",
+            "vllm_enable_lora", "vllm_server_pass_dataset", "enable_thinking",
         ),
         _flag,
     ),

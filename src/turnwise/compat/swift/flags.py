@@ -82,6 +82,7 @@ LISTS = frozenset(
 OPTIONS: Mapping[str, str] = {
     "model": "model.path",
     "system": "data.system_prompt",
+    "enable_thinking": "model.chat_template_kwargs.enable_thinking",
     "temperature": "sampling.temperature",
     "top_p": "sampling.top_p",
     "min_p": "sampling.min_p",
@@ -131,11 +132,10 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "teacher_model": ((None,), "there is no distillation here"),
     "response_prefix": ((None, ""), "the beginning of an answer is set by the chat template, or by a scheduler"),
-    "enable_thinking": (
-        (None, True),
-        "the chat template is rendered with its default arguments: change the template in the tokenizer",
+    "add_non_thinking_prefix": (
+        (None,),
+        "the model's own chat template writes the turns of a data set: set its arguments in model.chat_template_kwargs",
     ),
-    "add_non_thinking_prefix": ((None,), "the chat template is rendered with its default arguments"),
     "agent_template": ((None,), "tool calls are written by the model's chat template (tool_format)"),
     "truncation_strategy": (
         (None, "delete"),

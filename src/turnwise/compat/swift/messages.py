@@ -28,6 +28,7 @@ __all__ = [
     "messages_of",
     "remove_response",
     "reply_between",
+    "request_arguments",
     "request_of",
     "request_tools",
     "tools_of",
@@ -56,10 +57,11 @@ def request_of(row: Row, uuid: str) -> RolloutInferRequest:
         videos=media["video"],
         tools=tools_of(row.fields.get("tools"), f"row {row.id!r}"),
         objects=_copy_containers(row.fields.get("objects") or {}),
+        chat_template_kwargs=_copy_containers(dict(row.chat_template_kwargs)),
         data_dict={
             name: _copy_containers(value)
             for name, value in row.fields.items()
-            if name not in (*MEDIA, "tools", "objects")
+            if name not in (*MEDIA, "tools", "objects", "chat_template_kwargs")
         },
         uuid=uuid,
     )
@@ -91,6 +93,11 @@ def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
 def request_tools(request: RolloutInferRequest) -> list[ToolSchema]:
     """Copies of the request's tool schemas, because a scheduler may change its own in place; empty if there are none."""
     return [_copy_containers(schema) for schema in tools_of(request.tools, "the scheduler's request") or []]
+
+
+def request_arguments(request: RolloutInferRequest) -> dict[str, Any]:
+    """A copy of the request's arguments of the chat template, which a scheduler may change between turns."""
+    return dict(_copy_containers(request.chat_template_kwargs or {}))
 
 
 def append_answer(messages: list[Message], text: str) -> None:
@@ -261,9 +268,8 @@ def _prefill(messages: Sequence[Message]) -> str:
 
 
 def _refuse_unknown(request: RolloutInferRequest) -> None:
-    for name in ("audios", "chat_template_kwargs"):
-        if getattr(request, name):
-            raise ValueError(f"the request has {name}, which is not supported here: {getattr(request, name)!r:.80}")
+    if request.audios:
+        raise ValueError(f"the request has audios, which is not supported here: {request.audios!r:.80}")
     if request.add_eos not in (None, "auto"):
         raise ValueError(
             f"add_eos={request.add_eos!r} is not supported here: no end-of-turn token is added to an answer that is continued"

@@ -21,6 +21,7 @@ from turnwise.compat.swift.messages import (
     final_reply,
     messages_of,
     reply_between,
+    request_arguments,
     request_of,
     request_tools,
 )
@@ -107,6 +108,8 @@ class _RunState:
     history: list[Message] = field(default_factory=list)
     """The messages of `request`, in our form."""
     tools: list[ToolSchema] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """The arguments of the chat template."""
     turns: list[SampledTurn] = field(default_factory=list)
     rewrites: int = 0
     """How many times `run` replaced the history."""
@@ -133,11 +136,14 @@ class RunEnvironment:
             raise ValueError(f"{type(self.scheduler).__name__}.run returned before it called its infer_engine")
         state.history = messages_of(call.request)
         state.request, state.tools = call.request, request_tools(call.request)
+        state.arguments = request_arguments(call.request)
         if state.history[-1]["role"] == "assistant":
             raise ValueError(
                 "the first request of run ends with an assistant message, so there is nothing to answer: remove that message"
             )
-        return Opening(messages=state.history, tools=state.tools, sampling=call.sampling)
+        return Opening(
+            messages=state.history, tools=state.tools, sampling=call.sampling, chat_template_kwargs=state.arguments
+        )
 
     async def step(self, turn: Turn) -> Reply:
         state = self._state
@@ -161,7 +167,9 @@ class RunEnvironment:
         if reply.resume is not None:
             state.turns[-1] = replace(state.turns[-1], edited=True)
         state.rewrites += reply.rewrite is not None
-        return replace(reply, info=infos, sampling=call.sampling)
+        previous_arguments, state.arguments = state.arguments, request_arguments(call.request)
+        changed_arguments = None if state.arguments == previous_arguments else state.arguments
+        return replace(reply, info=infos, sampling=call.sampling, chat_template_kwargs=changed_arguments)
 
     async def close(self) -> None:
         if self._state is not None:

@@ -19,6 +19,7 @@ from turnwise.compat.swift.messages import (
     final_reply,
     messages_of,
     reply_between,
+    request_arguments,
     request_of,
     request_tools,
     without_answers,
@@ -50,13 +51,14 @@ class StepEnvironment:
         """The `total_reward` that has been paid out so far."""
         self._request: RolloutInferRequest | None = None
         self._tools: list[ToolSchema] = []
+        self._arguments: dict[str, Any] = {}
 
     async def begin(self, row: Row) -> Opening:
         request = self._request = request_of(row, f"{row.id}-{self.name}")
         await call_hook(self.scheduler.on_trajectory_start, [request], lock=self.lock)
         request.messages[:] = without_answers(request.messages)
-        self._tools = request_tools(request)
-        return Opening(messages=messages_of(request), tools=self._tools)
+        self._tools, self._arguments = request_tools(request), request_arguments(request)
+        return Opening(messages=messages_of(request), tools=self._tools, chat_template_kwargs=self._arguments)
 
     async def step(self, turn: Turn) -> Reply:
         request = self._request
@@ -85,6 +87,9 @@ class StepEnvironment:
             previous, self._tools = self._tools, request_tools(request)
             changed_tools = None if self._tools == previous else self._tools
             reply = reply_between(before, after, turn.text, tools=changed_tools)
+            if (arguments := request_arguments(request)) != self._arguments:
+                self._arguments = arguments
+                reply = replace(reply, chat_template_kwargs=arguments)
         edited = reply.resume is not None or reply.rewrite is not None
         mask = mask_turn(decision.returned, sampled, logprobs, turn=self.turns, edited=edited)
         if mask.not_sampled:

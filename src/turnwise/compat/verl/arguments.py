@@ -166,6 +166,10 @@ class _Conversion:
         if source != "data_source":
             self._builder.set("data.columns.data_source", source, "data.reward_fn_key")
         self._builder.convert("the column data_source", "data.reward_fn_key")
+        key = "data.apply_chat_template_kwargs"
+        if arguments := self._builder.value(key):
+            self._builder.set("model.chat_template_kwargs", arguments, key)
+        self._builder.convert("no arguments of the chat template", key)
         self._builder.convert("rows are always conversations", "data.return_raw_chat")
         if (most := self._builder.count("data.train_max_samples")) is not None:
             self._builder.set("data.max_rows", most, "data.train_max_samples")

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from turnwise.environments.agents.chat_request import AgentAnswer, answer_message
-from turnwise.environments.agents.continuation import Continuation, LiveHistories, Relation, continuation
+from turnwise.environments.agents.continuation import (
+    Continuation,
+    LiveHistories,
+    LiveHistory,
+    Relation,
+    continuation,
+)
 from turnwise.environments.agents.conversation import AgentConversation, AgentRequest
 from turnwise.environments.agents.parameters import log_forced
 from turnwise.environments.agents.proxy import Proxy
@@ -95,6 +101,7 @@ class AgentEnvironment:
             messages=pending.messages,
             tools=request.tools,
             sampling=request.sampling,
+            chat_template_kwargs=request.chat_template_kwargs,
             watch_sampling=run.until_abandoned,
         )
 
@@ -152,16 +159,21 @@ def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float
     """The reply that leads from the answered request to the next one."""
     before, request = answered.pending.request, pending.request
     same_tools = list(request.tools) == list(before.tools)
+    same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
     held = [*before.conversation, answered.message]
     found = continuation(held, request.conversation, turn.text)
-    if not same_tools and found.relation is not Relation.FORKED:
-        # the session renders the history again, because the tools are in the prompt
-        found = replace(found, relation=Relation.FORKED, reason="the tools differ")
-    earlier = histories.find(request.conversation, request.tools) if found.relation is Relation.FORKED else None
+    if not (same_tools and same_arguments) and found.relation is not Relation.FORKED:
+        # the session renders the history again, because the tools and the arguments of the template decide about the prompt
+        reason = "the arguments of the chat template differ" if same_tools else "the tools differ"
+        found = replace(found, relation=Relation.FORKED, reason=reason)
+    earlier = None
+    if found.relation is Relation.FORKED:
+        earlier = histories.find(request.conversation, request.tools, request.chat_template_kwargs)
     if earlier is not None:
         found = replace(found, relation=Relation.RETURNED, reason=f"it continues the history {earlier.index}")
     if not found.new:
-        histories.replace(held, before.tools, turn.text, None if earlier is None else earlier.index)
+        asked = LiveHistory(held, before.tools, before.chat_template_kwargs, turn.text)
+        histories.replace(asked, None if earlier is None else earlier.index)
     info = {**answered.info, **({} if found.relation is Relation.EXTENDED else _recorded(found))}
     reply = Reply(
         reward=reward,
@@ -169,6 +181,7 @@ def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float
         metrics=answered.metrics(found.relation),
         sampling=request.sampling,
         tools=None if same_tools else request.tools,
+        chat_template_kwargs=None if same_arguments else request.chat_template_kwargs,
     )
     if not found.new:
         return replace(reply, rewrite=pending.messages, returns_to=earlier)

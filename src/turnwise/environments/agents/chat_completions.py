@@ -12,6 +12,7 @@ from turnwise.environments.agents.chat_request import (
     content_text,
     function_tool,
     offered_tools,
+    template_arguments,
     tool_call,
 )
 from turnwise.environments.agents.parameters import forced_parameters, sampling_change
@@ -19,7 +20,9 @@ from turnwise.types import Message, ToolSchema
 
 __all__ = ["ChatCompletions", "openai_error"]
 
-_READ = ("model", "messages", "tools", "tool_choice", "stream", "max_tokens", "max_completion_tokens", "stop")
+_READ = (
+    "model", "messages", "tools", "tool_choice", "stream", "max_tokens", "max_completion_tokens", "stop", "chat_template_kwargs",
+)  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PIECE = 40  # characters of one chunk of a stream
 
@@ -39,6 +42,7 @@ class ChatCompletions:
             messages=[_message(message, number) for number, message in enumerate(messages)],
             tools=offered_tools(tools, body.get("tool_choice"), forced),
             sampling=sampling_change(body, max_tokens=("max_tokens", "max_completion_tokens"), stop="stop"),
+            chat_template_kwargs=template_arguments(body),
             forced=forced,
             stream=bool(body.get("stream")),
             stream_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),

@@ -23,6 +23,7 @@ __all__ = [
     "image_part",
     "json_object",
     "offered_tools",
+    "template_arguments",
     "template_messages",
     "tool_call",
 ]
@@ -46,6 +47,8 @@ class ChatRequest:
     tools: Sequence[ToolSchema] = ()
     """The tools that the model may call; empty with `tool_choice: none`."""
     sampling: SamplingChange = field(default_factory=SamplingChange)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `{"enable_thinking": False}`: a field of vLLM's and SGLang's servers."""
     forced: Mapping[str, Any] = field(default_factory=dict)
     """Parameters that the client has set and that have no effect, because the recipe decides them: name -> value."""
     stream: bool = False
@@ -198,6 +201,15 @@ def function_tool(name: Any, description: Any, parameters: Any) -> ToolSchema:
         function["description"] = str(description)
     function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
+
+
+def template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The field `chat_template_kwargs` of a request. Raises Refused unless it is an object."""
+    name = "chat_template_kwargs"
+    arguments = body.get(name)
+    if arguments is not None and not isinstance(arguments, dict):
+        raise Refused(400, f"`{name}` must be an object; it is {arguments!r:.80}", parameter=name)
+    return arguments or {}
 
 
 def offered_tools(tools: Sequence[ToolSchema], choice: Any, forced: dict[str, Any]) -> Sequence[ToolSchema]:

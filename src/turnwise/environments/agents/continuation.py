@@ -8,14 +8,14 @@ the ends of the content, the formatting of JSON, missing reasoning, ids of calls
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from turnwise.types import EarlierHistory, Edit, Message, ToolSchema
 
-__all__ = ["Continuation", "LiveHistories", "Relation", "continuation"]
+__all__ = ["Continuation", "LiveHistories", "LiveHistory", "Relation", "continuation"]
 
 _MOST_LIVE = 64
 """Histories that are compared with a request."""
@@ -73,29 +73,44 @@ def continuation(held: Sequence[Message], messages: Sequence[Message], text: str
     )
 
 
+@dataclass(frozen=True, slots=True)
+class LiveHistory:
+    """A history of a conversation, its last answer included."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema]
+    arguments: Mapping[str, Any]
+    """The arguments of the chat template (`chat_template_kwargs`)."""
+    text: str
+    """The sampled text of the last turn."""
+
+
 class LiveHistories:
     """The histories of a conversation that a later request may continue, besides the present one."""
 
     def __init__(self) -> None:
         self._replaced = 0
         """How often the history was replaced: the index of the next history in `Trajectory.previous_histories`."""
-        self._live: dict[int, tuple[Sequence[Message], Sequence[ToolSchema], str]] = {}
-        """Messages, tools and the sampled text of the last turn, by their index; the latest last."""
+        self._live: dict[int, LiveHistory] = {}
+        """By their index; the latest last."""
 
-    def replace(self, held: Sequence[Message], tools: Sequence[ToolSchema], text: str, returned: int | None) -> None:
-        """The present history `held` is replaced: by the history `returned`, or by a new history."""
-        self._live[self._replaced] = (held, tools, text)
+    def replace(self, present: LiveHistory, returned: int | None) -> None:
+        """The present history is replaced: by the history `returned`, or by a new history."""
+        self._live[self._replaced] = present
         self._replaced += 1
         if returned is not None:
             del self._live[returned]
         while len(self._live) > _MOST_LIVE:
             del self._live[next(iter(self._live))]
 
-    def find(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EarlierHistory | None:
-        """The latest history that these messages continue with no other text in its answers; None if there is none."""
-        for index, (held, offered, text) in reversed(self._live.items()):
-            if list(offered) == list(tools):
-                found = continuation(held, messages, text)
+    def find(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], arguments: Mapping[str, Any]
+    ) -> EarlierHistory | None:
+        """The latest history that these messages continue with no other text in its answers, and whose prompts were written with
+        the same tools and template arguments; None if there is none."""
+        for index, live in reversed(self._live.items()):
+            if list(live.tools) == list(tools) and live.arguments == arguments:
+                found = continuation(live.messages, messages, live.text)
                 if found.new and found.edit is None:
                     return EarlierHistory(index=index, first_new=found.new)
         return None

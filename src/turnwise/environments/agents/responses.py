@@ -16,6 +16,7 @@ from turnwise.environments.agents.chat_request import (
     content_text,
     function_tool,
     offered_tools,
+    template_arguments,
     tool_call,
 )
 from turnwise.environments.agents.parameters import forced_parameters, sampling_change
@@ -32,6 +33,7 @@ _READ = (
     "stream",
     "max_output_tokens",
     "previous_response_id",
+    "chat_template_kwargs",
 )
 _TEXT_FORMAT = {"format": {"type": "text"}}
 
@@ -57,6 +59,7 @@ class Responses:
             messages=_messages([{"role": "user", "content": items}] if isinstance(items, str) else items),
             tools=offered_tools(tools, body.get("tool_choice"), forced),
             sampling=sampling_change(body, max_tokens=("max_output_tokens",), stop="stop"),
+            chat_template_kwargs=template_arguments(body),
             forced=forced,
             stream=bool(body.get("stream")),
             model=str(body.get("model") or "model"),
