@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from turnwise.cli import main
 
 # as in TRL's examples with several servers (carla.py): one address for each instance, and no more of them
 SERVERS = '''
@@ -52,8 +53,10 @@ def by_game(environments, completion_ids, name, log_extra, **kwargs):
 def turnwise(
     command: str, options: dict[str, Any], model: Path, path: Path, *, servers: str = SERVERS
 ) -> list[dict[str, Any]]:
-    """Run a command on a recipe. Returns its trajectories."""
+    """Run a command on a recipe, in this process. Returns its trajectories."""
     (path / "game.py").write_text(servers)
+    for name in [name for name in sys.modules if name.startswith("turnwise_user.game_")]:
+        del sys.modules[name]  # another run has instances of its own
     recipe = {
         "model": {"path": str(model)},
         "data": {"train": str(path / "rows.jsonl")},
@@ -64,15 +67,8 @@ def turnwise(
         recipe |= {"output": str(path / "run")}
     (path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     out = ["--out", str(path / "run")] if command == "rollout" else []
-    result = subprocess.run(
-        [sys.executable, "-m", "turnwise", command, str(path / "recipe.yaml"), *out],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    with contextlib.chdir(path):
+        assert main([command, str(path / "recipe.yaml"), *out]) == 0
     return [json.loads(line) for line in (path / "run" / "trajectories.jsonl").read_text().splitlines()]
 
 
