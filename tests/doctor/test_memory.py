@@ -89,6 +89,7 @@ def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -
     )
 
 
+@pytest.mark.slow
 def test_with_autocast_a_large_model_on_a_cpu_leaves_free_blocks_between_activations() -> None:
     large = shape(vocabulary=700_000)
     mixed, exact = (parts(predict(config(model={"autocast": on}), large, WORK)) for on in (True, False))
