@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.data.absent_values import AbsentValues, DroppedNulls
 from turnwise.data.media import with_media
 from turnwise.data.messages import clean_message
 from turnwise.data.rows import SourceRecord, build_rows, with_template_arguments
@@ -55,17 +56,28 @@ def read_conversations(
     mapping = columns or {}
     return build_rows(
         source,
-        lambda source_record, folder: _row(source_record, mapping, system, folder),
+        lambda source_record, folder, dropped: _row(source_record, mapping, system, folder, dropped),
         split=split,
         subset=subset,
         limit=limit,
     )
 
 
-def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
-    record, place = source_record.record, source_record.place
+def _row(
+    source_record: SourceRecord,
+    mapping: Mapping[str, str],
+    system: str | None,
+    folder: Path | None,
+    dropped: DroppedNulls,
+) -> Row:
+    record, place, from_arrow = source_record.record, source_record.place, source_record.from_arrow
+    tools = record.get(mapping.get("tools", "tools"))
+    if tools is not None:
+        tools = _tools(tools, place, AbsentValues(dropped, place, from_arrow=from_arrow))
+    absent = AbsentValues(dropped, place, from_arrow=from_arrow, tools=tools)
     messages = [
-        _clean(message, f"{place}: message {n}") for n, message in enumerate(_messages(source_record, mapping), 1)
+        _clean(message, f"{place}: message {n}", absent)
+        for n, message in enumerate(_messages(source_record, mapping), 1)
     ]
     used_columns = {mapping.get(name, name) for name in _OURS} | set(mapping.values())
     fields = {name: value for name, value in record.items() if name not in used_columns}
@@ -90,9 +102,9 @@ def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | 
     weights = _weights(messages, fields.pop("weights", None), place)
     if any(weight != 1.0 for weight in weights):
         fields["weights"] = weights
-    tools = fields.pop("tools", None)
+    fields.pop("tools", None)
     if tools is not None:
-        fields["tools"] = _tools(tools, place)
+        fields["tools"] = tools
     name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
     plain = [{key: value for key, value in message.items() if key not in _LABELS} for message in messages]
     return Row(id=name, messages=_with_tool_names(plain), fields=with_template_arguments(fields, place))
@@ -130,12 +142,12 @@ def _many(value: Any, where: str, *, role: str | None = None) -> Sequence[Any]:
     return value
 
 
-def _clean(message: Any, where: str) -> Message:
+def _clean(message: Any, where: str, absent: AbsentValues) -> Message:
     """A message in the form of `clean_message`. Only assistant messages may set a weight."""
     for key, fix in _ELSEWHERE.items():
         if isinstance(message, Mapping) and message.get(key) is not None:
             raise DataError(f"{where} has `{key}`, which is not supported: {fix}")
-    kept = clean_message(message, where)
+    kept = clean_message(message, where, absent)
     if kept["role"] != "assistant" and any(kept.get(label) for label in _LABELS):
         raise DataError(
             f"{where} (role {kept['role']!r}) has a training weight, and only assistant messages are trained on: remove "
@@ -196,7 +208,7 @@ def _weight(message: Message, place: str) -> float:
     return float(weight)
 
 
-def _tools(tools: Any, place: str) -> list[ToolSchema]:
+def _tools(tools: Any, place: str, absent: AbsentValues) -> list[ToolSchema]:
     """The column `tools`: a list of schemas, or that list as JSON text."""
     if isinstance(tools, str):
         tools = parse_json(tools or "[]", where=f"{place}: the column 'tools'", error=DataError)
@@ -210,17 +222,8 @@ def _tools(tools: Any, place: str) -> list[ToolSchema]:
                 f'{place}: the column \'tools\' contains {tool!r:.80}; a tool is {{"type": "function", "function": '
                 f'{{"name": ..., "description": ..., "parameters": ...}}}}'
             )
-        schemas.append({"type": "function", "function": _without_empty(function)})
+        schemas.append({"type": "function", "function": absent.schema(function)})
     return schemas
-
-
-def _without_empty(value: Any) -> Any:
-    """The value without null keys: in parquet, each row has the keys of all rows."""
-    if isinstance(value, Mapping):
-        return {
-            key: _without_empty(item) for key, item in value.items() if item is not None or key in ("default", "const")
-        }
-    return [_without_empty(item) for item in value] if isinstance(value, list) else value
 
 
 def _with_tool_names(messages: Sequence[Message]) -> list[Message]:

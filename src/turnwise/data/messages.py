@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from turnwise.data.absent_values import AbsentValues
 from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message
@@ -19,8 +20,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS = ("text", "image", "image_url", "video", "video_url")
 
 
-def clean_message(message: Any, where: str) -> Message:
-    """The message without null keys, and with the arguments of calls as mappings. Error messages begin with `where`.
+def clean_message(message: Any, where: str, absent: AbsentValues) -> Message:
+    """The message without null keys, and with the arguments of calls as mappings, of which `absent` drops nulls. Error messages
+    begin with `where`.
 
     Raises DataError if the role is unknown, the content is neither a text nor a list of known parts, a call has no name, or
     its arguments are not an object.
@@ -38,7 +40,7 @@ def clean_message(message: Any, where: str) -> Message:
             raise DataError(
                 f"{where}: `tool_calls` must be a list of calls in an assistant message; it is {calls!r:.80}"
             )
-        kept["tool_calls"] = [_call(call, n, where) for n, call in enumerate(calls)]
+        kept["tool_calls"] = [_call(call, n, where, absent) for n, call in enumerate(calls)]
     kept["content"] = _content(kept, where)
     return kept
 
@@ -69,7 +71,7 @@ def _content(message: Message, where: str) -> Any:
     return "".join(texts)
 
 
-def _call(call: Any, number: int, where: str) -> dict[str, Any]:
+def _call(call: Any, number: int, where: str, absent: AbsentValues) -> dict[str, Any]:
     """A call in the OpenAI format, with its arguments as a mapping: templates would encode a JSON text as JSON again."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -88,5 +90,5 @@ def _call(call: Any, number: int, where: str) -> dict[str, Any]:
     return {
         "id": str(call.get("id") or f"call_{number}"),
         "type": "function",
-        "function": {"name": function["name"], "arguments": dict(arguments or {})},
+        "function": {"name": function["name"], "arguments": absent.arguments(function["name"], arguments or {})},
     }

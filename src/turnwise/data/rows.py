@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from turnwise.data.absent_values import AbsentValues, DroppedNulls
 from turnwise.data.media import with_media
 from turnwise.data.messages import clean_message
 from turnwise.errors import DataError, nearest
@@ -50,7 +51,7 @@ def read_rows(
     mapping = {"prompt": "prompt", **(columns or {})}
     return build_rows(
         source,
-        lambda source_record, folder: _row(source_record, mapping, system, folder),
+        lambda source_record, folder, dropped: _row(source_record, mapping, system, folder, dropped),
         split=split,
         subset=subset,
         limit=limit,
@@ -59,21 +60,23 @@ def read_rows(
 
 def build_rows(
     source: str | Sequence[str],
-    make: Callable[[SourceRecord, Path | None], Row],
+    make: Callable[[SourceRecord, Path | None, DroppedNulls], Row],
     *,
     split: str,
     subset: str | None,
     limit: int | None,
 ) -> list[Row]:
-    """The rows that `make` builds from the records. Its second argument is the folder to which paths are relative.
+    """The rows that `make` builds from the records. Its second argument is the folder to which paths are relative; its third
+    counts the nulls that it drops.
 
     Raises DataError if two rows have the same id, or there are no rows.
     """
     places: dict[str, str] = {}
     rows: list[Row] = []
+    dropped = DroppedNulls()
     several = not isinstance(source, str) and len(source) > 1
     for source_record, folder, name in islice(_all_records(source, split, subset), limit):
-        row = make(source_record, folder)
+        row = make(source_record, folder, dropped)
         if several:
             row = replace(row, source=name)
         if row.id in places:
@@ -85,6 +88,7 @@ def build_rows(
         rows.append(row)
     if not rows:
         raise DataError(f"{source} has no rows; at least one is needed")
+    dropped.report()
     return rows
 
 
@@ -113,6 +117,8 @@ class SourceRecord:
     record: Mapping[str, Any]
     number: int
     place: str
+    from_arrow: bool = False
+    """Whether it was read from an Arrow table, where each row has the keys of all rows."""
 
 
 def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRecord]:
@@ -139,7 +145,7 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
             f"directory saved by `datasets`, or a hub id that can be reached"
         ) from error
     return (
-        SourceRecord(record, number, f"{source}, row {number}")
+        SourceRecord(record, number, f"{source}, row {number}", from_arrow=True)
         for number, record in enumerate(_packed(datasets, table), 1)
     )
 
@@ -162,7 +168,8 @@ def refuse_missing_source(source: str) -> None:
 def _live_records(source: str) -> Iterator[SourceRecord]:
     """The rows that a Python program has given: mappings, or a `datasets.Dataset`."""
     table = live_object(source, key="data.train")
-    if getattr(table, "features", None):
+    from_arrow = bool(getattr(table, "features", None))
+    if from_arrow:
         import datasets
 
         table = _packed(datasets, table)
@@ -172,7 +179,7 @@ def _live_records(source: str) -> Iterator[SourceRecord]:
             raise DataError(
                 f'{place} is a {type(record).__name__}; a row is a dict such as {{"prompt": "2+2?", "answer": "4"}}'
             )
-        yield SourceRecord(dict(record), number, place)
+        yield SourceRecord(dict(record), number, place, from_arrow=from_arrow)
 
 
 def _packed(datasets: Any, table: Any) -> Any:
@@ -217,7 +224,13 @@ def _lines(path: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(record, number, place)
 
 
-def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | None, folder: Path | None) -> Row:
+def _row(
+    source_record: SourceRecord,
+    mapping: Mapping[str, str],
+    system: str | None,
+    folder: Path | None,
+    dropped: DroppedNulls,
+) -> Row:
     record, place = source_record.record, source_record.place
     for field_name, column in mapping.items():
         if column not in record:
@@ -233,7 +246,11 @@ def _row(source_record: SourceRecord, mapping: Mapping[str, str], system: str | 
             )
     fields = {name: value for name, value in record.items() if name not in mapping.values()}
     fields.update((field_name, record[column]) for field_name, column in mapping.items())
-    messages, fields = with_media(_messages(fields.pop("prompt"), place), fields, place=place, folder=folder)
+    from_arrow = source_record.from_arrow
+    if fields.get("tools") is not None:
+        fields["tools"] = AbsentValues(dropped, place, from_arrow=from_arrow).column(fields["tools"])
+    absent = AbsentValues(dropped, place, from_arrow=from_arrow, tools=fields.get("tools"))
+    messages, fields = with_media(_messages(fields.pop("prompt"), place, absent), fields, place=place, folder=folder)
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     name = str(fields.pop("id")) if "id" in mapping else str(source_record.number)
@@ -260,7 +277,7 @@ def with_template_arguments(fields: Mapping[str, Any], place: str) -> dict[str, 
     return {**fields, column: {name: value for name, value in given.items() if value is not None}}
 
 
-def _messages(prompt: Any, place: str) -> list[Message]:
+def _messages(prompt: Any, place: str, absent: AbsentValues) -> list[Message]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
@@ -272,4 +289,4 @@ def _messages(prompt: Any, place: str) -> list[Message]:
             or not ("content" in message or message.get("tool_calls"))
         ):
             raise DataError(f"{place}: a message needs `role` and `content`; this message is {message!r:.80}")
-    return [clean_message(message, f"{place}: message {number}") for number, message in enumerate(prompt, 1)]
+    return [clean_message(message, f"{place}: message {number}", absent) for number, message in enumerate(prompt, 1)]
