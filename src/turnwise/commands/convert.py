@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -50,7 +50,9 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, context: Context) -> int:
-    report = converted(options.system, options.overrides, folder=options.config_path, name=options.config_name)
+    report = converted(
+        options.system, options.overrides, folder=options.config_path, name=options.config_name, try_names=True
+    )
     recipe = as_recipe(report)
     if options.out is None:
         print(recipe, end="")
@@ -63,26 +65,57 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         f"{len(report.converted)} keys converted and {len(report.unsupported)} left out, {len(report.refused())} of which change "
         f"the training; the recipe: {options.out}"
     )
+    if report.failing:
+        summary += f". {len(report.failing)} of its values do not work here: see above"
     print_lines(context.console, [*_notes(report), summary])
     return 0
 
 
 def converted(
-    system: str, words: Sequence[str], *, folder: str | None = None, name: str | None = None
+    system: str, words: Sequence[str], *, folder: str | None = None, name: str | None = None, try_names: bool = False
 ) -> ConversionReport:
-    """The recipe of a system's command line. `folder` and `name` are verl's `--config-path` and `--config-name`.
+    """The recipe of a system's command line. `folder` and `name` are verl's `--config-path` and `--config-name`. With
+    `try_names`, the files and classes that the recipe names are loaded.
 
-    Raises ConfigError.
+    Values that the recipe cannot have are left out. Raises ConfigError.
     """
     if system == "verl":
         from turnwise.compat.verl.arguments import from_verl_arguments
 
-        return from_verl_arguments(words, folder=folder, name=name)
+        return _without_wrong_values(from_verl_arguments(words, folder=folder, name=name, try_names=try_names))
     if folder is not None or name is not None:
         raise ConfigError("--config-path and --config-name are options for --from verl: remove them")
     from turnwise.compat.swift.arguments import from_swift_arguments
 
-    return from_swift_arguments(words[0] if len(words) == 1 and os.path.isfile(words[0]) else words)
+    source = words[0] if len(words) == 1 and os.path.isfile(words[0]) else words
+    return _without_wrong_values(from_swift_arguments(source, try_names=try_names))
+
+
+def _without_wrong_values(report: ConversionReport) -> ConversionReport:
+    """Move options whose values the schema refuses from the recipe to the unsupported keys. References to variables stay."""
+    from turnwise.compat.conversion import UnsupportedKey
+    from turnwise.config.recipe import schema_problems
+
+    for option, value, problem in schema_problems(report.recipe):
+        if "${" in str(value):
+            continue
+        keys = [key for key, results in report.converted.items() if option in results.split(", ")]
+        if not keys or not _remove(report.recipe, option):
+            report.failing.append(UnsupportedKey(option or "the recipe", value, problem))
+            continue
+        for key in keys:
+            del report.converted[key]
+            report.unsupported.append(UnsupportedKey(key, value, f"{option}: {problem}", changes_training=True))
+    return report
+
+
+def _remove(recipe: dict[str, Any], option: str) -> bool:
+    """Remove an option from a recipe. Returns whether it was there."""
+    node: Any = recipe
+    *parents, last = option.split(".")
+    for parent in parents:
+        node = node.get(parent) if isinstance(node, dict) else None
+    return isinstance(node, dict) and node.pop(last, None) is not None
 
 
 def as_recipe(report: ConversionReport) -> str:
@@ -93,7 +126,8 @@ def as_recipe(report: ConversionReport) -> str:
 
 
 def _notes(report: ConversionReport) -> list[str]:
-    notes = [f"{_MARKS[key.changes_training]}: {key}" for key in report.unsupported]
+    notes = [f"DOES NOT WORK HERE: {failing}" for failing in report.failing]
+    notes += [f"{_MARKS[key.changes_training]}: {key}" for key in report.unsupported]
     return notes + [f"assumed: {assumption}" for assumption in report.assumptions]
 
 

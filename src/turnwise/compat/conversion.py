@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from turnwise.errors import ConfigError
 
 __all__ = ["ConversionReport", "RecipeBuilder", "UnsupportedKey"]
 
@@ -37,6 +41,8 @@ class ConversionReport:
     assumptions: list[UnsupportedKey] = field(default_factory=list)
     """Values that the configuration does not contain and that were assumed, and keys whose meaning differs here.
     The user should check them."""
+    failing: list[UnsupportedKey] = field(default_factory=list)
+    """Options of the recipe that do not work here: values that the schema refuses, and names that could not be loaded."""
 
     def refused(self) -> list[UnsupportedKey]:
         """The unsupported keys without which training would give a different result."""
@@ -55,6 +61,22 @@ class RecipeBuilder(ABC):
         self.converted: dict[str, str] = {}
         self.unsupported: list[UnsupportedKey] = []
         self.assumptions: list[UnsupportedKey] = []
+        self.failing: list[UnsupportedKey] = []
+
+    def try_name(self, option: str, value: Any, load: Callable[[], Any], *, files: Sequence[Any] = ()) -> None:
+        """Load what an option of the recipe names, and report why it cannot be loaded.
+
+        If one of `files` is not here, or its name contains a variable, nothing is loaded and this is reported.
+        """
+        missing = [file for file in map(str, files) if not os.path.exists(os.path.expanduser(file))]
+        if missing:
+            reason = f"it could not be tried, because there is no file {missing[0]} here"
+            self.assumptions.append(UnsupportedKey(option, value, reason))
+            return
+        try:
+            load()
+        except ConfigError as error:
+            self.failing.append(UnsupportedKey(option, value, str(error)))
 
     @abstractmethod
     def has(self, key: str) -> bool:
@@ -111,4 +133,4 @@ class RecipeBuilder(ABC):
 
     def report(self) -> ConversionReport:
         """The recipe and the report about all keys."""
-        return ConversionReport(self.recipe, self.converted, self.unsupported, self.assumptions)
+        return ConversionReport(self.recipe, self.converted, self.unsupported, self.assumptions, self.failing)

@@ -22,7 +22,7 @@ from turnwise.config.schema import Config, Section
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 
-__all__ = ["checked", "load", "with_overrides"]
+__all__ = ["checked", "load", "schema_problems", "with_overrides"]
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""
@@ -74,6 +74,20 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(without_hidden(_explain(error, source))) from None
+
+
+def schema_problems(tree: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
+    """The options of a tree whose values are wrong: the option, the value and the rule. Options that are missing do not count.
+
+    The option is empty for a rule about several options.
+    """
+    try:
+        Config.model_validate(tree)
+    except ValidationError as error:
+        problems = [problem for problem in error.errors(include_url=False) if problem["type"] != "missing"]
+        named = {".".join(map(str, _keys(problem["loc"]))): problem for problem in problems}
+        return [(option, problem["input"], problem["msg"].lower()) for option, problem in named.items()]
+    return []
 
 
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:

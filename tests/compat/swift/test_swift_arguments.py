@@ -48,6 +48,9 @@ NPROC_PER_NODE=2 nohup swift rlhf \\
 """
 
 
+FULL = "--rlhf_type grpo --model M --dataset d.jsonl --tuner_type full --max_steps 5"
+
+
 def converted(text: str) -> ConversionReport:
     return from_swift_arguments(shlex.split(text))
 
@@ -375,7 +378,7 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
     ("words", "key", "reason"),
     [
         ("--rlhf_type dpo", "rlhf_type", "only GRPO can be converted"),
-        ("--dataset a.jsonl b.jsonl", "dataset", "data.train takes one data set"),
+        ("--dataset a.jsonl#5 b.jsonl", "dataset", "a number of rows (#) belongs to one data set"),
         (
             "--reward_funcs cosines",
             "reward_funcs",
@@ -419,7 +422,7 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
             "not a multiple of the 2 optimizer steps of a training step",
         ),
         ("--tuner_type lora --sync_ref_model true", "sync_ref_model", "an adapter is trained"),
-        ("--loss_scale hermes", "loss_scale", "loss_mask supports all and last_round"),
+        ("--loss_scale last_round+hermes", "loss_scale", "hermes weighs parts of the text of a turn"),
         ("--split_dataset_ratio 0.1", "split_dataset_ratio", "held-out rows must be a separate file or split"),
         (
             "--learning_rat 1",
@@ -445,7 +448,86 @@ def test_epochs_are_counted_in_steps_where_the_rows_can_be(tmp_path: Path, monke
     assert found.recipe["data"]["columns"] == {"prompt": "query"}
     unknown = converted("--model M --dataset hub/name --tuner_type full --num_train_epochs 2")
     assert "steps" not in unknown.recipe["train"]
-    assert left(unknown) == {"num_train_epochs": True}
+    assert (unknown.recipe["train"]["epochs"], left(unknown)) == (2, {})
+    warm = converted("--model M --dataset hub/name --tuner_type full --num_train_epochs 2 --warmup_ratio 0.1")
+    assert left(warm) == {"warmup_ratio": True}
+
+
+def test_what_is_off_is_converted_as_off() -> None:
+    found = converted(
+        f"{FULL} --gradient_checkpointing false --dynamic_sample false --overlong_filter false --loss_scale default+base"
+    )
+    assert left(found) == {}
+    config = valid(found)
+    assert (config.model.gradient_checkpointing, config.train.dynamic_sampling, config.train.overlong_filter) == (
+        False,
+        0,
+        False,
+    )
+
+
+def test_several_data_sets_are_a_list() -> None:
+    assert valid(converted(f"{FULL} --dataset a.jsonl b.jsonl")).data.train == ["a.jsonl", "b.jsonl"]
+
+
+def test_variables_that_are_not_set_stay_references(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("BATCH", "4")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    Path("train.sh").write_text(
+        "NNODES=$WORLD_SIZE NODE_RANK=$RANK torchrun --nproc_per_node=8 --nnodes=${WORLD_SIZE} swift/cli/rlhf.py \\\n"
+        "  --rlhf_type grpo --model ${MODELS}/M --dataset d.jsonl --per_device_train_batch_size $BATCH --max_steps 5\n"
+    )
+    found = from_swift_arguments("train.sh")
+    assert found.recipe["model"]["path"] == "${MODELS}/M"
+    assert found.recipe["cluster"]["launcher"] == "torchrun"
+    assumed = {one.key: one.reason for one in found.assumptions}
+    assert "the recipe refers to it: set it before you train" in assumed["model"]
+    assert "torchrun --nnodes ${WORLD_SIZE} --nproc-per-node 8" in assumed["cluster.launcher"]
+    assert [(one.key, one.value) for one in found.refused()] == [("NNODES", "${WORLD_SIZE}")]
+    assert found.recipe["train"]["batch_size"] == 4 * 8 // 8  # one machine: 32 conversations in groups of 8
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert from_swift_arguments("train.sh").recipe["train"]["batch_size"] == 8
+    Path("train.sh").write_text("swift rlhf --model M --dataset d.jsonl --max_steps $STEPS\n")
+    with pytest.raises(
+        ConfigError, match=r"--max_steps: '\$\{STEPS\}' refers to a variable that neither the script nor"
+    ):
+        from_swift_arguments("train.sh")
+
+
+PLUGIN = """
+from swift.rollout.gym_env import Env, envs
+from swift.rewards import ORM, orms
+
+class Maze(Env):
+    async def reset(self, config): return "Where?", {}, ""
+    async def step(self, action): return "", 1.0, True, {}
+    async def close(self): pass
+
+envs["maze"] = Maze
+orms["mine"] = type("Mine", (ORM,), {"__call__": lambda self, completions, **kwargs: [0.0 for _ in completions]})
+"""
+
+
+def test_names_that_no_plugin_registers_are_reported_when_they_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(
+        f"{FULL} --multi_turn_scheduler gym_scheduler --external_plugins plugin.py --reward_funcs mine yours"
+    )
+    absent = from_swift_arguments([*words, "--gym_env", "maze"], try_names=True)
+    assert absent.failing == []
+    assert any("there is no file plugin.py here" in one.reason for one in absent.assumptions)
+    Path("plugin.py").write_text(PLUGIN)
+    found = from_swift_arguments([*words, "--gym_env", "maze"], try_names=True)
+    assert [(one.key, one.value) for one in found.failing] == [("reward.batch.1.arguments.use", "yours")]
+    wrong = from_swift_arguments([*words, "--gym_env", "mase"], try_names=True)
+    assert (
+        "there is no environment 'mase'; did you mean 'maze'?; registered are: math_env, maze"
+        in wrong.failing[0].reason
+    )
+    assert from_swift_arguments([*words, "--gym_env", "mase"]).failing == []  # loads nothing
 
 
 def test_arguments_may_stand_in_a_file_and_the_command_line_goes_over_it(tmp_path: Path) -> None:
@@ -475,7 +557,7 @@ def test_arguments_may_stand_in_a_file_and_the_command_line_goes_over_it(tmp_pat
         (["train"], "'train' is no argument of ms-swift"),
         (["absent.yaml"], "absent.yaml cannot be read: No such file"),
         (["empty.sh"], "has neither `swift rlhf` nor `swift rollout` in it"),
-        (["unset.sh"], r"'\$\{MODEL\}' is set nowhere in the script; write its value"),
+        (["unset.sh"], r"'\$\(basename' needs a shell; write its value"),
         (["open.sh"], "its quotation is never closed"),
         (["list.yaml"], "must contain a mapping of arguments; it contains a list"),
     ],
@@ -485,7 +567,7 @@ def test_what_cannot_be_read_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("empty.sh").write_text("# swift rlhf --model M\necho done\n")
-    Path("unset.sh").write_text("swift rlhf --model ${MODEL}\n")
+    Path("unset.sh").write_text("swift rlhf --model $(basename M)\n")
     Path("open.sh").write_text("swift rlhf --system 'never\n")
     Path("list.yaml").write_text("- a\n")
     with pytest.raises(ConfigError, match=why):

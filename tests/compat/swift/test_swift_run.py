@@ -305,3 +305,28 @@ def test_images_that_rollout_infos_names_stand_where_the_messages_say(tmp_path: 
     ).error
     assert error is not None
     assert "the request has 1 images and its messages have tags for 2" in error.message
+
+
+def test_ms_swifts_math_env_asks_until_the_answer_is_right() -> None:
+    row = a_row("Ignored.", problem="What is 6 * 7?", solution="The answer is \\boxed{42}.")
+    trajectory = whole(
+        play("gym_scheduler", "\\boxed{41}", "\\boxed{42}", row=row, gym_env="math_env", use_gym_env=True, max_turns=3)
+    )
+    system, question, *said = trajectory.messages
+    assert system["role"] == "system"
+    assert system["content"].startswith("A conversation between User and Assistant.\n        The user asks a question")
+    assert question == {"role": "user", "content": "What is 6 * 7?"}
+    assert [message["content"] for message in said if message["role"] == "user"] == [
+        "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+    ]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+    assert trajectory.stop is Stop.DONE
+
+
+def test_math_env_without_a_solution_fails_with_the_column() -> None:
+    trajectory = play("gym_scheduler", "1", row=a_row("6*7?", answer="42"), gym_env="math_env", max_turns=3)
+    assert trajectory.error is not None
+    assert (
+        "math_env needs the column solution, and the row has none; its columns are: answer" in trajectory.error.message
+    )
+    assert "data.columns.solution=<column>" in trajectory.error.message

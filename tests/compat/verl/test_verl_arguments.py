@@ -14,6 +14,7 @@ from compat.verl.verl_files import an_interaction, written
 from rewards.credit.test_credit_peers import source
 from turnwise import build
 from turnwise.cli import main
+from turnwise.commands.convert import converted as convert_command
 from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.verl.arguments import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
@@ -517,7 +518,11 @@ def test_a_correction_with_another_meaning_is_refused(keys: list[str], key: str,
 
 def test_the_steps_of_epochs_need_the_rows(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere/train.parquet"])
-    assert "which cannot be read here: set total_training_steps" in matters(found)["trainer.total_epochs"]
+    config = whole(found)
+    assert (config.train.steps, config.train.epochs, matters(found)) == (None, 3, {})
+    assert [(key.key, key.value) for key in found.assumptions] == [("train.epochs", 3)]
+    warm = from_verl_arguments([*grpo, "data.train_files=/nowhere.parquet", f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"])
+    assert "cannot be read here: set lr_warmup_steps" in matters(warm)[f"{ACTOR}.optim.lr_warmup_steps_ratio"]
     found = from_verl_arguments([*grpo, "data.train_files=/nowhere.parquet", "trainer.total_training_steps=7"])
     assert (whole(found).train.steps, matters(found)) == (7, {})
     assert whole(from_verl_arguments([*grpo, "data.train_max_samples=8"])).train.steps == 6
@@ -1057,3 +1062,69 @@ def test_the_arguments_of_the_chat_template_are_those_of_the_model(grpo: list[st
     assert (
         "chat_template_kwargs" not in from_verl_arguments([*grpo, "data.apply_chat_template_kwargs={}"]).recipe["model"]
     )
+
+
+def test_a_script_keeps_variables_that_are_not_set_as_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_JOB_NUM_NODES", "TP", "DATA", "LR"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run.sh").write_text(
+        "ENGINE=${1:-vllm}\n"
+        "python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\\n"
+        "  algorithm.adv_estimator=grpo actor_rollout_ref.model.path=M data.train_files=$DATA/train.parquet \\\n"
+        "  actor_rollout_ref.actor.optim.lr=$LR actor_rollout_ref.rollout.name=$ENGINE \\\n"
+        "  actor_rollout_ref.rollout.tensor_model_parallel_size=${TP} data.train_batch_size=256 \\\n"
+        "  actor_rollout_ref.rollout.n=5 trainer.nnodes=$SLURM_JOB_NUM_NODES trainer.n_gpus_per_node=8 \\\n"
+        "  actor_rollout_ref.actor.use_kl_loss=$USE_KL trainer.total_epochs=2 ${EXTRA:+trainer.save_freq=5} $@\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    found = from_verl_arguments(["run.sh"])
+    assert found.recipe["data"]["train"] == "${DATA}/train.parquet"
+    assert found.recipe["train"]["lr"] == "${LR}"
+    assert (found.recipe["train"]["epochs"], "save_freq" in str(found.converted)) == (2, False)
+    assert (found.recipe["engine"]["name"], found.recipe["engine"]["tensor_parallel"]) == ("vllm", "${TP}")
+    assumed = {key.key: key.reason for key in found.assumptions}
+    assert "verl's own configuration, whose defaults are used" in assumed["--config-path"]
+    assert "--nnodes ${SLURM_JOB_NUM_NODES} --nproc-per-node 8" in assumed["cluster.launcher"]
+    for key in ("data.train_files", "actor_rollout_ref.actor.optim.lr"):
+        assert "the recipe refers to it: set it before you train" in assumed[key]
+    reason = matters(found)["actor_rollout_ref.actor.use_kl_loss"]  # compared with verl's values, not kept
+    assert "depends on a variable that is not set here" in reason
+    monkeypatch.setenv("TP", "4")
+    assert from_verl_arguments(["run.sh"]).recipe["engine"]["replicas"] == 2
+
+
+def test_a_number_that_a_variable_is_needed_for_is_reported(grpo: list[str], tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        f"python3 -m verl.trainer.main_ppo {' '.join(grpo)} actor_rollout_ref.actor.ppo_mini_batch_size=$MINI\n"
+    )
+    found = from_verl_arguments([str(tmp_path / "run.sh")])
+    assert "the variable is not set here" in matters(found)["actor_rollout_ref.actor.ppo_mini_batch_size"]
+
+
+def test_a_value_that_the_recipe_cannot_have_is_refused_by_its_key(grpo: list[str]) -> None:
+    key = "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode"
+    found = convert_command("verl", [*grpo, f"{key}=nonsense"])
+    assert matters(found)[key] == (
+        "tokenization_sanity_check: input should be 'strict', 'ignore_strippable' or 'disable'"
+    )
+    assert "tokenization_sanity_check" not in found.recipe
+    assert matters(convert_command("verl", [*grpo, f"{key}=disable"])) == {}
+
+
+def test_the_classes_that_the_recipe_names_are_tried(
+    grpo: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entry = {"class_name": "verl.interactions.gsm8k_interaction.Gsm9kInteraction", "config": {}}
+    written(tmp_path / "interaction.yaml", {"interaction": [entry]})
+    words = [*grpo, "actor_rollout_ref.rollout.multi_turn.interaction_config_path=interaction.yaml"]
+    words += ["custom_reward_function.path=score.py"]
+    assert main(["convert", *words, "--out", "recipe.yaml"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "DOES NOT WORK HERE: environment.arguments.interactions='interaction.yaml'" in told
+    assert "did you mean 'verl.interactions.gsm8k_interaction.Gsm8kInteraction'" in told
+    assert "it could not be tried, because there is no file score.py here" in told
+    assert "1 of its values do not work here" in told
+    assert (tmp_path / "recipe.yaml").read_text().startswith("# DOES NOT WORK HERE")

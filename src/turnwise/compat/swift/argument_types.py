@@ -218,4 +218,7 @@ def _read(name: str, kind: ArgumentType, value: Any) -> Any:
         return kind(value)
     except ValueError as error:
         shown = name if name.isupper() or " " in name else f"--{name}"
+        if isinstance(value, str) and re.search(r"\$\{\w+\}", value):
+            rule = "refers to a variable that neither the script nor the environment sets: set it before `turnwise convert`"
+            raise ConfigError(f"{shown}: {value!r:.80} {rule}") from None
         raise ConfigError(f"{shown}: {value!r:.80} {error}") from None

@@ -26,8 +26,10 @@ from turnwise.compat.swift.convert_optimization import (
 )
 from turnwise.compat.swift.convert_placement import PLACEMENT_ARGUMENTS, convert_placement
 from turnwise.compat.swift.convert_rewards import REWARD_ARGUMENTS, convert_rewards
+from turnwise.compat.swift.factory import named_scheduler
 from turnwise.compat.swift.flags import CHOICES, FIXED, MACHINERY, OPTIONS, SHARE_OF_STEPS
 from turnwise.compat.swift.recipe_builder import SwiftRecipeBuilder
+from turnwise.compat.swift.reward_functions import registered_reward
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import read_text
 
@@ -49,11 +51,13 @@ COMPUTED = (
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""
 
 
-def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any]) -> ConversionReport:
+def from_swift_arguments(
+    source: str | Path | Sequence[str] | Mapping[str, Any], *, try_names: bool = False
+) -> ConversionReport:
     """Convert the arguments of `swift rlhf --rlhf_type grpo` and `swift rollout` into a recipe.
 
     `source` is a mapping, the words of a command line, or the path of a `.yaml`, `.json` or `.sh` file. A script may contain
-    both commands.
+    both commands. With `try_names`, plugins are loaded, and names that they do not register are reported.
 
     Raises ConfigError if the arguments cannot be read.
     """
@@ -73,7 +77,42 @@ def from_swift_arguments(source: str | Path | Sequence[str] | Mapping[str, Any])
     convert_adapter(builder)
     convert_divergence(builder, minibatches)
     _report_other_arguments(builder)
+    if try_names:
+        _try_names(builder)
     return builder.report()
+
+
+def _try_names(builder: SwiftRecipeBuilder) -> None:
+    """Load the plugins, and look up the scheduler and the reward functions that the recipe names."""
+    environment = builder.get("environment.arguments", {})
+    plugins = [name for name in environment.get("external_plugins") or () if name.endswith(".py")]
+    names = {key: environment.get(key) for key in ("name", "gym_env", "context_manager")}
+    if any(names.values()):
+        builder.try_name(
+            "environment.arguments",
+            {key: value for key, value in names.items() if value is not None},
+            lambda: named_scheduler(
+                names["name"],
+                environment.get("external_plugins") or (),
+                gym_env=names["gym_env"],
+                context_manager=names["context_manager"],
+            ),
+            files=plugins,
+        )
+    for number, use in enumerate(builder.get("reward.batch", [])):
+        given = use["arguments"]
+        files = [name for name in given.get("external_plugins") or () if name.endswith(".py")]
+        builder.try_name(
+            f"reward.batch.{number}.arguments.use",
+            given["use"],
+            lambda given=given: registered_reward(given["use"], given.get("external_plugins") or ()),
+            files=files,
+        )
+    if names["gym_env"] == "math_env" and builder.get("limits.context") is None:
+        reason = (
+            "ms-swift's math_env ends a conversation of more than 2,048 tokens of Qwen2.5: set limits.context for that"
+        )
+        builder.assume("gym_env", "math_env", reason)
 
 
 def _convert_options(builder: SwiftRecipeBuilder) -> None:
@@ -127,6 +166,15 @@ def _report_other_arguments(builder: SwiftRecipeBuilder) -> None:
     reported = {*builder.converted, *(rejected.key for rejected in builder.unsupported)}
     for key in sorted(set(builder.values) - reported):
         _report_other(builder, key)
+    recipe = str(builder.recipe)
+    for key, value in builder.values.items():
+        variables = re.findall(r"\$\{\w+\}", str(value))
+        if variables and all(variable in recipe for variable in variables):
+            reason = "the variable is not set here, and the recipe refers to it: set it before you train"
+            builder.assume(key, value, reason)
+        elif variables and key in builder.converted:
+            reason = "the value depends on a variable that is not set here: set the variable, and convert again"
+            builder.reject(key, reason, changes_training=True)
     for key, value in builder.given.overridden.items():
         used = builder.values[key]
         builder.reject_value(key, value, f"the commands give different values for it; {used!r} was used")

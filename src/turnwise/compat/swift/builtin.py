@@ -1,4 +1,5 @@
-"""The schedulers that ms-swift provides: a tip and a second attempt after a wrong answer, and tools in the ReAct format."""
+"""What ms-swift provides: schedulers (a tip and a second attempt after a wrong answer; tools in the ReAct format), and the gym
+environment `math_env`."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import copy
 import re
 from typing import Any
 
+from turnwise.compat.swift.gym import Env, envs
 from turnwise.compat.swift.outcomes import MathAccuracy
 from turnwise.compat.swift.protocol import (
     ChatCompletionResponseChoice,
+    Messages,
     RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
@@ -16,10 +19,63 @@ from turnwise.compat.swift.protocol import (
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, ask_scheduler, multi_turns
 from turnwise.environments.calculator import calculate
 
-__all__ = ["MathTipsMultiTurnScheduler", "MathTipsScheduler", "ThinkingModelTipsScheduler", "ToolCallScheduler"]
+__all__ = [
+    "MathTipsMultiTurnScheduler",
+    "MathTipsScheduler",
+    "SimpleMathEnv",
+    "ThinkingModelTipsScheduler",
+    "ToolCallScheduler",
+]
 
 _THOUGHT = re.compile(r"^.*?</think>\s*", re.DOTALL)
 _ACTION = re.compile(r"Action:[ \t]*([^\n]+?)[ \t]*\nAction Input:[ \t]*([^\n]*)")
+
+
+class SimpleMathEnv(Env):
+    """ms-swift's `math_env`: asks the row's `problem` (without it, the last message), and says that an answer is wrong until it
+    equals the row's `solution`.
+
+    A right answer has the reward 1 and ends the conversation. ms-swift's class also ends it when the messages have 2,048 tokens
+    of Qwen2.5's tokenizer; here `limits.context` and `limits.tokens` do.
+    """
+
+    tips_prompt = "The answer is not correct, It seems You made a mistake, you need to recheck very carefully."
+    system_prompt = (
+        "A conversation between User and Assistant.\n"
+        "        The user asks a question, and the Assistant solves it.\n"
+        "        The assistant first thinks about the reasoning process in the mind and then provides the user with the answer.\n"
+        "        The reasoning process and answer are enclosed within <think> </think> and <answer> </answer> tags,\n"
+        "        respectively, i.e., <think> reasoning process here </think><answer> answer here </answer>\n"
+        "        "
+    )
+    """With the blanks of ms-swift's text, which are part of the prompt."""
+
+    def __init__(self, env_config: dict[str, Any]) -> None:
+        super().__init__(env_config)
+        self.acc_func = MathAccuracy()
+        self.solution: Any = ""
+
+    async def reset(self, config: RolloutInferRequest) -> tuple[str, dict[str, Any], str]:
+        columns = config.data_dict
+        if columns.get("solution") is None:
+            have = ", ".join(sorted(columns)) or "none"
+            raise ValueError(
+                f"math_env needs the column solution, and the row has none; its columns are: {have}. Map another column to it: "
+                f"data.columns.solution=<column>"
+            )
+        self.solution = columns["solution"]
+        return columns.get("problem") or config.messages[-1]["content"], {}, self.system_prompt
+
+    async def step(self, action: Messages) -> tuple[str, float, bool, dict[str, Any]]:
+        right = self.acc_func([action[-1]["content"]], [self.solution])[0] == 1
+        info = {"math_reward": float(right), **({"stop_reason": "Correct"} if right else {})}
+        return self.tips_prompt, float(right), right, info
+
+    async def close(self) -> None:
+        pass
+
+
+envs["math_env"] = SimpleMathEnv
 
 
 class ThinkingModelTipsScheduler(MultiTurnScheduler):

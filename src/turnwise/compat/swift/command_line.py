@@ -34,6 +34,8 @@ class SwiftArguments:
         """The number of processes of the trainer: `NPROC_PER_NODE` times `NNODES`."""
         self.nodes = 1
         """The number of machines of the trainer: `NNODES`."""
+        self.nodes_variable: str | None = None
+        """`${NAME}` if the number of machines is a variable that is not set here. `nodes` and `processes` are then for one."""
         self.rollout: Literal["given", "comment", "unknown"] = "unknown"
         """Whether the arguments of `swift rollout` were given, and whether they were found in a comment."""
         self.folders: list[Path] = [Path()]
@@ -95,6 +97,8 @@ def _words(given: SwiftArguments, words: Sequence[str]) -> None:
             _file(given, Path(os.path.expanduser(word)))
         elif match := re.fullmatch(r"(NPROC_PER_NODE|NNODES)=(\d+)", word):
             processes[match.group(1)] = positive_integer(match.group(1), match.group(2))
+        elif match := re.fullmatch(r"NNODES=(\$\{\w+\})", word):
+            given.nodes_variable = match.group(1)
         elif match := re.fullmatch(r"([A-Z_]+)=(.*)", word):
             given.environment[match.group(1)] = match.group(2)
         elif word == "rollout":
@@ -154,7 +158,7 @@ def _commented(text: str) -> str:
 def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
     """The name and the words of each `swift rlhf` and `swift rollout` command in a script, with the variables set before it.
 
-    Variables that the script itself sets to plain texts are expanded.
+    Variables that the script or the environment sets to plain texts are expanded. Others stay as `${NAME}`.
     """
     commands: list[tuple[str, list[str]]] = []
     variables: dict[str, str] = {}
@@ -171,8 +175,9 @@ def _commands(text: str, path: Path) -> list[tuple[str, list[str]]]:
         kind = words[at + 1]
         words = [*(word for word in words[:at] if re.match(r"\w+=", word)), *words[at + 2 :]]
         words = words[: next((n for n, word in enumerate(words) if re.match(r"[&|;<>#]|\d>", word)), None)]
-        if unset := [word for word in words if re.search(r"\$[\w{(]", word)]:
-            raise ConfigError(f"{path}: {unset[0]!r} is set nowhere in the script; write its value")
+        words = [re.sub(r"\$(\w+)", r"${\1}", word) for word in words]  # unset variables stay as references
+        if unset := [word for word in words if re.search(r"\$", re.sub(r"\$\{[A-Za-z_]\w*\}", "", word))]:
+            raise ConfigError(f"{path}: {unset[0]!r} needs a shell; write its value")
         commands.append((kind, words))
     if not commands:
         raise ConfigError(f"{path} has neither `swift rlhf` nor `swift rollout` in it")
@@ -214,4 +219,5 @@ def _lines(text: str, path: Path) -> Iterator[list[str]]:
 
 
 def _variable(match: re.Match[str], variables: Mapping[str, str]) -> str:
-    return variables.get(match.group(1) or match.group(2), match.group(0))
+    name = match.group(1) or match.group(2)
+    return variables.get(name, os.environ.get(name, match.group(0)))

@@ -11,8 +11,9 @@ _ADAPTER = ("lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rs
 
 def convert_adapter(builder: SwiftRecipeBuilder) -> None:
     """Set model.lora and model.gradient_checkpointing. Without `tuner_type`, ms-swift trains a LoRA adapter of rank 8."""
-    if builder.values.get("gradient_checkpointing"):
-        builder.set("model.gradient_checkpointing", True, "gradient_checkpointing")
+    checkpointing = builder.values.get("gradient_checkpointing")
+    if checkpointing is not None:
+        builder.set("model.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
     tuner = builder.value("tuner_type")
     if tuner != "lora":
         for key in _ADAPTER:

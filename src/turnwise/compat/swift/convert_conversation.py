@@ -69,9 +69,14 @@ def _check_rollout_command(builder: SwiftRecipeBuilder, name: str | None) -> Non
 
 
 def _convert_loss_scale(builder: SwiftRecipeBuilder, *, multi_turn: bool) -> None:
-    scale = builder.values.get("loss_scale") or ("default" if multi_turn else "last_round")
+    scale = str(builder.values.get("loss_scale") or ("default" if multi_turn else "last_round"))
+    scale = scale.removesuffix("+base") if scale != "base" else "default"
     if scale not in ("default", "all", "last_round"):
-        reason = "loss_mask supports all and last_round; for anything else write a function"
+        kinds = ", ".join(part for part in scale.split("+") if part not in ("default", "all", "last_round"))
+        reason = (
+            f"default, last_round and all can be converted. {kinds} weighs parts of the text of a turn, and turnwise weighs "
+            f"turns: write a function of a turn that returns its weight, and name it in loss_mask (docs/loss_masks.md)"
+        )
         builder.reject("loss_scale", reason, changes_training=True)
     elif multi_turn and scale == "last_round":
         builder.set("loss_mask", "last_round", "loss_scale")

@@ -40,7 +40,13 @@ def convert_data(builder: SwiftRecipeBuilder) -> None:
 def _convert_data_set(builder: SwiftRecipeBuilder, key: str, option: str) -> None:
     names = builder.values.get(key) or []
     if len(names) > 1:
-        builder.reject(key, f"{option} takes one data set: merge them into one file", changes_training=True)
+        if any("#" in name or (":" in name and not os.path.exists(name)) for name in names):
+            reason = (
+                f"a subset (:) or a number of rows (#) belongs to one data set: write the rows to a file for {option}"
+            )
+            builder.reject(key, reason, changes_training=True)
+            return
+        builder.set(option, list(names), key)
         return
     for given in names:
         name, hashed, limit = given.partition("#")  # ms-swift's form: name:subset#rows

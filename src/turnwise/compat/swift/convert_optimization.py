@@ -89,6 +89,9 @@ def convert_credit(builder: SwiftRecipeBuilder) -> None:
 
 def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:
     """Set train.dynamic_sampling and train.overlong_filter."""
+    builder.convert(
+        "nothing: it is off", *(key for key in ("dynamic_sample", "overlong_filter") if not builder.value(key))
+    )
     if builder.values.get("dynamic_sample"):
         builder.set(
             "train.dynamic_sampling", builder.value("max_resample_times"), "dynamic_sample", "max_resample_times"
@@ -107,6 +110,9 @@ def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     warmup = builder.values.get("warmup_steps")
     if warmup is None and steps is not None:
         warmup = math.ceil(builder.value("warmup_ratio") * steps)
+    if warmup is None and builder.value("warmup_ratio") > 0:
+        reason = "the number of steps depends on the rows, which cannot be counted here: set warmup_steps"
+        builder.reject("warmup_ratio", reason, changes_training=True)
     if warmup:
         builder.set("train.warmup_steps", warmup, "warmup_steps")
     builder.convert("train.warmup_steps", "warmup_ratio", "warmup_steps")
@@ -120,7 +126,7 @@ def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:
 
 
 def _count_steps(builder: SwiftRecipeBuilder, minibatches: int) -> int | None:
-    """Our steps: one of ours is one generation batch. None if the number of rows is not known."""
+    """Our steps: one of ours is one generation batch. Sets train.epochs and returns None if the number of rows is not known."""
     max_steps = builder.values.get("max_steps")
     if max_steps and max_steps > 0:
         builder.reject("num_train_epochs", "max_steps gives the length of the training")
@@ -129,6 +135,5 @@ def _count_steps(builder: SwiftRecipeBuilder, minibatches: int) -> int | None:
     if (rows := count_rows(builder)) is not None:
         builder.convert("train.steps", "num_train_epochs")
         return max(1, math.ceil(epochs * rows / builder.get("train.batch_size")))
-    reason = "training ends after train.steps, and the number of rows is not known here: set train.steps"
-    builder.reject("num_train_epochs", reason, changes_training=True, even_default=True)
+    builder.set("train.epochs", epochs, "num_train_epochs")
     return None

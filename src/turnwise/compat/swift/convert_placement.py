@@ -31,8 +31,14 @@ _FSDP: dict[str, dict[str, Any]] = {
 def convert_placement(builder: SwiftRecipeBuilder) -> None:
     """Set `cluster` if the trainer has several processes (`NPROC_PER_NODE`, `NNODES`): `local`, or `torchrun` on several
     machines."""
-    processes, nodes = builder.given.processes, builder.given.nodes
-    if processes == 1:
+    processes, nodes, variable = builder.given.processes, builder.given.nodes, builder.given.nodes_variable
+    if variable is not None:
+        reason = (
+            "the number of machines is not known here, so train.batch_size is that of one machine: set the variable and convert "
+            "again, or multiply train.batch_size by it"
+        )
+        builder.reject_value("NNODES", variable, reason, changes_training=True)
+    if processes == 1 and variable is None:
         _reject(
             builder, "has no effect with one process (NPROC_PER_NODE); for several, set cluster=local (docs/cluster.md)"
         )
@@ -44,13 +50,15 @@ def convert_placement(builder: SwiftRecipeBuilder) -> None:
         _reject(builder, reason)
         return
     start = f"with NPROC_PER_NODE and NNODES, ms-swift trains in {processes} processes"
-    if nodes == 1:
+    if nodes == 1 and variable is None:
         builder.set("cluster.launcher", "local")
         builder.set("cluster.trainers", processes)
         builder.assume("cluster.trainers", processes, f"{start}; change the number if your machine has other GPUs")
     else:
         builder.set("cluster.launcher", "torchrun")
-        command = f"torchrun --nnodes {nodes} --nproc-per-node {processes // nodes} -m turnwise train RECIPE"
+        command = (
+            f"torchrun --nnodes {variable or nodes} --nproc-per-node {processes // nodes} -m turnwise train RECIPE"
+        )
         builder.assume("cluster.launcher", "torchrun", f"{start}: start `{command}` on each machine (docs/slurm.md)")
     stage, words = str(builder.values.get("deepspeed")), str(builder.values.get("fsdp") or "").split()
     _divide(builder, "deepspeed", _STAGES, [stage])

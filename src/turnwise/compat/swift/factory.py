@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.compat.swift.builtin import ThinkingModelTipsScheduler
 from turnwise.compat.swift.engine import InferEngine
-from turnwise.compat.swift.gym import GYMScheduler
+from turnwise.compat.swift.gym import GYMScheduler, context_managers, envs, registered
 from turnwise.compat.swift.plugins import load_plugins, select
 from turnwise.compat.swift.run_environment import RunEnvironment
 from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler, multi_turns
@@ -21,7 +21,7 @@ from turnwise.compat.swift.step_environment import StepEnvironment
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError
 
-__all__ = ["scheduler"]
+__all__ = ["named_scheduler", "scheduler"]
 
 _numbers = itertools.count()
 """Numbers the environments; the number is part of each conversation's uuid."""
@@ -61,18 +61,15 @@ def scheduler(
 
     Raises ConfigError.
     """
-    load_plugins(external_plugins)
+    kind = named_scheduler(name, external_plugins, gym_env=gym_env, context_manager=context_manager)
     if name is None:
-        kind, name, max_turns = MultiTurnScheduler, "one turn", max_turns or 1
+        name, max_turns = "one turn", max_turns or 1
         if max_turns > 1:
             raise ConfigError(
                 f"environment.arguments.max_turns={max_turns} has no effect without a scheduler: set name"
             )
-    else:
-        kind = _scheduler_class(select(multi_turns, name, what="scheduler", key="environment.arguments.name"), name)
     if max_turns is not None and max_turns < 1:
         raise ConfigError(f"environment.arguments.max_turns={max_turns}; it must be at least 1")
-    _check_gym_arguments(kind, name, gym_env=gym_env, context_manager=context_manager)
     given = {"gym_env": gym_env, "context_manager_name": context_manager, **(arguments or {})}
     given = {key: value for key, value in given.items() if value is not None}
 
@@ -86,6 +83,29 @@ def scheduler(
     if kind.run is not MultiTurnScheduler.run:
         return RunEnvironment(instance, name=number, gym_weight=weight)
     return StepEnvironment(instance, name=number, gym_weight=weight, lock=lock)
+
+
+def named_scheduler(
+    name: str | None, external_plugins: Sequence[str], *, gym_env: str | None, context_manager: str | None
+) -> type[RolloutScheduler]:
+    """The class of a scheduler. Loads the plugins, and checks the names that are given. Raises ConfigError."""
+    load_plugins(external_plugins)
+    kind = MultiTurnScheduler
+    if name is not None:
+        kind = _scheduler_class(select(multi_turns, name, what="scheduler", key="environment.arguments.name"), name)
+    for key, value, registry, what in (
+        ("gym_env", gym_env, envs, "environment"),
+        ("context_manager", context_manager, context_managers, "context manager"),
+    ):
+        if value is None:
+            continue
+        if not issubclass(kind, GYMScheduler):
+            raise ConfigError(
+                f"environment.arguments.{key} has no effect on {name or 'one turn'}, which is not a gym scheduler: remove it"
+            )
+        if kind._create_env is GYMScheduler._create_env:  # a scheduler may make its environments itself
+            registered(registry, value, what, key)
+    return kind
 
 
 def _scheduler_class(candidate: Any, name: str) -> type[RolloutScheduler]:
@@ -109,16 +129,6 @@ def _scheduler_class(candidate: Any, name: str) -> type[RolloutScheduler]:
             f"conversation runs alone: override run, or step and check_finished"
         )
     return kind
-
-
-def _check_gym_arguments(
-    kind: type[RolloutScheduler], name: str, *, gym_env: str | None, context_manager: str | None
-) -> None:
-    for key, value in (("gym_env", gym_env), ("context_manager", context_manager)):
-        if value is not None and not issubclass(kind, GYMScheduler):
-            raise ConfigError(
-                f"environment.arguments.{key} has no effect on {name}, which is not a gym scheduler: remove it"
-            )
 
 
 def _gym_weight(kind: type[RolloutScheduler], name: str, use_gym_env: bool | None, gym_weight: float) -> float | None:

@@ -11,7 +11,15 @@ from turnwise.compat.swift.scheduler import MultiTurnScheduler, call_hook, multi
 from turnwise.errors import ConfigError, nearest
 from turnwise.user_code.reward_number import reward_number
 
-__all__ = ["ContextManager", "DummyContextManager", "Env", "GYMScheduler", "context_managers", "envs"]
+__all__ = [
+    "ContextManager",
+    "DummyContextManager",
+    "Env",
+    "GYMScheduler",
+    "context_managers",
+    "envs",
+    "registered",
+]
 
 
 class Env(ABC):
@@ -87,11 +95,11 @@ class GYMScheduler(MultiTurnScheduler):
         self._pending_obs: dict[str, Any] = {}
 
     def _create_env(self, env_config: dict[str, Any]) -> Any:
-        return _of(envs, env_config.get("name") or self.gym_env_name, "environment", "gym_env")(env_config)
+        return registered(envs, env_config.get("name") or self.gym_env_name, "environment", "gym_env")(env_config)
 
     def _create_context_manager(self, ctx_config: dict[str, Any]) -> Any:
         name = ctx_config.get("name") or self.context_manager_name or "dummyContextManager"
-        return _of(context_managers, name, "context manager", "context_manager")(ctx_config)
+        return registered(context_managers, name, "context manager", "context_manager")(ctx_config)
 
     async def _close_and_remove(self, uuid: str) -> None:
         """Close a game and forget it; there may be none any more."""
@@ -156,7 +164,8 @@ def _key(request: RolloutInferRequest) -> str:
     return str(request.uuid)
 
 
-def _of(registry: dict[str, type[Any]], name: str | None, what: str, argument: str) -> type[Any]:
+def registered(registry: dict[str, type[Any]], name: str | None, what: str, argument: str) -> type[Any]:
+    """The class with a name in a registry. `argument` is the argument of the recipe that names it. Raises ConfigError."""
     if name is None:
         raise ConfigError(f"neither the row nor environment.arguments.{argument} names the {what}; set one of them")
     if name not in registry:

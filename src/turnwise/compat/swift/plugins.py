@@ -91,7 +91,7 @@ NAMES: dict[str, Any] = {
             (protocol, [name for name in protocol.__all__ if not name.endswith("_of")]),
             (scheduler, ["MultiTurnScheduler", "RolloutScheduler", "multi_turns"]),
             (builtin, builtin.__all__),
-            (gym, gym.__all__),
+            (gym, [name for name in gym.__all__ if name != "registered"]),
             (openenv, openenv.__all__),
             (rewards, ["ORM", "AsyncORM", "orms"]),
             (outcomes, outcomes.__all__),

@@ -12,7 +12,7 @@ from turnwise.compat.swift.rewards import call_reward, call_reward_once, orms
 from turnwise.errors import ConfigError
 from turnwise.types import Trajectory
 
-__all__ = ["Reward", "reward"]
+__all__ = ["Reward", "registered_reward", "reward"]
 
 _functions: dict[str, tuple[Any, Any]] = {}
 """Cache of `reward`: by its arguments, the registered object and the function that was made from it."""
@@ -74,9 +74,14 @@ async def reward(
     return await call_reward_once(cached[1], trajectory, use)
 
 
-def _reward_function(use: str, plugins: Sequence[str], arguments: Mapping[str, Any] | None, args: RewardArgs) -> Any:
+def registered_reward(use: str, plugins: Sequence[str]) -> Any:
+    """The function or class that `use` names, after the plugins were loaded. Raises ConfigError."""
     load_plugins(plugins)
-    function = select(orms, use, what="reward function", key="reward.batch.arguments.use")
+    return select(orms, use, what="reward function", key="reward.batch.arguments.use")
+
+
+def _reward_function(use: str, plugins: Sequence[str], arguments: Mapping[str, Any] | None, args: RewardArgs) -> Any:
+    function = registered_reward(use, plugins)
     if isinstance(function, type):
         try:
             return make_reward(function, dict(arguments or {}), args)

@@ -7,7 +7,8 @@ files that it includes) contain these defaults, and are not read.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from turnwise.chat.media_parts import has_media
 from turnwise.chat.tool_calls import FORMATS
 from turnwise.compat.conversion import ConversionReport, UnsupportedKey
 from turnwise.compat.verl import optimization
+from turnwise.compat.verl.files import read_interactions, read_tools
 from turnwise.compat.verl.keys import (
     DEFAULTS,
     FIXED,
@@ -28,17 +30,21 @@ from turnwise.compat.verl.keys import (
 )
 from turnwise.compat.verl.placement import PLACEMENT, convert_placement
 from turnwise.compat.verl.recipe_builder import VerlRecipeBuilder
+from turnwise.compat.verl.reward import CustomBatchScore, CustomScore
 from turnwise.compat.verl.reward_score import GRADED
-from turnwise.compat.verl.script import read_script
+from turnwise.compat.verl.script import Script, read_script
 from turnwise.compat.yaml_files import MISSING, at, compose, leaves, override, resolved
 from turnwise.data.rows import records
 from turnwise.errors import ConfigError, DataError, nearest
+from turnwise.json_yaml import read_text
 from turnwise.types import Message
 
 __all__ = ["from_verl_arguments"]
 
 _PLACE = "turnwise.compat.verl"
 _VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer")
+_ONLY_FOR_START = ("trainer.nnodes",)
+"""Keys that are not options of a recipe: the command that starts it has their values."""
 _VERL_GROUPS = (
     "actor", "algorithm", "critic", "data", "engine", "model", "optim", "profiler", "ref", "reward_manager",
     "reward_model", "rollout",
@@ -46,40 +52,95 @@ _VERL_GROUPS = (
 
 
 def from_verl_arguments(
-    overrides: Sequence[str] = (), *, folder: str | Path | None = None, name: str | None = None
+    overrides: Sequence[str] = (),
+    *,
+    folder: str | Path | None = None,
+    name: str | None = None,
+    try_names: bool = False,
 ) -> ConversionReport:
     """Convert the arguments of `python -m verl.trainer.main_ppo --config-path=FOLDER --config-name=NAME OVERRIDES`.
 
     Without a folder, only the overrides are converted. The first word may be one of verl's shell scripts, such as `run.sh`:
-    its arguments come before the other overrides. Raises ConfigError if the configuration cannot be read.
+    its arguments come before the other overrides. With `try_names`, the classes and functions that the recipe names are loaded,
+    and what cannot be loaded is reported. Raises ConfigError if the configuration cannot be read.
     """
-    tree: dict[str, Any] = {}
-    unknown: list[str] = []
+    script, places = Script(), [Path()]
     if overrides and overrides[0].endswith(".sh") and "=" not in overrides[0]:
-        script = read_script(Path(os.path.expanduser(overrides[0])))
+        file = Path(os.path.expanduser(overrides[0]))
+        script = read_script(file)
         overrides = [*script.overrides, *overrides[1:]]
-        folder, name, unknown = folder or script.folder, name or script.name, script.unknown
-    if folder is not None:
-        path = Path(os.path.expanduser(folder))
-        if not os.path.isdir(path) and name in _VERL_FILES:
-            path = None  # `--config-path=./config` is Hydra's: verl's own directory, which is not read
-        elif not os.path.isdir(path):
-            raise ConfigError(f"--config-path: there is no directory {path.absolute()}")
-        if path is not None:
-            tree = compose(path, name or _VERL_FILES[0], leaving_out=_is_verl_file)
-    elif name is not None and name not in _VERL_FILES:
-        raise ConfigError(f"--config-name={name} needs --config-path, the directory of {name}.yaml")
+        folder, name = folder or script.folder, name or script.name
+        places.append(file.parent)
+    tree, note = _files(folder, name, places)
     _expand_multi_turn(tree)
     for word in overrides:
         override(tree, [word])
         _expand_multi_turn(tree)
     tree, unresolved = resolved(tree, lambda key: DEFAULTS.get(key, MISSING))
-    report = _Conversion(tree, unresolved).report()
-    reason = "its value needs a shell: set the key, or the variable that it uses"
-    for word in unknown:
-        key, _, value = word.lstrip("+").partition("=")
-        report.assumptions.append(UnsupportedKey(key, value, reason))
+    kept = {_key(word) for word in script.references} & {re.sub(r"(\.\d+)+$", "", key) for key in unresolved}
+    others = [key for key in unresolved if re.sub(r"(\.\d+)+$", "", key) not in kept]
+    report = _Conversion(tree, others).report(try_names=try_names)
+    if note is not None:
+        report.assumptions.append(note)
+    _report_unknown(report, script, kept)
     return report
+
+
+def _key(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
+
+
+def _report_unknown(report: ConversionReport, script: Script, kept: Collection[str]) -> None:
+    """Report the words of a script that only a shell could expand. `kept` are the keys whose values are variables.
+
+    A variable that does not reach the recipe, although its key was converted, was compared with verl's values and lost.
+    """
+    recipe = str(report.recipe)
+    rejected = {key.key for key in report.unsupported}
+    for word in script.unknown:
+        key, value = _key(word), word.partition("=")[2]
+        variables = re.findall(r"\$\{\w+\}", value)
+        if key in kept and all(variable in recipe for variable in variables):
+            reason = "the variable is not set here, and the recipe refers to it: set it before you train"
+        elif key in _ONLY_FOR_START and key in report.converted:
+            continue
+        elif key in kept and key in report.converted:
+            reason = (
+                "the value depends on a variable that is not set here: set the variable, or the key, and convert again"
+            )
+            del report.converted[key]
+            report.unsupported.append(UnsupportedKey(key, value, reason, changes_training=True))
+            continue
+        elif key in rejected and key in kept:
+            continue
+        else:
+            reason = "its value needs a shell: set the key, or the variable that it uses"
+        report.assumptions.append(UnsupportedKey(key, value, reason))
+
+
+def _files(
+    folder: str | Path | None, name: str | None, places: Sequence[Path]
+) -> tuple[dict[str, Any], UnsupportedKey | None]:
+    """The configuration of `--config-path` and `--config-name`, and a note about how they were understood. Raises ConfigError.
+
+    Hydra searches a relative folder beside verl's trainer, so `config` is verl's own folder unless one of `places` has such a
+    folder with the file. verl's own files contain the defaults that are known here, and are not read.
+    """
+    name = (name or "").removesuffix(".yaml")
+    if folder is None:
+        if name and name not in _VERL_FILES:
+            raise ConfigError(f"--config-name={name} needs --config-path, the directory of {name}.yaml")
+        return {}, None
+    path = Path(os.path.expanduser(folder))
+    found = [place / path for place in places if os.path.isdir(place / path)]
+    if found and (name not in _VERL_FILES or os.path.isfile(found[0] / f"{name}.yaml")):
+        path = next((one for one in found if os.path.isfile(one / f"{name}.yaml")), found[0])
+        return compose(path, name or _VERL_FILES[0], leaving_out=_is_verl_file), None
+    if name in _VERL_FILES or (not name and path == Path("config")):
+        reason = "there is no such file here, so it is verl's own configuration, whose defaults are used"
+        return {}, UnsupportedKey("--config-path", str(folder), reason)
+    where = " or ".join(str((place / path).absolute()) for place in places)
+    raise ConfigError(f"--config-path: there is no directory {where}")
 
 
 def _is_verl_file(target: str) -> bool:
@@ -108,7 +169,7 @@ class _Conversion:
         self._rows: Sequence[Mapping[str, Any]] | None = None
         """The rows of data.train_files; None if they cannot be read here."""
 
-    def report(self) -> ConversionReport:
+    def report(self, *, try_names: bool) -> ConversionReport:
         """Convert everything."""
         for key in self._unresolved:
             if machinery(key) is None:
@@ -129,7 +190,31 @@ class _Conversion:
         convert_placement(self._builder)
         self._reward(interactive)
         self._others()
+        if try_names:
+            self._try_names()
         return self._builder.report()
+
+    def _try_names(self) -> None:
+        """Load the classes of the interaction and tool files, and the reward functions. MCP servers are not started."""
+        arguments = self._arguments()
+        for kind, read in (
+            ("interactions", read_interactions),
+            ("tools", lambda file: read_tools(file, timeout=30.0)),
+        ):
+            file = arguments.get(kind)
+            if file is None or (os.path.isfile(file) and "mcp" in read_text(Path(file), error=ConfigError)):
+                continue
+            option = f"environment.arguments.{kind}"
+            self._builder.try_name(option, file, lambda read=read, file=file: read(file), files=[file])
+        for form, make in (("trajectory", CustomScore), ("batch", CustomBatchScore)):
+            for number, use in enumerate(self._builder.get(f"reward.{form}", [])):
+                if (given := use.get("arguments")) is not None:
+                    self._builder.try_name(
+                        f"reward.{form}.{number}",
+                        given["path"],
+                        lambda make=make, given=given: make(**given),
+                        files=[given["path"]],
+                    )
 
     def _fixed(self) -> None:
         for key, (values, reason) in FIXED.items():

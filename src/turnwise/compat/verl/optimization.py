@@ -228,13 +228,18 @@ def _optimizer(builder: VerlRecipeBuilder) -> None:
 
 
 def steps(builder: VerlRecipeBuilder, rows: int | None) -> int | None:
-    """Set train.steps: the given number, or the steps of the given epochs over `rows` rows. None if it is not known."""
+    """Set train.steps: the given number, or the steps of the given epochs over `rows` rows. Returns the number.
+
+    If the number of rows is not known, sets train.epochs and returns None.
+    """
     total, epochs = "trainer.total_training_steps", "trainer.total_epochs"
     if (count := builder.count(total)) is not None:
         builder.reject(epochs, "total_training_steps gives the length of the training")
     elif rows is None:
-        reason = "the number of steps depends on the rows, which cannot be read here: set total_training_steps"
-        builder.reject(epochs, reason, changes_training=True, even_default=True)
+        passes = builder.count(epochs) or 1
+        builder.set("train.epochs", passes, total, epochs)
+        reason = "verl leaves out the rows at the end of an epoch that do not fill a batch, turnwise uses them in the next epoch"
+        builder.assume("train.epochs", passes, reason)
     else:
         size = builder.count("data.train_batch_size") or 1
         count = (builder.count(epochs) or 0) * (rows // size)
@@ -256,6 +261,9 @@ def _warmup(builder: VerlRecipeBuilder, steps: int | None) -> None:
     warmup = builder.count(number)
     if warmup is None and steps is not None:
         warmup = int(builder.number(share) * steps)
+    if warmup is None and builder.number(share) > 0:
+        reason = "the number of steps depends on the rows, which cannot be read here: set lr_warmup_steps"
+        builder.reject(share, reason, changes_training=True)
     if warmup is not None:
         builder.set("train.warmup_steps", warmup)
     builder.convert("train.warmup_steps", number, share)

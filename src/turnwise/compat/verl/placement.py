@@ -43,7 +43,10 @@ PLACEMENT = (*_CARRIED, *_REASONS)
 def convert_placement(builder: VerlRecipeBuilder) -> None:
     """Set `cluster`: `local` on one machine, `torchrun` on several; one process for one GPU. Set `engine` if verl's servers use
     several GPUs each."""
-    nodes, gpus = builder.count(_NODES) or 1, builder.count(_GPUS) or 1
+    # several machines if their number is a variable of the scheduler: it is needed for the start only
+    variable = builder.reference(_NODES)
+    nodes = 2 if variable is not None else builder.count(_NODES) or 1
+    gpus = builder.count(_GPUS) or 1
     _engine(builder, gpus)
     for key, reason in _REASONS.items():
         if key not in builder.converted:
@@ -62,7 +65,8 @@ def convert_placement(builder: VerlRecipeBuilder) -> None:
         builder.set("cluster.trainers", gpus, _GPUS)
     else:
         builder.set("cluster.launcher", "torchrun", _NODES, _GPUS)
-        start = f"torchrun --nnodes {nodes} --nproc-per-node {gpus if builder.is_set(_GPUS) else 8} -m turnwise train RECIPE"
+        machines = nodes if variable is None else variable
+        start = f"torchrun --nnodes {machines} --nproc-per-node {gpus if builder.is_set(_GPUS) else 8} -m turnwise train RECIPE"
         builder.assume("cluster.launcher", "torchrun", f"start `{start}` on each machine (docs/slurm.md)")
     _fsdp(builder)
 
@@ -70,7 +74,13 @@ def convert_placement(builder: VerlRecipeBuilder) -> None:
 def _engine(builder: VerlRecipeBuilder, gpus: int) -> None:
     """Set `engine` to servers on several GPUs each, which the embedded engine cannot use. As in verl, they are on the GPUs of the
     trainer, and free their memory while it trains (`free_cache_engine`)."""
-    name, tensor, data = builder.value(f"{ROLLOUT}.name"), builder.count(_TENSOR) or 1, builder.count(_DATA) or 1
+    name = builder.value(f"{ROLLOUT}.name")
+    if name in _SERVERS and (variable := builder.reference(_TENSOR)) is not None:
+        reason = f"the number of servers depends on {variable}: set engine.replicas, {gpus} GPUs divided by it"
+        builder.assume("engine.replicas", 1, reason)
+        _servers(builder, name, variable, builder.count(_DATA) or 1, 1)
+        return
+    tensor, data = builder.count(_TENSOR) or 1, builder.count(_DATA) or 1
     if tensor * data == 1:
         builder.convert("nothing: the embedded engine uses one device", _TENSOR, _DATA)
         return
@@ -81,10 +91,14 @@ def _engine(builder: VerlRecipeBuilder, gpus: int) -> None:
         for key in (_TENSOR, _DATA):
             builder.reject(key, reason)
         return
+    _servers(builder, name, tensor, data, gpus // (tensor * data))
+
+
+def _servers(builder: VerlRecipeBuilder, name: str, tensor: int | str, data: int, replicas: int) -> None:
     builder.set("engine.name", name, f"{ROLLOUT}.name")
     builder.set("engine.tensor_parallel", tensor, _TENSOR)
     builder.set("engine.data_parallel", data, _DATA)
-    builder.set("engine.replicas", gpus // (tensor * data), _GPUS)
+    builder.set("engine.replicas", replicas, _GPUS)
     if builder.value(f"{ROLLOUT}.free_cache_engine") is not False:  # verl's default is true
         builder.set("engine.sleep", True, f"{ROLLOUT}.free_cache_engine")
     arguments = _arguments(builder, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -32,10 +33,25 @@ class VerlRecipeBuilder(RecipeBuilder):
         """Whether the configuration contains the key, and its value is not null."""
         return at(self.tree, key) not in (MISSING, None)
 
-    def count(self, key: str) -> int | None:
-        """An integer of at least 0; None if there is no bound, which verl writes as null or -1. Raises ConfigError."""
+    def reference(self, key: str) -> str | None:
+        """The text `${NAME}` if the value is a variable that was not set when the configuration was read."""
         value = self.value(key)
-        if value is None or (isinstance(value, int | float) and value < 0):
+        return value if isinstance(value, str) and re.fullmatch(r"\$\{\w+\}", value) else None
+
+    def _or_default(self, key: str) -> Any:
+        """The value of a number, or its default if the value is an unset variable, which is then reported."""
+        if self.reference(key) is None:
+            return self.value(key)
+        default = self.defaults.get(key)
+        used = "no value" if default is None else f"verl's default, {default}"
+        reason = f"a number is computed with it, and the variable is not set here, so {used} was used: set the variable first"
+        self.reject(key, reason, changes_training=True)
+        return default
+
+    def count(self, key: str) -> int | None:
+        """An integer of at least 0; None if there is no bound, which verl writes as null, false or -1. Raises ConfigError."""
+        value = self._or_default(key)
+        if value is None or value is False or (isinstance(value, int | float) and value < 0):
             return None
         if isinstance(value, bool) or not isinstance(value, int):
             raise ConfigError(f"{key} must be an integer; it is {value!r}")
@@ -43,7 +59,7 @@ class VerlRecipeBuilder(RecipeBuilder):
 
     def number(self, key: str) -> float:
         """A finite number. Raises ConfigError."""
-        value = self.value(key)
+        value = self._or_default(key)
         # the chained comparison is also false for NaN
         if isinstance(value, bool) or not isinstance(value, int | float) or not -(2**63) <= value < 2**63:
             raise ConfigError(f"{key} must be a number of 64 bits; it is {value!r:.80}")

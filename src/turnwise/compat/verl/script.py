@@ -1,6 +1,7 @@
 """Reads the arguments of `python -m verl.trainer.main_ppo` from verl's shell scripts. Scripts are never run.
 
-Supported: variables and their defaults (`${NAME:-512}`), integer arithmetic, arrays, `$(pwd)` and the environment.
+Supported: variables and their defaults (`${NAME:-512}`, `${1:-vllm}`), integer arithmetic, arrays, `$(pwd)` and the environment.
+A variable that neither the script nor the environment sets, such as `$SLURM_JOB_NUM_NODES`, stays as a reference: `${NAME}`.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ __all__ = ["Script", "read_script"]
 
 _ENTRY = re.compile(r"(^|[./])main_ppo(\.py)?$")
 _ASSIGNED = re.compile(r"(?:export\s+|local\s+|declare\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[@\])?(?::?[-=]([^{}]*))?\})")
-_ARITHMETIC = re.compile(r"\$\(\(([^$`]*?)\)\)")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[@\])?(?::?[-=]((?:[^{}]|\$\{\w+\})*))?\})")
+_ARITHMETIC = re.compile(r"\$\(\(([^$`]*?)\)\)(?!\))")
+_POSITIONAL_DEFAULT = re.compile(r"\$\{[0-9]+:?-([^{}]*)\}")
+_IF_SET = re.compile(r"\$\{([A-Za-z_]\w*):?\+([^{}]*)\}")
+_REFERENCE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")
 _POSITIONAL = re.compile(r"\$(?:[@*#0-9]|\{[@*0-9][^{}]*\})")
 _ENDS = re.compile(r"[|;&<>]|\d+>")
 _OPERATIONS = {
@@ -45,6 +49,8 @@ class Script:
     overrides: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     """Words that only a shell could expand: a command's output, or a variable that the script does not set."""
+    references: list[str] = field(default_factory=list)
+    """Those of `unknown` that contain only variables, as `key=${NAME}`."""
 
 
 def read_script(path: Path) -> Script:
@@ -85,10 +91,13 @@ def _script(words: list[str]) -> Script:
                 script.name = value
             else:
                 script.folder = value
-        elif not word.startswith("-") and word:
+        elif not word.startswith("-") and word.strip():
+            word = _REFERENCE.sub(lambda match: f"${{{match.group(1) or match.group(2)}}}", word)
             script.overrides.append(word)
             if re.search(r"\$[\w{(]|`", word):
                 script.unknown.append(word)
+                if not re.search(r"\$|`", _REFERENCE.sub("", word)):
+                    script.references.append(word)
     return script
 
 
@@ -123,6 +132,8 @@ def _open(text: str) -> bool:
 def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
     """The words of a command, with known variables expanded."""
     text = text.replace("$(pwd)", os.getcwd()).replace("`pwd`", os.getcwd())
+    text = _POSITIONAL_DEFAULT.sub(lambda match: match.group(1), text)
+    text = _IF_SET.sub(lambda match: match.group(2) if any(_set(match.group(1), variables)) else "", text)
     while (match := _ARITHMETIC.search(text)) is not None:  # before splitting: the expression may contain blanks
         value = _number(match.group(1), variables)
         if value is None:
@@ -141,6 +152,11 @@ def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
         elif put := _POSITIONAL.sub("", _put(word, variables)):
             expanded.append(put)
     return expanded
+
+
+def _set(name: str, variables: Mapping[str, list[str]]) -> list[str]:
+    """The words of a variable of the script or of the environment; none if it is not set."""
+    return variables.get(name) or list(filter(None, [os.environ.get(name)]))
 
 
 def _put(word: str, variables: Mapping[str, list[str]]) -> str:
