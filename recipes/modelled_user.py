@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 from turnwise import Message, Sampling, Trajectory
@@ -11,8 +13,12 @@ from turnwise.rollout.chat_model import EngineChatModel
 
 
 @cache
-def chat_model() -> EngineChatModel:
-    """The user's model, loaded once for all conversations, at its first use."""
+def chat_model() -> Future[EngineChatModel]:
+    """The user's model, loaded once for all conversations, at its first use, in a thread: loading must not block the event loop."""
+    return ThreadPoolExecutor(1).submit(_load)
+
+
+def _load() -> EngineChatModel:
     from transformers import AutoModelForCausalLM
 
     from turnwise.chat.renderer import Renderer
@@ -26,7 +32,8 @@ def chat_model() -> EngineChatModel:
 
 async def user(messages: list[Message]) -> str:
     """The user's answer. An empty answer ends the conversation."""
-    return await chat_model()(messages) or "[DONE]"
+    model = await asyncio.wrap_future(chat_model())
+    return await model(messages) or "[DONE]"
 
 
 def right(trajectory: Trajectory) -> float:

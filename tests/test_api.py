@@ -237,3 +237,20 @@ assert "matplotlib.pyplot" not in sys.modules
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
     assert (tmp_path / "rewards.png").stat().st_size > 10_000
     assert (tmp_path / "loss.png").stat().st_size > 5_000
+
+
+def test_modules_beside_functions_of_the_same_name_can_be_imported() -> None:
+    script = (
+        "import turnwise.rollout.rollout as loop\n"
+        "import turnwise.sft.run as run\n"
+        "import turnwise.train as steps\n"
+        "import turnwise\n"
+        "from turnwise.rollout import session\n"
+        "print(loop.__name__, run.__name__, turnwise.rollout.rollout is loop, session.__name__)\n"
+        "print(steps is turnwise.api.train, callable(steps.assemble), callable(turnwise.rollout))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert done.stderr == ""
+    assert done.stdout.split() == [
+        "turnwise.rollout.rollout", "turnwise.sft.run", "True", "turnwise.rollout.session", "True", "True", "True",
+    ]  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.data.gsm8k import main as preprocess
+from turnwise.user_code.object_references import resolve
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -236,3 +239,25 @@ def test_the_demo_learns_what_it_promises(tmp_path: Path) -> None:
     assert after["reward/mean"] >= 0.9
     assert "held-out questions" in done.stdout
     assert (out / "curve.png").stat().st_size > 10_000
+
+
+def test_the_modelled_user_loads_its_model_once_and_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = resolve("recipes/modelled_user.py:user", key="chat_model").__globals__
+    load, threads = module["_load"], []
+
+    def loading() -> Any:
+        threads.append(threading.current_thread())
+        return load()
+
+    monkeypatch.setitem(module, "_load", loading)
+    module["chat_model"].cache_clear()
+
+    async def ask() -> list[str]:
+        question = [{"role": "user", "content": "Are you sure?"}]
+        return await asyncio.gather(module["user"](question), module["user"](question))
+
+    answers = asyncio.run(ask())
+    assert len(answers) == 2
+    assert all(answers)
+    assert len(threads) == 1
+    assert threads[0] is not threading.main_thread()

@@ -112,14 +112,18 @@ class _Function:
     """A function of `turnwise.api` as an attribute of this package.
 
     `turnwise.train`, `turnwise.sft` and `turnwise.rollout` are also the names of submodules. Python sets the attribute when a
-    submodule is imported; without this descriptor, the submodule would then hide the function.
+    submodule is imported; without this descriptor, the submodule would then hide the function. The function has the names of the
+    submodule as attributes, for `import turnwise.rollout.rollout as loop`, which reads `turnwise.rollout` first.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __get__(self, package: ModuleType | None, owner: type[ModuleType]) -> Any:
-        return getattr(importlib.import_module("turnwise.api"), self.name)
+        function = getattr(importlib.import_module("turnwise.api"), self.name)
+        if (module := sys.modules.get(f"{__name__}.{self.name}")) is not None:
+            vars(function).update({name: value for name, value in vars(module).items() if not name.startswith("__")})
+        return function
 
     def __set__(self, package: ModuleType, value: Any) -> None:
         """The submodule was imported. It is in `sys.modules`, where import statements look for it."""
