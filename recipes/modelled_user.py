@@ -14,7 +14,7 @@ from turnwise.rollout.chat_model import EngineChatModel
 
 @cache
 def chat_model() -> Future[EngineChatModel]:
-    """The user's model, loaded once for all conversations, at its first use, in a thread: loading must not block the event loop."""
+    """The user's model, loaded once, at its first use, in a thread: loading must not block the event loop."""
     return ThreadPoolExecutor(1).submit(_load)
 
 
