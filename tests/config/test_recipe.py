@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from turnwise.commands.convert import converted
 from turnwise.config.known_names import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE
 from turnwise.config.loss import GspoSection
 from turnwise.config.named_section import named_sections
@@ -554,3 +555,14 @@ def test_unequal_minibatches_and_reinforce_on_tokens_of_other_weights_are_warned
     (later,) = warnings("loss.name=reinforce", "train.ppo_epochs=2", "train.minibatches=3")
     assert "with train.minibatches=3 and train.ppo_epochs=2" in later
     assert "one optimizer step for each batch" in later
+
+
+def test_the_configuration_of_the_multi_turn_note_is_answered_with_the_command_that_reads_it(tmp_path: Path) -> None:
+    note = {"rollout": {"engine": "sglang", "multiturn": {"enabled": True, "max_turns": 5}}}
+    (tmp_path / "note.yaml").write_text(yaml.safe_dump(note))
+    with pytest.raises(
+        ConfigError, match=r"no option rollout\.multiturn; .*`turnwise convert --config-path <its directory>"
+    ):
+        load(tmp_path / "note.yaml")
+    report = converted("verl", [], folder=str(tmp_path), name="note")
+    assert report.recipe["limits"]["turns"] == 5

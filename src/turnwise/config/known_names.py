@@ -247,6 +247,8 @@ ABSENT: dict[str, tuple[str, ...]] = {
         "report_to", "logger", "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "wandb_project", "project_name",
         "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",
     ),
+    "it is a block of verl's configuration, and this command reads the file: `turnwise convert --config-path <its directory> "
+    "--config-name <its name without .yaml> --out recipe.yaml` (docs/verl.md)": ("multiturn",),
     "the metrics of every step are written: leave it out": ("logging_steps", "logging_strategy", "logging_first_step"),
     "rollout workers on a Ray cluster are in the section cluster: cluster=ray (docs/cluster.md)": (
         "ray_init", "ray_kwargs",
