@@ -294,6 +294,48 @@ def test_the_shipped_gsm8k_tool_needs_the_answer_only_where_it_is_called(tmp_pat
     assert "Gsm8kTool needs the answer" in called.error.message
 
 
+def test_the_shipped_geo3k_tool_compares_formulas(tmp_path: Path) -> None:
+    entry = {**a_tool(), "class_name": "verl.tools.geo3k_tool.Geo3kTool", "config": {"type": "native"}}
+    entry["tool_schema"]["function"] |= {"name": "calc_geo3k_reward"}
+    entry["tool_schema"]["function"]["parameters"]["properties"] = {"answer": {"type": "string"}}
+    made = set_up(tmp_path, tools=[entry])
+    kinds = {"calc_geo3k_reward": {"create_kwargs": {"ground_truth": "2 \\sqrt { 5 }"}}}
+    ask = [call("calc_geo3k_reward", f'{{"answer": "{answer}"}}') for answer in ("10", "2\\\\sqrt{5}")]
+    one = hold([*ask, "done"], made, row=a_row(extra_info={"tools_kwargs": kinds}))
+    assert [text.rpartition("reward=")[2] for text in tool_texts(one)] == ["0.0", "1.0"]
+    assert [turn.reward for turn in one.turns] == [-0.05, 0.0, 1.0]  # the last is calc_reward
+
+
+def test_the_shipped_zoom_tool_cuts_a_part_of_the_image() -> None:
+    from PIL import Image
+
+    from turnwise.compat.verl.shipped import ImageZoomInTool
+
+    schema = {"type": "function", "function": {"name": "image_zoom_in_tool", "parameters": {"type": "object"}}}
+    from turnwise.compat.verl import OpenAIFunctionToolSchema
+
+    tool = ImageZoomInTool({"num_workers": 20}, OpenAIFunctionToolSchema.model_validate(schema))
+    picture = Image.new("RGB", (200, 100), "red")
+    picture.paste("blue", (100, 0, 200, 100))
+
+    async def zoom(*box: float) -> Any:
+        name, _ = await tool.create(create_kwargs={"image": picture})
+        try:
+            return await tool.execute(name, {"bbox_2d": list(box), "label": "it"})
+        finally:
+            await tool.release(name)
+
+    response, reward, info = asyncio.run(zoom(100, 0, 160, 300))
+    assert (response.image[0].size, response.image[0].getcolors(), reward) == ((60, 100), [(6000, (0, 0, 255))], 0.0)
+    assert response.text == "Zoomed in on the image to the region [100, 0, 160, 300] with label it."
+    assert info == {"success": True}
+    small, _, _ = asyncio.run(zoom(195, 95, 199, 99))  # enlarged, inside the image
+    assert small.image[0].size == (28, 28)
+    wrong, reward, info = asyncio.run(zoom(50, 50, 40, 60))
+    assert (reward, info, wrong.image) == (-0.05, {"success": False}, None)
+    assert tool._instance_dict == {}
+
+
 @pytest.mark.parametrize("returned", ["id, None, {}", "(id,)", ""])
 def test_create_with_another_number_of_values_names_the_class(returned: str, tmp_path: Path) -> None:
     (tmp_path / "threefold.py").write_text(

@@ -178,8 +178,13 @@ class _LoopRun:
 
 @functools.lru_cache(maxsize=4)
 def _own_tokenizer(tokenizer: Any) -> Any:
-    """A copy of the tokenizer for all loops: a loop may change it, and the renderer's stays as it is."""
-    return copy.deepcopy(tokenizer)
+    """A copy of the tokenizer for all loops: a loop may change it, and the renderer's stays as it is.
+
+    Its `apply_chat_template` returns a list of token ids, as in the versions of transformers that verl's loops were written for.
+    """
+    own = copy.deepcopy(tokenizer)
+    own.apply_chat_template = functools.partial(own.apply_chat_template, return_dict=False)
+    return own
 
 
 def _row_fields(row: Row) -> dict[str, Any]:

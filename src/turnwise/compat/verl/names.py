@@ -54,6 +54,8 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_HERE}.schemas:ToolResponse",
     ),
     "verl.tools.gsm8k_tool": (f"{_HERE}.shipped:Gsm8kTool",),
+    "verl.tools.geo3k_tool": (f"{_HERE}.shipped:Geo3kTool",),
+    "verl.tools.image_zoom_in_tool": (f"{_HERE}.shipped:ImageZoomInTool",),
     "verl.tools.search_tool": (f"{_HERE}.services:SearchTool", f"{_HERE}.pool:PoolMode"),
     "verl.tools.sandbox_fusion_tools": (
         f"{_HERE}.services:SandboxFusionTool",

@@ -114,7 +114,7 @@ class Raw(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt = self.tokenizer.apply_chat_template(
-            list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True, return_dict=False
+            list(kwargs["raw_prompt"]), add_generation_prompt=True, tokenize=True
         )
         await self.server_manager.generate(request_id="a", prompt_ids=prompt, sampling_params=sampling_params)
         second = await self.server_manager.generate(request_id="b", prompt_ids=prompt, sampling_params=sampling_params)
