@@ -13,6 +13,7 @@ from turnwise.data.order import Order, RowOrder, weighted_order
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
 from turnwise.types import Row
+from turnwise.user_code.object_references import resolve
 
 __all__ = ["conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
 
@@ -33,7 +34,13 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         subset=data.subset,
         system=data.system_prompt,
         limit=min(bounds, default=None),
+        writes_prompt=lambda: _environment_writes_prompt(config),
     )
+
+
+def _environment_writes_prompt(config: Config) -> bool:
+    """Whether the environment says that it writes the prompts (`writes_prompt = True`), so that rows may have none."""
+    return bool(getattr(resolve(config.environment.use, key="environment"), "writes_prompt", False))
 
 
 def conversations(config: Config, *, held_out: bool = False) -> list[Row]:

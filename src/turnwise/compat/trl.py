@@ -53,7 +53,11 @@ class TrlEnvironments:
     Example::
 
         make_environment = TrlEnvironments(GuessEnv)
+
+    Rows may have no prompt, and `data.train: empty:64` has no data at all: then `reset` returns the prompt.
     """
+
+    writes_prompt = True
 
     def __init__(
         self,
@@ -168,7 +172,13 @@ class _Played:
                 f"{self._name}.reset returned {shown!r:.80}; it must return None, a text, a list of content blocks or a list of "
                 f"messages"
             )
-        return Opening(messages=opened(row.messages, shown, between=""))
+        messages = opened(row.messages, shown, between="")
+        if messages[-1]["content"] in ("", []):
+            raise ValueError(
+                f"the row has no prompt, and {self._name}.reset returned {shown!r}: return the prompt from reset, or give the "
+                f"rows a column `prompt`"
+            )
+        return Opening(messages=messages)
 
     async def step(self, turn: Turn) -> Reply:
         return Reply(done=True, reward=await self.final_reward())

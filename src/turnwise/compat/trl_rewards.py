@@ -110,6 +110,9 @@ class TrlReward:
         arguments: dict[str, Any] = {
             name: [trajectory.row.fields.get(name) for trajectory in trajectories] for name in names
         }
+        returned = [_returned_fields(trajectory) for trajectory in trajectories]
+        for name in dict.fromkeys(name for fields in returned for name in fields):
+            arguments[name] = [fields.get(name) for fields in returned]
         arguments |= {
             "prompts": list(prompts),
             "completions": list(completions),
@@ -126,6 +129,12 @@ class TrlReward:
                 f"turnwise.compat.trl:TrlEnvironments"
             )
         return arguments
+
+
+def _returned_fields(trajectory: Trajectory) -> Mapping[str, Any]:
+    """The further fields that a `rollout_func` returned (`turnwise.compat.trl_rollout`)."""
+    info = trajectory.turns[-1].info if trajectory.turns else {}
+    return info.get("agent", {}).get("fields", {})
 
 
 def _constructed(factory: Any, arguments: Mapping[str, Any]) -> Any:

@@ -91,7 +91,7 @@ class DataSection(Section):
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]
     """The training rows: a .jsonl or .parquet file, a directory saved by `datasets`, or a name on the Hugging Face hub; or a
-    list of these."""
+    list of these. `empty:64` is 64 rows without columns, for environments that write the prompts themselves."""
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
     split: NonEmpty = "train"

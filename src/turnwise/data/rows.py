@@ -24,6 +24,10 @@ from turnwise.user_code.live_objects import is_live, live_object
 
 __all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records", "with_template_arguments"]
 
+_OWN_PROMPT = (
+    ". Rows without a prompt are for environments that write it, such as turnwise.compat.trl:TrlEnvironments; a class of your "
+    "own says so with `writes_prompt = True`"
+)
 FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 """Suffixes of data files; `.json` and `.ndjson` hold one object per line, as `.jsonl` does. `.gz` is a file of lines that is
 compressed with gzip, as a run with `record.compression: gzip` writes it."""
@@ -37,6 +41,7 @@ def read_rows(
     subset: str | None = None,
     system: str | None = None,
     limit: int | None = None,
+    writes_prompt: Callable[[], bool] = lambda: False,
 ) -> list[Row]:
     """Read a data set.
 
@@ -44,14 +49,17 @@ def read_rows(
     whose rows are concatenated, numbered from 1, and carry the name of their data set (`Row.source`). `columns` maps names of
     turnwise to names in the data: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
     messages; `id` is optional. The columns `images` and `videos` replace the placeholders `<image>` and `<video>` in the
-    messages. `system` is added to prompts without a system message.
+    messages. `system` is added to prompts without a system message. `empty:64` is a source of 64 rows without columns. A row may
+    have no prompt if `writes_prompt` says that the environment writes it: its messages are then one empty user message.
 
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
     mapping = {"prompt": "prompt", **(columns or {})}
     return build_rows(
         source,
-        lambda source_record, folder, dropped: _row(source_record, mapping, system, folder, dropped),
+        lambda source_record, folder, dropped: _row(
+            _prompted(source_record, mapping, writes_prompt), mapping, system, folder, dropped
+        ),
         split=split,
         subset=subset,
         limit=limit,
@@ -128,6 +136,8 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
     """
     if is_live(source):
         return _live_records(source)
+    if (count := _empty_rows(source)) is not None:
+        return (SourceRecord({}, number, f"{source}, row {number}") for number in range(1, count + 1))
     refuse_missing_source(source)
     path = Path(os.path.expanduser(source))
     if path.suffix in FILES and path.suffix != ".parquet":
@@ -152,7 +162,7 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
 
 def refuse_missing_source(source: str) -> None:
     """Refuse a path of a data set where there is no file or directory. Reads nothing. Raises DataError."""
-    if is_live(source):
+    if is_live(source) or _empty_rows(source) is not None:
         return
     path = Path(os.path.expanduser(source))
     if path.suffix in FILES:
@@ -163,6 +173,16 @@ def refuse_missing_source(source: str) -> None:
             f"there is no directory {path.absolute()}; data.train takes a .jsonl or .parquet file, a directory saved by "
             f"`datasets`, or a hub id"
         )
+
+
+def _empty_rows(source: str) -> int | None:
+    """The number of rows of a source such as `empty:64`; None for any other source. Raises DataError for a wrong number."""
+    name, colon, count = source.partition(":")
+    if name != "empty" or not colon:
+        return None
+    if not count.isascii() or not count.isdecimal() or int(count) < 1:
+        raise DataError(f"{source}: write empty:N with a number of rows of at least 1, such as empty:64")
+    return int(count)
 
 
 def _live_records(source: str) -> Iterator[SourceRecord]:
@@ -224,6 +244,14 @@ def _lines(path: Path) -> Iterator[SourceRecord]:
             yield SourceRecord(record, number, place)
 
 
+def _prompted(source: SourceRecord, mapping: Mapping[str, str], writes_prompt: Callable[[], bool]) -> SourceRecord:
+    """The record, with an empty prompt if it has none and the environment writes it."""
+    column = mapping["prompt"]
+    if source.record.get(column) is not None or column != "prompt" or not writes_prompt():
+        return source
+    return replace(source, record={**source.record, column: [{"role": "user", "content": ""}]})
+
+
 def _row(
     source_record: SourceRecord,
     mapping: Mapping[str, str],
@@ -237,7 +265,7 @@ def _row(
             have = ", ".join(record) or "none"
             raise DataError(
                 f"{place} has no column {column!r}{nearest(column, record)}; its columns are: {have}. Set the right column: "
-                f"data.columns.{field_name}=<column>"
+                f"data.columns.{field_name}=<column>{'' if record else _OWN_PROMPT}"
             )
         if record[column] is None and field_name != "prompt":
             raise DataError(

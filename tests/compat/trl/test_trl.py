@@ -16,7 +16,7 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.config.schema import Config
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, DataError
 from turnwise.rollout.limits import Limits
 from turnwise.types import Trajectory
 
@@ -405,3 +405,63 @@ def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path:
     tree["environment"]["arguments"]["environment"] = f"{other}:Env"
     with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
         build.environment_factory(Config.model_validate(tree))
+
+
+class SelfSampling:
+    """As in TRL's documentation: the environment owns the data."""
+
+    def reset(self, **kwargs: Any) -> str | None:
+        self.given, self.counter = kwargs, 0
+        return None if kwargs.get("silent") else "Increment the counter by 2."
+
+    def get_reward(self) -> float:
+        return float(self.counter == 2)
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+        """
+        self.counter += step
+        MADE.append(self)
+        return self.counter
+
+
+def data_owning(tmp_path: Path, train: str, environment: Any) -> Config:
+    use = {"use": "turnwise.compat.trl:TrlEnvironments", "arguments": {"environment": environment}}
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": train}, "environment": use})
+
+
+def test_an_environment_that_owns_the_data_writes_the_prompt(tmp_path: Path) -> None:
+    place = f"{__file__}:SelfSampling"
+    rows = build.rows(data_owning(tmp_path, "empty:3", place))
+    assert [(row.id, dict(row.fields)) for row in rows] == [("1", {}), ("2", {}), ("3", {})]
+    trajectory = hold(Says(call("increment", '{"step": 2}'), "done"), TrlEnvironments(SelfSampling), row=rows[0])
+    assert trajectory.error is None
+    assert trajectory.messages[0] == {"role": "user", "content": "Increment the counter by 2."}
+    assert trajectory.turns[-1].reward == 1.0
+
+
+def test_rows_may_have_only_the_column_that_names_the_environment(tmp_path: Path) -> None:
+    data = tmp_path / "names.jsonl"
+    data.write_text('{"environment": "a"}\n{"environment": "b"}\n')
+    rows = build.rows(
+        data_owning(tmp_path, str(data), {"a": f"{__file__}:SelfSampling", "b": f"{__file__}:SelfSampling"})
+    )
+    factory = TrlEnvironments({"a": SelfSampling, "b": SelfSampling})
+    trajectory = hold(Says(call("increment", '{"step": 1}'), "done"), factory, row=rows[1])
+    assert trajectory.messages[0]["content"] == "Increment the counter by 2."
+    assert set(MADE[-1].given) == {"prompt"}  # not the column that selects
+
+
+def test_a_missing_prompt_is_refused_where_nobody_writes_it(tmp_path: Path) -> None:
+    silent = hold(Says("a"), TrlEnvironments(SelfSampling), row=a_row("", silent=True))
+    assert silent.error is not None
+    assert "the row has no prompt, and SelfSampling.reset returned None" in silent.error.message
+    plain = Config.model_validate({"model": {"path": "m"}, "data": {"train": "empty:3"}})
+    with pytest.raises(DataError, match=r"has no column 'prompt'.*writes_prompt = True"):
+        build.rows(plain)
+    with pytest.raises(DataError, match="write empty:N"):
+        build.rows(data_owning(tmp_path, "empty:none", f"{__file__}:SelfSampling"))

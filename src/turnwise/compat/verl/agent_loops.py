@@ -246,7 +246,7 @@ class _Node(dict[str, Any]):
 def _as_config(tree: Mapping[str, Any]) -> Any:
     """The configuration as an object of OmegaConf where that is installed (verl's users have it); else of `_Node`."""
     try:
-        from omegaconf import OmegaConf
+        from omegaconf import OmegaConf  # pyright: ignore[reportMissingImports]
     except ImportError:
         return _nodes(tree)
     return OmegaConf.create(copy.deepcopy(dict(tree)))
@@ -260,17 +260,18 @@ def _nodes(value: Any) -> Any:
 
 def _verl_config(config: str | Mapping[str, Any] | None) -> Mapping[str, Any]:
     if isinstance(config, str):
-        config, left = resolved(read_mapping(Path(config), what="the configuration"))
+        tree, left = resolved(read_mapping(Path(config), what="the configuration"))
         if left:
             raise ConfigError(
                 f"environment.arguments.config: {left[0]} cannot be resolved: set the variable that it names"
             )
+        return dict(tree)
     return dict(config or {})
 
 
 def _merged(tree: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
-        below = tree.get(key)
+        below: Any = tree.get(key)
         both = isinstance(below, dict) and isinstance(value, Mapping)
         tree[key] = _merged(below, value) if both else copy.deepcopy(value)
     return tree

@@ -157,7 +157,7 @@ def _inferred(fn: Callable[..., Any], name: str) -> OpenAIFunctionToolSchema:
             f"@function_tool {name!r}: {fn.__module__}.{fn.__qualname__} takes {', '.join(variadic)}, which a schema cannot "
             f"describe: name each parameter"
         )
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     schema = get_json_schema(fn)
     return OpenAIFunctionToolSchema.model_validate({**schema, "function": {**schema["function"], "name": name}})
