@@ -17,7 +17,7 @@ import yaml
 
 from turnwise.errors import TurnwiseError
 
-__all__ = ["MAX_DEPTH", "PlainLoader", "check_text", "parse_json", "parse_yaml", "read_text"]
+__all__ = ["MAX_DEPTH", "PlainLoader", "check_text", "lone_surrogate", "parse_json", "parse_yaml", "read_text"]
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and mappings. Conversations, schemas and recipes need about ten levels."""
@@ -120,6 +120,23 @@ def check_text(text: str) -> str | None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         return f"the text {text[:60]!r} contains half of a surrogate pair, which is not a character; remove it"
+    return None
+
+
+def lone_surrogate(value: Any) -> str | None:
+    """A text of a JSON value, or a key, that contains half of a surrogate pair; None if there is none."""
+    waiting = [value]
+    while waiting:
+        match waiting.pop():
+            case str() as text:
+                try:
+                    text.encode("utf-8")
+                except UnicodeEncodeError:
+                    return text
+            case dict() as mapping:
+                waiting += [*mapping, *mapping.values()]
+            case list() as values:
+                waiting += values
     return None
 
 

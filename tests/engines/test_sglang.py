@@ -15,7 +15,7 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
+from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.ownership import Owner
 from turnwise.engines.remote.partial import Part
 from turnwise.engines.remote.weight_shapes import read_shapes
@@ -74,8 +74,10 @@ def test_finish_reasons(reason: dict[str, Any] | None, finish: str | None) -> No
 
 def test_a_request_that_the_server_could_not_serve_fails() -> None:
     reason = {"type": "abort", "message": "Input length exceeds the maximum", "status_code": 400}
-    with pytest.raises(ServerFailed, match="Input length exceeds the maximum"):
+    with pytest.raises(ServerRefused, match="Input length exceeds the maximum"):
         part(make_api(), finish_reason=reason)
+    with pytest.raises(ServerFailed, match="queue"):  # which may pass
+        part(make_api(), finish_reason={"type": "abort", "message": "The queue is full", "status_code": 503})
 
 
 def test_versions_come_from_the_labels_of_this_run() -> None:
@@ -118,6 +120,24 @@ def test_another_trainer_is_refused_until_its_lease_is_over(monkeypatch: pytest.
     claim(f"{api._owner.name}#ab12:{now}:7")  # a killed process, of which this is the replacement
     with pytest.raises(EngineError, match=r"another trainer \(host:/runs/a\) owns .* wait 800 s"):
         claim(f"host:/runs/a#ab12:{now - 100}:7")
+
+
+@pytest.mark.parametrize(("mine", "released"), [(True, True), (False, False)])
+def test_only_the_owner_releases_a_server(monkeypatch: pytest.MonkeyPatch, mine: bool, released: bool) -> None:
+    """A trainer that failed before it was ready may find that another one has the server meanwhile."""
+    api, posted = make_api(), list[str]()
+    label = f"{api._owner.name}#{api._owner.process}:1795349217:7" if mine else "host:/runs/a#ab12:1795349217:7"
+
+    async def answer(path: str, *, timeout: float | None = None) -> Any:
+        return {"weight_version": label}
+
+    async def post(path: str, body: Any) -> Any:
+        posted.append(body["new_version"])
+
+    monkeypatch.setattr(SERVER, "get", answer)
+    monkeypatch.setattr(SERVER, "post", post)
+    asyncio.run(api.release(SERVER))
+    assert posted == (["released"] if released else [])
 
 
 def test_sampling_parameters() -> None:
@@ -217,6 +237,8 @@ def as_served(weights: dict[str, torch.Tensor]) -> dict[str, str]:
 def test_checksums_of_a_server_are_compared_with_the_file(tmp_path: Path) -> None:
     file = saved(tmp_path, WEIGHTS)
     check_checksums("S", as_served(WEIGHTS), file_contents(file))
+    unpadded = {**as_served(WEIGHTS), "model.embed_tokens.weight": checksum(WEIGHTS["model.embed_tokens.weight"])}
+    check_checksums("S", unpadded, file_contents(file))  # Gemma 3
     for name in WEIGHTS:
         changed = {**WEIGHTS, name: WEIGHTS[name].clone()}
         changed[name].view(-1)[-1] += 1

@@ -21,7 +21,7 @@ from turnwise.config.recipe import load
 from turnwise.config.schema import LOSS_MASKS, Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, without_cut_turns
 from turnwise.runs.collect import collect
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
@@ -319,3 +319,10 @@ def test_a_rollout_records_the_weights_too(model: Path, tmp_path: Path) -> None:
 def test_the_view_in_the_documentation_is_what_the_rules_give() -> None:
     script = Path(__file__).parents[2] / "scripts" / "mask_view.py"
     assert subprocess.run([sys.executable, str(script), "--check"], check=False).returncode == 0
+
+
+def test_only_a_limit_of_the_recipe_makes_a_cut_trajectory_overlong() -> None:
+    for stop, kept_weights in ((Stop.LENGTH, [0]), (Stop.CONTEXT, [0]), (Stop.DONE, [1])):
+        one = said("user", "assistant", turns=1)
+        one.turns[-1].finish_reason, one.stop = "length", stop  # DONE: an agent asked for few tokens, and then ended
+        assert kept(without_cut_turns(TURN_WEIGHTINGS["all"]), one) == kept_weights

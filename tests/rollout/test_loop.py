@@ -127,6 +127,26 @@ def test_a_prompt_that_leaves_no_room_is_the_rows_failure() -> None:
     )  # one token, and it is no stop token
 
 
+class Bounded(Says):
+    """An engine whose servers were started with a short context."""
+
+    context = 50
+
+
+def test_the_context_of_the_engine_ends_conversations_if_it_is_smaller_than_that_of_the_recipe() -> None:
+    for limits in (Limits(), Limits(context=4096)):
+        engine = Bounded("a", "bcdefg")
+        trajectory = hold(engine, FOREVER, limits=limits)
+        assert (trajectory.stop, trajectory.assistant_texts, trajectory.error) == (Stop.CONTEXT, ["a", "bcd"], None)
+        assert len(trajectory.segments[0]) == 50
+    shorter = hold(Bounded("a", "b"), FOREVER, limits=Limits(context=47))
+    assert (shorter.stop, len(shorter.segments[0])) == (Stop.CONTEXT, 23)
+    long = hold(Bounded("a"), SingleTurn, row=a_row("x" * 60))
+    assert long.error is not None
+    assert (long.error.kind, long.segments) == ("row", [])
+    assert "the prompt has 79 tokens and the engine's context is 50" in long.error.message
+
+
 class Waits:
     """An environment that takes its time in one place."""
 

@@ -63,6 +63,31 @@ def test_the_next_turn_has_no_more_tokens_than_the_change_says() -> None:
     assert trajectory.template_mismatch is None
 
 
+def test_an_environment_can_answer_a_turn_that_its_own_limit_cut() -> None:
+    replies = [changed(max_tokens=3, answers_cut=True), changed(max_tokens=3, answers_cut=True), Reply(done=True)]
+    trajectory = hold(Says("one", "second", "third"), lambda: changes(replies=replies))
+    assert (trajectory.stop, trajectory.error) == (Stop.DONE, None)
+    assert [(turn.text, turn.finish_reason) for turn in trajectory.turns] == [
+        ("one", "stop"), ("sec", "length"), ("thi", "length"),
+    ]  # fmt: skip
+    assert [text for turn, text in spoken(trajectory.segments[0]) if turn >= 0] == ["one<|im_end|>", "sec", "thi"]
+    assert trajectory.template_mismatch is None
+
+
+def test_a_limit_of_the_recipe_ends_the_conversation_whatever_the_environment_does() -> None:
+    for limits, stop in (
+        (Limits(tokens_per_turn=3), Stop.LENGTH),
+        (Limits(tokens=6), Stop.MAX_TOKENS),
+        (Limits(context=52), Stop.CONTEXT),
+    ):
+        replies = [changed(max_tokens=4, answers_cut=True), Reply(done=True)]
+        trajectory = hold(
+            Says("on", "second", "third"), lambda replies=replies: changes(replies=replies), limits=limits
+        )
+        assert (trajectory.stop, trajectory.turns[-1].finish_reason) == (stop, "length")
+        assert len(trajectory.turns) == 2
+
+
 def test_a_change_never_raises_a_limit() -> None:
     trajectory = hold(
         Says("one", "second"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import threading
@@ -252,6 +253,8 @@ def test_a_failed_update_leaves_the_old_weights(server: Running, tmp_path: Path)
         status, answer = server.ask("POST", f"/weights?version=11&lease={lease}", save(tensors), **octets)
         assert status == 422
         assert problem in answer["error"]
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
     file = tmp_path / "weights.safetensors"
     save_file({key: value * 2 for key, value in weights.items()}, file)
     requests: list[tuple[Any, str, dict[str, str], int]] = [
@@ -263,6 +266,14 @@ def test_a_failed_update_leaves_the_old_weights(server: Running, tmp_path: Path)
         (save(weights), f"/weights?version=x&lease={lease}", octets, 400),
         ({"version": 11, "lease": lease, "path": str(tmp_path / "missing")}, "/weights", {}, 422),
         ({"version": 11, "lease": lease, "path": str(tmp_path)}, "/weights", {}, 422),
+        # a pipe or a device would be read for ever, and every later update would wait for it
+        ({"version": 11, "lease": lease, "path": str(pipe)}, "/weights", {}, 422),
+        ({"version": 11, "lease": lease, "path": str(pipe), "checksum": "00000000"}, "/weights", {}, 422),
+        ({"version": 11, "lease": lease, "path": "/dev/zero"}, "/weights", {}, 422),
+        ({"version": 11, "lease": lease, "path": "/proc/self/fd/0"}, "/weights", {}, 422),
+        ({"version": 11, "lease": lease, "path": "a\0b"}, "/weights", {}, 422),
+        (save(weights), f"/weights?version=%C2%B2&lease={lease}", octets, 400),
+        (save(weights), f"/weights?version={'9' * 4301}&lease={lease}", octets, 400),
         ({"version": 11, "lease": lease, "path": str(file), "checksum": "00000000"}, "/weights", {}, 422),
         ({"version": 11, "lease": "other", "path": str(file)}, "/weights", {}, 409),
         ({"version": 11, "lease": lease, "path": str(file), "file": 1}, "/weights", {}, 400),

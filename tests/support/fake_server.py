@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ class FakeServer:
     version: int = 0
     label: str = "0"
     owner: str | None = None
+    claiming: asyncio.Event | None = None
+    """Set when the server has been claimed; the answer is not sent then."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     cancelled: int = 0
     events: list[str] = field(default_factory=list)
@@ -50,10 +53,18 @@ class FakeServer:
     bad: dict[str, Any] = field(default_factory=dict)
     """Fields of the events that are replaced."""
     status: int = 200
+    failing: float = 0.0
+    """For how many seconds from now on every route but the health check answers with `failing_status`; counts itself down."""
+    failing_status: int = 500
+    context: int = CONTEXT
+    fail_info: bool = False
     fail_load: bool = False
     hanging_loads: int = 0
     """How many of the next updates get no answer."""
     wrong_weights: bool = False
+    failures: int = 0
+    """How many requests were answered with `failing_status`."""
+    _failing_since: float = 0.0
     url: str = ""
     runner: web.AppRunner | None = None
     running: asyncio.Event = field(default_factory=asyncio.Event)
@@ -76,6 +87,13 @@ class FakeServer:
             self.runner = None
 
     def _refusal(self, request: web.Request) -> web.Response | None:
+        if self.failing and request.path != "/health":
+            if not self._failing_since:
+                self._failing_since = time.monotonic()
+            if time.monotonic() - self._failing_since < self.failing:
+                self.failures += 1
+                return web.json_response({"error": "bad gateway"}, status=self.failing_status)
+            self.failing = self._failing_since = 0.0
         if self.token is not None and request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"error": "Unauthorized"}, status=401)
         return None
@@ -136,12 +154,17 @@ class FakeServer:
         if (refusal := self._refusal(request)) is not None:
             return refusal
         body = await request.json()
+        if body["call"] == "info":
+            return web.json_response({"context": self.context}, status=404 if self.fail_info else 200)
         self.events.append(body["call"])
         match body["call"]:
             case "claim":
                 if self.owner not in (None, body["owner"]):
                     return web.json_response({"error": f"the server belongs to {self.owner}"}, status=409)
                 self.owner = body["owner"]
+                if self.claiming is not None:
+                    self.claiming.set()
+                    await asyncio.sleep(60)
             case "release":
                 self.owner = None if self.owner == body["owner"] else self.owner
             case "pause":
@@ -175,7 +198,8 @@ class FakeApi:
         pass
 
     async def info(self, server: HttpServer) -> ServerInfo:
-        return ServerInfo(vocab_size=VOCAB, context=CONTEXT, logprob_kind=LogprobKind.SAMPLED)
+        answer = await self._call(server, "info")
+        return ServerInfo(vocab_size=VOCAB, context=answer["context"], logprob_kind=LogprobKind.SAMPLED)
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         body = {

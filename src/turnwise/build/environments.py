@@ -9,7 +9,7 @@ from turnwise.build.references import named_callable
 from turnwise.build.tools import mcp_servers, refuse_unused_tool_options, tool, truncation
 from turnwise.build.trial import close_tried_environment
 from turnwise.config.schema import Config
-from turnwise.environments.environment import Environment, EnvironmentFactory
+from turnwise.environments.environment import Environment, EnvironmentFactory, MessageCheck
 from turnwise.environments.mcp.servers import McpServers
 from turnwise.environments.threaded_environment import ThreadedEnvironment
 from turnwise.environments.tools.tool import copy_containers
@@ -49,6 +49,16 @@ class UsesContext(Protocol):
         ...
 
 
+@runtime_checkable
+class ChecksMessages(Protocol):
+    """An `EnvironmentSource` whose environments refuse messages of others, such as the requests of agents, before the session
+    fails at them."""
+
+    def use_check(self, check: MessageCheck) -> None:
+        """Use this check in all environments that are made later."""
+        ...
+
+
 class Environments:
     """Makes the environment of each conversation. Holds shared resources, such as MCP servers, until `aclose`."""
 
@@ -64,6 +74,8 @@ class Environments:
         for resource in self._shared:
             if isinstance(resource, UsesContext):
                 context = resource.use_context(context)
+            if isinstance(resource, ChecksMessages):
+                resource.use_check(context.renderer.check_messages)
         return context
 
     async def aclose(self) -> None:

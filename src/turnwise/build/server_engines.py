@@ -63,6 +63,7 @@ def server_engine(
         files=_weight_store(options) if trained else None,
         version=version,
         patience=options.start_timeout,
+        context=config.limits.context or longest_context(config),
     )
 
 

@@ -89,6 +89,14 @@ class MediaProcessor:
         """The images and videos of these messages, in order (`media_parts`, with its errors)."""
         return media_parts(messages, self.placeholders)
 
+    def check(self, messages: Sequence[Message]) -> None:
+        """Raise TemplateError or DataError if an image or a video of these messages cannot be in a prompt."""
+        for part in self.parts(messages):
+            if part.kind not in self.placeholders.tokens:
+                raise TemplateError(f"a message contains {part.kind}s, and the model does not accept {part.kind}s")
+            if not part.literal:
+                self._cache.get(part)
+
     def clean_tool_message(self, message: Message) -> Message:
         """A tool's message that can be rendered. The output of a tool must never end a conversation.
 

@@ -196,6 +196,26 @@ class Renderer:
         base, own = self._boundary.find(roles, plan.base_turns, base_prior, last_token)
         return self._encoded(self.template.text_after_turn(planned, base, base_prior)[own:], planned, last_token)
 
+    def check_messages(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
+    ) -> None:
+        """Raise TemplateError or DataError for messages that can be in no prompt of this model, before anything is appended:
+        images for a text model, images that cannot be read, texts with the placeholder of an image, and with `opening` a
+        conversation that the template refuses as a whole. `arguments` are further arguments of the template.
+
+        Messages of tools that follow a turn are not checked: what is wrong with their images becomes their text.
+        """
+        renderer = self.for_arguments(arguments)
+        if opening:
+            renderer.render_text(renderer.template.planned_opening(messages, tools), tools, add_generation_prompt=True)
+            checked = messages
+        else:
+            checked = [message for message in messages if message["role"] != "tool"]
+        if self.vision is None:
+            refuse_media(checked, self.where)
+        else:
+            self.vision.check(checked)
+
     def to_template_message(self, turn: ParsedTurn) -> Message:
         """A sampled turn as the template receives it when the complete conversation is rendered."""
         return template_message(turn, self.profile.turn, self.profile.reasoning)

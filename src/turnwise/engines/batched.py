@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from turnwise.engines.engine import Engine
+from turnwise.engines.engine import Engine, longest_sequence
 from turnwise.types import Completion, Request
 from turnwise.user_code.deadlines import waiting_for_others
 
@@ -34,6 +34,10 @@ class Batched:
     @property
     def version(self) -> int:
         return self._engine.version
+
+    @property
+    def context(self) -> int | None:
+        return longest_sequence(self._engine)
 
     async def start(self) -> None:
         await self._engine.start()

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from turnwise.types import Completion, Request
 
-__all__ = ["Engine", "closing"]
+__all__ = ["Engine", "HasContext", "closing", "longest_sequence"]
 
 
 class Engine(Protocol):
@@ -51,6 +51,21 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Free all resources. A closed engine refuses to generate."""
         ...
+
+
+@runtime_checkable
+class HasContext(Protocol):
+    """An engine whose sequences have a longest length. Conversations end there, with the stop reason `context`."""
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a sequence, prompt and completion together, known after `start`; None if there is no limit."""
+        ...
+
+
+def longest_sequence(engine: Engine) -> int | None:
+    """The most tokens of a sequence that a started engine takes; None if it has no limit of its own."""
+    return engine.context if isinstance(engine, HasContext) else None
 
 
 @asynccontextmanager

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
-from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
+from turnwise.types import EnvironmentHandle, Message, Opening, Reply, Row, ToolSchema, Turn
 from turnwise.user_code.calls import leave_running, wait_for_left
 from turnwise.user_code.threaded_object import ThreadedObject
 
@@ -21,6 +21,7 @@ __all__ = [
     "EnvironmentFactory",
     "FinalReply",
     "FinalReward",
+    "MessageCheck",
     "ProvidesHandle",
     "SingleTurn",
     "environment",
@@ -113,6 +114,17 @@ class SingleTurn:
 
     async def close(self) -> None:
         pass
+
+
+class MessageCheck(Protocol):
+    """What an environment can ask about messages that it has not given to the model yet."""
+
+    def __call__(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
+    ) -> None:
+        """Raise TurnwiseError if the messages can be in no prompt of the model. `opening`: they begin a conversation, or replace
+        its history; otherwise they follow a turn of the model. `arguments` are those of the chat template."""
+        ...
 
 
 class GeneratorEnvironment:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from turnwise.errors import Failed, boundary
-from turnwise.types import Failure, Trajectory, Turn
+from turnwise.types import Failure, Stop, Trajectory, Turn
 
 __all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory", "was_cut", "without_cut_turns"]
 
@@ -74,8 +74,10 @@ def without_cut_turns(weigh_turns: TurnWeighting) -> TurnWeighting:
 
 
 def was_cut(trajectory: Trajectory) -> bool:
-    """Whether a limit on tokens cut the trajectory's last turn."""
-    return bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length"
+    """Whether a limit on tokens cut the trajectory's last turn. If the environment itself ended the trajectory (`Stop.DONE`), it
+    had asked for so few tokens (`SamplingChange.answers_cut`)."""
+    cut = bool(trajectory.turns) and trajectory.turns[-1].finish_reason == "length"
+    return cut and trajectory.stop is not Stop.DONE
 
 
 def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from turnwise.types import SamplingChange, Stop, Trajectory
 
@@ -22,11 +22,18 @@ class Limits:
     response_tokens: int | None = None
     """Tokens of a segment after the conversation's first prompt: turns of the model and messages of tools and users."""
     context: int | None = None
-    """All tokens of a segment: the prompt, turns of the model and messages of the environment."""
+    """All tokens of a segment: the prompt, turns of the model and messages of the environment. If the engine takes fewer tokens
+    (`HasContext`), its number applies."""
     seconds_per_turn: float | None = 120.0
     """Seconds for one turn of the model and the reply to it together; also for `Environment.begin`."""
     seconds: float | None = 600.0
     """Seconds for the conversation."""
+
+    def within(self, context: int | None) -> Limits:
+        """These limits for an engine that takes at most `context` tokens in a sequence; None: as many as there are."""
+        if context is None or (self.context is not None and self.context <= context):
+            return self
+        return replace(self, context=context)
 
     def stop_reason(self, trajectory: Trajectory, length: int, response: int = 0) -> Stop | None:
         """The limit that prevents a further turn, or None.

@@ -17,6 +17,7 @@ from hashlib import blake2b
 from typing import TypeVar
 
 from turnwise.engines.batched import Batched
+from turnwise.engines.engine import longest_sequence
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import ConversationContext, RolloutContext, Runner, TextContext
 from turnwise.rollout.conversation_session import ConversationSession
@@ -82,7 +83,8 @@ def _new_session(trajectory: Trajectory, context: ConversationContext) -> Conver
     """The session of a trajectory: of tokens with an engine, of messages only with an endpoint."""
     match context:
         case RolloutContext():
-            return Session(trajectory, context)
+            limits = context.limits.within(longest_sequence(context.engine))
+            return Session(trajectory, dataclasses.replace(context, limits=limits))
         case TextContext():
             return TextSession(trajectory, context)
         case _:

@@ -17,6 +17,7 @@ from typing import Any
 from turnwise.chat.media_parts import without_media
 from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.turn_messages import ParsedTurn
+from turnwise.engines.engine import longest_sequence
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.replies import annotate_turns, check_opening, presentable, turn_seed
@@ -119,11 +120,17 @@ class Session:
         length = len(self._history.segment) + len(prompt.token_ids)
         stop = limits.stop_reason(trajectory, length, self._response_tokens(length))
         if stop is Stop.CONTEXT and not trajectory.turns:
+            bound, fix = "limits.context", "raise limits.context"
+            if limits.context == longest_sequence(self._context.engine):
+                bound, fix = (
+                    "the engine's context",
+                    "raise the context of the engine's servers, if the model has a longer one",
+                )
             raise Failed(
                 Failure(
                     "row",
-                    f"the prompt has {length} tokens and limits.context is {limits.context}, so there is no room for an "
-                    f"answer: raise limits.context, or leave the row out",
+                    f"the prompt has {length} tokens and {bound} is {limits.context}, so there is no room for an answer: {fix}, "
+                    f"or leave the row out",
                 )
             )
         return stop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,8 +225,10 @@ class _Routes:
                 f"file; it is {content_type or 'missing'}",
             )
         version = request.query_params.get("version", "")
-        if not version.isdigit() or int(version) >= 1 << 31:
-            raise RequestRefused(400, f"version={version!r} must be a number, as in POST /weights?version=3&lease=...")
+        if not re.fullmatch("[0-9]{1,10}", version) or int(version) >= 1 << 31:
+            raise RequestRefused(
+                400, f"version={version!r:.80} must be a number, as in POST /weights?version=3&lease=..."
+            )
         await self._engine_loop.call(self._use(request.query_params.get("lease")))  # before gigabytes are received
         path = await self._receive(request)
         try:

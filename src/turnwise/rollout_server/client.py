@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import has_media
 from turnwise.engines.remote.engine import WriteAdapter
-from turnwise.engines.remote.http import HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.http import Failures, HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.context import RolloutContext, Runner
@@ -185,6 +185,7 @@ class RolloutClient:
 
     async def _stream(self, remaining: dict[str, Trajectory], sampling: Sampling) -> None:
         """Ask for conversations until the server has room, and fill them as they finish. Raises EngineError."""
+        failures = Failures()
         while remaining:
             trajectories = list(remaining.values())
             make = partial(
@@ -207,9 +208,13 @@ class RolloutClient:
                     fill_trajectory(trajectory, event, where=where, packed=packed, vision=self.options.vision)
                     del remaining[trajectory.id]
             except ServerFailed as error:
-                if error.status != 503:
+                if error.status == 503:  # the server has no room
+                    await asyncio.sleep(_BUSY_SECONDS)
+                    continue
+                pause = failures.pause(self._server.limits.failing) if error.may_pass else None
+                if pause is None:
                     raise
-                await asyncio.sleep(_BUSY_SECONDS)
+                await asyncio.sleep(pause)
                 continue
             if remaining:
                 raise ServerLost(f"{self.options.url}/rollouts ended without {len(remaining)} of the conversations")
@@ -244,7 +249,9 @@ class RolloutClient:
                 while True:
                     try:
                         return await self._server.get("/info")
-                    except ServerLost:
+                    except (ServerLost, ServerFailed) as error:
+                        if isinstance(error, ServerFailed) and not error.may_pass:
+                            raise
                         await asyncio.sleep(_BUSY_SECONDS)
         except TimeoutError:
             raise EngineError(

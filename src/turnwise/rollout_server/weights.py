@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import stat
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -176,6 +177,7 @@ def _read_tensors(path: Path, checksum: str | None) -> tuple[dict[str, Any], str
     from safetensors.torch import load_file  # torch
 
     try:
+        _refuse_special_file(path)
         if checksum is not None and (found := checksum_of(path)) != checksum:
             raise RequestRefused(
                 422,
@@ -189,6 +191,15 @@ def _read_tensors(path: Path, checksum: str | None) -> tuple[dict[str, Any], str
         ) from error
     _refuse_not_finite(tensors)
     return tensors, config
+
+
+def _refuse_special_file(path: Path) -> None:
+    """Raise RequestRefused for a pipe or a device, which would be read for ever. Raises OSError if there is nothing."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        raise RequestRefused(
+            422, f"{path} is no regular file ({stat.filemode(mode)}): give the path of a safetensors file"
+        )
 
 
 def _refuse_not_finite(tensors: Mapping[str, Any]) -> None:

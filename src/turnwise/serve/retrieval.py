@@ -23,6 +23,7 @@ from turnwise.serve.http import (
     json_body,
     listen,
     missing_library,
+    refuse_foreign_host,
     refuse_wrong_token,
     uvicorn_server,
 )
@@ -178,6 +179,8 @@ def _application(index: Index, token: str | None) -> Starlette:
 
     async def retrieve(request: Request) -> Response:
         try:
+            if token is None:
+                refuse_foreign_host(request, server=_NAME)
             refuse_wrong_token(request, token, hint=f"send the value of the server's variable {TOKEN}")
             queries, topk, scores = _read(await json_body(request, longest=_LONGEST_BODY))
         except RequestRefused as refused:

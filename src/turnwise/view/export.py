@@ -95,7 +95,7 @@ def _html(data: dict[str, Any]) -> str:
     # "<" is written as an escape: no text of a conversation can end the element
     inside = json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c")
     return page.replace(
-        '<script type="module" src="/static/app.js"></script>',
+        '<script type="module" src="static/app.js"></script>',
         f'<script type="application/json" id="export">{inside}</script>\n'
         '<script type="module">import "turnwise:app.js";</script>',
     )

@@ -23,13 +23,13 @@ LIBRARIES = {
 
 def import_map() -> str:
     """The import map, as the text between the tags."""
-    return json.dumps({"imports": {name: f"/static/{path}" for name, path in LIBRARIES.items()}})
+    return json.dumps({"imports": {name: f"./static/{path}" for name, path in LIBRARIES.items()}})
 
 
 def page() -> str:
     """The HTML of the page as the server sends it."""
     scripts = sorted(path for path in STATIC.rglob("*") if path.suffix in (".js", ".mjs"))
     # all scripts are asked for at once, not only when the script that imports them has arrived
-    links = (f'<link rel="modulepreload" href="/static/{path.relative_to(STATIC).as_posix()}">' for path in scripts)
+    links = (f'<link rel="modulepreload" href="static/{path.relative_to(STATIC).as_posix()}">' for path in scripts)
     text = (STATIC / "index.html").read_text(encoding="utf-8")
     return text.replace("{{import_map}}", import_map()).replace("{{preload}}", "\n".join(links))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ __all__ = ["FILES", "ViewedRun", "find_runs", "times"]
 
 FILES = {"train": "trajectories.jsonl", "eval": "eval_trajectories.jsonl"}
 """The files of conversations: those of the steps or of a rollout, and those of the evaluations on held-out rows."""
+_DIGEST = re.compile("[0-9a-f]{64}")
 _METRICS = {"train": "metrics.jsonl", "eval": "evaluations.jsonl"}
 
 
@@ -131,7 +133,8 @@ class ViewedRun:
     def image(self, name: str) -> Path | None:
         """The file of a recorded image by its sha256; None if there is none."""
         path = self.path / "media" / f"{name}.png"
-        return path if len(name) == 64 and name.isalnum() and path.is_file() else None
+        # a run may come from somebody else: a link in it leads to any file of this machine
+        return path if _DIGEST.fullmatch(name) and path.is_file() and not path.is_symlink() else None
 
     def timeline(self, step: int) -> dict[str, Any]:
         """What happened when in a training step, in Unix seconds: the times of its conversations (`conversations`), and the lines

@@ -1,8 +1,9 @@
 """Serves the viewer's page and its data to a browser on this machine.
 
 The server listens on 127.0.0.1. Every request needs the token of this server: the address that is printed contains it, and the
-page keeps it in a cookie. Texts of the model are sent as JSON and shown as text: the page runs no script but its own
-(Content-Security-Policy).
+page keeps it in a cookie. Browsers send a cookie to all ports of a machine, so the page has a path of its own that only this
+server names, and the cookie is for that path. Texts of the model are sent as JSON and shown as text: the page runs no script but
+its own (Content-Security-Policy).
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import RunError
-from turnwise.serve.http import bearer_token, equal_secrets, listen, missing_library, uvicorn_server
+from turnwise.serve.http import (
+    RequestRefused,
+    bearer_token,
+    equal_secrets,
+    listen,
+    missing_library,
+    refuse_foreign_host,
+    uvicorn_server,
+)
 from turnwise.view.evaluations import evaluations
 from turnwise.view.page import STATIC, import_map, page
 from turnwise.view.runs import FILES, ViewedRun
@@ -36,7 +45,8 @@ _SECONDS = 1.0  # between two looks at the files of the runs
 _SLICE = 0.1  # seconds for which one file is indexed before another one
 _QUIET = 0.05  # the index waits until no request was answered for this time,
 _PAUSE = 1.0  # but no longer than this
-
+_LONGEST_PATH = 1000  # characters
+_MOST_DIGITS = 15
 
 _NAME = "the viewer"
 
@@ -72,7 +82,7 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
     try:
         from starlette.applications import Starlette
         from starlette.responses import JSONResponse
-        from starlette.routing import Route
+        from starlette.routing import Mount, Route
     except ImportError:
         raise missing_library("starlette", server=_NAME, extra="view") from None
     answers = _Answers(runs)
@@ -93,23 +103,27 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
         yield
         watching.cancel()
 
-    app = Starlette(
-        lifespan=lifespan,
-        routes=[
-            Route("/", _page),
-            Route("/static/{path:path}", _static),
-            json_route("/api/runs", answers.runs),
-            json_route("/api/evaluations", answers.evaluations),
-            json_route("/api/runs/{run:int}/metrics/{kind}", answers.metrics),
-            json_route("/api/runs/{run:int}/columns/{kind}", answers.columns),
-            json_route("/api/runs/{run:int}/search/{kind}", answers.search),
-            json_route("/api/runs/{run:int}/conversations/{kind}/{number:int}", answers.conversation),
-            json_route("/api/runs/{run:int}/timeline/{step:int}", answers.timeline),
-            Route("/api/runs/{run:int}/media/{name}", answers.image),
-        ],
-    )
+    routes = [
+        Route("/", _page),
+        Route("/static/{path:path}", _static),
+        json_route("/api/runs", answers.runs),
+        json_route("/api/evaluations", answers.evaluations),
+        json_route("/api/runs/{run}/metrics/{kind}", answers.metrics),
+        json_route("/api/runs/{run}/columns/{kind}", answers.columns),
+        json_route("/api/runs/{run}/search/{kind}", answers.search),
+        json_route("/api/runs/{run}/conversations/{kind}/{number}", answers.conversation),
+        json_route("/api/runs/{run}/timeline/{step}", answers.timeline),
+        Route("/api/runs/{run}/media/{name}", answers.image),
+    ]
+    # without the path of the page for clients that send the token in a header
+    app = Starlette(lifespan=lifespan, routes=[Mount(_page_path(token), routes=routes), *routes])
     app.add_middleware(_guard(token))
     return app
+
+
+def _page_path(token: str) -> str:
+    """The path under which the page and its data are. It says nothing about the token."""
+    return f"/{hashlib.sha256(f'the path of the page: {token}'.encode()).hexdigest()[:32]}"
 
 
 async def _watch(runs: Sequence[ViewedRun], app: Starlette) -> None:
@@ -142,17 +156,22 @@ class _Answers:
         return self._run(request).metric_table(_kind(request))
 
     def columns(self, request: Request) -> Any:
-        stop = _whole_number(request, "stop") if "stop" in request.query_params else None
-        return self._run(request).indexes[_kind(request)].columns(_whole_number(request, "start"), stop)
+        given = request.query_params
+        start, stop = _whole_number("start", given.get("start", "0")), given.get("stop")
+        return (
+            self._run(request)
+            .indexes[_kind(request)]
+            .columns(start, None if stop is None else _whole_number("stop", stop))
+        )
 
     def search(self, request: Request) -> Any:
         return self._run(request).indexes[_kind(request)].search(request.query_params.get("query", "")[:1000])
 
     def conversation(self, request: Request) -> Any:
-        return self._run(request).conversation(_kind(request), request.path_params["number"])
+        return self._run(request).conversation(_kind(request), _path_number(request, "number"))
 
     def timeline(self, request: Request) -> Any:
-        return self._run(request).timeline(request.path_params["step"])
+        return self._run(request).timeline(_path_number(request, "step"))
 
     async def image(self, request: Request) -> Response:
         from starlette.responses import FileResponse, JSONResponse
@@ -166,7 +185,7 @@ class _Answers:
         return FileResponse(path, media_type="image/png", headers={"Cache-Control": "max-age=86400"})
 
     def _run(self, request: Request) -> ViewedRun:
-        number = request.path_params["run"]
+        number = _path_number(request, "run")
         if number >= len(self._runs):
             raise RunError(f"there is no run {number}; {len(self._runs)} runs are shown")
         return self._runs[number]
@@ -179,10 +198,13 @@ def _kind(request: Request) -> str:
     return kind
 
 
-def _whole_number(request: Request, name: str) -> int:
-    text = request.query_params.get(name, "0")
-    if not text.isascii() or not text.isdigit() or len(text) > 15:
-        raise RunError(f"{name} must be a number of 0 or more; it is {text[:40]!r}")
+def _path_number(request: Request, name: str) -> int:
+    return _whole_number(name, request.path_params[name])
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or len(text) > _MOST_DIGITS:
+        raise RunError(f"{name} must be a number of 0 or more with at most {_MOST_DIGITS} digits; it is {text[:40]!r}")
     return int(text)
 
 
@@ -195,8 +217,11 @@ async def _page(request: Request) -> Response:
 async def _static(request: Request) -> Response:
     from starlette.responses import FileResponse, PlainTextResponse
 
-    path = (STATIC / request.path_params["path"]).resolve()
-    if not path.is_relative_to(STATIC) or not path.is_file():
+    try:
+        path = (STATIC / request.path_params["path"]).resolve()
+        if not path.is_relative_to(STATIC) or not path.is_file():
+            raise ValueError("not a file of the page")
+    except (OSError, ValueError):  # also a name that is too long for the file system, or that has a NUL character
         return PlainTextResponse("not found", 404)
     return FileResponse(path, media_type=_media_type(path), headers={"Cache-Control": "no-cache"})
 
@@ -217,14 +242,11 @@ def _policy() -> str:
 
 
 def _guard(token: str) -> Any:
-    """Middleware that refuses requests without the token or for another host, and sets the headers of each answer.
-
-    The check of the host keeps out web pages that resolve their own name to 127.0.0.1 (DNS rebinding).
-    """
+    """Middleware that refuses requests without the token or for another host, and sets the headers of each answer."""
     from starlette.middleware.base import BaseHTTPMiddleware
     from starlette.responses import PlainTextResponse, RedirectResponse
 
-    policy = _policy()
+    policy, home = _policy(), _page_path(token)
 
     class Guard(BaseHTTPMiddleware):
         async def dispatch(self, request: Request, call_next: Any) -> Response:
@@ -236,17 +258,22 @@ def _guard(token: str) -> Any:
             return answer
 
         async def _answer(self, request: Request, call_next: Any) -> Response:
-            if request.url.hostname not in ("127.0.0.1", "localhost"):
-                return PlainTextResponse("the viewer answers requests for 127.0.0.1 only", 403)
-            if (given := request.query_params.get("token")) is not None and request.url.path == "/":
+            path: str = request.scope["path"]
+            try:
+                refuse_foreign_host(request, server=_NAME)
+            except RequestRefused as refused:
+                return PlainTextResponse(str(refused), refused.status)
+            if len(path) > _LONGEST_PATH or not path.isprintable():
+                return PlainTextResponse(
+                    f"the path of an address has at most {_LONGEST_PATH} characters, and no control characters", 400
+                )
+            if (given := request.query_params.get("token")) is not None and path in ("/", f"{home}/"):
                 if not equal_secrets(given, token):
                     return PlainTextResponse("the token is wrong; open the address that turnwise view printed", 401)
-                answer = RedirectResponse("/", 303)
-                # cookies do not know ports: two viewers on one machine must not overwrite each other's
-                name = f"{_COOKIE}_{request.url.port}"
-                answer.set_cookie(name, token, httponly=True, samesite="strict")
+                answer = RedirectResponse(f"{home}/", 303)
+                answer.set_cookie(_COOKIE, token, path=f"{home}/", httponly=True, samesite="strict")
                 return answer
-            held = request.cookies.get(f"{_COOKIE}_{request.url.port}", "")
+            held = request.cookies.get(_COOKIE, "")
             if not (equal_secrets(held, token) or equal_secrets(bearer_token(request), token)):
                 return PlainTextResponse("the token is missing; open the address that turnwise view printed", 401)
             return await call_next(request)

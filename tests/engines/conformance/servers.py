@@ -19,6 +19,7 @@ import pytest
 from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_of
 from turnwise import build
 from turnwise.config.schema import Config
+from turnwise.engines.remote import guard
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.probe import Probe
 from turnwise.models.lora import save_adapter
@@ -126,7 +127,7 @@ class Server(Subject):
     def kill(self) -> None:
         """Kill the server, and leave it to the engine to notice."""
         assert self.process.pid is not None
-        os.killpg(self.process.pid, signal.SIGKILL)
+        guard.kill_group(self.process.pid)  # not Python's resource tracker, which removes the server's shared memory
 
 
 def _group(pid: int) -> int | None:

@@ -27,7 +27,7 @@ from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.deadlines import conversation, deadline
 
-LIMITS = HttpLimits(connect=2, answer=5, idle=0.5, retries=0)
+LIMITS = HttpLimits(connect=2, answer=5, idle=0.5, retries=0, failing=0)
 WEIGHTS = {"weight": torch.ones(3)}
 
 
@@ -50,7 +50,8 @@ def expected(last: int, count: int, version: int = 0) -> list[int]:
 
 @asynccontextmanager
 async def engine_on(servers: list[FakeServer], *, files: Path | None = None, token: str | None = None, **options: Any):
-    limits = replace(LIMITS, answer=options.pop("answer", LIMITS.answer))
+    own = {name: options.pop(name) for name in ("answer", "failing") if name in options}
+    limits = replace(LIMITS, **own)
     replicas = [
         Replica(HttpServer(server.url, token=token, limits=limits), health_path="/health") for server in servers
     ]
@@ -160,6 +161,117 @@ def test_a_server_that_fails_at_a_long_prompt_fails_that_request_only() -> None:
             await engine.generate(request([4]))
 
     run(main())
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_server_that_fails_for_a_while_and_is_healthy_gets_all_requests_again(status: int, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path, failing=10) as engine:
+            server.failing, server.failing_status = 0.3, status  # while it is claimed
+            await engine.start()
+            server.failing = 0.3
+            completions = await asyncio.gather(*(engine.generate(request([4], conversation=str(n))) for n in range(3)))
+            assert [list(completion.token_ids) for completion in completions] == [expected(4, 8)] * 3
+            server.failing = 0.3
+            await engine.load_weights(1, WEIGHTS)
+            assert (engine.version, server.version) == (1, 1)
+            server.failing = 0.3
+            await engine.update(2, None, Probe(prompt=[1], tokens=2, logprobs=lambda _: [-0.6] * 2, tolerance=1e-4))
+            assert server.failures >= 6
+
+    run(main())
+
+
+def test_a_server_that_fails_for_too_long_fails_its_requests_with_the_time() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], failing=0.4) as engine:
+            await engine.start()
+            server.failing, server.failing_status = 60.0, 502
+            with pytest.raises(EngineError, match=r"failed with status 502: bad gateway \(sent 2 times in \d+ s\)"):
+                await engine.generate(request([4]))
+
+    run(main())
+
+
+def test_a_request_at_which_a_server_fails_that_serves_others_is_given_up() -> None:
+    """The server has failed at this request only: it is not repeated until the time is over."""
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], failing=3600) as engine:
+            await engine.start()
+            server.bad = {"error": {"message": "illegal memory access"}}
+            task = asyncio.create_task(engine.generate(request([4])))
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            server.bad = {}
+            others = iter(range(1000))
+            while not task.done():
+                server.bad = {}
+                await engine.generate(request([9], conversation=f"other {next(others)}"))
+                server.bad = {"error": {"message": "illegal memory access"}}
+                await asyncio.sleep(0.6)
+            with pytest.raises(EngineError, match=r"illegal memory access \(sent 3 times"):
+                await task
+
+    run(main())
+
+
+def test_a_retry_does_not_count_for_the_time_limit_of_a_turn() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], failing=10) as engine:
+            await engine.start()
+            server.failing = 1.0
+            with conversation("c"):
+                async with deadline(1.0):
+                    assert len((await engine.generate(request([4]))).token_ids) == 8
+
+    run(main())
+
+
+def test_a_trainer_that_fails_before_its_server_is_ready_leaves_it_to_the_next_trainer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,):
+            server.fail_info = True
+            async with engine_on([server], files=tmp_path) as first:
+                with pytest.raises(EngineError, match="status 404"):
+                    await first.start()
+                assert server.owner == "a"
+            assert server.owner is None
+            server.fail_info = False
+            async with engine_on([server], files=tmp_path, owner="b") as second:
+                await second.start()
+
+    run(main())
+
+
+def test_a_trainer_that_is_stopped_while_it_claims_a_server_leaves_it_to_the_next_trainer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,):
+            async with engine_on([server], files=tmp_path) as first:
+                server.claiming = asyncio.Event()
+                start = asyncio.create_task(first.start())
+                await server.claiming.wait()  # the server has the request, and has not answered it
+                start.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await start
+                server.claiming = None
+            assert server.owner is None
+
+    run(main())
+
+
+def test_an_engine_takes_the_context_of_its_servers(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], context=50) as engine:
+            server.context = 20
+            assert engine.context is None
+            await engine.start()
+            assert engine.context == 20
+            assert len((await engine.generate(request([1] * 15, max_tokens=30))).token_ids) == 5
+
+    run(main())
+    (line,) = caplog.messages
+    assert "takes 20 tokens, and conversations of this recipe may have 50" in line
 
 
 def test_a_prompt_that_cannot_be_served_is_refused_before_it_is_sent() -> None:

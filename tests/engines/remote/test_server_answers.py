@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,8 @@ def engine_on(replies: Replies) -> RemoteEngine:
     )
     engine = build.engine(config, build.renderer(config), None)
     assert isinstance(engine, RemoteEngine)
+    for replica in engine._replicas.all:
+        replica.server.limits = replace(replica.server.limits, failing=0)
     return engine
 
 

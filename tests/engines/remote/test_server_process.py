@@ -96,6 +96,49 @@ def test_a_server_that_dies_takes_its_workers_along_and_can_be_started_again(tmp
     asyncio.run(main())
 
 
+# a server with a worker that has shared memory, whose removal Python leaves to its resource tracker
+SHARING = """
+import os, signal, subprocess, sys, time, http.server
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=1 << 20)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+open(sys.argv[2] + ".part", "w").write(f"{os.getpid()} {child.pid} {memory._name.lstrip('/')}")
+os.rename(sys.argv[2] + ".part", sys.argv[2])
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing is cleaned up by the server itself
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="the test looks at Linux's shared memory")
+@pytest.mark.parametrize("way", ["stop", "kill", "stopped group", "server is killed", "trainer is killed"])
+def test_the_shared_memory_of_a_server_is_removed_however_it_ends(tmp_path: Path, way: str) -> None:
+    own, _ = process(tmp_path, SHARING)
+    own.start()
+    wait_for(lambda: (tmp_path / "pids").exists())
+    first, second, name = (tmp_path / "pids").read_text().split()
+    memory = Path("/dev/shm") / name
+    assert memory.stat().st_size == 1 << 20
+    assert own.pid is not None
+    match way:
+        case "stop":
+            asyncio.run(own.stop())
+        case "kill":
+            own.kill()
+        case "stopped group":  # a server that hangs
+            os.killpg(own.pid, signal.SIGSTOP)
+            own.kill()
+        case "server is killed":
+            os.kill(int(first), signal.SIGKILL)
+        case "trainer is killed":
+            assert own._process is not None
+            assert own._process.stdin is not None
+            own._process.stdin.close()
+    wait_for(lambda: not any(alive(int(pid)) for pid in (first, second)) and not own.running, seconds=60.0)
+    own.kill()
+    own.wait_for_end()
+    assert not memory.exists()
+
+
 def test_a_server_that_ends_at_its_start_is_reported_with_its_log(tmp_path: Path) -> None:
     own, port = process(tmp_path, "import sys; print('no such model: x'); sys.exit(3)")
     server = HttpServer(f"http://127.0.0.1:{port}")

@@ -14,6 +14,7 @@ from support.conversations import CUE, RENDERER, Says, a_row, call, hold_all, sp
 from support.templates import THINKS
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
+from turnwise.rollout.limits import Limits
 from turnwise.types import Trajectory
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
@@ -83,6 +84,73 @@ def test_chat_completions_become_turns_with_tokens_and_log_probabilities() -> No
     assert (first.model, first.choices[0].message.content, first.choices[0].finish_reason) == ("any", "Yo.", "stop")
     assert (first.usage.prompt_tokens, first.usage.completion_tokens) == (21, 4)
     assert second.usage.prompt_tokens == 21 + 4 + len(RENDERER.encode(more))
+
+
+def test_an_answer_that_the_clients_limit_cuts_is_given_to_it_and_the_conversation_goes_on() -> None:
+    seen: list[Any] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, messages = openai_client(base_url, api_key), list(row.messages)
+        cut = client.chat.completions.create(model="m", messages=messages, max_tokens=4).choices[0]
+        seen.append((cut.message.content, cut.finish_reason))
+        messages += [cut.message, {"role": "user", "content": "More"}]
+        whole = client.chat.completions.create(model="m", messages=messages).choices[0]
+        seen.append((whole.message.content, whole.finish_reason))
+        stream = client.chat.completions.create(model="m", messages=messages, max_completion_tokens=2, stream=True)
+        seen.append([chunk.choices[0].finish_reason for chunk in stream][-1])
+
+    trajectory = led(Says("abcdefgh", "whole", "xyz"), agent)
+    assert seen == [("abcd", "length"), ("whole", "stop"), "length"]
+    assert trajectory.stop == "done"
+    assert [turn.finish_reason for turn in trajectory.turns] == ["length", "stop", "length"]
+    # the end of the turn is written as context: the model has not sampled it
+    assert spoken(trajectory.segments[0])[:4] == [
+        (-1, USER.format("Hi") + CUE),
+        (0, "abcd"),
+        (-1, f"<|im_end|>\n{USER.format('More')}{CUE}"),
+        (1, "whole<|im_end|>"),
+    ]
+    assert trajectory.template_mismatch is None
+
+
+def test_the_other_apis_say_that_an_answer_was_cut() -> None:
+    seen: list[Any] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        openai_ = openai_client(base_url, api_key)
+        response = openai_.responses.create(model="m", input="Hi", max_output_tokens=4)
+        seen.append((response.status, response.incomplete_details.reason, response.output_text))  # type: ignore[union-attr]
+        with openai_.responses.stream(model="m", input="Ho", max_output_tokens=4) as stream:
+            seen.append(list(stream)[-1].type)
+        message = anthropic_client(base_url, api_key).messages.create(
+            model="m", max_tokens=4, messages=[{"role": "user", "content": "Hu"}]
+        )
+        seen.append((message.stop_reason, message.content[0].text))  # type: ignore[union-attr]
+
+    led(Says("abcdefgh", "abcdefgh", "abcdefgh"), agent)
+    assert seen == [
+        ("incomplete", "max_output_tokens", "abcd"),
+        "response.incomplete",
+        ("max_tokens", "abcd"),
+    ]
+
+
+def test_an_answer_that_a_limit_of_the_recipe_cuts_ends_the_conversation() -> None:
+    seen: list[int] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        for most in (4, 100):
+            try:
+                openai_client(base_url, api_key).chat.completions.create(
+                    model="m", messages=list(row.messages), max_tokens=most
+                )
+                seen.append(200)
+            except openai.APIStatusError as error:
+                seen.append(error.status_code)
+
+    trajectory = led(Says("abcdefgh", "abcdefgh"), agent, limits=Limits(tokens_per_turn=6))
+    assert (seen, trajectory.stop) == ([200, 410], "length")
+    assert [turn.text for turn in trajectory.turns] == ["abcd", "abcdef"]
 
 
 def test_tool_calls_go_to_the_client_and_its_results_come_back() -> None:

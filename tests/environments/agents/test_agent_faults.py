@@ -17,12 +17,18 @@ import openai
 import pytest
 from test_agent_clients import held, held_all, led, openai_client
 
-from support.conversations import Says, a_row, hold
+from support import byte_tokenizer
+from support.conversations import RENDERER, Says, a_row, hold
+from turnwise import build
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
 from turnwise.environments.agents import AgentFunction, Program
 from turnwise.environments.agents.proxy import ProxyLease
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.rollout.limits import Limits
+from turnwise.rollout.rollout import new_group, rollout_group
+from turnwise.runs.sampling_only import conversation_context, prepare
 from turnwise.types import Trajectory
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
@@ -114,6 +120,136 @@ def test_what_is_not_supported_is_refused_with_its_name_and_the_conversation_goe
     status, answer = asked(body, path=path)
     assert status == 400
     assert why in answer["error"]["message"]
+
+
+PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": PIXEL}}, {"type": "text", "text": "?"}]}
+
+
+def test_an_image_for_a_text_model_is_refused_and_the_conversation_goes_on() -> None:
+    """In the first request, behind an answer, and in another history."""
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        bad = {**CHAT, "messages": [IMAGE]}
+        seen.append(post(base_url, api_key, bad))
+        status, answer = post(base_url, api_key, CHAT)
+        assert status == 200
+        history = [*CHAT["messages"], answer["choices"][0]["message"]]
+        seen.append(post(base_url, api_key, {**CHAT, "messages": [*history, IMAGE]}))
+        seen.append(post(base_url, api_key, bad))
+        more = {**CHAT, "messages": [*history, {"role": "user", "content": "More"}]}
+        assert post(base_url, api_key, more)[0] == 200
+
+    make = AgentFunction(function=agent)
+    make.use_check(RENDERER.check_messages)
+    trajectory = held(Says("a", "b"), make)
+    assert trajectory.error is None, trajectory.error
+    assert trajectory.assistant_texts == ["a", "b"]
+    assert len(trajectory.segments) == 1
+    assert [status for status, _ in seen] == [400] * 3
+    for _, body in seen:
+        assert "does not accept images" in body["error"]["message"]
+        assert body["error"]["param"] == "messages"
+
+
+def test_messages_that_the_template_refuses_are_the_requests_error() -> None:
+    strict = byte_tokenizer()
+    refusal = "{% if 'secret' in messages[-1].content %}{{ raise_exception('no secrets here') }}{% endif %}"
+    strict.chat_template = refusal + strict.chat_template
+    renderer = Renderer(strict)
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        seen.append(post(base_url, api_key, {**CHAT, "messages": [{"role": "user", "content": "a secret"}]}))
+        assert post(base_url, api_key, CHAT)[0] == 200
+
+    make = AgentFunction(function=agent)
+    make.use_check(renderer.check_messages)
+    assert held(Says("a"), make).error is None
+    ((status, body),) = seen
+    assert (status, "no secrets here" in body["error"]["message"]) == (400, True)
+
+
+def test_the_recipe_gives_agents_the_check_of_its_model(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "import json, urllib.error, urllib.request\n"
+        "def lead(row, base_url, api_key):\n"
+        "    def ask(content):\n"
+        "        body = json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': content}]}).encode()\n"
+        "        headers = {'Authorization': f'Bearer {api_key}'}\n"
+        "        request = urllib.request.Request(f'{base_url}/chat/completions', body, headers)\n"
+        "        try:\n"
+        "            return urllib.request.urlopen(request).status\n"
+        "        except urllib.error.HTTPError as error:\n"
+        "            return error.code\n"
+        f"    first = ask([{{'type': 'image_url', 'image_url': {{'url': {PIXEL!r}}}}}])\n"
+        "    return {'reward': 1.0, 'statuses': [first, ask('Hi')]}\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Hi"}\n')
+    (tmp_path / "script.jsonl").write_text('["Yo."]\n')
+    recipe = {
+        "model": {"path": str(model)},
+        "data": {"train": str(tmp_path / "rows.jsonl")},
+        "engine": {"name": "scripted", "script": str(tmp_path / "script.jsonl")},
+        "environment": {
+            "use": "turnwise.environments.agents:AgentFunction",
+            "arguments": {"function": f"{tmp_path}/agent.py:lead"},
+        },
+    }
+    config = Config.model_validate(recipe)
+
+    async def run() -> Trajectory:
+        run = prepare(config, build.sampling(config))
+        async with conversation_context(run) as context:
+            group = new_group(build.rows(config, held_out=False, limit=None)[0], size=1, seed=0)
+            return (await rollout_group(group, context)).trajectories[0]
+
+    trajectory = asyncio.run(run())
+    assert trajectory.error is None, trajectory.error
+    assert trajectory.turns[0].info["agent"]["result"]["statuses"] == [400, 200]
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/responses", "/messages"])
+def test_half_of_a_surrogate_pair_is_refused_and_the_conversation_goes_on(path: str) -> None:
+    for text in (b'"\\ud83d"', b'"a\\udc00b"', b'"\xed\xa0\xbd"'):
+        content = b'{"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": ' + text + b"}]}"
+        body = content.replace(b'"messages"', b'"input"') if path == "/responses" else content
+        status, answer = asked(body, path=path)
+        assert (status, "half of a surrogate pair" in answer["error"]["message"]) == (400, True)
+    emoji = b'{"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "\\ud83d\\ude00"}]}'
+    assert b"input" in emoji.replace(b'"messages"', b'"input"')
+    seen: list[int] = []
+    led(Says("a"), lambda row, base_url, api_key: seen.append(post(base_url, api_key, emoji)[0]) or None)
+    assert seen == [200]
+
+
+def test_rewards_that_no_float_can_hold_are_refused_and_nothing_is_lost() -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        assert post(base_url, api_key, CHAT)[0] == 200
+        for reward in (
+            "9" * 400,
+            "-" + "9" * 400,
+            "9" * 5000,
+            "1e400",
+            "NaN",
+            "Infinity",
+            '"1"',
+            "true",
+            "null",
+            "[1]",
+        ):
+            seen.append(post(base_url, api_key, b'{"reward": ' + reward.encode() + b"}", path="/reward"))
+        assert post(base_url, api_key, {"reward": 1.5e308}, path="/reward")[0] == 200
+        seen.append(post(base_url, api_key, {"reward": 1.5e308}, path="/reward"))  # the sum is infinite
+        assert post(base_url, api_key, {"reward": -1.5e308}, path="/reward")[0] == 200
+        assert post(base_url, api_key, {"reward": 2}, path="/reward")[0] == 200
+
+    assert led(Says("a"), agent).turns[0].reward == 2.0
+    assert [status for status, _ in seen] == [400] * 11
+    assert "`reward` must be a finite number" in seen[0][1]["error"]["message"]
 
 
 def test_arguments_that_are_no_object_and_an_unknown_response() -> None:

@@ -96,6 +96,11 @@ class LocalEngine:
         return self._core.version
 
     @property
+    def context(self) -> int:
+        """The most tokens of a conversation."""
+        return self._limits.context
+
+    @property
     def stats(self) -> Stats:
         """Counters since the engine was created."""
         self._core.stats.evictions = self._core.cache.evictions

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from turnwise.engines.remote.checks import check_part
-from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost
+from turnwise.engines.remote.http import Failures, HttpServer, ServerFailed, ServerLost
 from turnwise.engines.remote.partial import JoinedCompletion
 from turnwise.engines.remote.probe import Probe, ProbeAnswer, ProbePrompt, check_answer
 from turnwise.engines.remote.replicas import Replica, Replicas
@@ -28,9 +30,13 @@ __all__ = ["RemoteEngine", "WriteAdapter"]
 
 _MAX_LOSSES = 3
 """How often a request may lose its server without a new token in between. A prompt that kills each server must not go on."""
+_MAX_FAILURES = 3
+"""How often a request is sent to a server that fails at it and serves other requests meanwhile."""
 _MAX_ABORTS = 50
 """How often a server may abort a request without a new token in between."""
 
+_RELEASING = 10.0  # seconds to release a server at the end
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -42,7 +48,8 @@ class RemoteEngine:
     """An `Engine` on one or several servers of one kind.
 
     `files` keeps the weights for the servers; None for an engine whose weights never change. `decode` turns token ids into
-    text, for stop texts. `version` is the version of the weights that the servers have after their start.
+    text, for stop texts. `version` is the version of the weights that the servers have after their start. `context` is the number
+    of tokens that a conversation of the recipe may have, None if it is not known: fewer at the servers are reported.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class RemoteEngine:
         files: WeightStore | None = None,
         version: int = 0,
         patience: float = 60.0,
+        context: int | None = None,
     ) -> None:
         self.version = version
         self.info: ServerInfo | None = None
@@ -71,11 +79,17 @@ class RemoteEngine:
         self.deviation: float | None = None
         """The largest difference of log-probabilities between servers and trainer in the last probe."""
         self._closed = False
+        self._context = context
 
     @property
     def servers(self) -> Sequence[str]:
         """The addresses of the servers."""
         return [replica.server.url for replica in self._replicas.all]
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a sequence that the servers take; None before the start."""
+        return None if self.info is None else self.info.context
 
     async def start(self) -> None:
         """Start the servers and wait until they are ready. `generate` does so if it was not called. Raises EngineError."""
@@ -85,6 +99,7 @@ class RemoteEngine:
         """See `Engine.generate`. A request whose server is lost goes on at another server, after the tokens that are known."""
         joined: JoinedCompletion | None = None
         losses = aborts = 0
+        failures = Failures()
         while True:
             replica = await self._ready_replica(request.conversation)
             joined = joined or JoinedCompletion(request, self._max_tokens(request))
@@ -92,21 +107,25 @@ class RemoteEngine:
             try:
                 await self._sample(replica, joined)
             except (ServerLost, ServerFailed) as error:
+                progress = len(joined.token_ids) > known
                 if isinstance(error, ServerFailed) and await replica.server.healthy(replica.health_path):
-                    raise
-                losses = 1 if len(joined.token_ids) > known else losses + 1
-                if losses >= _MAX_LOSSES:
-                    raise EngineError(
-                        f"the request lost its server {losses} times without a new token: {error}"
-                    ) from error
-                self._replicas.lose(replica)
-            if joined.versions and joined.versions[-1] > self.version:
+                    failures = Failures() if progress else failures
+                    await self._wait_after(failures, replica, error)
+                    self._replicas.release(request.conversation)  # another server may be better
+                else:
+                    losses = 1 if progress else losses + 1
+                    if losses >= _MAX_LOSSES:
+                        raise EngineError(
+                            f"the request lost its server {losses} times without a new token: {error}"
+                        ) from error
+                    self._replicas.lose(replica)
+            if joined.versions and max(joined.versions) > self.version:
                 with waiting_for_others():
                     await self._open.wait()  # an update is not decided yet
                 joined.drop_versions_above(self.version)
             joined.close_if_complete(self._decode)
             if joined.finish is not None:
-                replica.failed_starts = 0
+                replica.failed_starts, replica.served = 0, time.monotonic()
                 assert self.info is not None
                 return joined.completion(self.info.logprob_kind)
             aborts = 0 if len(joined.token_ids) > known else aborts + 1
@@ -114,6 +133,36 @@ class RemoteEngine:
                 raise EngineError(f"{replica.name} aborted a request {aborts} times without sampling a token")
             if aborts:
                 await asyncio.sleep(0.1)
+
+    async def _wait_after(self, failures: Failures, replica: Replica, error: ServerFailed) -> None:
+        """Wait until a request may be sent again at which a healthy server has failed. The pause does not count for the time
+        limits of the conversation.
+
+        Raises EngineError if the server has failed for too long, or fails at this request and serves others.
+        """
+        if not error.may_pass:
+            raise error
+        pause = failures.pause(replica.server.limits.failing)
+        if pause is None or (failures.count >= _MAX_FAILURES and replica.served > failures.first):
+            raise EngineError(f"{error}{failures.text}") from error
+        if failures.count == 1:
+            _log.warning("%s; requests are sent again for %g s", error, replica.server.limits.failing)
+        with waiting_for_others():
+            await asyncio.sleep(pause)
+
+    async def _repeated(self, replica: Replica, call: Callable[[], Awaitable[T]]) -> T:
+        """The result of a call of a server, which is repeated if the server fails and stays healthy. Raises EngineError."""
+        failures = Failures()
+        while True:
+            try:
+                return await call()
+            except ServerFailed as error:
+                if not (error.may_pass and await replica.server.healthy(replica.health_path)):
+                    raise
+                pause = failures.pause(replica.server.limits.failing)
+                if pause is None:
+                    raise
+                await asyncio.sleep(pause)
 
     async def _ready_replica(self, conversation: str) -> Replica:
         """The server of a conversation, after an update that is going on.
@@ -173,16 +222,23 @@ class RemoteEngine:
     async def close(self) -> None:
         self._closed = True
         self._open.set()
+        await self._replicas.stop_restoring()
         for replica in self._replicas.all:
-            if replica.ready and replica.process is None and self._files is not None:  # `_prepare` has claimed it
-                try:
-                    await self._api.release(replica.server)
-                except EngineError as error:
-                    _log.warning("%s", error)
+            if replica.claimed and replica.process is None:  # also if it did not become ready
+                await self._release(replica)
         self._api.close()
         await self._replicas.close()
         if self._files is not None:
             self._files.close()
+
+    async def _release(self, replica: Replica) -> None:
+        """Give up the right to change a server's weights, for the next trainer."""
+        try:
+            async with asyncio.timeout(_RELEASING):
+                await self._api.release(replica.server)
+        except (EngineError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {_RELEASING:g} s"
+            _log.warning("%s was not released: %s", replica.name, reason)
 
     # one request
 
@@ -287,9 +343,13 @@ class RemoteEngine:
             self._files.discard(previous)
 
     async def _load(self, replica: Replica, update: WeightUpdate) -> None:
-        await self._api.pause(replica.server)
-        await self._api.load(replica.server, update)
-        await self._api.resume(replica.server)
+        async def load() -> None:
+            await self._api.pause(replica.server)
+            await self._api.load(replica.server, update)
+            await self._api.resume(replica.server)
+
+        # a broadcast is not repeated: the server's workers may still wait for the first one
+        await (self._repeated(replica, load) if update.tensors is None else load())
         replica.server.note_progress()
 
     async def _compare(self, probe: Probe | None, version: int) -> None:
@@ -307,12 +367,7 @@ class RemoteEngine:
         )
         answers: list[ProbeAnswer] = []
         for replica in self._replicas.all:
-            joined = JoinedCompletion(request, count)
-            joined.next_request()
-            async with aclosing(self._api.sample(replica.server, request, version)) as parts:
-                async for part in parts:
-                    check_part(replica.name, part, vocab_size=self.info.vocab_size, room=joined.room)
-                    joined.add(part, version)
+            joined = await self._repeated(replica, partial(self._sample_probe, replica, request, version))
             answers.append(
                 ProbeAnswer(
                     server=replica.name,
@@ -322,6 +377,17 @@ class RemoteEngine:
                 )
             )
         return answers
+
+    async def _sample_probe(self, replica: Replica, request: Request, version: int) -> JoinedCompletion:
+        """What a server samples for one request, without a second one."""
+        assert self.info is not None
+        joined = JoinedCompletion(request, request.sampling.max_tokens)
+        joined.next_request()
+        async with aclosing(self._api.sample(replica.server, request, version)) as parts:
+            async for part in parts:
+                check_part(replica.name, part, vocab_size=self.info.vocab_size, room=joined.room)
+                joined.add(part, version)
+        return joined
 
     async def _give_back(self, replica: Replica) -> None:
         """The present weights for a server whose update has failed or was rejected. Its running requests start again."""
@@ -337,9 +403,12 @@ class RemoteEngine:
 
     async def _prepare(self, replica: Replica) -> None:
         """Give a server that was started or found again the present weights, and ask it what it serves."""
+        await self._repeated(replica, partial(self._prepare_once, replica))
+
+    async def _prepare_once(self, replica: Replica) -> None:
         if self._files is not None:
             await self._api.identify(replica.server)
-            await self._api.claim(replica.server)
+            await self._claim(replica)
             if replica.process is None:  # a trainer that was killed during an update has left it paused
                 await self._api.resume(replica.server)
         info = await self._api.info(replica.server)
@@ -348,6 +417,15 @@ class RemoteEngine:
                 f"{replica.name} serves another model than the other servers, or with other options: {info} instead of "
                 f"{self.info}. All servers of engine.url must be equal"
             )
+        if self.info is None and self._context is not None and info.context < self._context:
+            _log.warning(
+                "%s takes %d tokens, and conversations of this recipe may have %d (limits.context, or what the model allows): "
+                "conversations end at %d tokens (stop: context). Start the server with a longer context to avoid this",
+                replica.name,
+                info.context,
+                self._context,
+                info.context,
+            )
         self.info = info
         if self._files is not None:
             if self._current is not None:
@@ -355,13 +433,26 @@ class RemoteEngine:
             else:
                 await self._api.label(replica.server, self.version)
 
+    async def _claim(self, replica: Replica) -> None:
+        """Become the owner of a server's weights."""
+        replica.claimed = True  # at once: a request without an answer may have reached the server
+        try:
+            await self._api.claim(replica.server)
+        except ServerLost:
+            raise
+        except EngineError:
+            replica.claimed = False
+            raise
+
     async def _on_all(self, call: Callable[[HttpServer], Awaitable[None]]) -> None:
-        await asyncio.gather(*(call(replica.server) for replica in self._replicas.all))
+        await asyncio.gather(
+            *(self._repeated(replica, partial(call, replica.server)) for replica in self._replicas.all)
+        )
 
     async def _on_all_unless_lost(self, call: Callable[[HttpServer], Awaitable[None]]) -> None:
         async def on(replica: Replica) -> None:
             try:
-                await call(replica.server)
+                await self._repeated(replica, partial(call, replica.server))
             except ServerLost:
                 self._replicas.lose(replica)
 

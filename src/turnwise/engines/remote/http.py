@@ -20,11 +20,14 @@ from turnwise.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["HttpLimits", "HttpServer", "ServerFailed", "ServerLost", "ServerRefused"]
+__all__ = ["Failures", "HttpLimits", "HttpServer", "ServerFailed", "ServerLost", "ServerRefused"]
 
 _MAX_ANSWER = 256 << 20  # bytes of an answer, or of an event of a stream
 _QUOTED = 500  # characters of a server's error that an error message quotes
-_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long
+_PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long, up to _LONGEST_PAUSE
+_LONGEST_PAUSE = 5.0
+_UNAVAILABLE = (502, 503, 504)
+"""The server, or a gateway in front of it, takes no requests now."""
 _IDLE_CONNECTION = 2.0  # seconds after which an unused connection is not used again
 
 
@@ -41,11 +44,17 @@ class ServerRefused(EngineError):
 
 
 class ServerFailed(EngineError):
-    """A server failed at a request (status 5xx, or an error in a stream), and still answers other requests."""
+    """A server failed at a request (status 5xx, or an error in a stream), and still answers other requests. `status` is below 500
+    for an answer that has another form than it should."""
 
     def __init__(self, message: str, status: int = 500) -> None:
         super().__init__(message)
         self.status = status
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status >= 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +69,41 @@ class HttpLimits:
     """Without any event in any stream of the server, while a stream is open."""
     retries: int = 3
     """How often a JSON request is repeated that got no connection. A request that reached the server is not repeated."""
+    failing: float = 30.0
+    """For how long requests are repeated that a server answers with a failure of its own (status 5xx), while it is healthy."""
+
+
+class Failures:
+    """Failures of a server at one request, one after the other: whether and when the request is sent again.
+
+    Example: the pauses of a server that fails for 6 seconds are 0.5, 1, 2 and 4 seconds.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first = 0.0
+        """When the server failed first, by `time.monotonic`."""
+        self._pauses = retry_pauses()
+
+    def pause(self, seconds: float) -> float | None:
+        """Note a failure. The pause before the next attempt; None if the server has failed for `seconds`."""
+        now = time.monotonic()
+        self.first = now if self.count == 0 else self.first
+        self.count += 1
+        return next(self._pauses) if now - self.first < seconds else None
+
+    @property
+    def text(self) -> str:
+        """The end of an error message."""
+        return f" (sent {self.count} times in {time.monotonic() - self.first:.0f} s)" if self.count > 1 else ""
+
+
+def retry_pauses() -> Iterator[float]:
+    """The seconds before each retry: 0.5, 1, 2, 4, 5, 5 ..."""
+    pause = _PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 class HttpServer:
@@ -145,7 +189,7 @@ class HttpServer:
                     *lines, rest = buffer.split(b"\n")
                     buffer = bytearray(rest)
                 if len(buffer) > _MAX_ANSWER:
-                    raise ServerFailed(f"{self.url}{path} sent an event of more than {_MAX_ANSWER >> 20} MB")
+                    raise ServerFailed(f"{self.url}{path} sent an event of more than {_MAX_ANSWER >> 20} MB", 200)
                 for line in lines:
                     if not line.startswith(b"data:"):
                         continue
@@ -210,9 +254,13 @@ class HttpServer:
         except (ValueError, RecursionError):
             event = None
         if not isinstance(event, dict):
-            raise ServerFailed(f"{self.url}{path} must send JSON objects; it sent {bytes(payload[:_QUOTED])!r}")
+            raise ServerFailed(f"{self.url}{path} must send JSON objects; it sent {bytes(payload[:_QUOTED])!r}", 200)
         if "error" in event:
-            raise ServerFailed(f"{self.url}{path} failed: {_error_text(event['error'])}")
+            error = event["error"]
+            status = error.get("code") if isinstance(error, dict) else None
+            if isinstance(status, int) and 400 <= status < 500:
+                raise ServerRefused(f"{self.url}{path} refused the request: {_error_text(error)}", status)
+            raise ServerFailed(f"{self.url}{path} failed: {_error_text(error)}")
         return event
 
     async def _request(
@@ -226,8 +274,8 @@ class HttpServer:
         parse: bool = True,
     ) -> Any:
         limit = self.limits.answer if timeout is None else timeout
-        pause = _PAUSE
-        for attempt in range(self.limits.retries + 1):
+        pauses, attempt, failures = retry_pauses(), 0, Failures()
+        while True:
             try:
                 async with asyncio.timeout(limit), self._opened(method, path, body, query) as response:
                     content = await response.content.read(_MAX_ANSWER + 1)
@@ -239,15 +287,19 @@ class HttpServer:
             except _NotConnected:
                 if attempt == self.limits.retries:
                     raise
+                attempt += 1
+                await asyncio.sleep(next(pauses))
+            except ServerFailed as error:
+                pause = failures.pause(self.limits.failing) if error.status in _UNAVAILABLE else None
+                if pause is None:
+                    raise
                 await asyncio.sleep(pause)
-                pause *= 2
-        raise AssertionError("unreachable")
 
     def _answer(self, path: str, status: int, content: bytes, *, parse: bool) -> Any:
         text = content[: _MAX_ANSWER + 1].decode("utf-8", errors="replace")
         self._check_status(path, status, text)
         if len(content) > _MAX_ANSWER:
-            raise ServerFailed(f"{self.url}{path} returned more than {_MAX_ANSWER >> 20} MB")
+            raise ServerFailed(f"{self.url}{path} returned more than {_MAX_ANSWER >> 20} MB", 200)
         if not parse:
             return text
         if not text.strip():
@@ -255,7 +307,7 @@ class HttpServer:
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise ServerFailed(f"{self.url}{path} must return JSON; it returned {text[:_QUOTED]!r}") from None
+            raise ServerFailed(f"{self.url}{path} must return JSON; it returned {text[:_QUOTED]!r}", 200) from None
 
     def _check_status(self, path: str, status: int, text: str) -> None:
         if status >= 500:

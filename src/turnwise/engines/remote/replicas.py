@@ -37,6 +37,10 @@ class Replica:
     """Whether it serves the engine's present weights. False before the start and after a loss."""
     running: int = 0
     """Requests that it is serving."""
+    served: float = 0.0
+    """When it last finished a request, by `time.monotonic`."""
+    claimed: bool = False
+    """Whether this engine may own the server's weights: it has asked for them, and was not refused."""
     failed_starts: int = 0
     """Starts since the last finished request."""
     checked: float = 0.0
@@ -134,14 +138,18 @@ class Replicas:
             await self._prepare(replica)
             replica.ready = True
 
-    async def close(self) -> None:
-        """Close the connections, and end the processes that turnwise started."""
-        for replica in self.all:
-            replica.ready = False
+    async def stop_restoring(self) -> None:
+        """Restore no server in the background any more."""
         restoring = list(self._restoring)
         for task in restoring:
             task.cancel()
         await asyncio.gather(*restoring, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Close the connections, and end the processes that turnwise started."""
+        for replica in self.all:
+            replica.ready = False
+        await self.stop_restoring()
         await asyncio.gather(*(replica.server.close() for replica in self.all))
         await asyncio.gather(*(replica.process.stop() for replica in self.all if replica.process is not None))
 
@@ -202,6 +210,8 @@ class Replicas:
                 )
             if process.starts:
                 _log.warning("%s is restarted", replica.name)
+            process.kill()  # what is left of the last start
+            await asyncio.to_thread(process.wait_for_end)  # its port and its memory are free then
             process.start()
         await process.wait_until(lambda: replica.server.healthy(replica.health_path))
 

@@ -12,10 +12,10 @@ import logging
 import os
 import re
 import secrets
-import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,6 +91,8 @@ class ServerProcess:
         """How often the process was started."""
         self._process: subprocess.Popen[bytes] | None = None
         self._started = 0.0
+        self._ending: threading.Thread | None = None
+        """Waits for the end of the processes of the last start; None before the first end."""
 
     @property
     def running(self) -> bool:
@@ -108,6 +110,7 @@ class ServerProcess:
         Raises EngineError if the program cannot be run.
         """
         self.kill()
+        self.wait_for_end()
         command = self.command
         program = command.arguments[0]
         if not (os.path.isfile(program) and os.access(program, os.X_OK)):
@@ -169,27 +172,38 @@ class ServerProcess:
         quoted = "".join(["Errors in its log:", *(f"\n  {error}" for error in errors), "\n"]) if errors else ""
         return "".join([f"{hint}. {quoted}The end of its log {self.command.log}:", *(f"\n  {line}" for line in end)])
 
-    async def stop(self, grace: float = guard.GRACE + 2.0) -> None:
+    async def stop(self, grace: float = guard.GRACE + 5.0) -> None:
         """End the process group: SIGTERM, and SIGKILL after 10 seconds. Returns when it has ended."""
-        if self._process is None:
-            return
-        _close_pipe(self._process)  # the guard ends the group
-        deadline = time.monotonic() + grace
-        try:
-            while self.running and time.monotonic() < deadline:
-                await asyncio.sleep(0.05)
-        finally:  # also if this call is cancelled
-            self.kill()
+        if self._process is not None:
+            _close_pipe(self._process)  # the guard ends the group
+            deadline = time.monotonic() + grace
+            try:
+                while self.running and time.monotonic() < deadline:
+                    await asyncio.sleep(0.05)
+            finally:  # also if this call is cancelled
+                self.kill()
+        await asyncio.to_thread(self.wait_for_end)
 
     def kill(self) -> None:
-        """End the process group at once."""
+        """Kill the process group at once. `wait_for_end` waits for its end, and so does the next start."""
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        guard.kill_group(process.pid)
         _close_pipe(process)
-        process.wait()
+        self._ending = threading.Thread(target=_end, args=(process,), name=f"end of {self.command.name}")
+        self._ending.start()  # no daemon: this program ends after it
+
+    def wait_for_end(self) -> None:
+        """Wait until the processes of an earlier start have ended, and their shared memory is removed."""
+        if self._ending is not None:
+            self._ending.join()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the group of a guard, and wait for the guard: until then its id belongs to no other process."""
+    guard.end_group(process.pid)
+    process.wait()
 
 
 def _errors(lines: Sequence[str], end: str) -> list[str]:

@@ -141,8 +141,7 @@ class SglangApi:
                 self._abort(server, rid)
 
     async def claim(self, server: HttpServer) -> None:
-        parts = (await self._label(server)).rsplit(":", 2)
-        name, claimed = (parts[0].rpartition("#")[0] or parts[0], parts[1]) if len(parts) == 3 else ("", "")
+        name, claimed = await self._labelled(server)
         remaining = _LEASE - (time.time() - int(claimed)) if claimed.isdigit() else 0.0
         if name != self._owner.name and remaining > 0:
             raise EngineError(
@@ -151,7 +150,9 @@ class SglangApi:
             )
 
     async def release(self, server: HttpServer) -> None:
-        await self._set_label(server, "released")
+        name, _ = await self._labelled(server)
+        if name == self._owner.name:  # else another trainer has the server now
+            await self._set_label(server, "released")
 
     async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
         await server.post("/pause_generation", {"mode": "abort" if abort else self._pause_mode})
@@ -229,6 +230,8 @@ class SglangApi:
                 return "length"
             case {"type": "abort"} if not reason.get("status_code"):
                 return "aborted"
+            case {"type": "abort", "status_code": int(status)} if 400 <= status < 500:
+                raise ServerRefused(f"{server.url} refused the request: {reason.get('message') or reason}", status)
             case _:
                 raise ServerFailed(f"{server.url} ended a request with finish_reason={reason}")
 
@@ -326,10 +329,13 @@ class SglangApi:
         if previous is not None:
             await server.post("/unload_lora_adapter", {"lora_name": previous})
 
-    async def _label(self, server: HttpServer) -> str:
+    async def _labelled(self, server: HttpServer) -> tuple[str, str]:
+        """The name of the owner of the server's weights and the time of its last update, from their label; empty without an
+        owner."""
         answer = await server.get("/model_info")
         with expected_form(server.url, self.name):
-            return str(answer["weight_version"])
+            parts = str(answer["weight_version"]).rsplit(":", 2)
+        return (parts[0].rpartition("#")[0] or parts[0], parts[1]) if len(parts) == 3 else ("", "")
 
     async def _set_label(self, server: HttpServer, label: str) -> None:
         await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})

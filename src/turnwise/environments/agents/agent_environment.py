@@ -10,11 +10,11 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from turnwise.environments.agents.chat_request import AgentAnswer, answer_message
+from turnwise.environments.agents.chat_request import AgentAnswer, Refused, answer_message
 from turnwise.environments.agents.continuation import (
     Continuation,
     LiveHistories,
@@ -25,8 +25,9 @@ from turnwise.environments.agents.continuation import (
 from turnwise.environments.agents.conversation import AgentConversation, AgentRequest
 from turnwise.environments.agents.parameters import log_forced
 from turnwise.environments.agents.proxy import Proxy
+from turnwise.environments.environment import MessageCheck
 from turnwise.errors import Failed, TurnwiseError, boundary
-from turnwise.types import Message, Opening, Reply, Row, Turn
+from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import own_context, spawn
 
 __all__ = ["Agent", "AgentConnection", "AgentEnvironment", "AgentError", "AgentResult"]
@@ -78,11 +79,19 @@ class AgentEnvironment:
     """One conversation of an agent.
 
     If a limit of the recipe ends the conversation, the agent has `seconds_to_finish` to end by itself. Its next request is
-    refused with the status 410.
+    refused with the status 410. A request that `check` refuses is answered with the status 400, and the conversation goes on.
     """
 
-    def __init__(self, agent: Agent, proxy: Callable[[], Proxy], *, seconds_to_finish: float) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        proxy: Callable[[], Proxy],
+        *,
+        seconds_to_finish: float,
+        check: MessageCheck | None = None,
+    ) -> None:
         self._agent = agent
+        self._check = check
         self._start_proxy = proxy
         self._seconds_to_finish = seconds_to_finish
         self._run: _AgentRun | None = None
@@ -91,6 +100,8 @@ class AgentEnvironment:
     async def begin(self, row: Row) -> Opening:
         run = self._run = _AgentRun(self._agent, row, self._start_proxy())
         pending = await run.next_request()
+        while pending is not None and run.refuses(pending, self._check, pending.messages, opening=True):
+            pending = await run.next_request()
         if pending is None:
             run.result()  # raises the agent's exception, if there was one
             raise ValueError(
@@ -109,13 +120,15 @@ class AgentEnvironment:
         run = self._run
         assert run is not None, "step before begin"
         answered = run.answer(turn)
-        pending = await run.next_request()
-        reward = run.conversation.take_reward()
-        if pending is None:
-            result = run.result()
-            info = _info({**answered.info, **result.info})
-            return Reply(done=True, reward=reward + result.reward, info=info, metrics=answered.metrics(None))
-        return _reply(answered, pending, turn, reward, self._histories)
+        while (pending := await run.next_request()) is not None:
+            found, earlier = _relation(answered, pending, turn, self._histories)
+            first = found.new if earlier is None else earlier.first_new
+            if not run.refuses(pending, self._check, pending.messages[first:], opening=not first):
+                reward = run.conversation.take_reward()
+                return _reply(answered, pending, turn, reward, found, earlier, self._histories)
+        reward, result = run.conversation.take_reward(), run.result()
+        info = _info({**answered.info, **result.info})
+        return Reply(done=True, reward=reward + result.reward, info=info, metrics=answered.metrics(None))
 
     async def final_reward(self) -> float:
         """The rewards that the agent reported, and its result if it ends in time."""
@@ -155,13 +168,14 @@ class _Answered:
         }
 
 
-def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float, histories: LiveHistories) -> Reply:
-    """The reply that leads from the answered request to the next one."""
+def _relation(
+    answered: _Answered, pending: AgentRequest, turn: Turn, histories: LiveHistories
+) -> tuple[Continuation, EarlierHistory | None]:
+    """How a request continues the conversation, and the earlier history that it returns to."""
     before, request = answered.pending.request, pending.request
     same_tools = list(request.tools) == list(before.tools)
     same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
-    held = [*before.conversation, answered.message]
-    found = continuation(held, request.conversation, turn.text)
+    found = continuation([*before.conversation, answered.message], request.conversation, turn.text)
     if not (same_tools and same_arguments) and found.relation is not Relation.FORKED:
         # the session renders the history again, because the tools and the arguments of the template decide about the prompt
         reason = "the arguments of the chat template differ" if same_tools else "the tools differ"
@@ -171,7 +185,24 @@ def _reply(answered: _Answered, pending: AgentRequest, turn: Turn, reward: float
         earlier = histories.find(request.conversation, request.tools, request.chat_template_kwargs)
     if earlier is not None:
         found = replace(found, relation=Relation.RETURNED, reason=f"it continues the history {earlier.index}")
+    return found, earlier
+
+
+def _reply(
+    answered: _Answered,
+    pending: AgentRequest,
+    turn: Turn,
+    reward: float,
+    found: Continuation,
+    earlier: EarlierHistory | None,
+    histories: LiveHistories,
+) -> Reply:
+    """The reply that leads from the answered request to the next one."""
+    before, request = answered.pending.request, pending.request
+    same_tools = list(request.tools) == list(before.tools)
+    same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
     if not found.new:
+        held = [*before.conversation, answered.message]
         asked = LiveHistory(held, before.tools, before.chat_template_kwargs, turn.text)
         histories.replace(asked, None if earlier is None else earlier.index)
     info = {**answered.info, **({} if found.relation is Relation.EXTENDED else _recorded(found))}
@@ -205,6 +236,7 @@ class _AgentRun:
         self.conversation = AgentConversation(text)
         self.last_turn: Turn | None = None
         """The last turn that the agent received."""
+        self._row = row
         self._proxy = proxy
         self._pending: AgentRequest | None = None
         connection = AgentConnection(url=proxy.url, key=self.conversation.key)
@@ -229,6 +261,21 @@ class _AgentRun:
         log_forced(self._pending.request.forced)
         return self._pending
 
+    def refuses(
+        self, pending: AgentRequest, check: MessageCheck | None, messages: Sequence[Message], *, opening: bool
+    ) -> bool:
+        """Whether a request was answered with an error, because the model cannot receive these messages of it."""
+        if check is None:
+            return False
+        try:
+            with boundary("tokens"):
+                arguments = {**self._row.chat_template_kwargs, **pending.request.chat_template_kwargs}
+                check(messages, pending.request.tools, opening=opening, arguments=arguments)
+        except Failed as failed:
+            self.conversation.refuse(pending, Refused(400, failed.failure.message, parameter="messages"))
+            return True
+        return False
+
     async def until_abandoned(self) -> None:
         """Wait for the end of the present request. Raises ConnectionError if the client is gone."""
         assert self._pending is not None
@@ -249,6 +296,7 @@ class _AgentRun:
             message=message,
             prompt_tokens=turn.prompt_tokens,
             completion_tokens=0 if turn.completion is None else len(turn.completion.token_ids),
+            cut=turn.finish_reason == "length",
         )
         self.conversation.answer(pending, answer)
         return _Answered(pending=pending, message=message)

@@ -8,7 +8,7 @@ from typing import Any
 
 from turnwise.environments.agents.agent_environment import AgentConnection, AgentEnvironment, AgentResult
 from turnwise.environments.agents.proxy import ProxyLease
-from turnwise.environments.environment import Environment
+from turnwise.environments.environment import Environment, MessageCheck
 from turnwise.errors import ConfigError
 from turnwise.types import Row
 
@@ -26,10 +26,15 @@ class AgentSource:
             raise ConfigError(f"seconds_to_finish={seconds_to_finish!r} must be at least 0")
         self._seconds_to_finish = seconds_to_finish
         self._lease = ProxyLease()
+        self._check: MessageCheck | None = None
 
     def __call__(self) -> AgentEnvironment:
         """The environment of one conversation."""
-        return AgentEnvironment(self, self._lease.proxy, seconds_to_finish=self._seconds_to_finish)
+        return AgentEnvironment(self, self._lease.proxy, seconds_to_finish=self._seconds_to_finish, check=self._check)
+
+    def use_check(self, check: MessageCheck) -> None:
+        """Refuse requests whose messages the model cannot receive, with the status 400."""
+        self._check = check
 
     def tools(self) -> Sequence[Any]:
         """None: an agent offers its tools in its requests."""

@@ -99,6 +99,8 @@ def _head(answer: AgentAnswer) -> dict[str, Any]:
 
 
 def _stop_reason(answer: AgentAnswer) -> str:
+    if answer.cut:
+        return "max_tokens"
     return "tool_use" if answer.calls else "end_turn"
 
 

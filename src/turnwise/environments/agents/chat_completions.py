@@ -115,6 +115,8 @@ def _head(answer: AgentAnswer, kind: str) -> dict[str, Any]:
 
 
 def _finish(answer: AgentAnswer) -> str:
+    if answer.cut:
+        return "length"
     return "tool_calls" if answer.calls else "stop"
 
 

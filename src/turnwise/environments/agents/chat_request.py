@@ -80,6 +80,8 @@ class AgentAnswer:
     """The assistant message as the client receives it: `content`, and `tool_calls` and `reasoning_content` if there are any."""
     prompt_tokens: int
     completion_tokens: int
+    cut: bool = False
+    """Whether the client's own limit on tokens has cut the turn."""
 
     @property
     def text(self) -> str:

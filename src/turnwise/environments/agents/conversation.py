@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import math
 import secrets
 from collections.abc import Sequence
@@ -96,14 +97,29 @@ class AgentConversation:
 
     async def report_reward(self, reward: object) -> None:
         """Take a reward from the agent, also after the last answer. Raises Refused if it is not a finite number."""
-        if not isinstance(reward, int | float) or isinstance(reward, bool) or not math.isfinite(reward):
-            raise Refused(400, f"`reward` must be a finite number; it is {reward!r:.80}", parameter="reward")
-        self._reported += reward
+        value = math.nan
+        if isinstance(reward, int | float) and not isinstance(reward, bool):
+            with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
+                value = float(reward)
+        if not math.isfinite(self._reported + value):
+            raise Refused(
+                400,
+                f"`reward` must be a finite number, also together with the rewards before it; it is {reward!r:.80}",
+                parameter="reward",
+            )
+        self._reported += value
 
     def take_reward(self) -> float:
         """The rewards that the agent has reported since the last call."""
         reward, self._reported = self._reported, 0.0
         return reward
+
+    def refuse(self, pending: AgentRequest, refused: Refused) -> None:
+        """Answer a request with an error. The agent may send another one."""
+        self._current = None
+        if not pending.answer.done():
+            pending.answer.set_exception(refused)
+            pending.answer.exception()  # the client may be gone: the exception counts as seen
 
     def end(self, reason: str) -> None:
         """Answer no further requests. Requests that are waiting are refused with this reason."""

@@ -117,7 +117,8 @@ def sampling_change(body: Mapping[str, Any], *, max_tokens: Collection[str], sto
         raise Refused(400, f"{stop}={texts!r:.80} must be a list of texts that are not empty", parameter=stop)
     if texts and len(texts) > _MOST_STOP_TEXTS:
         raise Refused(400, f"{stop} has {len(texts)} texts; at most {_MOST_STOP_TEXTS} are allowed", parameter=stop)
-    return SamplingChange(max_tokens=min(most, default=None), stop=texts or None)
+    # a client that asks for few tokens expects the beginning of an answer
+    return SamplingChange(max_tokens=min(most, default=None), stop=texts or None, answers_cut=True)
 
 
 def log_forced(forced: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from turnwise.environments.agents.conversation import AgentConversation
 from turnwise.environments.agents.responses import Responses
 from turnwise.environments.threaded_environment import ThreadLoop
 from turnwise.errors import Failed, boundary
+from turnwise.json_yaml import lone_surrogate
 from turnwise.serve.http import RequestRefused, bearer_token, json_body, listen, missing_library, uvicorn_server
 
 if TYPE_CHECKING:
@@ -253,6 +254,12 @@ async def _body(request: Request) -> dict[str, Any]:
         raise Refused(refused.status, str(refused)) from None
     if not isinstance(value, dict):
         raise Refused(400, f"the body of the request must be a JSON object; it is a {type(value).__name__}")
+    if (text := lone_surrogate(value)) is not None:
+        raise Refused(
+            400,
+            f"the text {text[:60]!r} contains half of a surrogate pair, which is no character: send the complete character, or "
+            f"remove it",
+        )
     return value
 
 

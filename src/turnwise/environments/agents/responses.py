@@ -69,7 +69,7 @@ class Responses:
 
     def answer(self, request: ChatRequest, answer: AgentAnswer) -> dict[str, Any]:
         """The body of an answer."""
-        return _response(request, answer, "completed", _output(answer))
+        return _response(request, answer, _status(answer), _output(answer))
 
     def events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str | None, Any]]:
         """The events of a stream: name and data."""
@@ -97,7 +97,11 @@ class Responses:
             else:
                 yield from _text_events(item, {**at, "content_index": 0})
             yield "response.output_item.done", {"output_index": index, "item": item}
-        yield "response.completed", {"response": self.answer(request, answer)}
+        yield f"response.{_status(answer)}", {"response": self.answer(request, answer)}
+
+
+def _status(answer: AgentAnswer) -> str:
+    return "incomplete" if answer.cut else "completed"
 
 
 def _text_events(item: Mapping[str, Any], at: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -125,7 +129,7 @@ def _output(answer: AgentAnswer) -> list[dict[str, Any]]:
                 "type": "message",
                 "id": f"msg_{answer.id}",
                 "role": "assistant",
-                "status": "completed",
+                "status": _status(answer),
                 "content": [part],
             }
         )
@@ -137,7 +141,7 @@ def _output(answer: AgentAnswer) -> list[dict[str, Any]]:
                 "call_id": call["id"],
                 "name": call["function"]["name"],
                 "arguments": call["function"]["arguments"],
-                "status": "completed",
+                "status": _status(answer),
             }
         )
     return items
@@ -146,14 +150,14 @@ def _output(answer: AgentAnswer) -> list[dict[str, Any]]:
 def _response(
     request: ChatRequest, answer: AgentAnswer, status: str, output: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    done = status == "completed"
+    done = status != "in_progress"
     return {
         "id": f"resp_{answer.id}",
         "object": "response",
         "created_at": answer.created,
         "status": status,
         "error": None,
-        "incomplete_details": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": request.instructions["content"] if request.instructions else None,
         "metadata": {},
         "model": answer.model,
