@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from support.tiny import save_model, save_rows
 from turnwise.chat.renderer import Renderer
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
-from turnwise.doctor.preflight import preflight
+from turnwise.doctor.preflight import preflight, unread_columns
 from turnwise.errors import TemplateError
 from turnwise.runs.collect import collect
 from turnwise.train import assemble
+from turnwise.types import Row
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 CALCULATOR = "tools=[turnwise.environments.calculator:calculator]"
@@ -101,3 +103,38 @@ def test_tool_turns_are_checked_only_if_there_are_tools(models: dict[str, Path],
     without, with_tools = (recipe(tmp_path, models["grows"], *more) for more in ((), (CALCULATOR,)))
     assert [one.partition(":")[0] for one in preflight(without, renderer)] == ["user turns"]
     assert [one.partition(":")[0] for one in preflight(with_tools, renderer)] == ["tool turns", "user turns"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "tools", "fields", "told"),
+    [
+        (
+            "SingleTurn",
+            True,
+            {"agent_name": "single_turn_agent"},
+            "'single_turn_agent': .* all conversations have the tools of",
+        ),
+        ("SingleTurn", True, {"agent_name": "tool_agent"}, None),
+        ("SingleTurn", True, {"agent_name": "my_agent"}, "2 rows with agent_name='my_agent'"),
+        ("SingleTurn", False, {"agent_name": "my_agent"}, "have one turn without tools"),
+        ("SingleTurn", False, {"agent_name": "single_turn_agent"}, None),
+        (
+            "SingleTurn",
+            False,
+            {"extra_info": {"interaction_kwargs": {"name": "gsm8k"}}},
+            "2 rows with interaction_kwargs",
+        ),
+        ("SingleTurn", False, {"interaction_kwargs": {"name": "gsm8k"}}, "no interaction answers the model"),
+        ("SingleTurn", False, {"interaction_kwargs": {"name": None}, "agent_name": None}, None),  # as in parquet
+        ("elsewhere", False, {"agent_name": "my_agent", "interaction_kwargs": {"name": "x"}}, None),
+    ],
+)
+def test_columns_of_verl_that_nothing_reads_are_noted(
+    environment: str, tools: bool, fields: dict[str, Any], told: str | None
+) -> None:
+    use = "my.module:elsewhere" if environment == "elsewhere" else f"turnwise.environments.environment:{environment}"
+    tree = {"model": {"path": "m"}, "data": {"train": "r.jsonl"}, "environment": use, "tools": ["a:b"] if tools else []}
+    rows = [Row(id=str(n), messages=[{"role": "user", "content": "Hi"}], fields=fields) for n in range(2)]
+    notes = unread_columns(Config.model_validate(tree), rows)
+    assert len(notes) == (told is not None)
+    assert told is None or re.search(told, notes[0])

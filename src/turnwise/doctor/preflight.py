@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.template_arguments import argument_text, refuse_unread_arguments
@@ -12,8 +14,12 @@ from turnwise.doctor.template import continuing, stops_note, thinking
 from turnwise.errors import DataError, TemplateError
 from turnwise.types import Row
 
-__all__ = ["argument_sets", "preflight", "preflight_rows"]
+__all__ = ["argument_sets", "preflight", "preflight_rows", "unread_columns"]
 
+_READ_NO_COLUMN = (
+    "turnwise.environments.environment:SingleTurn",
+    "turnwise.environments.users:ScriptedUser",
+)
 _CHECKED_SETS = 16
 """Sets of template arguments in the rows for which all checks are made. Of further ones only the names are checked."""
 
@@ -67,6 +73,39 @@ def preflight_rows(config: Config, renderer: Renderer, rows: Sequence[Row], *, t
         named = f"{count:,} row{'s' if count > 1 else ''} with chat_template_kwargs={text}"
         notes += [f"{named}: {note}" for note in found if note not in known]
     return notes
+
+
+def unread_columns(config: Config, rows: Sequence[Row]) -> list[str]:
+    """Notes on columns by which verl chooses who leads a conversation, and which the recipe's environment does not read.
+
+    Only for the environments of turnwise that read no column; an environment of a user may read any.
+    """
+    if config.environment.use not in _READ_NO_COLUMN:
+        return []
+    tools = bool(config.tools) or config.mcp.servers is not None
+    agents = Counter(str(row.fields["agent_name"]) for row in rows if row.fields.get("agent_name") is not None)
+    honoured = "tool_agent" if tools else "single_turn_agent"
+    fix = "environment.use=turnwise.compat.verl:Conversations reads the column"
+    notes = [
+        f"{count:,} row{'s' if count > 1 else ''} with agent_name={name!r}: the environment does not read this column, and all "
+        f"conversations have {'the tools of the recipe' if tools else 'one turn without tools'}. {fix}, or remove it"
+        for name, count in agents.items()
+        if name != honoured and (tools or name != "tool_agent")
+    ]
+    if count := sum(bool(_interaction_kwargs(row)) for row in rows):
+        notes.append(
+            f"{count:,} row{'s' if count > 1 else ''} with interaction_kwargs: the environment does not read them, and no "
+            f"interaction answers the model. {fix} (arguments.interactions is verl's file), or remove it"
+        )
+    return notes
+
+
+def _interaction_kwargs(row: Row) -> Mapping[str, Any]:
+    """verl's keywords for the interaction, in `extra_info` or as a column, without nulls."""
+    info = row.fields.get("extra_info")
+    found = info.get("interaction_kwargs") if isinstance(info, Mapping) else None
+    found = row.fields.get("interaction_kwargs") if found is None else found
+    return {name: value for name, value in found.items() if value is not None} if isinstance(found, Mapping) else {}
 
 
 def argument_sets(rows: Sequence[Row]) -> Mapping[str, tuple[Row, int]]:

@@ -10,7 +10,7 @@ from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config
-from turnwise.doctor.preflight import preflight, preflight_rows
+from turnwise.doctor.preflight import preflight, preflight_rows, unread_columns
 from turnwise.runs.resuming import OpenedRun, open_run
 from turnwise.types import Row
 
@@ -49,6 +49,7 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
     tools_in_rows = kind == "sft" and any(row.fields.get("tools") for row in [*rows, *held_out])
     notes = preflight(config, renderer, tools=tools_in_rows)
     notes += preflight_rows(config, renderer, [*rows, *held_out], tools=tools_in_rows)
+    notes += unread_columns(config, rows) if kind == "train" else []
     rows, dropped = build.drop_long_prompts(config, rows, renderer)
     held_out, held_out_dropped = build.drop_long_prompts(config, held_out, renderer)
     notes += [*dropped, *(f"held-out rows: {note}" for note in held_out_dropped)]

@@ -14,7 +14,7 @@ from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.row_media import process_row_media
 from turnwise.config.schema import Config, OpenAIEngineSection, ServerEngineSection
-from turnwise.doctor.preflight import preflight, preflight_rows
+from turnwise.doctor.preflight import preflight, preflight_rows, unread_columns
 from turnwise.engines.engine import closing
 from turnwise.errors import ConfigError
 from turnwise.models.model_config import context_length
@@ -39,10 +39,11 @@ class SamplingRun:
 
     def keep_rows(self, rows: Sequence[Row]) -> tuple[list[Row], list[str]]:
         """The rows whose prompts are not too long (`data.max_prompt_tokens`), and notes: on the others, and on the chat template
-        under the rows' own arguments. Raises DataError."""
+        under the rows' own arguments, and on columns that nothing reads. Raises DataError."""
+        unread = unread_columns(self.config, rows)
         if self.renderer is None:
-            return list(rows), []
-        notes = preflight_rows(self.config, self.renderer, rows)
+            return list(rows), unread
+        notes = unread + preflight_rows(self.config, self.renderer, rows)
         kept, dropped = build.drop_long_prompts(self.config, rows, self.renderer)
         return kept, [*notes, *dropped]
 

@@ -123,6 +123,22 @@ def test_a_row_that_asks_for_what_is_not_there_breaks_alone(
     assert user.EVENTS == []
 
 
+def test_keywords_for_an_interaction_that_is_not_there_are_reported_once(
+    user: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = set_up(tmp_path, tools=[a_tool()])
+    null = a_row(extra_info={"interaction_kwargs": {"name": None}})  # as in parquet, where another row has it
+    asks = a_row(extra_info={"interaction_kwargs": {"name": "nobody_reads_this", "query": "x"}})
+    with caplog.at_level(logging.WARNING):
+        assert hold(["done"], made, row=null).error is None
+        assert caplog.messages == []
+        assert [hold(["done"], made, row=asks).error for _ in range(2)] == [None, None]
+    (message,) = caplog.messages
+    assert message.startswith(
+        "rows have interaction_kwargs (name: 'nobody_reads_this'), and no interaction file is given"
+    )
+
+
 def test_the_tools_of_all_generations_are_called_as_they_were_written(user: ModuleType, tmp_path: Path) -> None:
     made = set_up(tmp_path, tools=[a_tool("OldTool", "old", ""), a_tool("NewTool", "new", "")])
     asked = a_row(extra_info={"tools_kwargs": {"new": {"create_kwargs": {"a": 1}}}})

@@ -20,7 +20,7 @@ from turnwise.compat.verl.calls import follow_verl_logging
 from turnwise.compat.verl.files import read_interactions, read_tools
 from turnwise.compat.verl.function_tool import read_function_tools
 from turnwise.compat.verl.interaction import Interaction, choose, interaction_keywords
-from turnwise.compat.verl.rows import refuse, wanted
+from turnwise.compat.verl.rows import refuse, unanswered_kwargs, wanted
 from turnwise.compat.verl.schemas import ToolResponse
 from turnwise.compat.verl.tool import ToolInstance
 from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReply, FinalReward, SingleTurn
@@ -182,6 +182,8 @@ class Conversations:
             return tools, Interaction(
                 interaction, id=id, keywords=keywords, agent_data=data, most_answers=self._most_answers
             )
+        if self._then is None:
+            unanswered_kwargs(wants)
         return tools, self._then() if self._then is not None else SingleTurn()
 
     def functions(self, row: Row) -> list[Tool]:

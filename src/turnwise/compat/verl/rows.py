@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.errors import Failed, nearest
 from turnwise.types import Failure, Row
 
-__all__ = ["Wanted", "refuse", "wanted"]
+__all__ = ["Wanted", "refuse", "unanswered_kwargs", "wanted"]
 
 _log = logging.getLogger(__name__)
 _KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -96,6 +96,21 @@ def _tell_of(tool: str, tools: tuple[str, ...]) -> None:
         tool,
         nearest(tool, tools),
         have,
+    )
+
+
+def unanswered_kwargs(wants: Wanted) -> None:
+    """Warn once that a row has `interaction_kwargs`, and there is no interaction that reads them."""
+    if any(value is not None for value in wants.interaction.values()):  # in parquet, null means not set
+        _tell_of_interaction(str(wants.interaction.get("name") or ""))
+
+
+@functools.cache
+def _tell_of_interaction(name: str) -> None:
+    _log.warning(
+        "rows have interaction_kwargs%s, and no interaction file is given: they are not used, and the model's answers end the "
+        "conversation. Set environment.arguments.interactions to the file, or remove the column",
+        f" (name: {name!r})" if name else "",
     )
 
 
