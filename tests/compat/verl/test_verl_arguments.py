@@ -1128,3 +1128,27 @@ def test_the_classes_that_the_recipe_names_are_tried(
     assert "it could not be tried, because there is no file score.py here" in told
     assert "1 of its values do not work here" in told
     assert (tmp_path / "recipe.yaml").read_text().startswith("# DOES NOT WORK HERE")
+
+
+def test_arrays_of_a_script_are_read_to_their_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(
+        "long=$((1024 * 2))\n"
+        "RAY=(ray_kwargs.ray_init.py_executable='uv -v run python3')\n"
+        "ALL=(\n"
+        "    algorithm.adv_estimator=grpo  # (as in the paper\n"
+        "    data.max_prompt_length=$((long + 24))\n"
+        "    data.train_files='a (1).parquet' actor_rollout_ref.model.path=M\n"
+        "    '+actor_rollout_ref.actor.fsdp_config.plan={blocks.\\{*\\}:{}, head: {}}'\n"
+        "    +trainer.whatever={a.\\{*\\}:{}\n"
+        "    actor_rollout_ref.rollout.n=$((2 * 2))\n"
+        "    trainer.total_epochs=1 model_engine=megatron distillation.enabled=False distillation.nnodes=1\n"
+        ")\n"
+        'python3 -m verl.trainer.main_ppo "${ALL[@]}" "${RAY[@]}"\n'
+    )
+    found = from_verl_arguments(["run.sh"])
+    assert found.recipe["data"]["train"] == "a (1).parquet"
+    assert found.recipe["train"]["group_size"] == 4
+    assert found.recipe["train"]["epochs"] == 1
+    assert matters(found) == {"trainer.whatever": "its value could not be read: set it in another way"}
+    assert {key.key for key in found.unsupported} >= {"model_engine", "ray_kwargs.ray_init.py_executable"}

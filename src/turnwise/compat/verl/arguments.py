@@ -73,8 +73,16 @@ def from_verl_arguments(
         places.append(file.parent)
     tree, note = _files(folder, name, places)
     _expand_multi_turn(tree)
+    unread: list[UnsupportedKey] = []
     for word in overrides:
-        override(tree, [word])
+        try:
+            override(tree, [word])
+        except ConfigError:
+            if word not in script.overrides or "=" not in word:
+                raise
+            key, value = _key(word), word.partition("=")[2]
+            reason = "its value could not be read: set it in another way"
+            unread.append(UnsupportedKey(key, value, machinery(key) or reason, changes_training=machinery(key) is None))
         _expand_multi_turn(tree)
     tree, unresolved = resolved(tree, lambda key: DEFAULTS.get(key, MISSING))
     kept = {_key(word) for word in script.references} & {re.sub(r"(\.\d+)+$", "", key) for key in unresolved}
@@ -82,6 +90,7 @@ def from_verl_arguments(
     report = _Conversion(tree, others).report(try_names=try_names)
     if note is not None:
         report.assumptions.append(note)
+    report.unsupported.extend(unread)
     _report_unknown(report, script, kept)
     return report
 

@@ -112,13 +112,20 @@ def _commands(text: str) -> Iterator[str]:
             continue
         waiting += line
         array = re.match(r"\s*(export\s+)?\w+\+?=\(", waiting)
-        if _open(waiting) or (array is not None and not re.search(r"\)\s*(#.*)?$", waiting)):
+        if _open(waiting) or (array is not None and _unclosed(waiting)):
             waiting += "\n"
             continue
         yield waiting
         waiting = ""
     if waiting and not _open(waiting):
         yield waiting
+
+
+def _unclosed(text: str) -> bool:
+    """Whether a bracket outside of quotations and comments is open: a line of an array may end with `$((a + b))`."""
+    bare = re.sub(r"'[^']*'|\"(?:\\.|[^\"\\])*\"", "", text)
+    bare = re.sub(r"(^|\s)#.*", "", bare)
+    return bare.count("(") > bare.count(")")
 
 
 def _open(text: str) -> bool:
@@ -148,7 +155,8 @@ def _words(text: str, variables: Mapping[str, list[str]]) -> list[str]:
         reference = re.fullmatch(r"\$\{(\w+)\[@\]\}|\$(\w+)", word)
         several = variables.get(reference.group(1) or reference.group(2)) if reference is not None else None
         if several is not None:  # an array, or a text of several words
-            expanded += several if len(several) != 1 else several[0].split()
+            array = reference is not None and reference.group(1) is not None
+            expanded += several if array or len(several) != 1 else several[0].split()
         elif put := _POSITIONAL.sub("", _put(word, variables)):
             expanded.append(put)
     return expanded
