@@ -57,7 +57,8 @@ async def add(a: int, b: int) -> int:
 def run(tmp_path: Path) -> Path:
     """Four conversations, one of which broke."""
     good = hold(Says(call("add", '{"a": 1, "b": 2}'), "It is 3."), lambda: Tools([add]), row=a_row("1+2?", id="sum"))
-    good.turns[1].reward, good.advantages = 1.0, [0.5, 0.5]
+    good.turns[1].add_reward(1.0, "environment")
+    good.advantages = [0.5, 0.5]
     middle, low = (hold(Says("Hm."), row=a_row(id=name)) for name in ("middle", "low"))
     broken = hold(Says("a", RuntimeError("dead")), lambda: ScriptedUser(["And?"]), row=a_row(id="broken"))
     path = tmp_path / "trajectories.jsonl"
@@ -300,6 +301,17 @@ def test_evaluations_before_and_after() -> None:
     assert ["reward/std", "-", "-"] in cells
     assert ["stop/length", "0.000", "0.250"] in cells
     assert not any("stop/error" in row for row in cells)
+
+
+def test_evaluations_of_other_numbers_of_conversations_are_not_compared() -> None:
+    lines = [(0, 0.1, 256), (4, 0.5, 8), (8, 0.7, 8)]
+    whole, few, more = ({"step": step, "reward/mean": mean, "conversations": count} for step, mean, count in lines)
+    out = text(evaluations_table([whole, few, more]))
+    assert "before (step 4)" in out
+    assert "0.100" not in out
+    assert "1 evaluations of another number of conversations than 8" in " ".join(out.split())
+    only = text(evaluations_table([whole, few]))
+    assert "so far (step 4)" in only
 
 
 def test_a_curve_in_one_line() -> None:

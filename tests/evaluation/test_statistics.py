@@ -14,6 +14,7 @@ from turnwise.evaluation.statistics import (
     paired_test,
     pass_all_k,
     pass_at_k,
+    rate_estimate,
     sign_flip_p,
     t_cdf,
     t_quantile,
@@ -42,6 +43,31 @@ def test_intervals_of_few_rows() -> None:
     assert (estimate([]).mean, estimate([]).rows) == (None, 0)
     assert (estimate([2.0]).mean, estimate([2.0]).low, estimate([2.0]).high) == (2.0, None, None)
     assert (estimate([1.0, 1.0]).low, estimate([1.0, 1.0]).high) == (1.0, 1.0)
+
+
+def test_intervals_of_rates_stay_between_0_and_1() -> None:
+    for shares in ([0.0, 1.0, 1.0], [1.0, 1.0], [0.0] * 5, [0.5] * 4, [0.25, 0.75, 1.0], [0.0] * 99 + [1.0]):
+        result = rate_estimate(shares, samples=4)
+        assert result.low is not None
+        assert result.high is not None
+        assert 0.0 <= result.low <= (result.mean or 0.0) <= result.high <= 1.0
+        assert result.low < result.high  # also where all rows are equal: few rows say little
+    assert rate_estimate([1.0], samples=1).low is None
+    many = [1.0, 0.0] * 400
+    assert (rate_estimate(many, samples=1).low, estimate(many).low) == pytest.approx((0.4655, 0.4653), abs=4e-4)
+
+
+@pytest.mark.parametrize("p", [0.02, 0.2, 0.5, 0.9])
+@pytest.mark.parametrize("rows", [5, 20])
+def test_intervals_of_rates_contain_the_rate_often_enough(p: float, rows: int) -> None:
+    covered = 0.0
+    for passed in range(rows + 1):
+        result = rate_estimate([1.0] * passed + [0.0] * (rows - passed), samples=1)
+        assert result.low is not None
+        assert result.high is not None
+        if result.low <= p <= result.high:
+            covered += math.comb(rows, passed) * p**passed * (1 - p) ** (rows - passed)
+    assert covered >= 0.94
 
 
 @pytest.mark.parametrize(("n", "passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (5, 5), (6, 1)])

@@ -90,9 +90,9 @@ def test_the_numbers_are_those_of_the_conversations(
     (segment,) = trajectories[1].segments
     assert prompt_tokens(trajectories[1]) == segment.turn.index(first.index) + segment.turn.index(second.index)
     printed = capsys.readouterr().out
-    assert "0.667 [-0.282, 1.615]  0.500" in printed
+    assert "0.667 [-0.282, 1.615]*  0.500" in printed  # fewer than 30 rows are marked
     assert main(["show", str(tmp_path / "out")]) == 0
-    assert "0.667 [-0.282, 1.615]  0.500" in capsys.readouterr().out
+    assert "0.667 [-0.282, 1.615]*  0.500" in capsys.readouterr().out
     assert main(["show", str(tmp_path / "out"), "--id", "3/1"]) == 0
     assert "No. Again?" in capsys.readouterr().out
 

@@ -19,6 +19,7 @@ from turnwise.evaluation.statistics import (
     paired_test,
     pass_all_k,
     pass_at_k,
+    rate_estimate,
 )
 from turnwise.json_yaml import read_text
 from turnwise.types import Trajectory
@@ -151,9 +152,9 @@ def summarize(
         conversations=len(every),
         failed=len(every) - len(finished),
         reward=_clustered(finished, _reward),
-        pass_rate=_clustered(finished, passes),
-        pass_at={k: estimate([pass_at_k(n, c, k) for n, c in counts if n >= k]) for k in ks},
-        pass_all={k: estimate([pass_all_k(n, c, k) for n, c in counts if n >= k]) for k in ks},
+        pass_rate=_share(finished, passes),
+        pass_at={k: rate_estimate([pass_at_k(n, c, k) for n, c in counts if n >= k], samples=1) for k in ks},
+        pass_all={k: rate_estimate([pass_all_k(n, c, k) for n, c in counts if n >= k], samples=1) for k in ks},
         sources={
             source: _part([t for t in finished if source_of.get(t.row.id, "") == source], passes) for source in sources
         }
@@ -217,11 +218,17 @@ def _clustered(trajectories: Sequence[Trajectory], value: Callable[[Trajectory],
     return estimate([fmean(values) for values in _by_row(trajectories, value).values()])
 
 
+def _share(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], float]) -> Estimate:
+    """The share of conversations whose value is 1."""
+    by_row = list(_by_row(trajectories, value).values())
+    return rate_estimate([fmean(values) for values in by_row], samples=max(map(len, by_row), default=1))
+
+
 def _part(trajectories: Sequence[Trajectory], passes: Callable[[Trajectory], float]) -> ResultPart:
     return ResultPart(
         conversations=len(trajectories),
         reward=_clustered(trajectories, _reward),
-        pass_rate=_clustered(trajectories, passes),
+        pass_rate=_share(trajectories, passes),
     )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "paired_test",
     "pass_all_k",
     "pass_at_k",
+    "rate_estimate",
     "sign_flip_p",
     "t_cdf",
     "t_quantile",
@@ -72,6 +73,26 @@ def estimate(values: Sequence[float]) -> Estimate:
         return Estimate(mean=mean, low=None, high=None, rows=1)
     half = t_quantile(0.5 + CONFIDENCE / 2, rows - 1) * statistics.stdev(values) / math.sqrt(rows)
     return Estimate(mean=mean, low=mean - half, high=mean + half, rows=rows)
+
+
+def rate_estimate(shares: Sequence[float], *, samples: int) -> Estimate:
+    """The mean of one share from 0 to 1 for each row, with a Wilson interval of `CONFIDENCE`, which stays in [0, 1].
+
+    Each share is of at most `samples` conversations. The interval has the effective number of independent conversations of
+    clustered data: the number whose variance the row means have (Korn and Graubard, 1998), at least the number of rows where
+    all are equal. Example: `rate_estimate([0.0, 1.0, 1.0], samples=1)` has the mean 0.667 and the interval 0.044 to 0.989.
+    """
+    plain = estimate(shares)
+    if plain.mean is None or plain.low is None:
+        return plain
+    rows, p = plain.rows, plain.mean
+    variance = statistics.variance(shares) / rows
+    most = float(rows * max(1, samples))
+    effective = min(most, p * (1 - p) / variance) if variance > _TINY else float(rows)
+    z = t_quantile(0.5 + CONFIDENCE / 2, rows - 1)
+    middle = (p + z * z / (2 * effective)) / (1 + z * z / effective)
+    half = z * math.sqrt(p * (1 - p) / effective + (z / (2 * effective)) ** 2) / (1 + z * z / effective)
+    return Estimate(mean=p, low=max(0.0, min(p, middle - half)), high=min(1.0, max(p, middle + half)), rows=rows)
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:

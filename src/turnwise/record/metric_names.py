@@ -84,6 +84,10 @@ METRICS = (
         "A number that a reward function or an environment reported (TRL: `log_metric`). It is not part of the reward.",
     ),
     Metric(
+        "conversations", "count", "all conversations",
+        "Conversations of the evaluation, failed ones included. Evaluations of another number are not compared.", lines="eval",
+    ),
+    Metric(
         "pass_rate", "share", "finished conversations",
         "Conversations whose reward is at least `eval.pass_reward`.", same=("accuracy", "pass@1"), lines="eval",
     ),

@@ -50,4 +50,6 @@ async def evaluate(
         for trajectory in group.trajectories
         if trajectory.reward is not None and not trajectory.failed
     ]
-    return {"step": step, **conversation_metrics(groups), "pass_rate": mean(passed), **seconds}, groups
+    count = sum(len(group.trajectories) for group in groups)
+    metrics = {"conversations": count, **conversation_metrics(groups), "pass_rate": mean(passed)}
+    return {"step": step, **metrics, **seconds}, groups

@@ -21,6 +21,9 @@ def print_results(console: Console, result: EvaluationResult) -> None:
         f"{result.rows} rows of {result.data}, {result.samples_per_row} {conversations} on each row, seed {result.seed}; "
         f"passed: reward of at least {result.pass_reward:g}; intervals of {result.confidence:.0%}, clustered by row"
     )
+    parts_of_models = [part for model in result.models for part in (*model.sources.values(), *model.turns.values())]
+    if any(part.reward.rows < _FEW_ROWS for part in [*result.models, *parts_of_models]):
+        title += f"; *: of fewer than {_FEW_ROWS} rows, so the interval is rough"
     _line(console, title)
     _table(console, _models(result))
     if result.comparisons:
@@ -38,6 +41,9 @@ def print_results(console: Console, result: EvaluationResult) -> None:
 
 
 _PART = ["conversations", "reward", "pass rate"]
+_FEW_ROWS = 30
+"""Below this number of rows, a number is marked: its interval is rough, because it assumes that means of rows are nearly
+normal."""
 _COMPARED = ["first", "second", "rows", "difference", "better/equal/worse", "p (t-test)", "p (sign flips)"]
 
 
@@ -83,11 +89,12 @@ def _part(part: ResultPart) -> list[str]:
 
 
 def _interval(value: Estimate, *, sign: bool = False) -> str:
-    """`0.412 [0.351, 0.473]`; a dash without rows."""
+    """`0.412 [0.351, 0.473]`; with a star if there are few rows; a dash without rows."""
     if value.mean is None:
         return "-"
     mean = f"{value.mean:+.3f}" if sign else f"{value.mean:.3f}"
-    return mean if value.low is None or value.high is None else f"{mean} [{value.low:.3f}, {value.high:.3f}]"
+    few = "*" if value.rows < _FEW_ROWS else ""
+    return mean + few if value.low is None or value.high is None else f"{mean} [{value.low:.3f}, {value.high:.3f}]{few}"
 
 
 def _mean(value: Estimate | None) -> str:

@@ -24,9 +24,16 @@ def steps_table(metrics: Sequence[Mapping[str, Any]], columns: Mapping[str, str]
 
 
 def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
-    """The first evaluation beside the last one; only the last if there is only one, as after an early Ctrl-C."""
-    first, last = evaluations[0], evaluations[-1]
+    """The first evaluation beside the last one, of as many conversations as the last; only the last if there is only one, as
+    after an early Ctrl-C. A run that was resumed with other held-out rows has evaluations that cannot be compared."""
+    last = evaluations[-1]
+    count = last.get("conversations")
+    comparable = [one for one in evaluations if one.get("conversations") == count]
+    left_out, evaluations = len(evaluations) - len(comparable), comparable
+    first = evaluations[0]
     title = "held-out questions" if "reward/mean" in last else "held-out conversations"
+    if left_out:
+        title += f" ({left_out} evaluations of another number of conversations than {count} are left out)"
     table = Table(title=title, title_justify="left")
     table.add_column("")
     shown = [first, last] if len(evaluations) > 1 else [last]
@@ -34,6 +41,7 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(f"{label} (step {evaluation.get('step', '-')})", justify="right")
     names = ["reward/mean", "reward/std", "pass_rate", "turns/mean", "tool_calls/mean", "tool_errors/mean", "entropy"]
     names = names if "reward/mean" in last else ["loss"]
+    names = ["conversations", *names] if count is not None else names
     names += [name for name in last if name.startswith("stop/") and (first.get(name) or last.get(name))]
     for name in names:
         table.add_row(name, *(number(evaluation.get(name)) for evaluation in shown))
