@@ -20,8 +20,9 @@ from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
-from turnwise.train import TrainingRun, assemble, pack_groups, train
+from turnwise.train import TrainingRun, _warn_of_disagreement, assemble, pack_groups, train
 from turnwise.training.background import StopFlag
+from turnwise.training.learner import UpdateStats
 from turnwise.types import Completion, Failure, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"
@@ -33,10 +34,11 @@ def assembled(
     environment: str,
     loss: Mapping[str, Any] | None = None,
     correction: Mapping[str, Any] | None = None,
+    autocast: bool = False,
     **options: Any,
 ) -> TrainingRun:
     recipe = {
-        "model": {"path": str(model)},
+        "model": {"path": str(model), "autocast": autocast},
         "data": {"train": str(save_rows(path / "train.jsonl"))},
         "environment": f"{PLACES}:{environment}",
         "limits": {"turns": 2, "tokens_per_turn": 8},
@@ -174,6 +176,38 @@ def test_rejection_sees_the_conversations_without_advantage(model: Path, tmp_pat
     every = sum(turn >= 0 for group in groups for one in group.trajectories for s in one.segments for turn in s.turn)
     assert update.correction["correction/rejected"] == pytest.approx(rejected / every)
     assert update.correction["correction/k1"] == pytest.approx(-4 * math.log(3.0) / every, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("autocast", "largest", "deviation", "warned"),
+    [
+        (False, 5.0, 0.02, True),  # float32: no rounding explains it
+        (True, 5.0, 0.4, False),
+        (True, 5.0, 0.6, True),
+        (True, 36.0, 0.6, False),  # steps of 0.25 on both sides
+        (True, 36.0, 0.8, True),
+    ],
+)
+def test_the_alarm_for_other_tokens_depends_on_how_far_the_logits_are_rounded(
+    model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    autocast: bool,
+    largest: float,
+    deviation: float,
+    warned: bool,
+) -> None:
+    run = assembled(model, tmp_path, "indifferent", autocast=autocast)
+    groups = held(run)
+    ids = [*max((turn.completion.token_ids for g in groups for t in g.trajectories for turn in t.turns), key=len)]
+    with torch.no_grad():
+        head = run.learner.model.get_output_embeddings()
+        body = run.learner.model.model
+        present = float(head(body(torch.tensor([ids]))[0]).abs().amax())
+        assert run.learner.largest_logit(ids) == pytest.approx(present)
+        body.norm.weight.mul_(largest / present)
+    _warn_of_disagreement(run, UpdateStats(fresh_deviation=deviation), groups)
+    assert ("trainer and engine disagree" in caplog.text) is warned
 
 
 class Unknown:

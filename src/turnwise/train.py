@@ -29,11 +29,15 @@ from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch, divide_evenly, has_gradient, share_saved, stale_without_logprobs
 from turnwise.training.learner import UpdateStats
 from turnwise.training.trainer_logprobs import set_trainer_logprobs
+from turnwise.training.update_sums import rounding_of_ratios
 from turnwise.types import Group
 
 __all__ = ["TrainingRun", "assemble", "train"]
 
 _log = logging.getLogger(__name__)
+
+_MEASURED_TOKENS = 256
+"""Sampled tokens whose logits are measured, to know how far they are rounded."""
 
 
 async def train(run: TrainingRun, report: TrainReport) -> None:
@@ -221,16 +225,7 @@ def _finish_step(
         metrics["groups/timed_out"] = sum(active.timed_out for active in taken.active)
     if run.pipeline.source.curriculum is not None:
         metrics["rows/skipped"] = taken.skipped
-    tolerance = 0.01 if run.config.exact else 0.5
-    if update is not None and update.fresh_deviation > tolerance:
-        _log.warning(
-            "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token differs from "
-            "1 by %.3g, in a turn that the present weights sampled (up to %g is rounding; see ratio/max_deviation). The tokens "
-            "that are trained on are not those that were sampled: please report it",
-            run.step + 1,
-            update.fresh_deviation,
-            tolerance,
-        )
+    _warn_of_disagreement(run, update, groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     trajectories += [group.baseline for group in groups if group.baseline is not None]
     run.directory.write_timeline(step_timeline(taken, step=run.step + 1, trained=time.time()))
@@ -240,6 +235,27 @@ def _finish_step(
         _log.warning("step %d: %s", run.step, problem.text)
     report.step(line, failures(groups))
     _stop_if_asked(run, problems)
+
+
+def _warn_of_disagreement(run: TrainingRun, update: UpdateStats | None, groups: Sequence[Group]) -> None:
+    """Warn if the probabilities of engine and trainer differ by more than rounding explains, where both have the same weights."""
+    tolerance = 0.01 if run.config.exact else 0.5
+    if update is None or update.fresh_deviation <= tolerance:
+        return
+    if not run.config.exact:
+        turns = [turn for group in groups for one in group.trajectories for turn in one.turns]
+        sampled = max((turn.completion.token_ids for turn in turns if turn.completion is not None), key=len)
+        largest = run.learner.largest_logit(sampled[:_MEASURED_TOKENS]) / (run.config.sampling.temperature or 1.0)
+        tolerance = max(tolerance, rounding_of_ratios(largest))
+    if update.fresh_deviation > tolerance:
+        _log.warning(
+            "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token differs from "
+            "1 by %.3g, in a turn that the present weights sampled (up to %.2g is rounding; see ratio/max_deviation). The tokens "
+            "that are trained on are not those that were sampled: please report it",
+            run.step + 1,
+            update.fresh_deviation,
+            tolerance,
+        )
 
 
 def _stop_if_asked(run: TrainingRun, problems: Sequence[RunProblem]) -> None:

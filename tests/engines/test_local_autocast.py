@@ -133,3 +133,25 @@ def test_an_adapter_beside_bfloat16_weights_is_not_rounded_away() -> None:
     said = sampled(engine, "a", prompt)
     difference = torch.tensor(said.logprobs) - own_logprobs(model, prompt, said, mixed=False)
     assert float(difference.abs().max()) < 0.15
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
+def test_the_output_layer_is_in_float32_so_that_large_logits_are_not_rounded_to_steps(name: str) -> None:
+    model = scaled(name)
+    engine = LocalEngine(model, threads=1, autocast=True)
+    forward = engine._core.forward
+    sampled(engine, "a", tokens(30))
+    if isinstance(forward, FusedForward):
+        assert forward._parameters.head.weight_IO.dtype == torch.float32
+        assert forward._parameters.layers[0].o.weight_IO.dtype == torch.bfloat16
+    else:
+        assert isinstance(forward, GenericForward)
+        assert forward._model.get_output_embeddings().weight.dtype == torch.float32
+    values = torch.full((1, model.get_output_embeddings().in_features), 1.0, requires_grad=True)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.fill_(40.1 / values.shape[1])
+    for one in (model, *([forward._model] if isinstance(forward, GenericForward) else [])):
+        with autocast(torch.device("cpu"), True):
+            logits = one.get_output_embeddings()(values.to(torch.bfloat16))
+        assert logits.dtype == torch.float32
+        assert float(logits.detach()[0, 0]) == pytest.approx(40.1, abs=1e-3)  # bfloat16 has 40.0 and 40.25

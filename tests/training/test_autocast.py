@@ -11,7 +11,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
-from turnwise.models.autocast import Bfloat16Linears, autocast
+from turnwise.models.autocast import Bfloat16Linears, autocast, output_layer_in_float32
 from turnwise.models.lora import LoraOptions, add_adapter
 from turnwise.models.recompute import recompute_layers
 from turnwise.training.batch import pack
@@ -71,11 +71,11 @@ def test_chunks_that_the_backward_pass_computes_again_are_in_the_same_precision(
     model.lm_head.register_forward_hook(lambda _module, _inputs, output: dtypes.append(output.dtype))
     whole_N, expected = gradients(model)
     dtypes.clear()
-    logprob_N, actual = gradients(model, chunk_bytes=4 * 260 * 2)
-    assert torch.equal(logprob_N, whole_N)
-    assert relative_difference(actual, expected) < 5e-3
+    logprob_N, actual = gradients(model, chunk_bytes=4 * 260)
+    torch.testing.assert_close(logprob_N, whole_N, atol=1e-5, rtol=0)
+    assert relative_difference(actual, expected) < 2e-2
     assert len(dtypes) > 5
-    assert set(dtypes[-5:]) == {torch.bfloat16}
+    assert set(dtypes) == {torch.float32}
 
 
 def test_layers_that_gradient_checkpointing_computes_again_are_in_the_same_precision() -> None:
@@ -141,12 +141,13 @@ def test_values_of_a_critic_are_those_of_float32_but_for_rounding() -> None:
 
 def test_the_second_model_follows_the_weights_and_shares_the_other_parameters() -> None:
     model = wide_model()
+    output_layer_in_float32(model)
     linears = Bfloat16Linears(model)
     second, ids = linears.model, torch.tensor([[3, 4, 5]])
     own, other = model.model.layers[0], second.model.layers[0]
     assert other.input_layernorm.weight is own.input_layernorm.weight
     assert second.model.embed_tokens.weight is model.model.embed_tokens.weight
-    assert second.lm_head.weight.dtype == torch.bfloat16
+    assert second.lm_head.weight is model.lm_head.weight
 
     def logits() -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad(), autocast(torch.device("cpu"), True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 import time
@@ -19,8 +20,8 @@ from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.loss import make_loss
-from turnwise.training.options import PpoClip, lr_at
-from turnwise.types import Sampling
+from turnwise.training.options import OptimizerConfig, PpoClip, lr_at
+from turnwise.types import Sampling, Trajectory
 
 
 def policy(**options: float) -> LocalLearner:
@@ -234,3 +235,73 @@ def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are
     asyncio.run(other.update(batches, lr=1e-2, epochs=2))
     assert (len(counted), changed) == (4, [1])
     assert torch.equal(flat(one), flat(other))
+
+
+# the ratios of the first optimizer step
+
+
+def rounded_differently(one: LocalLearner, *, version: int) -> list[Trajectory]:
+    """Conversations whose log-probabilities by the engine are up to 0.5 away from the learner's own."""
+    made = group()
+    generator = torch.Generator().manual_seed(7)
+    for conversation in made:
+        (segment,) = conversation.segments
+        own_LV = one.model(torch.tensor([list(segment.token_ids)])).logits[0].detach().log_softmax(-1)
+        for place, turn in enumerate(segment.turn):
+            if turn >= 0:
+                noise = float(torch.rand((), generator=generator)) - 0.5
+                segment.logprobs[place] = float(own_LV[place - 1, segment.token_ids[place]]) + noise
+                segment.version[place] = version
+    return made
+
+
+def float64_first_gradient(one: LocalLearner, trajectories: list[Trajectory], *, ratios: bool) -> torch.Tensor:
+    """Of the clipped surrogate with ratios to the engine's log-probabilities, or of the policy gradient without ratios."""
+    model = copy.deepcopy(one.model).double()
+    model.set_attn_implementation("eager")
+    terms = []
+    for conversation in trajectories:
+        (segment,) = conversation.segments
+        own_LV = model(torch.tensor([list(segment.token_ids)])).logits[0].log_softmax(-1)
+        for place, turn in enumerate(segment.turn):
+            if turn >= 0:
+                own, gain = own_LV[place - 1, segment.token_ids[place]], conversation.advantages[turn]
+                ratio = (own - segment.logprobs[place]).exp()
+                terms.append(-torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) if ratios else -own * gain)
+    (sum(terms) / len(terms)).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_ratios_of_the_first_step_are_to_the_learners_own_log_probabilities_where_its_weights_sampled(
+    version: int,
+) -> None:
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizerConfig(max_grad_norm=1e9), threads=1)
+    trajectories = rounded_differently(one, version=version)
+    expected = float64_first_gradient(one, trajectories, ratios=version != 3)
+    update = asyncio.run(one.update([pack(trajectories, version=3)], lr=0.0))
+    found = torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert (update.clip_fraction == 0.0) is (version == 3)
+    assert update.max_deviation > 0.3  # engine and trainer are still compared
+    assert (update.fresh_deviation > 0.3) is (version == 3)
+
+
+def test_ratios_of_further_epochs_are_to_the_log_probabilities_of_the_first_pass() -> None:
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizerConfig(max_grad_norm=1e9), threads=1)
+    trajectories = rounded_differently(one, version=3)
+    update = asyncio.run(one.update([pack(trajectories, version=3)], lr=0.0, epochs=3))
+    assert (update.steps, update.clip_fraction) == (3, 0.0)
+    expected = float64_first_gradient(one, trajectories, ratios=False)  # no weight has changed: all ratios are 1
+    found = torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_later_minibatches_have_ratios_to_the_engines_log_probabilities() -> None:
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizerConfig(max_grad_norm=1e9), threads=1)
+    trajectories = rounded_differently(one, version=3)
+    batches = [pack(trajectories[:1], version=3), pack(trajectories[1:], version=3)]
+    asyncio.run(one.update(batches, lr=0.0))
+    expected = float64_first_gradient(one, trajectories[1:], ratios=True)
+    found = torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)

@@ -43,8 +43,8 @@ class ModelSection(Section):
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
     autocast: bool = False
     """Whether matrix products are computed in bfloat16 while the parameters stay in float32 (mixed precision), in training and
-    in the embedded engine. This is faster on GPUs, and on CPUs with bfloat16 instructions. Gradients, the optimizer and
-    log-probabilities use float32; the engine keeps a bfloat16 copy of the weights."""
+    in the embedded engine. This is faster on GPUs, and on CPUs with bfloat16 instructions. Gradients, the optimizer, the output
+    layer and log-probabilities use float32; the engine keeps a bfloat16 copy of the other weights."""
     gradient_checkpointing: bool = False
     """Whether the backward pass computes the activations inside each layer again, instead of keeping them in memory. A training
     step then needs much less memory and about a third more time; the result is the same."""

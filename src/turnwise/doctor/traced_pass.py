@@ -132,11 +132,11 @@ def traced_pass(
                         use_cache=False,
                     )[0][0]
                 activations = live.live - before
-                _backward(model, hidden_TD[torch.from_numpy(places_N)], mixed=mixed)
+                _backward(model, hidden_TD[torch.from_numpy(places_N)])
                 del hidden_TD
     return TracedPass(
         weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        copied=2 * sum(weight.numel() for weight in _linear_weights(model)) if mixed else _packed(model),
+        copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if mixed else _packed(model),
         trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
         trained_count=sum(parameter.numel() for parameter in trained),
         largest=max(parameter.numel() for parameter in trained),
@@ -197,15 +197,16 @@ def _packed(model: Any) -> int:
     return packed_bytes(model) if unsupported_reason(model) is None else 0
 
 
-def _linear_weights(model: Any) -> list[torch.Tensor]:
-    """The parameters of linear layers, each once."""
-    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+def _copied_weights(model: Any) -> list[torch.Tensor]:
+    """The parameters of linear layers of which autocast makes bfloat16 copies, each once: not those of the output layer."""
+    head = set(model.get_output_embeddings().modules())
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and module not in head]
     return list({id(weight): weight for linear in linears for weight in linear.parameters(recurse=False)}.values())
 
 
-def _backward(model: Any, hidden_ND: torch.Tensor, *, mixed: bool) -> None:
+def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
     """Compute log-probabilities of the hidden states' targets, and their backward pass."""
     vocabulary = model.config.get_text_config().vocab_size
-    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary, autocast=mixed)
+    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary)
     logprob_N, _ = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long))
     logprob_N.sum().backward()

@@ -1,12 +1,16 @@
 """Mixed precision: matrix products in bfloat16, with parameters in float32 (torch.autocast).
 
-Norms, the residual stream and the softmax of the output stay in float32, and gradients of parameters are float32. Knows models
-and their linear layers. Does not know the trainer or the engine, which both use it.
+Norms, the residual stream, the output layer and the softmax of the output stay in float32, and gradients of parameters are
+float32. The output layer does, because bfloat16 has steps of 0.25 between 32 and 64: engine and trainer would round the logits of
+a pretrained model to log-probabilities that differ by more than an update changes them. Knows models and their linear layers.
+Does not know the trainer or the engine, which both use it.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +18,7 @@ import torch
 
 from turnwise.models.allocator import long_lived
 
-__all__ = ["Bfloat16Linears", "autocast", "parameter_state", "product_dtype"]
+__all__ = ["Bfloat16Linears", "autocast", "output_layer_in_float32", "parameter_state", "product_dtype"]
 
 
 def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
@@ -26,23 +30,37 @@ def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]
     return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False) if enabled else nullcontext()
 
 
+def output_layer_in_float32(model: Any) -> None:
+    """Let the output layer of a model compute in float32 also under `autocast`, in place. A second call changes nothing."""
+    head: Any = model.get_output_embeddings()
+    if head is not None and not getattr(head, "turnwise_float32", False):
+        head.turnwise_float32 = True
+        # an attribute of the layer: a copy of the model gets layers of its own
+        head.forward = functools.partial(_without_autocast, head.forward)
+
+
+def _without_autocast(forward: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(values.device.type, enabled=False):
+        return forward(values.float())
+
+
 def product_dtype(values: torch.Tensor) -> torch.dtype:
     """The dtype in which a matrix product of these values is computed on a CPU: that of autocast, or their own."""
     return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else values.dtype
 
 
 class Bfloat16Linears:
-    """A second model on the same parameters, whose linear layers have bfloat16 copies of their weights.
+    """A second model on the same parameters, whose linear layers have bfloat16 copies of their weights, except the output layer.
 
-    Under `autocast` it computes what the model itself computes, and does not convert the weights in each pass. `refresh` makes
-    the copies again after the model's weights have changed, or after `free`.
+    Under `autocast` it computes what the model itself computes (with `output_layer_in_float32`), and does not convert the weights
+    in each pass. `refresh` makes the copies again after the model's weights have changed, or after `free`.
     """
 
     def __init__(self, model: Any) -> None:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self._source = model
         self.model = copy.deepcopy(model, shared)
-        """The second model. Its linear layers compute in bfloat16."""
+        """The second model. Its linear layers compute in bfloat16, except the output layer."""
         self._copies: dict[int, _ParameterCopy] = {}
         self.refresh()
 
@@ -53,11 +71,13 @@ class Bfloat16Linears:
         weights without torch's knowledge.
         """
         copies: dict[int, _ParameterCopy] = {}
+        head: Any = self._source.get_output_embeddings()
+        in_float32 = set() if head is None else {id(module) for module in head.modules()}
         # also inside an engine's inference mode: tensors of that mode could not be changed outside of it
         with torch.inference_mode(False), torch.no_grad():
             for source, own in zip(self._source.modules(), self.model.modules(), strict=True):
                 own._buffers.update(source._buffers)
-                if not isinstance(source, torch.nn.Linear):
+                if not isinstance(source, torch.nn.Linear) or id(source) in in_float32:
                     own._parameters.update(source._parameters)
                     continue
                 for name, parameter in source._parameters.items():

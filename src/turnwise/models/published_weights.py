@@ -9,7 +9,7 @@ import torch
 
 from turnwise.models.lora import adapter_weights, has_adapter
 
-__all__ = ["published_weights", "token_logprobs"]
+__all__ = ["largest_logit", "published_weights", "token_logprobs"]
 
 
 def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
@@ -34,6 +34,12 @@ def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = Non
 
 
 @torch.no_grad()
+def largest_logit(model: Any, token_ids: Sequence[int], *, device: torch.device | None = None) -> float:
+    """The largest absolute logit behind each of the tokens. `device` as in `token_logprobs`."""
+    ids_1L = torch.tensor([list(token_ids)], device=device or model.device)
+    return float(model(input_ids=ids_1L, use_cache=False).logits.abs().amax())
+
+
 def token_logprobs(model: Any, token_ids: Sequence[int], *, device: torch.device | None = None) -> list[float]:
     """`log_softmax(logits)` of each of the tokens after the first, in float32. `device` is that of the pass, if it is not that
     of the model's parameters."""

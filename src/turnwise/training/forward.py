@@ -16,7 +16,7 @@ import torch
 from turnwise.errors import ConfigError
 from turnwise.models.allocator import trim_kept
 from turnwise.models.attention import narrow_window, set_text_attention
-from turnwise.models.autocast import autocast
+from turnwise.models.autocast import autocast, output_layer_in_float32
 from turnwise.training.model_inputs import ModelInputs
 from turnwise.training.packing import MicroBatch
 from turnwise.training.token_logprobs import LOGITS_BYTES, TokenLogprobs, logprobs_of_logits
@@ -31,7 +31,7 @@ class Forward:
 
     `chunk_bytes` is the memory for logits (see `TokenLogprobs`). A model whose logits are not its output layer on its body's
     hidden states (logits that are scaled or capped) is run in one piece, with the logits of all targets in memory. With
-    `autocast`, matrix products are computed in bfloat16, and log-probabilities from these logits in float32.
+    `autocast`, matrix products are computed in bfloat16, and the output layer and log-probabilities in float32.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Forward:
         self._autocast = autocast
         self._sampling = sampling
         self._inputs = ModelInputs(model)
+        if autocast:
+            output_layer_in_float32(model)
         self._body, head = _body_and_head(model)
         vocabulary = model.config.get_text_config().vocab_size
         self._head = (
-            None
-            if head is None
-            else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes, autocast=autocast)
+            None if head is None else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)
         )
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 

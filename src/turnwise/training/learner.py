@@ -131,6 +131,10 @@ class Learner(Protocol):
         """`log_softmax(logits)` of each of the tokens after the first, given the tokens before it. Changes nothing."""
         ...
 
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        """The largest absolute logit behind each of the tokens. Changes nothing."""
+        ...
+
     async def evaluate_loss(self, batch: Batch) -> float:
         """The negative log-likelihood of a batch, averaged by its weights. Changes nothing."""
         ...

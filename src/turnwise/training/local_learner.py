@@ -16,7 +16,7 @@ from turnwise.models.allocator import is_large, keep_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
-from turnwise.models.published_weights import published_weights, token_logprobs
+from turnwise.models.published_weights import largest_logit, published_weights, token_logprobs
 from turnwise.models.torch_threads import TorchThreads
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
@@ -180,6 +180,10 @@ class LocalLearner(PassLearner):
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return token_logprobs(self._model, token_ids)
+
+    @torch.no_grad()
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        return largest_logit(self._model, token_ids)
 
     def mix_reference(self, share: float) -> None:
         self._present_reference.mix(self._model, share)

@@ -2,12 +2,14 @@
 
 In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
 gradient. `old_logprob` is that of the policy that sampled, or with rollout correction that of the weights before the update.
+The ratio of the tokens that the present weights sampled is 1 before the first optimizer step (`with_own_ratios`).
 `loss.make_loss` chooses a function by name.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,7 +17,18 @@ import torch
 from turnwise.training.kl import kl_k3
 from turnwise.training.targets import LossTerms, Targets
 
-__all__ = ["cispo", "groups_of", "gspo", "mean_of_groups", "nll", "ppo_clip", "reinforce", "sapo"]
+__all__ = [
+    "cispo",
+    "fresh_tokens",
+    "groups_of",
+    "gspo",
+    "mean_of_groups",
+    "nll",
+    "ppo_clip",
+    "reinforce",
+    "sapo",
+    "with_own_ratios",
+]
 
 
 def ppo_clip(
@@ -119,6 +132,31 @@ def groups_of(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Ten
     if level == "turn":
         number_N = number_N * (targets.turn_N.max() + 1) + targets.turn_N
     return torch.unique(number_N, return_inverse=True)[1]
+
+
+def fresh_tokens(targets: Targets) -> torch.Tensor:
+    """Whether the present weights sampled the token and all others of its turn. Bool, shape [N].
+
+    In a turn that runs while the weights change, the later tokens have the present version, but the keys and values of the
+    earlier tokens are from older weights. The ratio of such tokens is not 1.
+    """
+    if targets.version is None or not len(targets.token_N):
+        return torch.zeros_like(targets.known_N)
+    turn_N = groups_of(targets, "turn")
+    older_G = torch.zeros(int(turn_N.max()) + 1, dtype=torch.bool, device=turn_N.device)
+    older_G[turn_N[targets.version_N != targets.version]] = True
+    return ~older_G[turn_N]
+
+
+def with_own_ratios(targets: Targets, logprob_N: torch.Tensor) -> Targets:
+    """The targets with ratios to `logprob_N`, the learner's own log-probabilities before the first optimizer step, for the tokens
+    that the present weights sampled; the other ratios are still those to the engine's log-probabilities.
+
+    Both would be the same if engine and trainer rounded alike. In bfloat16 they do not, and the ratio would be noise that is
+    clipped.
+    """
+    own_N = torch.where(fresh_tokens(targets), logprob_N.detach(), targets.behaviour_logprob_N)
+    return replace(targets, proximal_logprob_N=own_N, decoupled=True)
 
 
 def _ratio(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -6,11 +6,13 @@ sharded learner shares them out among its ranks. Knows nothing of models, device
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from turnwise.training.background import Passes, StopFlag, run_cancellable
@@ -20,7 +22,7 @@ from turnwise.training.forward import Forward
 from turnwise.training.learner import UpdateStats
 from turnwise.training.loss import Loss
 from turnwise.training.packing import MicroBatch
-from turnwise.training.policy_losses import nll
+from turnwise.training.policy_losses import nll, with_own_ratios
 from turnwise.training.targets import Targets
 from turnwise.training.update_sums import TargetLogprobs, UpdateSums, fresh_deviation, update_stats
 from turnwise.training.value_batch import StateBatch
@@ -54,8 +56,17 @@ class PassLearner(Passes[MicroBatch[Targets], UpdateSums]):
         """See `Learner.update` and `Passes.take_steps`."""
         # before the first step: afterwards the weights are no longer those that sampled
         prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
-        micro_batches = [of_batch.batch.micro_batches for of_batch in prepared]
-        sums, norms = await self.take_steps(micro_batches, on_micro_batch, on_first_step, lr, epochs, True)
+        if not prepared:
+            return UpdateStats()
+        first, *others = [of_batch.batch.micro_batches for of_batch in prepared]
+        own_ratios = self.loss.correction is None and self.loss.needs_behaviour_logprobs
+        opening = _before_first_step(first) if own_ratios else first
+        sums, norms = await self.take_steps([opening], on_micro_batch, on_first_step, lr, 1, True)
+        if own_ratios and epochs > 1:
+            first = _with_first_logprobs(first, sums)
+        later = [*others, *([first, *others] * (epochs - 1))]
+        later_sums, later_norms = await self.take_steps(later, on_micro_batch, lambda: None, lr, 1, False)
+        sums, norms = sums + later_sums, norms + later_norms
         logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
         return update_stats(
             sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs
@@ -122,6 +133,23 @@ def prepare(learner: PassLearner, batch: Batch, stop: StopFlag) -> PreparedBatch
     return PreparedBatch(replace(batch, micro_batches=kept), corrected.sums, logprobs)
 
 
+def _before_first_step(micro_batches: Sequence[MicroBatch[Targets]]) -> list[MicroBatch[Targets]]:
+    return [replace(micro, targets=replace(micro.targets, first_step=True)) for micro in micro_batches]
+
+
+def _with_first_logprobs(
+    micro_batches: Sequence[MicroBatch[Targets]], sums: Sequence[UpdateSums]
+) -> list[MicroBatch[Targets]]:
+    """The micro-batches of the first optimizer step for further epochs: their ratios are to the log-probabilities of its pass."""
+    known = dict(itertools.chain.from_iterable(part.by_sequence() for total in sums for part in total.logprobs))
+
+    def own(targets: Targets) -> torch.Tensor:
+        numbers = targets.sequence_N.unique_consecutive().tolist()
+        return torch.from_numpy(np.concatenate([known[number] for number in numbers])).to(targets.weight_N.device)
+
+    return [replace(micro, targets=with_own_ratios(micro.targets, own(micro.targets))) for micro in micro_batches]
+
+
 def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss: Loss) -> MicroBatch[Targets]:
     targets = micro.targets
     reported_N = targets.behaviour_logprob_N
@@ -138,6 +166,8 @@ def policy_loss(
     """The loss of a micro-batch, and a function that computes its metrics."""
     targets = micro.targets
     logprob_N, entropy_N = forward.logprobs(micro, entropy=loss.needs_entropy)
+    if targets.first_step:
+        targets = with_own_ratios(targets, logprob_N)
     terms = loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
     total = (terms.loss_N * targets.weight_N).sum()
     return total, lambda: UpdateSums(

@@ -43,6 +43,9 @@ class Targets:
     """Factor of the token's policy loss (rollout correction). None: 1."""
     decoupled: bool = False
     """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
+    first_step: bool = False
+    """Whether the pass is that before the first optimizer step, without rollout correction: where the present weights have
+    sampled (`policy_losses.fresh_tokens`), the ratios of the loss are then 1, however engine and trainer round."""
     version: int | None = None
     """Version of the weights that are trained; None where the targets have no versions."""
     advantage_N: torch.Tensor

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from turnwise.models.autocast import autocast
 from turnwise.models.distribution import sampling_logits
 from turnwise.training.chunked_values import in_chunks
 from turnwise.types import Sampling
@@ -35,8 +34,7 @@ class TokenLogprobs:
 
     `head` is the model's output layer: any module from hidden states [C, D] to logits [C, V], such as a linear layer with or
     without bias, with tied weights or with an adapter. `vocabulary` is V, and `chunk_bytes` the memory for the logits of a
-    chunk. With `autocast`, the matrix product of the head is computed in bfloat16, also when the backward pass computes a
-    chunk again.
+    chunk. The head is computed in float32, also under autocast (`models/autocast.py`).
     """
 
     def __init__(
@@ -46,15 +44,12 @@ class TokenLogprobs:
         *,
         vocabulary: int,
         chunk_bytes: int = LOGITS_BYTES,
-        autocast: bool = False,
     ) -> None:
         self._head = head
-        self._autocast = autocast
         self._sampling = sampling
         # a linear layer needs its input for the backward pass, and not its output
         self._plain = type(head) is torch.nn.Linear
-        # with autocast, the product is bfloat16, and then converted
-        self._max_chunk = max(1, chunk_bytes // ((6 if autocast else 4) * vocabulary))
+        self._max_chunk = max(1, chunk_bytes // (4 * vocabulary))
 
     def __call__(
         self, hidden_ND: torch.Tensor, token_N: torch.Tensor, *, entropy: bool = False
@@ -64,7 +59,7 @@ class TokenLogprobs:
         def values(hidden_CD: torch.Tensor, token_C: torch.Tensor) -> torch.Tensor:
             # the logits have no name here, so that bfloat16 logits are freed when they have been converted
             found = logprobs_of_logits(
-                self._logits(hidden_CD), token_C, self._sampling, entropy=entropy, overwrite=self._plain
+                self._head(hidden_CD), token_C, self._sampling, entropy=entropy, overwrite=self._plain
             )
             return torch.stack([value_C for value_C in found if value_C is not None])
 
@@ -77,10 +72,6 @@ class TokenLogprobs:
         in_one = len(hidden_ND) <= chunk
         values_KN = values(hidden_ND, token_N) if in_one else in_chunks(values, hidden_ND, token_N, parameters, chunk)
         return values_KN[0], values_KN[1] if entropy else None
-
-    def _logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
-        with autocast(hidden_CD.device, self._autocast):
-            return self._head(hidden_CD)
 
 
 def logprobs_of_logits(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,10 @@ import torch
 
 from turnwise.training.correction import CorrectionSums
 from turnwise.training.learner import UpdateStats
-from turnwise.training.policy_losses import groups_of
+from turnwise.training.policy_losses import fresh_tokens
 from turnwise.training.targets import Targets
 
-__all__ = ["TargetLogprobs", "UpdateSums", "fresh_deviation", "update_stats"]
+__all__ = ["TargetLogprobs", "UpdateSums", "fresh_deviation", "rounding_of_ratios", "update_stats"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +70,22 @@ class TargetLogprobs:
 
 
 def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
-    """Largest `|ratio - 1|` of the tokens of turns that the present weights sampled completely; 0 without such turns.
-
-    In a turn that runs while the weights change, the later tokens have the present version, but the keys and values of the
-    earlier tokens are from older weights. The ratio of such tokens is not 1.
-    """
-    if targets.version is None or not len(targets.token_N):
-        return 0.0
-    turn_N = groups_of(targets, "turn")
-    older_G = torch.zeros(int(turn_N.max()) + 1, dtype=torch.bool, device=turn_N.device)
-    older_G[turn_N[targets.version_N != targets.version]] = True
-    fresh_N = targets.known_N & ~older_G[turn_N]
+    """Largest `|ratio - 1|` of the tokens of turns that the present weights sampled completely; 0 without such turns."""
+    fresh_N = targets.known_N & fresh_tokens(targets)
     if not fresh_N.any():
         return 0.0
     difference_N = (logprob_N.detach() - targets.behaviour_logprob_N)[fresh_N]
     return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
+
+
+def rounding_of_ratios(largest_logit: float) -> float:
+    """The largest `|ratio - 1|` that rounding in bfloat16 explains, for logits of this size.
+
+    bfloat16 rounds a number to 2^-8 of it at most. A log-probability is the difference of two such numbers, the logit of the
+    token and (nearly) the largest logit, and a ratio compares two log-probabilities, those of the engine and of the trainer.
+    Example: 0.75 for logits up to 36.
+    """
+    return math.expm1(min(4 * 2**-8 * largest_logit, 20.0))
 
 
 def update_stats(

@@ -20,6 +20,7 @@ from turnwise.engines.local.prefix_index import NOTHING_SHARED, SharedPrefix
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.attention import narrow_window
 from turnwise.models.autocast import autocast as bfloat16_autocast
+from turnwise.models.autocast import output_layer_in_float32
 from turnwise.models.vision import VisionAdapter
 
 __all__ = ["CachedForward", "choose_forward", "logit_difference"]
@@ -76,7 +77,7 @@ class CachedForward(Protocol):
 def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedForward:
     """The fused pass if it supports the model and agrees with the model's own forward; otherwise the generic pass.
 
-    With `autocast`, matrix products are computed in bfloat16, and the model's parameters are float32.
+    With `autocast`, matrix products are computed in bfloat16 (except the output layer), and the model's parameters are float32.
 
     Raises EngineError for a model that cannot be run over a KV cache.
     """
@@ -86,6 +87,8 @@ def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedF
     from turnwise.engines.local.vision import VisionForward
 
     reason = unsupported_reason(model)
+    if autocast:
+        output_layer_in_float32(model)
     if reason is None:
         fused = FusedForward(model, autocast=autocast)
         difference, limit = logit_difference(fused, model, autocast=autocast)

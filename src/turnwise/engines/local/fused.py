@@ -1,8 +1,8 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
 
-It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states stay in
-float32) and in oneDNN's layout where that is faster (`models/packed_weights.py`), and of the norms of queries and keys, which are
-joined. `reload_parameters` makes the copies again.
+It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states and
+the output layer stay in float32) and in oneDNN's layout where that is faster (`models/packed_weights.py`), and of the norms of
+queries and keys, which are joined. `reload_parameters` makes the copies again.
 Supports these four architectures without variations (`fused_support.unsupported_reason`); the generic pass runs all others.
 """
 
@@ -61,14 +61,14 @@ class FusedForward:
         attention = model.model.layers[0].self_attn
         self._copy = Bfloat16Linears(model) if autocast else None
         self._model: PreTrainedModel = model if self._copy is None else self._copy.model
-        self._packed = PackedLayers() if packed_bytes(self._model) else None
+        self._packed = PackedLayers() if self._copy is None and packed_bytes(self._model) else None
         self._parameters = FusedParameters.of(self._model, self._packed)
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            dtype=self._parameters.head.weight_IO.dtype,
+            dtype=torch.bfloat16 if autocast else self._parameters.head.weight_IO.dtype,
             device=self._parameters.embedding.device,
         )
         self._rms_norm = _RMSNorm(config.rms_norm_eps, (attention.head_dim, config.hidden_size), model.device)
@@ -143,7 +143,8 @@ class FusedForward:
             q_BHD, k_BKD, v_BKD = self._project(layer, self._normed(hidden_BD, layer.norm), cos_B1D, sin_B1D)
             self._write(tensor, index_J, k_BKD, v_BKD)
             hidden_BD = self._feed_forward(layer, hidden_BD + layer.o(attention(tensor, q_BHD)))
-        return self._parameters.head(self._normed(hidden_BD, self._parameters.norm)).float()
+        head = self._parameters.head
+        return head(self._rms_norm(hidden_BD, self._parameters.norm).to(head.weight_IO.dtype)).float()
 
     def _project(
         self, layer: FusedLayer, normed_MD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor

@@ -207,6 +207,16 @@ class ComputeTokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class FindLargestLogit:
+    """See `Learner.largest_logit`."""
+
+    token_ids: Sequence[int]
+
+    def run(self, rank: Rank) -> float:
+        return rank.built.largest_logit(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class MixReference:
     """See `Learner.mix_reference`."""
 

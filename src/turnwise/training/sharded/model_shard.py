@@ -16,7 +16,7 @@ import torch
 from turnwise.models.deterministic import use_deterministic_algorithms
 from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
-from turnwise.models.published_weights import token_logprobs
+from turnwise.models.published_weights import largest_logit, token_logprobs
 from turnwise.training.background import StopFlag
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements
@@ -177,6 +177,11 @@ class ModelShard:
         """See `Learner.token_logprobs`."""
         with torch.no_grad():
             return self._sharded.run(lambda: token_logprobs(self.model, token_ids, device=self.ranks.device))
+
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        """See `Learner.largest_logit`."""
+        with torch.no_grad():
+            return self._sharded.run(lambda: largest_logit(self.model, token_ids, device=self.ranks.device))
 
     def mix_reference(self, share: float) -> None:
         """See `Learner.mix_reference`."""

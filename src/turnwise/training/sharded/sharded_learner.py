@@ -22,6 +22,7 @@ from turnwise.training.sharded.commands import (
     Accumulate,
     Build,
     ComputeTokenLogprobs,
+    FindLargestLogit,
     Fingerprint,
     GatherWeights,
     MeasureLogprobs,
@@ -96,6 +97,9 @@ class ShardedLearner(PassLearner):
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return self.leader.run(ComputeTokenLogprobs(list(token_ids)))
+
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        return self.leader.run(FindLargestLogit(list(token_ids)))
 
     def mix_reference(self, share: float) -> None:
         self.leader.run(MixReference(share))
