@@ -43,31 +43,80 @@ _COMMANDS = {
 }
 """The commands. Each name is also the name of a module in `commands/`."""
 
-_EPILOG = """\
-examples:
-  turnwise demo                                                  train the tiny model that comes with turnwise
-  turnwise init quiz                                             write a starter project into the directory quiz
-  turnwise train recipes/calculator.yaml                         train by a recipe
-  turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1    change options (docs/recipes.md lists all options)
-  turnwise train recipes/calculator.yaml resume=auto             resume a run that was stopped
-  turnwise sft recipes/sft.yaml                                  fine-tune on given conversations (docs/sft.md)
-  turnwise train recipes/calculator.yaml model.path=runs/sft/checkpoint
-                                                                 then train the fine-tuned model by reinforcement learning
-  turnwise rollout recipes/calculator.yaml --out runs/look       run and score conversations, without training
-  turnwise rollout R.yaml engine.name=scripted engine.script=lines.jsonl --out runs/replay
-                                                                 replay given answers (each line of the file: a list of texts)
-  turnwise eval recipes/calculator.yaml --model demo/model --model runs/demo
-                                                                 compare models on held-out rows (docs/evaluation.md)
-  turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml
-                                                                 make a recipe from a configuration of verl (docs/verl.md)
-  turnwise show runs/demo                                        print the summary of a run
-  turnwise show runs/demo --worst 3 --tokens                     print the conversations with the lowest rewards, with every token
-  turnwise view runs                                             show runs in the browser: curves, conversations, tokens
-  turnwise replay runs/demo --all                                run environment and rewards again; print what differs
-  turnwise doctor demo/model                                     check whether a model can be trained
-  turnwise doctor demo/model --recipe recipes/calculator.yaml    also check a recipe
-  turnwise plan recipes/calculator.yaml --simulate runs/demo     predict the speed on more devices (docs/plan.md)
-"""
+_EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "demo": (("turnwise demo", "train the tiny model that comes with turnwise"),),
+    "init": (("turnwise init quiz", "write a starter project into the directory quiz"),),
+    "train": (
+        ("turnwise train recipes/calculator.yaml", "train by a recipe"),
+        ("turnwise train recipes/calculator.yaml train.lr=1e-4 seed=1", "change options (docs/recipes.md)"),
+        ("turnwise train recipes/calculator.yaml resume=auto", "resume a run that was stopped"),
+        (
+            "turnwise train recipes/calculator.yaml model.path=runs/sft/checkpoint",
+            "train the model of another run",
+        ),
+    ),
+    "sft": (("turnwise sft recipes/sft.yaml", "fine-tune on given conversations (docs/sft.md)"),),
+    "eval": (
+        (
+            "turnwise eval recipes/calculator.yaml --model demo/model --model runs/demo",
+            "compare models on held-out rows (docs/evaluation.md)",
+        ),
+    ),
+    "rollout": (
+        ("turnwise rollout recipes/calculator.yaml --out runs/look", "run and score conversations, without training"),
+        (
+            "turnwise rollout R.yaml engine.name=scripted engine.script=a.jsonl --out out",
+            "replay given answers (each line of the file: a list of texts)",
+        ),
+    ),
+    "replay": (("turnwise replay runs/demo --all", "run environment and rewards again; print what differs"),),
+    "serve": (("turnwise serve recipes/calculator.yaml", "run conversations for trainers (docs/server.md)"),),
+    "show": (
+        ("turnwise show runs/demo", "print the summary of a run"),
+        ("turnwise show runs/demo --worst 3 --tokens", "the conversations with the lowest rewards, with every token"),
+        ("turnwise show runs/demo --metric reward/mean", "the value of a metric in every step"),
+    ),
+    "view": (
+        ("turnwise view runs", "show runs in the browser: curves, conversations, tokens"),
+        ("turnwise view runs/demo --export demo.html", "write the page into one file"),
+    ),
+    "doctor": (
+        ("turnwise doctor demo/model", "check whether a model can be trained"),
+        ("turnwise doctor demo/model --recipe recipes/calculator.yaml", "also check a recipe"),
+    ),
+    "plan": (
+        ("turnwise plan recipes/calculator.yaml", "print the batches, the placement and the memory"),
+        ("turnwise plan recipes/calculator.yaml --simulate runs/demo", "predict the speed on more devices"),
+    ),
+    "convert": (
+        (
+            "turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml",
+            "make a recipe from a configuration of verl (docs/verl.md)",
+        ),
+        ("turnwise convert --from swift train.sh --out recipe.yaml", "from a script of ms-swift (docs/swift.md)"),
+    ),
+    "merge": (("turnwise merge runs/lora --out merged", "write the model of a run with an adapter completely"),),
+    "retrieval": (("turnwise retrieval corpus.jsonl", "run a search server for the search tool (docs/search.md)"),),
+    "completion": (('eval "$(turnwise completion bash)"', "complete commands and options in this shell"),),
+}
+"""For each command: examples, and what each of them does."""
+
+_FIRST = ("demo", "init", "train", "sft", "rollout", "eval", "show", "view", "doctor")
+"""The commands whose examples are in the help of `turnwise` itself: those that a new user needs."""
+
+
+def _examples(commands: Sequence[str]) -> str:
+    """The examples of these commands, as the end of a help text: each example, and below it what it does."""
+    shown = [example for command in commands for example in _EXAMPLES[command]]
+    lines = [f"  {example}\n      {text}" for example, text in shown]
+    return "\n".join(["example:" if len(shown) == 1 else "examples:", *lines])
+
+
+class _Help(argparse.HelpFormatter):
+    """Wraps descriptions, and leaves the examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("example") else super()._fill_text(text, width, indent)
 
 
 def program() -> int:
@@ -178,15 +227,15 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="turnwise",
         description="Train language models by reinforcement learning over multi-turn conversations.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=f"{_examples(_FIRST)}\n\nturnwise COMMAND --help has further examples; docs/start.md is a first page",
+        formatter_class=_Help,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     # `long`: the command goes on when the terminal is gone
     parser.set_defaults(long=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
-        of_command = commands.add_parser(name, help=summary)
+        of_command = commands.add_parser(name, help=summary, epilog=_examples([name]), formatter_class=_Help)
         if command in (None, name):
             importlib.import_module(f"turnwise.commands.{name}").register(of_command)
     return parser

@@ -9,15 +9,25 @@ This module does not know what the values mean.
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+import re
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from turnwise.errors import TurnwiseError
+from turnwise.errors import TurnwiseError, text_of
 
-__all__ = ["MAX_DEPTH", "PlainLoader", "check_text", "lone_surrogate", "parse_json", "parse_yaml", "read_text"]
+__all__ = [
+    "MAX_DEPTH",
+    "PlainLoader",
+    "check_text",
+    "half_character",
+    "lone_surrogate",
+    "parse_json",
+    "parse_yaml",
+    "read_text",
+]
 
 MAX_DEPTH = 64
 """Maximum nesting of lists and mappings. Conversations, schemas and recipes need about ten levels."""
@@ -102,14 +112,34 @@ def parse_yaml(
         value = yaml.load(text, Loader=loader)
         _check(value)
     except yaml.YAMLError as problem:
-        raise error(f"{where} is not YAML: {problem}") from None
+        hint = ""
+        if "${" in text and re.search(r"[{\[,:]\s*\$\{", text):
+            hint = '\nInside {} and [], a value with ${...} must be quoted: {path: "${NAME}"}'
+        raise error(f"{where} is not YAML: {problem}{hint}") from None
     except _Defect as problem:
         raise error(f"{where} is not accepted: {problem}") from None
     except RecursionError:
         raise error(f"{where} is not accepted: it is nested deeper than {MAX_DEPTH} levels") from None
-    except (ValueError, TypeError, AttributeError, KeyError, OverflowError) as problem:  # PyYAML's own constructors
-        raise error(f"{where} is not YAML: {problem}") from None
+    except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as problem:  # PyYAML's own constructors
+        raise error(f"{where} is not YAML: a value does not fit its type: {text_of(problem)}") from None
     return value
+
+
+def half_character(value: Any) -> str | None:
+    """The first text in `value` (in lists and mappings too) with half of a surrogate pair, as a clause for a message; or None.
+
+    Such a text cannot be written as UTF-8, so no tokenizer takes it. It comes from a JSON escape that was cut (`\\ud83d`), or
+    from bytes that are no text.
+    """
+    text = lone_surrogate(value)
+    if text is None:
+        return None
+    place = next(place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff")
+    around = text[max(place - 20, 0) : place + 20]
+    return (
+        f"the text {around!r} contains {text[place]!r} at position {place}, which is half of a surrogate pair and not a character: "
+        f"remove it, for example with text.encode('utf-8', 'replace').decode()"
+    )
 
 
 def check_text(text: str) -> str | None:
@@ -133,10 +163,12 @@ def lone_surrogate(value: Any) -> str | None:
                     text.encode("utf-8")
                 except UnicodeEncodeError:
                     return text
-            case dict() as mapping:
+            case Mapping() as mapping:
                 waiting += [*mapping, *mapping.values()]
-            case list() as values:
+            case list() | tuple() as values:
                 waiting += values
+            case _:
+                pass
     return None
 
 

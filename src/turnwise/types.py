@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.endings import Failure as Failure
 from turnwise.endings import MismatchKind as MismatchKind
@@ -56,11 +56,28 @@ class Row:
         """The row's own arguments of the chat template (its column `chat_template_kwargs`): `{"enable_thinking": False}`."""
         return self.fields.get("chat_template_kwargs") or {}
 
+    if not TYPE_CHECKING:  # a checker of types knows the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Called for names that are no attributes: says where the prompt and the columns are. Raises AttributeError."""
+            if name.startswith("_") or name == "fields":  # copy and pickle ask for these, before there are fields
+                raise AttributeError(name)
+            if name in ("prompt", "question", "text"):
+                where = "the messages of the prompt are row.messages"
+            else:
+                where = f"the column {name!r} is row[{name!r}]" if name in self.fields else "columns are row['<name>']"
+            raise AttributeError(f"a row has no attribute {name!r}: {where}")
+
     def __getitem__(self, name: str) -> Any:
         try:
             return self.fields[name]
         except KeyError:
             have = ", ".join(sorted(self.fields)) or "none"
+            if name in ("prompt", "messages"):
+                raise KeyError(
+                    f"row {self.id!r}: the messages of the prompt are row.messages, a list of {{'role': ..., 'content': ...}}; "
+                    f"row[...] is for the other columns: {have}"
+                ) from None
             raise KeyError(
                 f"row {self.id!r} has no column {name!r}; its columns are: {have}. Add the column to the data, or map another "
                 f"column to it: data.columns.{name}=<column>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 import turnwise
 from support import byte_tokenizer
 from support.conversations import call
+from turnwise import cli
 from turnwise.cli import main
 from turnwise.config.recipe import load
 
@@ -354,6 +356,31 @@ def test_help(words: list[str], told: list[str], capsys: pytest.CaptureFixture[s
     assert [words for words in told if words not in out] == []
 
 
+@pytest.mark.parametrize("command", ["", *cli._COMMANDS])
+def test_help_fits_80_columns_and_ends_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"] if command else ["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    usage = [
+        line for line in lines if "turnwise eval" not in line and "turnwise convert" not in line
+    ]  # two long commands
+    assert [line for line in usage if len(line) > 80] == []
+    first = next(number for number, line in enumerate(lines) if line in ("example:", "examples:"))
+    assert all(line.startswith("  ") for line in lines[first + 1 :][: -2 if not command else None])
+    assert any(f"turnwise {command}" in line for line in lines[first + 1 :])
+
+
+def test_the_commands_of_examples_can_be_parsed() -> None:
+    for command, examples in cli._EXAMPLES.items():
+        parser = cli.make_parser(command)
+        for words in (shlex.split(example) for example, _ in examples if example.startswith("turnwise ")):
+            assert words[1] == command
+            parser.parse_known_args(words[1:])
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -361,7 +388,17 @@ def test_help(words: list[str], told: list[str], capsys: pytest.CaptureFixture[s
         (["fly"], "invalid choice: 'fly'"),
         (["rollout", "recipe.yaml"], "required: --out"),
         (["rollout", "recipe.yaml", "--out", "x", "--fast"], "unrecognized arguments: --fast"),
-        (["show", "runs/x", "--worst", "many"], "invalid int value: 'many'"),
+        (["show", "runs/x", "--worst", "many"], "argument --worst: 'many' is not a number of at least 1"),
+        (["show", "runs/x", "--worst", "0"], "argument --worst: '0' is not a number of at least 1"),
+        (["show", "runs/x", "--best", "-3"], "argument --best: '-3' is not a number of at least 1"),
+        (["show", "runs/x", "--last=-1"], "argument --last: '-1' is not a number of at least 1"),
+        (["show", "runs/x", "--step=-1"], "argument --step: '-1' is not a number of at least 0"),
+        (["view", "runs", "--export", "x.html", "--most", "0"], "argument --most: '0' is not a number of at least 1"),
+        (["view", "runs", "--port", "70000"], "70000 is not a port: give a number from 0 to 65535"),
+        (["plan", "r.yaml", "--ranks", "0"], "argument --ranks: '0' is not a number of at least 1"),
+        (["plan", "r.yaml", "--efficiency", "-1"], "argument --efficiency: '-1' is not a number above 0"),
+        (["doctor", "m", "--memory-gb", "nan"], "argument --memory-gb: 'nan' is not a number above 0"),
+        (["serve", "r.yaml", "--queue", "-1"], "argument --queue: '-1' is not a number of at least 0"),
         (["show", "runs/x", "seed=1"], "unrecognized arguments: seed=1"),
     ],
 )

@@ -241,8 +241,9 @@ def test_a_line_that_a_killed_run_left_half_written_is_passed_over_and_any_other
     assert "4 conversations" in shown(run)
     with path.open("a") as file:
         file.write("\n")
+    assert f"left out: {path}:5 is not JSON (Invalid control character" in shown(run)
     with pytest.raises(RunError, match=rf"{path}:5 is not JSON \(Invalid control character"):
-        shown(run)
+        list(read_lines(path))
     assert list(read_lines(run / "nothing.jsonl")) == []
 
 
@@ -326,3 +327,28 @@ def test_a_curve_in_one_line() -> None:
 def test_a_run_of_rollouts_has_a_summary_too(tmp_path: Path) -> None:
     write_trajectories(tmp_path / "trajectories.jsonl", hold_all(Says("a"), size=3))
     assert shown(tmp_path).splitlines()[0] == "3 conversations; done 3"
+
+
+@pytest.mark.parametrize("line", [b"{broken", b"[1]", b'{"id": "\xff"}', b'{"schema": 3}', b""])
+def test_one_damaged_line_is_left_out_and_named(run: Path, line: bytes) -> None:
+    path = run / "trajectories.jsonl"
+    lines = path.read_bytes().splitlines()
+    whole = len(lines)
+    path.write_bytes(b"\n".join([lines[0], line, *lines[2:]]) + b"\n")
+    summary = shown(run)
+    assert f"{whole - 1} conversations;" in summary
+    assert f"left out: {path}:2" in summary
+    for options in ({"last": whole}, {"best": 1}, {"worst": 1}, {"failed": True}):
+        assert f"left out: {path}:2" in shown(run, **options)
+
+
+def test_a_damaged_line_of_metrics_is_left_out_and_named(run: Path) -> None:
+    from turnwise.commands.show import show_metric
+
+    path = run / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo\n{"step": 3, "loss": 0.25}\n')
+    console = Console(width=160, no_color=True)
+    with console.capture() as captured:
+        show_metric(console, run, "loss")
+    assert f"left out: {path}:2" in captured.get()
+    assert [line.split() for line in captured.get().splitlines()[-2:]] == [["1", "0.5"], ["3", "0.25"]]

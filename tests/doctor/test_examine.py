@@ -224,7 +224,7 @@ def test_an_invalid_model_fails_with_value_rule_and_fix(
 
 
 def test_a_file_in_place_of_a_directory_fails(copy: Path) -> None:
-    assert "there is no model directory" in only_failure(asked(copy / "config.json"))
+    assert "config.json is a file; model.path must be" in only_failure(asked(copy / "config.json"))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -17,6 +18,8 @@ from turnwise.user_code.object_references import resolve
 
 __all__ = ["conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
 
+_log = logging.getLogger(__name__)
+
 
 def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
     """The rows of `data.train`, or the `held_out` rows of `data.eval`. `limit` is a bound in addition to data.max_rows:
@@ -27,7 +30,7 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
     data = config.data
     bounds = [bound for bound in (limit, data.max_rows) if bound is not None]
     source = data.eval if held_out and data.eval is not None else data.train
-    return read_rows(
+    found = read_rows(
         source,
         columns=data.columns,
         split=data.eval_split if held_out else data.split,
@@ -36,6 +39,30 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         limit=min(bounds, default=None),
         writes_prompt=lambda: _environment_writes_prompt(config),
     )
+    _check_ends(found, config, source)
+    return found
+
+
+def _check_ends(rows: Sequence[Row], config: Config, source: str | list[str]) -> None:
+    """Refuse prompts that end with an answer, where the environment passes them on as they are: the model would begin a second
+    answer behind the reference answer. An environment of the user's own may take the answer out, so this is only a warning.
+
+    Raises DataError.
+    """
+    environment = config.environment.use
+    answered = [row for row in rows if row.messages[-1]["role"] == "assistant"]
+    if not answered or environment.startswith("turnwise.compat."):  # ms-swift's classes take the answer out
+        return
+    message = (
+        f"{source}: the prompt of {len(answered)} of {len(rows)} rows ends with a message of the assistant (row "
+        f"{answered[0].id!r}: {answered[0].messages[-1]['content']!r:.60}), so the model would begin a second answer behind it"
+    )
+    if environment.startswith("turnwise.environments."):
+        raise DataError(
+            f"{message}. If it is the reference answer, remove it from the prompt and put it into a column of its own, for the "
+            f"reward function; `turnwise sft` trains on such answers"
+        )
+    _log.warning("%s, unless %s takes it out", message, environment)
 
 
 def _environment_writes_prompt(config: Config) -> bool:

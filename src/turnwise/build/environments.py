@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -149,6 +150,11 @@ def _check_environment(
         return source, environment_tools
     if not isinstance(built, Environment):
         missing = [method for method in ("begin", "step", "close") if not hasattr(built, method)]
+        if inspect.isasyncgen(built) or inspect.isgenerator(built):
+            raise ConfigError(
+                f"environment: {name} is a generator function without decorator: write @environment above it (from turnwise "
+                f"import environment)"
+            )
         raise ConfigError(
             f"environment: {name} creates a {type(built).__name__} without {', '.join(missing)}; an environment has async "
             f"methods begin(row), step(turn) and close(), or is an async generator function with @environment"

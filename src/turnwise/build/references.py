@@ -32,6 +32,8 @@ def named_callable(use: Use, *, key: str, given: Sequence[Any] = (), partly: boo
         (signature.bind_partial if partly else signature.bind)(*given, **use.arguments)
     except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
         hint = renamed_arguments(use.use, use.arguments)
+        if inspect.isasyncgenfunction(target) or inspect.isgeneratorfunction(target):
+            hint += "; it is a generator function: write @environment above it (from turnwise import environment)"
         raise ConfigError(
             f"{key}: {use.use} cannot be called with the arguments {use.arguments}: {error}{hint}"
         ) from None

@@ -30,6 +30,7 @@ from turnwise.chat.turn_boundary import TurnBoundary
 from turnwise.chat.turn_messages import ParsedTurn, template_message
 from turnwise.chat.turn_parser import TurnParser
 from turnwise.errors import Failed, TemplateError, boundary
+from turnwise.local_paths import refuse_other_than_model
 from turnwise.types import Media, Message, ToolSchema
 
 __all__ = ["EncodedMessages", "Renderer", "SanityMode", "Thinking"]
@@ -136,11 +137,7 @@ class Renderer:
         """
         from transformers import AutoTokenizer
 
-        if str(path).startswith(("/", ".", "~")) and not os.path.isdir(os.path.expanduser(path)):
-            raise TemplateError(
-                f"there is no model directory {os.path.abspath(os.path.expanduser(path))}; model.path must be a hub id, or a "
-                f"directory that save_pretrained has written"
-            )
+        refuse_other_than_model(path, error=TemplateError)
         try:
             with boundary("tokenizer"):  # some libraries raise a bare Exception
                 tokenizer = AutoTokenizer.from_pretrained(str(path))

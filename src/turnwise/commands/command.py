@@ -8,6 +8,7 @@ command that is run, and no other.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,22 @@ if TYPE_CHECKING:
     from turnwise.commands.stopping import Stops
     from turnwise.config.schema import Config
 
-__all__ = ["Command", "Context", "add_overrides", "add_recipe", "load_recipe", "print_lines", "refuse_missing_files"]
+__all__ = [
+    "Command",
+    "Context",
+    "add_overrides",
+    "add_recipe",
+    "count",
+    "damage_notes",
+    "load_recipe",
+    "port",
+    "positive",
+    "print_lines",
+    "refuse_missing_files",
+    "step_number",
+]
+
+_MOST_DAMAGED, _LAST_PORT = 5, 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +111,52 @@ def _option_names(prefix: str, action: object, parser: object, parsed_args: obje
     from turnwise.config.resume_rules import RULES
 
     return [f"{option}=" for option in RULES if option.startswith(prefix) and "[" not in option]
+
+
+def count(text: str) -> int:
+    """A number of at least 1, as the value of an argument."""
+    return _integer(text, least=1)
+
+
+def step_number(text: str) -> int:
+    """The number of a step, as the value of an argument. Evaluations before training have step 0."""
+    return _integer(text, least=0)
+
+
+def port(text: str) -> int:
+    """A TCP port, as the value of an argument; 0: any free one."""
+    value = _integer(text, least=0)
+    if value > _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text} is not a port: give a number from 0 to {_LAST_PORT}")
+    return value
+
+
+def positive(text: str) -> float:
+    """A finite number above 0, as the value of an argument."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number above 0")
+    return value
+
+
+def _integer(text: str, *, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = None
+    if value is None or value < least:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of at least {least}")
+    return value
+
+
+def damage_notes(damaged: Sequence[str]) -> list[str]:
+    """What to print about damaged lines of a record, which were left out."""
+    lines = list(dict.fromkeys(damaged))
+    more = [f"and {len(lines) - _MOST_DAMAGED} more damaged lines"] if len(lines) > _MOST_DAMAGED else []
+    return [*(f"left out: {line}" for line in lines[:_MOST_DAMAGED]), *more]
 
 
 def print_lines(console: Console, lines: Sequence[str], *, style: str | None = None) -> None:

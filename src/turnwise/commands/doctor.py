@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from turnwise.commands.command import Context, add_overrides
+from turnwise.commands.command import Context, add_overrides, positive
 from turnwise.errors import ConfigError
 
 __all__ = ["register"]
@@ -31,7 +31,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--memory-gb",
-        type=float,
+        type=positive,
         metavar="GIB",
         help="the memory that a training step of the recipe may use; default: that of the GPU, or of this machine",
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.commands.command import Context, add_recipe
+from turnwise.commands.command import Context, add_recipe, count, positive, step_number
 from turnwise.errors import ConfigError, Failed, boundary
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def register(parser: argparse.ArgumentParser) -> None:
     add_recipe(parser)
     parser.add_argument(
         "--memory-gb",
-        type=float,
+        type=positive,
         metavar="GIB",
         help="the memory of a device; default: that of the GPU, or of this machine",
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=count,
         metavar="N",
         help="the number of ranks that torchrun will start (cluster=torchrun); default: WORLD_SIZE, or 1",
     )
@@ -51,24 +51,24 @@ def _add_simulation_options(simulation: argparse._ArgumentGroup) -> None:
         "--devices", default="8,64,512,1024", metavar="N,N", help="numbers of devices; default: %(default)s"
     )
     simulation.add_argument(
-        "--measured-devices", type=int, default=1, metavar="N", help="devices of the measured run; default: 1"
+        "--measured-devices", type=count, default=1, metavar="N", help="devices of the measured run; default: 1"
     )
     simulation.add_argument(
         "--replica-devices",
-        type=int,
+        type=count,
         default=1,
         metavar="N",
         help="devices of an engine replica (tensor parallel); default: 1",
     )
     simulation.add_argument(
         "--trainer-share",
-        type=float,
+        type=positive,
         metavar="SHARE",
         help="the share of the devices that train; default: the share with the most steps per hour",
     )
     simulation.add_argument(
         "--efficiency",
-        type=float,
+        type=positive,
         default=0.9,
         metavar="SHARE",
         help="the speed of n training devices, divided by n times the speed of a device; default: 0.9",
@@ -81,7 +81,11 @@ def _add_simulation_options(simulation: argparse._ArgumentGroup) -> None:
         help="seconds for which the engines stop to load new weights; default: 0",
     )
     simulation.add_argument(
-        "--staleness", type=int, default=4, metavar="N", help="train.max_staleness of the asynchronous mode; default: 4"
+        "--staleness",
+        type=step_number,
+        default=4,
+        metavar="N",
+        help="train.max_staleness of the asynchronous mode; default: 4",
     )
     simulation.add_argument(
         "--scale-batch",
@@ -96,8 +100,6 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     from turnwise.planning.tables import print_plan
 
     config, _ = load(options.recipe, options.overrides)
-    if options.ranks is not None and options.ranks < 1:
-        raise ConfigError(f"--ranks {options.ranks}: a run has at least 1 rank")
     if fine_tunes(config) and options.simulate is not None:
         raise ConfigError(
             "--simulate is for recipes of `turnwise train`, and this recipe is for `turnwise sft`: remove it"
@@ -186,9 +188,11 @@ def _simulate(config: Config, options: argparse.Namespace, context: Context) -> 
     from turnwise.planning.workload import measure
 
     try:
-        devices = [int(number) for number in options.devices.split(",")]
-    except ValueError:
-        raise ConfigError(f"--devices {options.devices}: give integers separated by commas, such as 8,64") from None
+        devices = [count(number) for number in options.devices.split(",")]
+    except argparse.ArgumentTypeError:
+        raise ConfigError(
+            f"--devices {options.devices}: give numbers of at least 1, separated by commas, such as 8,64"
+        ) from None
     scaling = ScalingOptions(
         batch_size=config.train.batch_size,
         group_size=config.train.group_size,

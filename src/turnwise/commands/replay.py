@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from turnwise.commands.command import Context, add_overrides, print_lines
+from turnwise.commands.command import Context, add_overrides, damage_notes, print_lines
 from turnwise.errors import ConfigError
 
 __all__ = ["register"]
@@ -18,7 +18,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run the environment and the reward functions of recorded conversations again, with the recorded turns of "
         "the model, and print what differs: messages, tool results, rewards, stop reason, tokens. The exit status is 1 if "
-        "something differs (docs/evaluation.md)."
+        "something differs or a line of the record is damaged (docs/evaluation.md)."
     )
     parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo")
     add_overrides(
@@ -41,8 +41,12 @@ def _run(options: argparse.Namespace, context: Context) -> int:
         raise ConfigError("give either --id ID or --all")
     from turnwise.runs.replay import replay
 
-    replayed = context.stops.run(replay(options.run, options.overrides, id=options.id, evaluation=options.evaluation))
+    damaged: list[str] = []
+    replayed = context.stops.run(
+        replay(options.run, options.overrides, id=options.id, evaluation=options.evaluation, damaged=damaged)
+    )
     console = context.console
+    print_lines(console, damage_notes(damaged), style="yellow")
     different = [conversation for conversation in replayed if conversation.differences]
     skipped = [conversation for conversation in replayed if conversation.skipped is not None]
     for conversation in replayed:
@@ -58,4 +62,4 @@ def _run(options: argparse.Namespace, context: Context) -> int:
     same = len(replayed) - len(different) - len(skipped)
     text = f"{same} of {len(replayed)} conversations are the same, {len(different)} differ"
     print_lines(console, [f"{text}, {len(skipped)} failed and were not replayed" if skipped else text])
-    return int(bool(different))
+    return int(bool(different or damaged))

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from turnwise.commands.command import Context
+from turnwise.commands.command import Context, port
 
 __all__ = ["register"]
 
@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "corpus", type=Path, help='a jsonl file with {"id", "title", "text"} or {"id", "contents"} on each line'
     )
-    parser.add_argument("--port", type=int, default=8000, help="the port; default: 8000; 0: any free port")
+    parser.add_argument("--port", type=port, default=8000, help="the port; default: 8000; 0: any free port")
     parser.set_defaults(command=_run)
 
 

@@ -9,7 +9,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any
 
-from turnwise.commands.command import Context, add_recipe, print_lines
+from turnwise.commands.command import Context, add_recipe, count, port, print_lines, step_number
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,9 +35,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--from", dest="system", choices=["swift"], help="read arguments of ms-swift instead of a recipe"
     )
     parser.add_argument("--host", help=f"the address to listen on; default: {_HOST}, which only this machine can reach")
-    parser.add_argument("--port", type=int, help=f"the port; default: {_PORT}; 0: any free port")
+    parser.add_argument("--port", type=port, help=f"the port; default: {_PORT}; 0: any free port")
     parser.add_argument(
-        "--queue", type=int, default=1024, help="the most conversations that wait for a free place; default: 1024"
+        "--queue",
+        type=step_number,
+        default=1024,
+        help="the most conversations that wait for a free place; default: 1024",
     )
     parser.add_argument(
         "--multi_turn_scheduler",
@@ -48,7 +51,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--external_plugins", nargs="+", default=[], metavar="FILE", help="Python files that register schedulers"
     )
-    parser.add_argument("--max_turns", type=int, metavar="N", help="the most turns of the model in a conversation")
+    parser.add_argument("--max_turns", type=count, metavar="N", help="the most turns of the model in a conversation")
     parser.set_defaults(command=_run, long=True)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from turnwise.commands.command import Context
+from turnwise.commands.command import Context, count, damage_notes, print_lines, step_number
 from turnwise.errors import ConfigError, RunError
 from turnwise.evaluation.results import read_results
 from turnwise.record.compression import existing_file
@@ -57,10 +57,14 @@ def register(parser: argparse.ArgumentParser) -> None:
         "run", type=Path, help="the directory of a run, such as runs/demo; without options, its summary is printed"
     )
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
-    parser.add_argument("--step", type=int, metavar="N", help="the conversations of step N")
-    parser.add_argument("--worst", type=int, default=0, metavar="N", help="the N conversations with the lowest reward")
-    parser.add_argument("--best", type=int, default=0, metavar="N", help="the N conversations with the highest reward")
-    parser.add_argument("--last", type=int, default=0, metavar="N", help="the N latest conversations")
+    parser.add_argument("--step", type=step_number, metavar="N", help="the conversations of step N")
+    parser.add_argument(
+        "--worst", type=count, default=0, metavar="N", help="the N conversations with the lowest reward"
+    )
+    parser.add_argument(
+        "--best", type=count, default=0, metavar="N", help="the N conversations with the highest reward"
+    )
+    parser.add_argument("--last", type=count, default=0, metavar="N", help="the N latest conversations")
     parser.add_argument(
         "--eval",
         action="store_true",
@@ -122,13 +126,13 @@ class Selection:
             name for name, count in (("--worst", self.worst), ("--best", self.best), ("--last", self.last)) if count
         ]
 
-    def of(self, file: Path) -> list[Trajectory]:
-        """The selected conversations of a file."""
+    def of(self, file: Path, damaged: list[str]) -> list[Trajectory]:
+        """The selected conversations of a file. Damaged lines are left out and described in `damaged`."""
         if self == Selection(last=self.last):
-            return RecordedTrajectories(file)[-self.last :]  # without reading the others
+            return RecordedTrajectories(file, damaged=damaged)[-self.last :]  # without reading the others
         matching = [
             trajectory
-            for trajectory in self._candidates(file)
+            for trajectory in self._candidates(file, damaged)
             if (self.step is None or trajectory.step == self.step) and (not self.failed or trajectory.error is not None)
         ]
         if self.worst or self.best:
@@ -137,11 +141,13 @@ class Selection:
             return [trajectory for _, trajectory in scored[: self.worst or self.best]]
         return matching[-self.last :] if self.last else matching
 
-    def _candidates(self, file: Path) -> Iterable[Trajectory]:
+    def _candidates(self, file: Path, damaged: list[str]) -> Iterable[Trajectory]:
         """The conversations with this id or of this step, without reading the others; otherwise all."""
         if self.id is not None:
-            return RecordedTrajectories(file).with_id(self.id)
-        return read(file) if self.step is None else RecordedTrajectories(file).of_step(self.step)
+            return RecordedTrajectories(file, damaged=damaged).with_id(self.id)
+        if self.step is not None:
+            return RecordedTrajectories(file, damaged=damaged).of_step(self.step)
+        return read(file, damaged=damaged)
 
 
 def show(
@@ -155,7 +161,7 @@ def show(
     """Print a run's summary, or the conversations of `selection`.
 
     `evaluation` reads the held-out conversations instead of the training conversations; `tokens` prints every token too.
-    Raises RunError if `run` is not a run, its record is damaged, or no conversation matches.
+    A damaged line of the record is left out and named. Raises RunError if `run` is not a run, or no conversation matches.
     """
     if (models := evaluated_runs(run)) and _show_evaluation(console, run, models, selection):
         return
@@ -178,7 +184,9 @@ def show(
         for part in _summary(run, path):
             console.print(part, soft_wrap=isinstance(part, Text))  # paths are not wrapped
         return
-    trajectories = selection.of(path)
+    damaged: list[str] = []
+    trajectories = selection.of(path, damaged)
+    print_lines(console, damage_notes(damaged), style="yellow")
     if not trajectories:
         raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints a summary of the run")
     decode = token_texts(run) if tokens else None
@@ -215,7 +223,9 @@ def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = Fa
     Raises RunError if there are no metrics, or none of this name; the error names what the metric is called here.
     """
     path = run / ("evaluations.jsonl" if evaluation else "metrics.jsonl")
-    lines = list(read_lines(path))
+    damaged: list[str] = []
+    lines = list(read_lines(path, damaged=damaged))
+    print_lines(console, damage_notes(damaged), style="yellow")
     if not lines:
         raise RunError(f"{path.absolute()} has no metrics: it is missing or empty")
     known = list(dict.fromkeys(key for line in lines for key in line))
@@ -236,31 +246,34 @@ def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = Fa
 
 def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
     """The steps, the evaluations, and the conversations of `path`: how they ended, and the most frequent errors."""
-    metrics = list(read_lines(run / "metrics.jsonl"))
+    damaged: list[str] = []
+    metrics = list(read_lines(run / "metrics.jsonl", damaged=damaged))
     if metrics:
         # fine-tuning has a loss and no reward
         curve = "reward/mean" if "reward/mean" in metrics[0] else "loss"
         values = [line[curve] for line in metrics if isinstance(line.get(curve), int | float)]
         yield Text(f"{run}: {len(metrics)} steps, {curve.partition('/')[0]} {sparkline(values)}")
         yield steps_table(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS)
-    evaluations = list(read_lines(run / "evaluations.jsonl"))
+    evaluations = list(read_lines(run / "evaluations.jsonl", damaged=damaged))
     if evaluations:
         yield evaluations_table(evaluations)
     stops: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     last = ""
-    for trajectory in read(path):
+    for trajectory in read(path, damaged=damaged):
         last = trajectory.id
         stops[str(trajectory.stop)] += 1
         if trajectory.error is not None:
             errors[f"{trajectory.error.kind}: {trajectory.error.message}"] += 1
-    yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {count}" for stop, count in stops.most_common()))
+    yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {times}" for stop, times in stops.most_common()))
     if dropped := sum(line.get("record/dropped") or 0 for line in metrics):
         yield Text(
             f"  {dropped} conversations are not recorded (record.every, record.best_and_worst); metrics are of all"
         )
-    for error, count in errors.most_common(5):
-        yield Text(f"  {count} x {error}", style="red")
+    for note in damage_notes(damaged):
+        yield Text(f"  {note}", style="yellow")
+    for error, times in errors.most_common(5):
+        yield Text(f"  {times} x {error}", style="red")
     if last:
         held_out = "" if path.name.startswith("trajectories") else " --eval"
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")

@@ -7,7 +7,7 @@ import contextlib
 import webbrowser
 from pathlib import Path
 
-from turnwise.commands.command import Context, print_lines
+from turnwise.commands.command import Context, count, port, print_lines
 from turnwise.errors import ConfigError
 
 __all__ = ["register"]
@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="*", type=Path, default=[Path("runs")], metavar="RUN",
         help="directories of runs, or a directory that contains runs; default: runs",
     )  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="the port; default: any free port")
+    parser.add_argument("--port", type=port, default=0, help="the port; default: any free port")
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
     parser.add_argument(
         "--export",
@@ -29,7 +29,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="write the page with the runs into one HTML file instead of serving it",
     )
     parser.add_argument(
-        "--most", type=int, default=200, metavar="N",
+        "--most", type=count, default=200, metavar="N",
         help="with --export: the number of conversations of each run in the file, the latest first; default: 200",
     )  # fmt: skip
     parser.add_argument(

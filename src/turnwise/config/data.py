@@ -7,9 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.config.section import NonEmpty, Positive, Section
+from turnwise.config.section import NonEmpty, Positive, Section, short_for
 
 __all__ = ["CurriculumSection", "DataSection", "LoraSection", "ModelSection"]
+
+
+_USUAL_RANK = 16
+"""The rank of `model.lora: true`."""
 
 
 class LoraSection(Section):
@@ -29,6 +33,14 @@ class LoraSection(Section):
     instead of `model.lora.alpha` / `model.lora.rank`."""
     dora: bool = False
     """Whether the adapter also trains the length of each weight vector (DoRA). This is slower."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`lora: true` is an adapter with the usual rank, and `lora: 8` one with this rank."""
+        if isinstance(value, bool):
+            return {"rank": _USUAL_RANK} if value else {}
+        return {"rank": value} if isinstance(value, int) else value
 
 
 class ModelSection(Section):
@@ -53,6 +65,8 @@ class ModelSection(Section):
     `chat_template_kwargs` has arguments for this row, which replace those of the same name. An argument that the template never
     reads is an error."""
     lora: LoraSection = LoraSection()
+
+    _expand = short_for("path")
 
     @model_validator(mode="after")
     def _autocast_needs_float32(self) -> Self:

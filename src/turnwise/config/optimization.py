@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from turnwise.config.section import NotNegative, Positive, Section
+from turnwise.config.section import NotNegative, Positive, Section, short_for
 
 __all__ = ["OptimizationSection", "OptimizerSection", "SftSection", "TrainSection", "steps_of_epochs"]
 
@@ -38,6 +38,8 @@ class OptimizerSection(Section):
     offload: Literal["none", "cpu"] = "none"
     """Where the optimizer's state and the float32 master weights are. `none`: on the device of the model. `cpu`: in the CPU's
     memory, for a model on a GPU. The optimizer step is then computed on the CPU, and is slower."""
+
+    _expand = short_for("name")
 
 
 class OptimizationSection(Section):

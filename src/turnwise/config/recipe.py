@@ -7,13 +7,13 @@ schema. The error lists all problems, with the most similar name for each unknow
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
+from turnwise.config.data import LoraSection
 from turnwise.config.environment_values import insert_values
 from turnwise.config.known_names import called_here, value_hint
 from turnwise.config.named_section import name_of, named_sections, shared_options
@@ -21,13 +21,37 @@ from turnwise.config.resume_rules import RULES
 from turnwise.config.schema import Config, Section
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
+from turnwise.local_paths import no_file
 
 __all__ = ["checked", "load", "schema_problems", "with_overrides"]
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""
-_SHORT = {"environment": "use", "loss_mask": "use", "cluster": "launcher"}
+_SHORT = {
+    "environment": "use",
+    "loss_mask": "use",
+    "cluster": "launcher",
+    "model": "path",
+    "train.optimizer": "name",
+    "sft.optimizer": "name",
+    **dict.fromkeys(_NAMED, "name"),
+}
 """For each section that may be a text: the option that the text is."""
+
+_OTHER_SYSTEMS = {
+    "verl": (
+        {"actor_rollout_ref"},
+        {"algorithm", "trainer", "custom_reward_function", "reward_model", "hydra"},
+        "To make a recipe from it: `turnwise convert --config-path <its directory> --config-name <its name without .yaml> --out "
+        "recipe.yaml` (docs/verl.md)",
+    ),
+    "ms-swift": (
+        {"rlhf_type"},
+        {"tuner_type", "train_type", "vllm_mode", "multi_turn_scheduler", "external_plugins", "num_generations"},
+        "To make a recipe from it: `turnwise convert --from swift <the file> --out recipe.yaml` (docs/swift.md)",
+    ),
+}
+"""For each other system: a key that only its files have at their top, further keys, and what to do with such a file."""
 
 _LENGTHS = {
     name: other
@@ -43,10 +67,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
     Raises ConfigError.
     """
     path = Path(path)
-    if not os.path.isfile(path):
-        raise ConfigError(
-            f"there is no recipe {path.absolute()}; recipes are YAML files, such as recipes/calculator.yaml"
-        )
+    if (problem := no_file(path, "recipe")) is not None:
+        raise ConfigError(f"{problem}; recipes are YAML files, such as recipes/calculator.yaml")
     tree = parse_yaml(read_text(path, error=ConfigError), where=str(path), error=ConfigError)
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
@@ -94,11 +116,13 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Put `a.b=value` into the tree; values are YAML. A new `name` removes the section's options that belong to the old name."""
     notes: list[str] = []
     # names first: the other options on the command line belong to the new name
-    for override in sorted(overrides, key=lambda override: not override.partition("=")[0].endswith(".name")):
+    for override in sorted(overrides, key=lambda override: not _chooses(override.partition("=")[0])):
         key, equals, text = override.partition("=")
         if not equals or not key:
             raise ConfigError(f"{override!r} is not an override; write key=value, for example train.lr=1e-4")
         value = parse_yaml(text, where=f"{override!r}: the value", error=ConfigError)
+        if key in _NAMED and isinstance(value, str):  # `credit=rloo` is `credit.name=rloo`
+            key = f"{key}.name"
         *parents, last = key.split(".")
         if not all([*parents, last]):
             raise ConfigError(f"{override!r}: {key!r} contains an empty name; write one dot between two names")
@@ -107,6 +131,8 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             child = node.setdefault(parent, {})
             if isinstance(child, str) and (key_of_text := _SHORT.get(".".join(parents[: depth + 1]))) is not None:
                 child = node[parent] = {key_of_text: child}
+            elif child is True and parents[: depth + 1] == ["model", "lora"]:
+                child = node[parent] = LoraSection.model_validate(child).model_dump(include={"rank"})
             if not isinstance(child, dict):
                 raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
             node = child
@@ -118,6 +144,11 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             notes += _rename(node, parents[0], value, override)
         node[last] = value
     return notes
+
+
+def _chooses(key: str) -> bool:
+    """Whether an override of this option says which other options there are."""
+    return key.endswith(".name") or key in _NAMED
 
 
 def _rename(node: dict[str, Any], section: str, name: Any, override: str) -> list[str]:
@@ -165,6 +196,11 @@ def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> li
 def _explain(error: ValidationError, source: str) -> str:
     """All problems, one per line: the key, the rule, the value, the most similar name."""
     lines: list[str] = []
+    unknown = {str(problem["loc"][0]) for problem in error.errors() if problem["type"] == "extra_forbidden"}
+    for system, (certain, usual, how) in _OTHER_SYSTEMS.items():
+        found = unknown & (certain | usual)
+        if unknown & certain or len(found) > 1:
+            return f"{source} is a configuration of {system} (it has {', '.join(sorted(found))}), not a recipe. {how}"
     for problem in error.errors(include_url=False):
         # pydantic adds the branch of a union to the location: `list[...]`, `function-after[...]`, `local`
         branch = str(problem["loc"][-1]) if problem["loc"] else ""

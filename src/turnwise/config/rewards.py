@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from turnwise.config.section import NonEmpty, NotNegative, Positive, Seconds, Section, Use
 
@@ -66,3 +66,11 @@ class RewardSection(Section):
     """The time limit of reward functions, in seconds. Async functions: one limit for all functions of a trajectory and its turns
     together, and one limit for each call of a function of a group or of the batch. Sync functions: one limit for each call. A
     call that exceeds its limit is interrupted and fails. Null: no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`reward: [f.py:g]`, or `reward: f.py:g`, is short for functions of one trajectory."""
+        if isinstance(value, str):
+            value = [value]
+        return {"trajectory": value} if isinstance(value, list | tuple) else value

@@ -238,6 +238,15 @@ class Config(Section):
 
     @model_validator(mode="before")
     @classmethod
+    def _expand_names(cls, tree: Any) -> Any:
+        """`credit: grpo` is short for `credit: {name: grpo}`, as for each section that is chosen by name."""
+        if not isinstance(tree, Mapping):
+            return tree
+        short = {key: {"name": tree[key]} for key in ("credit", "loss", "engine") if isinstance(tree.get(key), str)}
+        return {**tree, **short}
+
+    @model_validator(mode="before")
+    @classmethod
     def _expand_inference_template(cls, tree: Any) -> Any:
         if not isinstance(tree, Mapping) or tree.get("use_inference_chat_template") is not True:
             return tree

@@ -7,7 +7,17 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["NonEmpty", "NotNegative", "Positive", "Seconds", "Section", "Use", "changed_options", "expand_reference"]
+__all__ = [
+    "NonEmpty",
+    "NotNegative",
+    "Positive",
+    "Seconds",
+    "Section",
+    "Use",
+    "changed_options",
+    "expand_reference",
+    "short_for",
+]
 
 
 def _not_empty(text: str) -> str:
@@ -45,6 +55,11 @@ def changed_options(section: Section) -> list[str]:
 def expand_reference(value: Any) -> Any:
     """The mapping that a plain text is short for: `file.py:name` becomes `{use: file.py:name}`."""
     return {"use": value} if isinstance(value, str) else value
+
+
+def short_for(option: str) -> Any:
+    """A validator for a section that may be written as a text, which is the value of `option`: `model: demo/model`."""
+    return model_validator(mode="before")(lambda value: {option: value} if isinstance(value, str) else value)
 
 
 class Use(Section):

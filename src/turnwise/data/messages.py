@@ -11,7 +11,7 @@ from typing import Any
 
 from turnwise.data.absent_values import AbsentValues
 from turnwise.errors import DataError, nearest
-from turnwise.json_yaml import parse_json
+from turnwise.json_yaml import half_character, parse_json
 from turnwise.types import Message
 
 __all__ = ["ROLES", "clean_message"]
@@ -42,6 +42,8 @@ def clean_message(message: Any, where: str, absent: AbsentValues) -> Message:
             )
         kept["tool_calls"] = [_call(call, n, where, absent) for n, call in enumerate(calls)]
     kept["content"] = _content(kept, where)
+    if (problem := half_character(kept)) is not None:
+        raise DataError(f"{where} cannot be encoded: {problem}")
     return kept
 
 

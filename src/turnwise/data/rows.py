@@ -19,6 +19,7 @@ from turnwise.data.media import with_media
 from turnwise.data.messages import clean_message
 from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
+from turnwise.local_paths import looks_like_path, no_file
 from turnwise.types import Message, Row
 from turnwise.user_code.live_objects import is_live, live_object
 
@@ -166,13 +167,14 @@ def refuse_missing_source(source: str) -> None:
         return
     path = Path(os.path.expanduser(source))
     if path.suffix in FILES:
-        if not os.path.isfile(path):
-            raise DataError(f"there is no file {path.absolute()}; paths are relative to the directory you run from")
-    elif source.startswith((".", "/", "~")) and not os.path.isdir(path):
-        raise DataError(
-            f"there is no directory {path.absolute()}; data.train takes a .jsonl or .parquet file, a directory saved by "
-            f"`datasets`, or a hub id"
-        )
+        if (problem := no_file(path, "file")) is not None:
+            raise DataError(f"{problem}; paths are relative to the directory you run from")
+    elif looks_like_path(source) and not os.path.isdir(path):
+        takes = "data.train takes a .jsonl or .parquet file, a directory saved by `datasets`, or a hub id"
+        if os.path.isfile(path):
+            raise DataError(f"{path.absolute()} is not a file of one of these kinds: {', '.join(FILES)}. {takes}")
+        missing = no_file(path, "file" if path.suffix else "directory")
+        raise DataError(f"{missing}; {takes}")
 
 
 def _empty_rows(source: str) -> int | None:
@@ -307,7 +309,7 @@ def with_template_arguments(fields: Mapping[str, Any], place: str) -> dict[str, 
 
 def _messages(prompt: Any, place: str, absent: AbsentValues) -> list[Message]:
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        prompt = [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:
         raise DataError(f"{place}: the prompt must be a text or a list of messages; it is {prompt!r:.80}")
     for message in prompt:

@@ -22,7 +22,8 @@ from turnwise.doctor.check import Check
 from turnwise.doctor.engine_memory import kv_cache_bytes
 from turnwise.doctor.traced_pass import TracedPass, Workload, traced_pass
 from turnwise.engines.local.engine import LARGE_CACHE
-from turnwise.errors import Failed, boundary
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import context_length
 from turnwise.training.options import OptimizerConfig
@@ -208,6 +209,7 @@ def read_model_config(path: str) -> Any:
 
     while (base := adapter_base(path)) is not None:
         path = base
+    refuse_other_than_model(path, error=ConfigError)
     return AutoConfig.from_pretrained(path)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.attention import ignored_by_sdpa, set_text_attention
 from turnwise.models.fast_layers import with_fast_layers
 from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
@@ -87,6 +88,7 @@ def _load_base(options: ModelOptions) -> Any:
 
     transformers_logging.disable_progress_bar()
     path, device = str(options.path), options.device
+    refuse_other_than_model(path, error=ConfigError)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds

@@ -5,7 +5,7 @@ Every defect of a file is a `RunError` with the file and the line. What a line h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -45,16 +45,24 @@ def evaluated_runs(path: Path) -> list[Path]:
     return sorted(folder for folder in folders if existing_file(folder / "trajectories.jsonl").is_file())
 
 
-def read(run_or_file: str | Path) -> Iterator[Trajectory]:
+def read(run_or_file: str | Path, *, damaged: list[str] | None = None) -> Iterator[Trajectory]:
     """The trajectories of a run or of one of its files, in their order, each read when it is asked for.
 
-    A last line that a killed run has not finished is skipped. Images are references (`StoredImage`).
+    A last line that a killed run has not finished is skipped. Images are references (`StoredImage`). With a list `damaged`, a
+    damaged line is left out, and what is wrong with it is added to the list.
 
     Raises RunError if the file is missing or cannot be read, or a line is damaged or has a newer schema.
     """
     path = trajectories_file(run_or_file)
-    for number, value in _objects(path):
-        yield decode_trajectory(value, where=f"{path}:{number}", media=path.parent / "media")
+    for number, value in _objects(path, damaged):
+        try:
+            trajectory = decode_trajectory(value, where=f"{path}:{number}", media=path.parent / "media")
+        except RunError as error:
+            if damaged is None:
+                raise
+            damaged.append(str(error))
+            continue
+        yield trajectory
 
 
 class RecordedTrajectories(Sequence[Trajectory]):
@@ -63,11 +71,13 @@ class RecordedTrajectories(Sequence[Trajectory]):
     Opening the file finds where each line begins (`LineFile`); a trajectory is read when it is asked for, without reading the
     others. Lines that are appended later are not seen.
 
-    Raises RunError if the file is missing or cannot be read; on access, if the line is damaged or has a newer schema.
+    Raises RunError if the file is missing or cannot be read; on access, if the line is damaged or has a newer schema. With a list
+    `damaged`, what is read as a list leaves out damaged lines, and what is wrong with them is added to the list.
     """
 
-    def __init__(self, run_or_file: str | Path) -> None:
+    def __init__(self, run_or_file: str | Path, *, damaged: list[str] | None = None) -> None:
         self.path = trajectories_file(run_or_file)
+        self._damaged = damaged
         try:
             self._lines = LineFile(self.path)
         except OSError as error:
@@ -78,11 +88,11 @@ class RecordedTrajectories(Sequence[Trajectory]):
 
     def with_id(self, id: str) -> list[Trajectory]:
         """The trajectories with this id. In a file of several evaluations, each evaluation has one."""
-        return [self._read(number) for number in self._lines.numbers_of_id(id)]
+        return self._read_all(self._lines.numbers_of_id(id))
 
     def of_step(self, step: int) -> list[Trajectory]:
         """The trajectories of a training step."""
-        return [self._read(number) for number in self._lines.numbers_of_step(step)]
+        return self._read_all(self._lines.numbers_of_step(step))
 
     @overload
     def __getitem__(self, index: int) -> Trajectory: ...
@@ -92,11 +102,22 @@ class RecordedTrajectories(Sequence[Trajectory]):
 
     def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
         if isinstance(index, slice):
-            return [self._read(number) for number in range(*index.indices(len(self)))]
+            return self._read_all(range(*index.indices(len(self))))
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"there is no trajectory {index}: {self.path} has {len(self)}")
         return self._read(number)
+
+    def _read_all(self, numbers: Iterable[int]) -> list[Trajectory]:
+        trajectories: list[Trajectory] = []
+        for number in numbers:
+            try:
+                trajectories.append(self._read(number))
+            except RunError as error:
+                if self._damaged is None:
+                    raise
+                self._damaged.append(str(error))
+        return trajectories
 
     def _read(self, number: int) -> Trajectory:
         where = f"{self.path}:{number + 1}"
@@ -107,27 +128,30 @@ class RecordedTrajectories(Sequence[Trajectory]):
         return decode_trajectory(parse_line(line, where), where=where, media=self.path.parent / "media")
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, *, damaged: list[str] | None = None) -> Iterator[dict[str, Any]]:
     """The objects of a jsonl file such as `metrics.jsonl`; none where there is no such file.
 
-    A last line that a killed run has not finished is skipped. Raises RunError if the file cannot be read or another line is
-    damaged.
+    A last line that a killed run has not finished is skipped. With a list `damaged`, another damaged line is left out and
+    described in it. Raises RunError if the file cannot be read or, without the list, another line is damaged.
     """
     if path.is_file():
-        for _, value in _objects(path):
+        for _, value in _objects(path, damaged):
             yield value
 
 
-def _objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _objects(path: Path, damaged: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of each line, and its object."""
     try:
         for number, line in enumerate(open_lines(path), 1):
             try:
                 value = parse_line(line, f"{path}:{number}")
-            except RunError:
-                if line.endswith(b"\n"):
+            except RunError as error:
+                if not line.endswith(b"\n"):
+                    return  # the last line, and not finished
+                if damaged is None:
                     raise
-                return  # the last line, and not finished
+                damaged.append(str(error))
+                continue
             yield number, value
     except OSError as error:
         raise _unreadable(path, error) from None

@@ -199,6 +199,7 @@ class CallPlan:
                     f"{name} has the parameter {parameter!r}, which is neither a value of the conversation ({', '.join(known)}) "
                     f"nor a column of the data ({listed}){hint} Rename the parameter, give "
                     f"it a default value, or map a column to it: data.columns.{parameter}=<column>"
+                    f"{_of_other_system(self.columns)}"
                 )
 
 
@@ -247,7 +248,7 @@ def plan_call(function: Callable[..., Any], form: Form, *, bound: Collection[str
         elif parameter.default is not Parameter.empty:
             optional.append(parameter.name)
         else:
-            _refuse_other_form(parameter.name, form, name)
+            _refuse_other_form(parameter.name, form, name, signature.parameters)
             columns.append(parameter.name)
     if not positional and not by_name:
         listed = ", ".join(signature.parameters)
@@ -258,7 +259,7 @@ def plan_call(function: Callable[..., Any], form: Form, *, bound: Collection[str
         )
         raise ConfigError(
             f"{name} cannot be called as a reward function: it has none of the parameters {', '.join(known)}, so it does not "
-            f"depend on the conversation: {hint}"
+            f"depend on the conversation: {hint}{_of_other_system(signature.parameters)}"
         )
     return CallPlan(
         form,
@@ -299,12 +300,28 @@ def _annotated(parameter: Parameter, form: Form) -> str | None:
     return next((key for kind, key in _ANNOTATED[form].items() if kind in written), None)
 
 
-def _refuse_other_form(parameter: str, form: Form, name: str) -> None:
+def _of_other_system(parameters: Collection[str]) -> str:
+    """A hint for a function whose parameters are those of another system's reward functions; else an empty text."""
+    names = set(parameters)
+    if "solution_str" in names or "data_source" in names:
+        return (
+            ". For a compute_score function that is written for verl: {use: turnwise.compat.verl:CustomScore, arguments: {path: "
+            "file.py, name: compute_score}} in reward.trajectory (docs/verl.md)"
+        )
+    if not names.isdisjoint(("completions", "prompts", "completion_ids")):
+        return (
+            ". For a reward function that is written for TRL: {use: turnwise.compat.trl_rewards:TrlReward, arguments: {function: "
+            "file.py:name}} in reward.batch (docs/guides/from_trl.md)"
+        )
+    return ""
+
+
+def _refuse_other_form(parameter: str, form: Form, name: str, parameters: Collection[str]) -> None:
     """Refuse a value that functions of another form have, such as `turn` in `reward.trajectory`. Raises ConfigError."""
     others = [other for other in BY_POSITION if parameter in parameters_of(other)]
     if others:
         raise ConfigError(
             f"{name} cannot be called as a reward function: it has the parameter {parameter!r}, which functions in "
             f"{' and '.join(f'reward.{other}' for other in others)} have; functions in reward.{form} have: "
-            f"{', '.join(parameters_of(form))}, and the columns of the data"
+            f"{', '.join(parameters_of(form))}, and the columns of the data{_of_other_system(parameters)}"
         )

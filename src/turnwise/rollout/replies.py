@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from turnwise.json_yaml import half_character
 from turnwise.types import (
     EarlierHistory,
     Edit,
@@ -104,6 +105,8 @@ def _check_types(reply: Reply) -> None:
         raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
     if not isinstance(reply.prefill, str):
         raise TypeError(f"Reply(prefill={reply.prefill!r:.80}): prefill must be a text")
+    if (problem := half_character(reply.prefill)) is not None:
+        raise ValueError(f"Reply(prefill=...) cannot be encoded: {problem}")
     if not isinstance(reply.masked, Mapping):
         raise TypeError(f"Reply(masked={reply.masked!r:.80}): masked must be a dictionary of token positions by turn")
     for outcome in reply.outcomes:
@@ -111,6 +114,8 @@ def _check_types(reply: Reply) -> None:
             raise TypeError(f"Reply(outcomes=...): one of them is {outcome!r:.80}; each must be a ToolOutcome")
     if reply.resume is not None and not (isinstance(reply.resume, Resume) and isinstance(reply.resume.add, str)):
         raise TypeError(f"Reply(resume={reply.resume!r:.80}): give Resume(keep=..., add='...')")
+    if reply.resume is not None and (problem := half_character(reply.resume.add)) is not None:
+        raise ValueError(f"Resume(add=...) cannot be encoded: {problem}")
     if not isinstance(reply.metrics, Mapping):
         raise TypeError(f"Reply(metrics={reply.metrics!r:.80}): metrics must be a dictionary of numbers")
     for name, value in reply.metrics.items():
@@ -254,6 +259,8 @@ def _check_tools(tools: Sequence[ToolSchema]) -> None:
             )
         if name in names:
             raise ValueError(f"Reply(tools=...): two tools have the name {name!r}; the names must differ")
+        if (problem := half_character(tool)) is not None:
+            raise ValueError(f"the schema of the tool {name!r} cannot be encoded: {problem}")
         names.append(name)
 
 
@@ -280,6 +287,8 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise TypeError(
                 f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
             )
+        if (problem := half_character(message)) is not None:
+            raise ValueError(f"a message with the role {message['role']!r} cannot be encoded: {problem}")
 
 
 def turn_seed(seed: int, index: int) -> int:

@@ -53,6 +53,11 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
     rows, dropped = build.drop_long_prompts(config, rows, renderer)
     held_out, held_out_dropped = build.drop_long_prompts(config, held_out, renderer)
     notes += [*dropped, *(f"held-out rows: {note}" for note in held_out_dropped)]
+    if kind == "train" and len(rows) < config.train.batch_size:
+        notes.append(
+            f"train.batch_size={config.train.batch_size} is more than the {len(rows)} rows of data.train, so a step uses rows "
+            f"more than once: set train.batch_size={len(rows)}, and raise train.group_size for more conversations of each row"
+        )
     processed = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     return RunInputs(
         config=config.with_known_steps(len(rows)),

@@ -68,9 +68,15 @@ class Replayed:
 
 
 async def replay(
-    run: Path, overrides: Sequence[str] = (), *, id: str | None = None, evaluation: bool = False
+    run: Path,
+    overrides: Sequence[str] = (),
+    *,
+    id: str | None = None,
+    evaluation: bool = False,
+    damaged: list[str] | None = None,
 ) -> list[Replayed]:
-    """Replay the conversation `id` of a run, or all. `evaluation` reads those of the evaluations during training.
+    """Replay the conversation `id` of a run, or all. `evaluation` reads those of the evaluations during training. With a list
+    `damaged`, damaged lines of the record are left out and described in it.
 
     Raises TurnwiseError if the run, its recipe or its rows cannot be read, or no conversation has this id.
     """
@@ -78,8 +84,8 @@ async def replay(
     run = file.parent
     _refuse_fine_tuning(run)
     config, _ = load(run / "config.yaml", overrides)
-    recorded = RecordedTrajectories(file)
-    selected = list(recorded) if id is None else recorded.with_id(id)
+    recorded = RecordedTrajectories(file, damaged=damaged)
+    selected = recorded[:] if id is None else recorded.with_id(id)
     if not selected:
         raise RunError(f"no conversation in {file} has the id {id!r}; `turnwise show {run} --last 5` prints some")
     scorer = build.scorer(config)
@@ -148,7 +154,7 @@ def _scored_with(scorer: Scorer, selected: Sequence[Trajectory], recorded: Seque
     if not _compares_groups(scorer):
         return list(selected)
     wanted = {together(trajectory) for trajectory in selected}
-    return [trajectory for trajectory in recorded if together(trajectory) in wanted]
+    return [trajectory for trajectory in recorded[:] if together(trajectory) in wanted]
 
 
 def _source(run: Path, config: Config) -> str | Path:

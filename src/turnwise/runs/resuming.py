@@ -161,6 +161,7 @@ class OpenedRun:
                 critic.load_state(state["critic"], self.saved.critic_shards)
             self.notes += self.directory.cut_back(self.saved.about["marks"])
         self.notes += self.directory.prepare(self.config, resuming=resuming)
+        self.checkpoints.refuse_other_files()
         if self.saved is not None:
             self.directory.note_checkpoint(self.step)
             self.notes.append(f"resuming after step {self.step}")
@@ -191,6 +192,8 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     opened = OpenedRun(config=config, kind=kind, directory=directory, checkpoints=checkpoints)
     directory.lock()
     directory.refuse_unnamed_run(config)  # before a model is loaded
+    if not config.replace:
+        checkpoints.refuse_other_files()
     if config.resume != "auto":
         return opened
     saved = checkpoints.find()

@@ -79,7 +79,8 @@ class Endpoint:
         text = answer.message.get("content")
         if not isinstance(text, str):
             raise protocol_error(self._endpoint.url, {"choices": [{"message": dict(answer.message)}]})
-        return _THOUGHTS.sub("", text).strip()
+        # a JSON answer that was cut may end with half of a surrogate pair, which no tokenizer takes
+        return _THOUGHTS.sub("", text).strip().encode("utf-8", "replace").decode("utf-8")
 
 
 def given_chat_model(

@@ -204,6 +204,20 @@ class Checkpoints:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
 
+    def refuse_other_files(self) -> None:
+        """Refuse a run directory in which checkpoints could not be written. Called before training.
+
+        Raises RunError.
+        """
+        if not self.newest.is_symlink() and self.newest.exists():
+            kind = "directory" if self.newest.is_dir() else "file"
+            raise RunError(
+                f"{self.newest} is a {kind}, and the run would write a link to its newest checkpoint there: move it to another "
+                f"place, or choose another directory: output=runs/<name>"
+            )
+        if self._folder.exists() and not self._folder.is_dir():
+            raise RunError(f"{self._folder} is a file, and the run would write its checkpoints there: move it away")
+
     def find(self) -> SavedCheckpoint | None:
         """The newest complete checkpoint, or None if there is no link and no directory that is named like a checkpoint.
 
@@ -212,7 +226,7 @@ class Checkpoints:
         or if a link exists and no checkpoint is left.
         """
         if self.newest.is_symlink() or self.newest.exists():
-            folder = self.newest.resolve().parent
+            folder = _target(self.newest).parent
             if folder.parent == self._folder.resolve() and folder.is_dir():
                 return self._complete(folder)
         reason = (
@@ -292,11 +306,19 @@ class Checkpoints:
         shutil.rmtree(temporary, ignore_errors=True)
         previous = self.newest.exists()
         kept = (
-            f"the previous checkpoint is complete: {self.newest.resolve()}"
+            f"the previous checkpoint is complete: {_target(self.newest)}"
             if previous
             else "there is no earlier checkpoint"
         )
         return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+
+
+def _target(link: Path) -> Path:
+    """The path that a link names; that of the link itself if it names itself, directly or through others."""
+    try:
+        return link.resolve()
+    except (OSError, RuntimeError):  # Python 3.13 raises the first, earlier versions the second
+        return link.absolute()
 
 
 def _about(folder: Path) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.local_paths import no_file
 from turnwise.user_code.live_objects import is_live, live_object
 
 __all__ = ["load_file", "refuse_missing_file", "resolve"]
@@ -63,8 +64,8 @@ def refuse_missing_file(reference: str, *, key: str) -> None:
 
 def _existing(path: Path, key: str) -> Path:
     path = Path(os.path.expanduser(path)).absolute()
-    if not os.path.isfile(path):
-        raise ConfigError(f"{key}: there is no file {path}; paths are relative to the directory you run from")
+    if (problem := no_file(path, "file")) is not None:
+        raise ConfigError(f"{key}: {problem}; paths are relative to the directory you run from")
     return path
 
 

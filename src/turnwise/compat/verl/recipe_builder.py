@@ -19,8 +19,18 @@ class VerlRecipeBuilder(RecipeBuilder):
     def __init__(self, tree: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """`defaults` holds the values of keys that the configuration does not contain."""
         super().__init__()
+        for key, default in defaults.items():
+            self._refuse_other_than_text(tree, key, wanted=isinstance(default, str))
+        for key in ("data.image_key", "data.video_key"):
+            self._refuse_other_than_text(tree, key, wanted=True)
         self.tree = tree
         self.defaults = defaults
+
+    @staticmethod
+    def _refuse_other_than_text(tree: Mapping[str, Any], key: str, *, wanted: bool) -> None:
+        value = at(tree, key)
+        if wanted and isinstance(value, list | dict):
+            raise ConfigError(f"{key} must be a text; it is {value!r:.80}")
 
     def has(self, key: str) -> bool:
         return at(self.tree, key) is not MISSING

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 __all__ = ["Arguments", "FromSchema", "FromSignature", "WrongArguments", "schema_of"]
+
+_log = logging.getLogger(__name__)
 
 _MOST_PROBLEMS = 5  # maximum problems of one call that the model receives
 
@@ -201,6 +204,16 @@ def _new_schema(function: Callable[..., Any], name: str, hints: Mapping[str, Any
         raise ConfigError(
             f"the tool {name!r} has no docstring. Write one: its first paragraph is the description that the model receives"
         )
+    known = inspect.signature(function).parameters
+    if strange := [argument for argument in described if argument not in known]:
+        _log.warning(
+            "the docstring of the tool %r describes %s under Args, and the tool has no such parameter%s: the model does not see "
+            "this text. The parameters are: %s",
+            name,
+            ", ".join(strange),
+            nearest(strange[0], known),
+            ", ".join(known) or "none",
+        )
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -243,6 +256,15 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
             f"the tool {name!r} is given by a JSON Schema, and checks against a schema need jsonschema and regex: "
             f"pip install 'turnwise[mcp]'"
         ) from None
+    if not isinstance(parameters, Mapping):
+        raise ConfigError(
+            f"the parameters of the tool {name!r} are {parameters!r:.80}; they must be a JSON Schema: an object"
+        )
+    if not isinstance(parameters.get("$schema", ""), str):
+        raise ConfigError(
+            f"the parameters of the tool {name!r} are not a JSON Schema: $schema: {parameters['$schema']!r:.80} must be the URL "
+            f"of a draft, or be left out"
+        )
     kind = jsonschema.validators.validator_for(parameters, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(dict(parameters))

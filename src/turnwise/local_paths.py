@@ -1,0 +1,104 @@
+"""Tells a path of this machine from a name on the Hugging Face hub, and says what is wrong with a path.
+
+A hub name is looked up over the network, which takes a minute where there is none. So what looks like a path is a path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from turnwise.errors import TurnwiseError, nearest
+
+__all__ = ["looks_like_path", "no_file", "refuse_other_than_model"]
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_SUFFIXES = frozenset(
+    {
+        ".bin",
+        ".csv",
+        ".gguf",
+        ".gz",
+        ".json",
+        ".jsonl",
+        ".ndjson",
+        ".parquet",
+        ".pt",
+        ".pth",
+        ".safetensors",
+        ".tar",
+        ".tsv",
+    }
+    | {".txt", ".yaml", ".yml", ".zip"}
+)
+_OUTPUTS = "runs"
+"""The first part of the paths of runs in the documents, which no hub name has."""
+
+
+def looks_like_path(text: str) -> bool:
+    """Whether a text is a path: `./x`, `a/b/c`, `rows.csv`, `runs/demo`, or the name of something that exists. Else it may be a
+    hub name: `Qwen/Qwen3-0.6B`, `gpt2`."""
+    if text.startswith((".", "/", "~")) or _HUB_NAME.fullmatch(text) is None:
+        return True
+    folder, slash, _ = text.partition("/")
+    return (
+        Path(text).suffix.lower() in _SUFFIXES
+        or os.path.lexists(text)
+        or (bool(slash) and (folder == _OUTPUTS or os.path.isdir(folder)))
+    )
+
+
+def no_file(path: Path, kind: str) -> str | None:
+    """Why there is no `kind` (such as `file`) that can be read at `path`, as the beginning of a message; None if there is one."""
+    path = path.absolute()
+    try:
+        if path.is_file():
+            return None
+        if path.is_dir():
+            return f"{path} is a directory, not a {kind}"
+        if path.is_symlink() and not path.exists():
+            return f"{path} is a link to {os.readlink(path)}, which does not exist"
+        if path.exists():
+            return f"{path} is not a regular file (a device, pipe or socket), and a {kind} is read more than once"
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links; a name that is too long; a NUL character
+        return f"there is no {kind} {str(path)[:200]!r} ({getattr(error, 'strerror', None) or error})"
+    return f"there is no {kind} {path}{_nearest(path)}"
+
+
+def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError]) -> None:
+    """Refuse a path that is no model directory, and say what to give instead. A hub name is not looked at.
+
+    Raises `error`.
+    """
+    text = str(path)
+    place = Path(os.path.abspath(os.path.expanduser(text)))
+    try:
+        if not looks_like_path(text):
+            return
+        if not place.exists() and not place.is_symlink():
+            raise error(
+                f"there is no model directory {place}{_nearest(place)}; model.path must be a hub id, or a directory that "
+                f"save_pretrained has written"
+            )
+        if not place.is_dir():
+            kind = "a file" if place.is_file() else "not a directory"
+            raise error(
+                f"{place} is {kind}; model.path must be a hub id, or a directory that save_pretrained has written (with "
+                f"config.json, tokenizer and weights)"
+            )
+        if (place / "run.json").is_file() and not (place / "config.json").is_file():
+            newest = place / "checkpoint"
+            hint = f"its newest model is {newest}: write that" if newest.is_dir() else "it has no checkpoint yet"
+            raise error(f"{place} is the directory of a run, not a model; {hint}")
+    except (OSError, RuntimeError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"there is no model directory {str(place)[:200]!r} ({reason})") from None
+
+
+def _nearest(path: Path) -> str:
+    """A hint with a similar name in the same directory."""
+    try:
+        return nearest(path.name, os.listdir(path.parent))
+    except OSError:
+        return ""

@@ -1,0 +1,113 @@
+"""What looks like a path is a path: no name of the hub is looked up for it, and the message says what is there instead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from turnwise.chat.renderer import Renderer
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.data.rows import read_rows
+from turnwise.errors import ConfigError, DataError, TemplateError
+from turnwise.local_paths import looks_like_path
+from turnwise.user_code.object_references import resolve
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with one path of each kind, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "rows.csv").write_text("prompt\nx\n")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    run = tmp_path / "done"
+    (run / "checkpoints" / "step-000001" / "model").mkdir(parents=True)
+    (run / "checkpoint").symlink_to("checkpoints/step-000001/model")
+    (run / "run.json").write_text('{"kind": "train", "checkpoint": 1}')
+    return tmp_path
+
+
+def test_paths_and_names() -> None:
+    paths = [
+        "./x",
+        "/x",
+        "~/x",
+        "a/b/c",
+        "runs/nothing",
+        "demo/modle",
+        "rows.csv",
+        "x.jsonl",
+        "dangling",
+        "demo",
+        "a b",
+        "x/",
+    ]
+    names = ["gpt2", "Qwen/Qwen3-0.6B", "openai-community/gpt2", "meta-llama/Llama-3.1-8B-Instruct"]
+    assert [text for text in paths if not looks_like_path(text)] == []
+    assert [text for text in names if looks_like_path(text)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("runs/nothing", "there is no model directory {here}/runs/nothing; model.path must be"),
+        ("demo/modle", "there is no model directory {here}/demo/modle; did you mean 'model'?; model.path must be"),
+        ("rows.csv", "{here}/rows.csv is a file; model.path must be a hub id, or a directory"),
+        ("pipe.jsonl", "{here}/pipe.jsonl is not a directory; model.path"),
+        ("dangling", "{here}/dangling is not a directory; model.path"),
+        ("loop", "{here}/loop is not a directory; model.path"),
+        (
+            "done",
+            "{here}/done is the directory of a run, not a model; its newest model is {here}/done/checkpoint: write that",
+        ),
+        ("x" * 5000, "no model directory"),
+    ],
+)
+def test_a_model_path_is_not_looked_up_on_the_hub(
+    path: str, message: str, places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # a look-up would give another message
+    with pytest.raises(TemplateError) as caught:
+        Renderer.from_pretrained(path)
+    assert message.format(here=places) in str(caught.value) or len(path) > 4000
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("rows.csv", "{here}/rows.csv is not a file of one of these kinds: .jsonl"),
+        ("rowz.csv", "there is no file {here}/rowz.csv; did you mean 'rows.csv'?; data.train takes"),
+        ("demo/modle", "there is no directory {here}/demo/modle; did you mean 'model'?; data.train takes"),
+        ("pipe.jsonl", "{here}/pipe.jsonl is not a regular file (a device, pipe or socket)"),
+        ("rows.jsonl", "there is no file {here}/rows.jsonl"),
+        ("demo.jsonl/", "there is no file {here}/demo.jsonl"),
+        ("loop", "loop"),
+        ("dangling", "{here}/dangling is a link to nowhere, which does not exist"),
+    ],
+)
+def test_rows_that_look_like_a_path_are_not_looked_up_on_the_hub(path: str, message: str, places: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_rows(path)
+    assert message.format(here=places) in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["demo", "pipe.jsonl", "dangling", "loop", "no.yaml", "x" * 5000, "a\0b"])
+def test_a_recipe_or_a_reference_that_is_no_file_is_refused_with_what_is_there(path: str) -> None:
+    with pytest.raises(ConfigError, match=r"recipe"):
+        load(path)
+    if "\0" not in path:
+        (Path.cwd() / "demo.py").mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=r"environment: .*(no file|is a directory)"):
+            resolve("demo.py:x" if path == "demo" else f"{path[:5000]}.py:x", key="environment")
+
+
+def test_the_command_line_prints_no_traceback_for_a_run_directory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "done"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "is the directory of a run, not a model" in printed
+    assert "Traceback" not in printed
