@@ -137,8 +137,8 @@ def half_character(value: Any) -> str | None:
     place = next(place for place, character in enumerate(text) if "\ud800" <= character <= "\udfff")
     around = text[max(place - 20, 0) : place + 20]
     return (
-        f"the text {around!r} contains {text[place]!r} at position {place}, which is half of a surrogate pair and not a character: "
-        f"remove it, for example with text.encode('utf-8', 'replace').decode()"
+        f"the text {around!r} contains {text[place]!r} at position {place}, which is half of a surrogate pair and not a "
+        f"character: remove it, for example with text.encode('utf-8', 'replace').decode()"
     )
 
 
