@@ -68,7 +68,7 @@ def prompts(run: Path) -> dict[str, bool]:
     return found
 
 
-def test_rollouts_and_evaluations_use_the_arguments_of_the_recipe_and_of_each_row(tmp_path: Path, model: Path) -> None:
+def test_rollouts_and_evaluations_use_the_arguments(tmp_path: Path, model: Path) -> None:
     path = str(recipe(tmp_path, model))
     switch = "model.chat_template_kwargs.enable_thinking=false"
     assert main(["rollout", path, switch, "--out", str(tmp_path / "off")]) == 0
