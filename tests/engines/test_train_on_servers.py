@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import engine_env
 import pytest
+import torch
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+from turnwise import build
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.probe import Probe
+from turnwise.models.published_weights import token_logprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,3 +57,37 @@ def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
         # before the optimizer step, the trainer's log-probabilities are those of the server, with the weights of the step before
         assert line["ratio/max_deviation"] < 1e-4
         assert line["version/newest"] == line["step"] - 1
+
+
+@pytest.mark.engines
+def test_sglang_takes_weights_of_a_vocabulary_that_it_does_not_fill_up(tmp_path: Path) -> None:
+    """Gemma 3 has an embedding of its own in SGLang, without rows of zeros behind a vocabulary that is no multiple of 64."""
+    shutil.copytree(ROOT / "demo" / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").unlink()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512, "sliding_window": 128}
+    torch.manual_seed(0)
+    model = Gemma3ForCausalLM(Gemma3TextConfig(vocab_size=1003, eos_token_id=2, **sizes, **heads)).float().eval()
+    model.save_pretrained(tmp_path / "model")
+    recipe = {
+        "model": {"path": str(tmp_path / "model"), "device": "cpu"},
+        "data": {"train": str(ROOT / "demo" / "train.jsonl")},
+        "engine": {"name": "sglang", "python": str(engine_env.python("sglang")), "memory_gb": 0.1},
+        "output": str(tmp_path / "run"),
+    }
+    engine = build.engine(Config.model_validate(recipe), Renderer.from_pretrained(tmp_path / "model"), model)
+    assert isinstance(engine, RemoteEngine)
+
+    async def update() -> None:
+        try:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.01)
+            weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+            logprobs = partial(token_logprobs, model)
+            await engine.update(1, weights, Probe(prompt=[5, 17, 300], tokens=24, logprobs=logprobs, tolerance=1e-4))
+        finally:
+            await engine.close()
+
+    asyncio.run(update())
+    assert engine.version == 1
