@@ -9,6 +9,7 @@ no environment.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from turnwise.chat.template_arguments import argument_text
 from turnwise.chat.template_profile import TemplateProfile, find_profile
 from turnwise.chat.text_encoder import text_encoder
 from turnwise.chat.token_differences import SanityMode
+from turnwise.chat.tool_calls import ToolFormat
 from turnwise.chat.turn_boundary import TurnBoundary
 from turnwise.chat.turn_messages import ParsedTurn, template_message
 from turnwise.chat.turn_parser import TurnParser
@@ -121,6 +123,21 @@ class Renderer:
         shared = self._base.template.arguments
         text = argument_text({**shared, **chat_template_kwargs})
         return self._base if text == argument_text(shared) else self._base._with_arguments(text)
+
+    def with_tool_format(self, format: ToolFormat) -> Renderer:
+        """The same renderer, but turns are parsed with this format of tool calls; also with further template arguments."""
+
+        def parsing(renderer: Renderer) -> Renderer:
+            other = copy.copy(renderer)
+            other.profile = replace(renderer.profile, tool_format=format, tool_format_name=format.name)
+            other.turn_parser = TurnParser(other.profile, other.decode, other.where)
+            other._base = base or other
+            return other
+
+        base: Renderer | None = None
+        base, unchanged = parsing(self._base), self._base
+        base._with_arguments = cached_by_arguments(lambda arguments: parsing(unchanged._with_arguments(arguments)))
+        return base
 
     @classmethod
     def from_pretrained(

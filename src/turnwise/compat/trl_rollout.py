@@ -118,7 +118,8 @@ class TrlRollout:
                     f"{self.name} calls the model with tokens: use an engine that samples tokens (engine.name=local)",
                 )
             )
-        prompts = TokenPrompts(self._context.renderer, row.messages)
+        renderer = self._context.renderer.for_arguments(row.chat_template_kwargs)
+        prompts = TokenPrompts(renderer, row.messages)
         return TokenAgentEnvironment(_Call(self, self._context, prompts), prompts.describe)
 
     async def call(self, row: Row, trainer: _Trainer) -> Any:

@@ -288,3 +288,31 @@ def test_recipes_tools_and_agent_loops_exclude_each_other(loops: ModuleType, tmp
     assert "cannot be offered by the agent loop 'Messages'" in error.message
     assert STOP in RENDERER.stop_token_ids
     assert "verl_loops" in sys.modules
+
+
+def test_a_parser_of_the_user_reads_the_calls_of_all_turns(loops: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "parser_of_the_user.py").write_text(
+        "import json\n"
+        "from verl.experimental.agent_loop.tool_parser import FunctionCall, ToolParser\n"
+        "from verl.tools.function_tool import function_tool\n\n\n"
+        "@ToolParser.register('words')\n"
+        "class Words(ToolParser):\n"
+        "    async def extract_tool_calls(self, responses_ids, tools=None):\n"
+        "        text = self.tokenizer.decode(responses_ids)\n"
+        "        head, found, name = text.partition('CALL ')\n"
+        "        if not found:\n            return text, []\n"
+        "        arguments = 'broken' if 'bad' in name else json.dumps({'text': 'x'})\n"
+        "        return head, [FunctionCall(name=name.split()[0], arguments=arguments)]\n\n\n"
+        "@function_tool('repeat_it')\ndef repeat(text: str) -> str:\n"
+        '    """Repeat.\n\n    Args:\n        text: What.\n    """\n    return text * 2\n'
+    )
+    place = str(tmp_path / "parser_of_the_user.py")
+    setup = Conversations(function_tools=place, tool_parser=f"{place}:Words")
+    trajectory = lead(setup, None, "Well. CALL repeat_it", "CALL repeat_it bad", "done")
+    assert trajectory.error is None
+    assert [turn.message["content"] for turn in trajectory.turns] == ["Well. ", "", "done"]
+    answers = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert answers[0] == "xx"
+    assert "invalid JSON in the arguments" in str(trajectory.messages)  # the model is told
+    with pytest.raises(ConfigError, match="has no method extract_tool_calls"):
+        Conversations(function_tools=place, tool_parser="verl_loops.Once")

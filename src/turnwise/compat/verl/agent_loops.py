@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +62,10 @@ class AgentLoops:
                     f"(engine.name=local)",
                 )
             )
-        prompts = TokenPrompts(self._context.renderer, row.messages)
-        agent = _LoopRun(name, self._loops[name], self._context, self._config, prompts, tools)
+        renderer = self._context.renderer.for_arguments(row.chat_template_kwargs)
+        prompts = TokenPrompts(renderer, row.messages)
+        context = replace(self._context, renderer=renderer)
+        agent = _LoopRun(name, self._loops[name], context, self._config, prompts, tools)
         return TokenAgentEnvironment(agent, prompts.describe)
 
 
@@ -314,7 +317,7 @@ def _defaults(context: RolloutContext) -> dict[str, Any]:
         "data": {
             "max_prompt_length": prompt,
             "max_response_length": response,
-            "apply_chat_template_kwargs": {},
+            "apply_chat_template_kwargs": dict(context.renderer.template.arguments),
             "mm_processor_kwargs": {},
         },
     }

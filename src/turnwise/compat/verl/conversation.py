@@ -23,6 +23,7 @@ from turnwise.compat.verl.interaction import Interaction, choose, interaction_ke
 from turnwise.compat.verl.rows import refuse, unanswered_kwargs, wanted
 from turnwise.compat.verl.schemas import ToolResponse
 from turnwise.compat.verl.tool import ToolInstance
+from turnwise.compat.verl.tool_parser import read_parser, with_parser
 from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReply, FinalReward, SingleTurn
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed, nearest
@@ -68,12 +69,14 @@ class Conversations:
         agent_loops: str | Sequence[str] | None = None,
         default_agent: str | None = None,
         config: str | Mapping[str, Any] | None = None,
+        tool_parser: str | None = None,
     ) -> None:
         """Read the files.
 
         `function_tools` is a Python file with `@function_tool`. `agent_loops` is verl's `agent_loop_config_path`, a Python file
         with `@register`, or a list of them; `config` has values of verl's configuration for the loops: a mapping or a YAML file.
-        `default_agent` leads the conversations of rows without `agent_name`: `tool_agent` if it is not set.
+        `tool_parser` is a class that derives from verl's `ToolParser`, and reads the tool calls of all turns in place of
+        `tool_format`. `default_agent` leads the conversations of rows without `agent_name`: `tool_agent` if it is not set.
 
         `then` is an environment of turnwise behind the tools, instead of an interaction; a text is a reference. The
         conversation ends after `max_user_turns` answers of the interaction. `tool_timeout` is the time limit of a call in
@@ -108,6 +111,9 @@ class Conversations:
         self._most_answers = max_user_turns
         self._functions = {} if function_tools is None else read_function_tools(function_tools, timeout=tool_timeout)
         self._loops = None if agent_loops is None else read_agent_loops(agent_loops, config=config)
+        self._parser = (
+            None if tool_parser is None else read_parser(tool_parser, key="environment.arguments.tool_parser")
+        )
         self._default_agent = default_agent or _TOOL_AGENT
         if default_agent is not None and default_agent not in self.agents:
             raise ConfigError(
@@ -128,7 +134,7 @@ class Conversations:
         """Take what agent loops need of the run, before its first conversation. Returns the context of the conversations."""
         if self._loops is not None:
             self._loops.use_context(context)
-        return context
+        return context if self._parser is None else with_parser(context, self._parser)
 
     def make(self, in_front: InFront | None = None) -> Environment:
         """The environment of one conversation. `in_front` puts tools in front of an environment, also verl's own tools."""

@@ -7,19 +7,23 @@ parser of the user a format of turnwise, so that the turns of all conversations 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.chat.tool_calls.formats import by_name
 from turnwise.chat.tool_calls.parsing import ParsedText, assign_ids, malformed_call, well_formed_call
 from turnwise.chat.tool_calls.reasoning import KNOWN, ReasoningMarks
 from turnwise.compat.verl.agent_data import FunctionCall
+from turnwise.compat.verl.files import load_class
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema
-from turnwise.errors import Failed, boundary, nearest
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.rollout.context import RolloutContext
 from turnwise.types import ToolCall, ToolSchema
 
 __all__ = [
@@ -29,6 +33,8 @@ __all__ = [
     "ParserFormat",
     "Qwen3XMLToolParser",
     "ToolParser",
+    "read_parser",
+    "with_parser",
 ]
 
 T = TypeVar("T", bound="type[ToolParser]")
@@ -119,6 +125,23 @@ for _name in ("glm", "kimi", "gemma4"):
     ToolParser.register(_name)(
         type(f"{_name.title()}ToolParser", (_Format,), {"format_name": _name, "__module__": __name__})
     )
+
+
+def read_parser(name: str, *, key: str) -> type:
+    """The parser class that a reference names. Raises ConfigError."""
+    kind = load_class(name, key=key)
+    if not callable(getattr(kind, "extract_tool_calls", None)):
+        raise ConfigError(f"{key}: the class {kind.__name__} has no method extract_tool_calls(responses_ids, tools)")
+    return kind
+
+
+def with_parser(context: RolloutContext, kind: type) -> RolloutContext:
+    """The context of conversations whose turns are read with a parser. Raises Failed if the parser cannot be created."""
+    with boundary("tokens"), verl_names():
+        parser = kind(copy.deepcopy(context.renderer.tokenizer))
+        stops = tuple(getattr(parser, "stop_token_ids", ()))
+    sampling = replace(context.sampling, stop_token_ids=(*context.sampling.stop_token_ids, *stops))
+    return replace(context, renderer=context.renderer.with_tool_format(ParserFormat(parser)), sampling=sampling)
 
 
 class ParserFormat:
