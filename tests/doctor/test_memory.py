@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from support.tiny import save_rows, tiny_model
 from turnwise.cli import main
 from turnwise.config.schema import Config
-from turnwise.doctor.memory import Prediction, memory_check, predict
+from turnwise.doctor.memory import Prediction, memory_check, predict, workload_of
 from turnwise.doctor.traced_pass import Workload
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.models import fast_linear
@@ -137,6 +137,29 @@ def test_what_the_engine_frees_before_an_update_counts_only_while_conversations_
     assert not engine & parts(freed).keys()
     # a small cache stays
     assert parts(predict(config(), shape(), WORK)).keys() & engine == {"KV cache"}
+
+
+@pytest.mark.parametrize(
+    ("limits", "data", "tokens"),
+    [
+        ({"turns": 1, "tokens_per_turn": 8}, {}, 512 + 8),
+        ({"turns": 1, "tokens_per_turn": 8}, {"max_prompt_tokens": 100}, 108),
+        ({"turns": 1, "tokens_per_turn": 4096}, {}, 512 + 4096),  # was predicted as 2,048
+        ({}, {}, 2048),
+        (
+            {"turns": 3, "tokens_per_turn": 100, "tokens": 200},
+            {},
+            512 + 200 + 2 * 256,
+        ),  # sampled tokens, without the prompt
+        ({"response_tokens": 300}, {"max_prompt_tokens": 100}, 400),
+        ({"context": 700}, {}, 700),
+    ],
+)
+def test_conversations_are_as_long_as_the_limits_allow(
+    limits: dict[str, int], data: dict[str, int], tokens: int
+) -> None:
+    recipe = config(limits=limits, data={"train": "rows.jsonl", **data})
+    assert workload_of(recipe, shape(max_position_embeddings=8192), "train").tokens == tokens
 
 
 def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:

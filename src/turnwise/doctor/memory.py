@@ -52,6 +52,8 @@ _STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.1, "adafactor": 0.05}
 _MASTER_BYTES = {"float32": 4, "kahan": 2, "none": 0, "stochastic_rounding": 0}
 _UNKNOWN_TOKENS = 2048
 """Tokens of a conversation if neither the recipe nor the model bounds them more."""
+_UNKNOWN_PROMPT, _UNKNOWN_REPLY = 512, 256
+"""Tokens of a prompt without data.max_prompt_tokens, and of what an environment answers to a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +218,28 @@ def read_model_config(path: str) -> Any:
 def workload_of(config: Config, model_config: Any, section: str, *, longest: int | None = None) -> Workload:
     """The conversations of a step, as long as the recipe and the model allow, and not longer than the `longest`, if it is
     known."""
-    limits = config.limits
-    bounds = [limits.context, limits.tokens, longest, context_length(model_config.to_dict())]
-    if limits.context is None and limits.tokens is None and longest is None:
+    bounds = [config.limits.context, longest, context_length(model_config.to_dict())]
+    if section == "train":
+        bounds.append(_longest_conversation(config))
+    elif config.limits.context is None and longest is None:
         bounds.append(_UNKNOWN_TOKENS)
     conversations = config.sft.batch_size if section == "sft" else config.train.batch_size * config.train.group_size
     return Workload(conversations=conversations, tokens=min(bound for bound in bounds if bound is not None))
+
+
+def _longest_conversation(config: Config) -> int:
+    """Tokens of a conversation that the limits of turns and sampled tokens allow."""
+    limits = config.limits
+    prompt = config.data.max_prompt_tokens or _UNKNOWN_PROMPT
+    sampled = limits.turns * limits.tokens_per_turn
+    sampled = sampled if limits.tokens is None else min(sampled, limits.tokens)
+    answers = sampled + (limits.turns - 1) * _UNKNOWN_REPLY
+    if limits.response_tokens is not None:
+        return prompt + min(answers, limits.response_tokens)
+    if limits.context is None and limits.tokens is None:
+        # few conversations use all their turns; but a single turn may be long
+        return min(prompt + answers, max(_UNKNOWN_TOKENS, prompt + limits.tokens_per_turn))
+    return prompt + answers
 
 
 def on_gpu(config: Config) -> bool:
