@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -23,21 +26,31 @@ CHATML = (
 """A strictly append-only template with hermes tool calls, in the manner of Qwen."""
 
 
-def byte_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token a byte, and the special tokens of ChatML: token lists that can be checked by eye."""
+def byte_tokenizer(
+    template: str | None = CHATML,
+    *,
+    special: Sequence[str] = ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+    eos: str = "<|im_end|>",
+) -> PreTrainedTokenizerFast:
+    """One token a byte, and special tokens, of ChatML if no others are given: token lists that can be checked by eye."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {
-        symbol: index for index, symbol in enumerate(["<|endoftext|>", "<|im_start|>", "<|im_end|>", *alphabet])
-    }
+    vocabulary = {symbol: index for index, symbol in enumerate([*special, *alphabet])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    core.add_special_tokens(
-        [AddedToken(text, special=True) for text in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    core.add_special_tokens([AddedToken(text, special=True) for text in special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, pad_token="<|endoftext|>")
     tokenizer.chat_template = template
     return tokenizer
+
+
+_MARK = re.compile(r"<\|[A-Za-z_\"]+\|>|<\|[A-Za-z_]+>|<[A-Za-z_]+\|>|\[e~\[|\]~b\]")
+
+
+def marked_tokenizer(template: str, *, eos: str) -> PreTrainedTokenizerFast:
+    """`byte_tokenizer` with all marks of a template as special tokens."""
+    special = dict.fromkeys(["<|endoftext|>", eos, *_MARK.findall(template)])
+    return byte_tokenizer(template, special=list(special), eos=eos)
 
 
 def merging_tokenizer() -> PreTrainedTokenizerFast:

@@ -45,3 +45,93 @@ SWITCHES = (
     "{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
 )
 """ChatML with Qwen3's switch: under `enable_thinking=False` the generation prompt has an empty block of reasoning."""
+
+_CALLS_JSON = (
+    "{%- for call in message.tool_calls %}"
+    '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ call.function.name }}", '
+    '"parameters": {{ call.function.arguments | tojson }}}'
+    "{% if not loop.last %}, {% endif %}{%- endfor %}"
+)
+MARKED_ANSWERS = (
+    "{%- if tools %}<|START_OF_TURN_TOKEN|><|SYSTEM_TOKEN|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|END_OF_TURN_TOKEN|>{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    "{%- if message.reasoning_content %}<|START_THINKING|>{{ message.reasoning_content }}<|END_THINKING|>{% endif %}"
+    "{%- if message.content %}<|START_TEXT|>{{ message.content }}<|END_TEXT|>{% endif %}"
+    "{%- if message.tool_calls %}<|START_ACTION|>[" + _CALLS_JSON + "]<|END_ACTION|>{% endif %}<|END_OF_TURN_TOKEN|>"
+    "{%- else %}<|START_OF_TURN_TOKEN|><|{{ message.role | upper }}_TOKEN|>{{ message.content }}<|END_OF_TURN_TOKEN|>"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_THINKING|>{% endif %}"
+)
+"""In the manner of Cohere 2 MoE: answers have marks, and reasoning is followed by the mark of an answer or by that of a call."""
+
+CLOSES_NO_REASONING = (
+    "{%- if tools %}]~b]system\n<tools>{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}</tools>[e~[\n{% endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'assistant' %}]~b]ai\n"
+    "{% if message.reasoning_content %}<mm:think>{{ message.reasoning_content }}{% endif %}</mm:think>{{ message.content or '' }}"
+    "{%- if message.tool_calls %}<mm:tool_call>{%- for call in message.tool_calls %}"
+    '<invoke name="{{ call.function.name }}">{% for key, value in call.function.arguments.items() %}'
+    '<parameter name="{{ key }}">{{ value if value is string else value | tojson }}</parameter>{% endfor %}</invoke>'
+    "{%- endfor %}</mm:tool_call>{% endif %}[e~[\n"
+    "{% else %}]~b]{{ message.role }}\n{{ message.content }}[e~[\n{% endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}]~b]ai\n{% endif %}"
+)
+"""In the manner of MiniMax M3: a turn without reasoning begins with the closing mark of reasoning."""
+
+WORDS_INSIDE_MARKS = (
+    "{%- if tools %}<|header_start|>system<|header_end|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot|>{% endif %}"
+    "{%- for message in messages %}<|header_start|>{{ message.role }}<|header_end|>\n\n"
+    "{% if message.tool_calls %}<|python_start|>{{ message.content or '' }}<|python_end|>"
+    "{%- for call in message.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}{% endfor %}'
+    "{%- else %}{{ message.content }}{% endif %}<|eot|>{%- endfor %}"
+    "{%- if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n{% endif %}"
+)
+"""In the manner of Llama 4: the words beside a call stand between the two marks in front of it."""
+
+CHANNEL_NAMES = (
+    "{%- if tools %}<|header_start|>system<|header_end|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot|>{% endif %}"
+    "{%- for message in messages %}<|header_start|>{{ message.role }}<|header_end|>\n\n"
+    "{% if message.role == 'assistant' %}{% if message.content %}>>>all\n{{ message.content }}{% endif %}"
+    "{%- for call in message.tool_calls or [] %}>>>{{ call.function.name }}\n{{ call.function.arguments | tojson }}{% endfor %}"
+    "{%- else %}{{ message.content }}{% endif %}<|eot|>{%- endfor %}"
+    "{%- if add_generation_prompt %}<|header_start|>assistant<|header_end|>\n\n>>>{% endif %}"
+)
+"""In the manner of functionary 3.2: the generation prompt opens the channel whose name a call or an answer begins with."""
+
+TWO_ENDS = (
+    "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>"
+    "{%- if message.role == 'assistant' %}<|endoftext|>{% endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Writes two marks at the end of a turn, of which the tokenizer names the second as its stop token."""
+
+CHANNELS = (
+    "{%- for message in messages %}<|open|>message role={{ message.role }}<|sep|>"
+    "{%- if message.role == 'assistant' %}<|open|>think<|sep|>{{ message.reasoning_content or '' }}<|close|>think<|sep|>"
+    "<|open|>response<|sep|>{{ message.content }}<|close|>response<|sep|>{% else %}{{ message.content }}{% endif %}"
+    "<|close|>message<|sep|><|end_of_msg|>{%- endfor %}"
+    "{%- if add_generation_prompt %}<|open|>message role=assistant<|sep|><|open|>think<|sep|>{% endif %}"
+)
+"""In the manner of Kimi K3: reasoning and answer are channels, with the same special tokens around their names."""
+
+CALLS_FIRST = (
+    "{%- if tools %}<|turn>system\n{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<turn|>\n{% endif %}"
+    "{%- for message in messages %}{%- if message.role != 'tool' %}"
+    "{%- set continues = loop.index0 and messages[loop.index0 - 1].role == 'tool' %}"
+    "{%- if not continues %}<|turn>{{ 'model' if message.role == 'assistant' else message.role }}\n{% endif %}"
+    "{%- set answers = namespace(count=0) %}"
+    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}<|tool_call>call:{{ call.function.name }}{{ '{' }}"
+    '{%- for key, value in call.function.arguments.items() %}{{ key }}:<|"|>{{ value }}<|"|>'
+    "{%- if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}"
+    "{%- for later in messages[loop.index:] %}{%- if later.role == 'tool' and answers.count == loop.index0 %}"
+    "{%- set answers.count = answers.count + 1 %}"
+    "<|tool_response>response:{{ later.name }}{{ '{' }}value:<|\"|>{{ later.content }}<|\"|>}<tool_response|>{% endif %}{% endfor %}"
+    "{%- endif %}{{ message.content or '' }}"
+    "{%- if message.tool_calls and not answers.count %}<|tool_response>"
+    "{%- elif message.content or not answers.count %}<turn|>\n{% endif %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
+)
+"""In the manner of Gemma 4: a turn is built from its fields, first the calls, then the answers of tools, then the words."""

@@ -7,6 +7,7 @@ drops everything in front of it. Only if none of this shows marks, the source is
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ _REASONING, _ANSWER = "reasoning-4b9e27", "answer-91c2d0"
 _KEYS = ("reasoning_content", "thinking", "reasoning")
 _KEY = re.compile(r"think|thought|reason|analysis", re.IGNORECASE)
 _BRACKETED = re.compile(r"(?:<[^<>\s]+>|\[[^\[\]\s]+\]|\{[^{}\s]+\}|\([^()\s]+\)|◁[^◁▷\s]+▷)\Z")
+_BRACKETS_CLOSE = ">])}▷"
+_CUT_MARK = re.compile(r"[<\[({◁][^>\])}▷]*\Z")
 _ENDS_AND_BEGINS = (("end", "start"), ("END", "START"), ("end", "begin"), ("END", "BEGIN"), ("close", "open"))
 _ENDS_AND_BEGINS += (("_end", ""), ("end_", ""), ("eo", "bo"))
 """Parts of a closing mark, each with the part that stands in the opening mark instead."""
@@ -57,11 +60,11 @@ def find_reasoning_format(render: Render, source: str) -> ReasoningFormat:
     """Find out how a template writes reasoning. `source` is its Jinja source."""
     prober = _ReasoningProber(render, source)
     key = prober.find_key()
-    pair, header = prober.find_marks_around(key) if key is not None else (None, "")
+    pair, headers = prober.find_marks_around(key) if key is not None else (None, ())
     pairs = [pair] if pair is not None else [marks for marks in [prober.find_removed_marks()] if marks is not None]
     if not pairs:  # the template writes and removes no marks; it may name them in a system prompt
         pairs = [marks for marks in MARKS if marks[0] in source or prober.mentions(marks[1])]
-    return ReasoningFormat(key, ReasoningMarks(tuple(pairs), (header,) if header and pairs else ()))
+    return ReasoningFormat(key, ReasoningMarks(tuple(pairs), headers if pairs else ()))
 
 
 class _ReasoningProber:
@@ -85,24 +88,45 @@ class _ReasoningProber:
                     return key
         return None
 
-    def find_marks_around(self, key: str) -> tuple[tuple[str, str] | None, str]:
-        """The marks around reasoning that is given in `key`, and the header between reasoning and answer."""
+    def find_marks_around(self, key: str) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+        """The marks around reasoning that is given in `key`, and the headers between reasoning and answer.
+
+        The closing mark is what an answer and a call have in common behind reasoning: each may have a header of its own.
+        """
         text = self._text([QUESTION, {**assistant_message(_ANSWER), key: _REASONING}]) or ""
         before, reasoning, after = text.partition(_REASONING)
         if not reasoning or _ANSWER not in after or not before.startswith(self._question):
-            return None, ""
+            return None, ()
         start, between = before[len(self._question) :], after.partition(_ANSWER)[0]
         header = self._answer_header(start)
-        closing = between
-        if header.strip() and closing.endswith(header):
-            closing = closing[: -len(header)]
-        if self._generation_prompt.strip():
-            closing = closing.rstrip().removesuffix(self._generation_prompt.strip())
-        closing = closing.strip()
+        closing = self._common_with_call(between, key)
+        for suffix in (
+            header,
+            self._generation_prompt,
+        ):  # unless it is the closing mark itself, without an opening mark
+            bare = closing.rstrip().removesuffix(suffix.strip()).strip()
+            closing = bare or closing.strip()
         if not closing:
-            return None, ""
+            return None, ()
         opening = self._opening_mark(start, closing)
-        return (None if opening is None else _known_spelling(opening, closing)), header.strip("\n")
+        if opening is None:
+            return None, (header.strip("\n"),)
+        counterpart = next((mark for mark in _closing_marks(opening) if closing.startswith(mark)), closing)
+        # a header behind the closing mark, and what is written in front of an answer without reasoning
+        headers = (between.strip().removeprefix(counterpart).strip(), header.strip("\n"))
+        return _known_spelling(opening, counterpart), tuple(dict.fromkeys(text for text in headers if text.strip()))
+
+    def _common_with_call(self, between: str, key: str) -> str:
+        """The beginning of `between`, the text between reasoning and answer, that is also between reasoning and a call."""
+        for content in ("", None):
+            turn = {**probe_call({"text": _ANSWER}), "content": content, key: _REASONING}
+            before_call = (self._text([QUESTION, turn]) or "").partition(_REASONING)[2].partition(_ANSWER)[0]
+            common = os.path.commonprefix([between, before_call])
+            if common != between:
+                common = _CUT_MARK.sub("", common)  # `<|END_THINKING|><|START_`
+            if common.strip():
+                return common
+        return between
 
     def find_removed_marks(self) -> tuple[str, str] | None:
         """The marks by which the template removes reasoning from a content, or that its generation prompt opens."""
@@ -153,7 +177,7 @@ class _ReasoningProber:
             if bare.endswith(candidate):
                 return candidate
         bracketed = _BRACKETED.search(bare)
-        return bracketed[0] if bracketed else None
+        return _opening_of_longer(closing, bare) or (bracketed[0] if bracketed else None)
 
     def _opened_by_generation_prompt(self) -> str:
         """The text of the generation prompt behind the role, if the template writes earlier turns without it."""
@@ -217,6 +241,20 @@ def _opening_marks(closing: str, within: str) -> Iterator[str]:
     if closing.endswith("|>") and not closing.startswith("<|"):
         yield f"<|{closing[1:-2]}>"
     yield from (opening for opening, known in MARKS if known == closing)
+
+
+def _opening_of_longer(closing: str, bare: str) -> str | None:
+    """The opening mark at the end of `bare` whose counterpart is the beginning of `closing`: behind the closing mark stands a
+    header. Example: `<|open|>think<|sep|>` for `<|close|>think<|sep|><|open|>response<|sep|>`."""
+    for ends, begins in _ENDS_AND_BEGINS:
+        place = closing.find(ends)
+        if place < 0 or not begins:
+            continue
+        swapped = closing.replace(ends, begins, 1)
+        for end in range(len(swapped) - 1, place, -1):
+            if swapped[end - 1] in _BRACKETS_CLOSE and bare.endswith(swapped[:end]):
+                return swapped[:end]
+    return None
 
 
 def _closing_marks(opening: str) -> Iterable[str]:

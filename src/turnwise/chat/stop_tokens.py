@@ -80,9 +80,11 @@ def _template_stops(
     def special_in(text: str) -> list[int]:
         return [token for token in tokenizer.encode(text, add_special_tokens=False) if token in special]
 
-    if closing := _leading_special(tokenizer, turn_format.closing, special):
-        own = [next((token for token in closing if token in configured), closing[0])]
-    else:  # only the header of the next message ends a turn
+    closing = _leading_special(tokenizer, turn_format.closing, special)
+    # other text may stand in front of the token that ends the turn
+    named = [token for token in (closing or special_in(turn_format.closing)) if token in configured]
+    own = (named or closing)[:1]
+    if not own:  # only the header of the next message ends a turn
         headers = (_header(template, role) for role in ("user", "tool"))
         own = [token for header in headers for token in _leading_special(tokenizer, header, special)[:1]]
     after_call, between_calls = special_in(turn_format.after_call), special_in(turn_format.between_calls)

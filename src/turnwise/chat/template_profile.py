@@ -7,7 +7,7 @@ What depends on a sequence of message roles as well is found when needed, and ca
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.chat.kept_reasoning import KeptReasoning, find_kept_reasoning
@@ -59,6 +59,8 @@ class TemplateProfile:
     def describe(self) -> list[tuple[str, str]]:
         """The name and the value of each property, for people. Texts of the template are quoted as in Python."""
         starts = f", begins with {self.turn.leading_space!r}" if self.turn.leading_space else ""
+        marks = [mark for mark in (self.turn.answer_opening, self.turn.answer_closing) if mark]
+        starts += f", answers marked with {' and '.join(map(repr, marks))}" if marks else ""
         return [
             ("content", "a list of parts" if self.messages.content_as_parts else "text"),
             ("tools", self._tools()),
@@ -102,6 +104,7 @@ def find_profile(
     named = None if tool_format == "auto" else _named_format(tokenizer, template, tool_format)
     turn = find_turn_format(template)
     stop_tokens = find_stop_tokens(tokenizer, template, turn, generation_config)
+    turn = replace(turn, answer_closing=_answer_closing(tokenizer, turn, stop_tokens))
     parser = named or _find_tool_format(tokenizer, template, turn, stop_tokens)
     return TemplateProfile(
         messages=template.messages,
@@ -112,6 +115,12 @@ def find_profile(
         tool_format_name="" if isinstance(parser, TemplateProblem) else parser.name,
         tool_format=parser,
     )
+
+
+def _answer_closing(tokenizer: Any, turn: TurnFormat, stop_tokens: StopTokens) -> str:
+    """The mark in front of the first stop token that the template writes behind an answer."""
+    places = [turn.closing.find(_decode(tokenizer, token)) for token in stop_tokens.token_ids]
+    return turn.closing[: min((place for place in places if place >= 0), default=0)].rstrip()
 
 
 def _response_template(tokenizer: Any) -> Mapping[str, Any] | None:

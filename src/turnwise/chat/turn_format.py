@@ -44,6 +44,18 @@ class TurnFormat:
     """The text behind the arguments of the only call of a turn; empty if the template writes no calls."""
     between_calls: str = ""
     """The text between the arguments of two calls of a turn; empty if the template writes only one."""
+    answer_opening: str = ""
+    """A mark in front of the words of an answer, which the model must sample: `<|START_TEXT|>`."""
+    answer_closing: str = ""
+    """A mark between the last words of an answer and the token that ends the turn: `<|END_TEXT|>`."""
+
+    def without_answer_marks(self, content: str) -> str:
+        """The words of an answer without the marks around them."""
+        if self.answer_opening and content.lstrip().startswith(self.answer_opening):
+            content = content.lstrip()[len(self.answer_opening) :]
+        if self.answer_closing and content.rstrip().endswith(self.answer_closing):
+            content = content.rstrip()[: -len(self.answer_closing)]
+        return content
 
     def accepts_calls(self, count: int) -> bool:
         """Whether the template writes this many calls in one turn."""
@@ -60,13 +72,18 @@ def find_turn_format(template: Template) -> TurnFormat:
     _check_closing(template, closing)
     before, _, _ = template.completion_text(assistant_message(PLACEHOLDER)).partition(PLACEHOLDER)
     leading_space = before if before.isspace() else ""
+    answer_opening = template.reasoning.without_reasoning(before).lstrip()
+    for _, mark in template.reasoning.marks.own:  # the end of reasoning that the generation prompt opens
+        answer_opening = answer_opening.removeprefix(mark).lstrip()
     content = _turn_content(template)
     if not template.writes_calls:
-        return TurnFormat(content, leading_space, closing, max_calls=0)
+        return TurnFormat(content, leading_space, closing, max_calls=0, answer_opening=answer_opening)
     call = probe_call({"text": PLACEHOLDER})
     after_call = template.text_after_placeholder([QUESTION, call], add_generation_prompt=False) or ""
     max_calls, between = _several_calls(template)
-    return TurnFormat(content, leading_space, closing, max_calls, _call_text(template), after_call, between)
+    return TurnFormat(
+        content, leading_space, closing, max_calls, _call_text(template), after_call, between, answer_opening
+    )
 
 
 def _check_closing(template: Template, closing: str) -> None:

@@ -39,10 +39,11 @@ def template_message(turn: ParsedTurn, format: TurnFormat, reasoning: ReasoningF
     text = turn.text.removeprefix(format.leading_space)
     if calls and has_text_form:
         text = _text_without_calls(turn, text, reasoning)
-    if format.content == "text":
-        message: Message = {"role": "assistant", "content": turn.reasoning_opening + text}
+    if format.content == "text":  # the template writes its own marks around an answer
+        message: Message = {"role": "assistant", "content": turn.reasoning_opening + format.without_answer_marks(text)}
     elif format.content == "text and reasoning":
-        message = {"role": "assistant", "content": reasoning.without_reasoning(text, bool(turn.reasoning_opening))}
+        content = reasoning.without_reasoning(text, bool(turn.reasoning_opening))
+        message = {"role": "assistant", "content": format.without_answer_marks(content)}
     else:
         message = {"role": "assistant", "content": turn.message["content"]}
     if format.content != "text" and turn.reasoning and reasoning.key is not None:

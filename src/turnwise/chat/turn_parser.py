@@ -68,12 +68,12 @@ class TurnParser:
     def _split(
         self, text: str, opened: bool, tools: Sequence[ToolSchema], first_call: int
     ) -> tuple[str, str, tuple[ToolCall, ...]]:
-        """Reasoning, content and calls of a turn's text."""
-        format = self._profile.reasoning
+        """Reasoning, content and calls of a turn's text. The content is without the template's marks around an answer."""
+        format, without_marks = self._profile.reasoning, self._profile.turn.without_answer_marks
         if tools:
             read = self.tool_format.parse(text, first_id=first_call, thinking=opened, tools=tools, marks=format.marks)
-            return read.reasoning, read.content, read.calls
+            return read.reasoning, without_marks(read.content), read.calls
         if format.supported:
             reasoning, content = format.marks.split(text, opened=opened)
-            return reasoning, content, ()
-        return "", text, ()
+            return reasoning, without_marks(content), ()
+        return "", without_marks(text), ()

@@ -9,11 +9,23 @@ from typing import Any
 from turnwise.chat.kept_reasoning import KeptReasoning
 from turnwise.chat.probes import TOOL, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.chat.round_trip import lost_in_round_trip
 from turnwise.chat.template_check import SCENARIOS, Finding, Scenario, check_scenario
 from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
 
-__all__ = ["Directory", "continuing", "features", "stops", "stops_note", "thinking", "tool_calls", "vocabulary"]
+__all__ = [
+    "Directory",
+    "continuing",
+    "features",
+    "round_trip",
+    "stops",
+    "stops_note",
+    "thinking",
+    "tool_calls",
+    "tools_shown",
+    "vocabulary",
+]
 
 _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _TURNS: Mapping[str, Sequence[Scenario]] = {
@@ -274,6 +286,26 @@ def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
     return Check(
         "tool calls", "ok", f"{format.name}: a call that the template writes is parsed with the same name and arguments"
     )
+
+
+def round_trip(renderer: Renderer, *, tools: bool) -> Check:
+    """Whether written turns come back unchanged from template, tokens and parser. `tools`: turns with calls are tried too."""
+    losses = lost_in_round_trip(renderer, tools=tools)
+    if lost := [str(loss) for loss in losses if not loss.by_template]:
+        return Check(
+            "round trip",
+            "fail",
+            f"{'; '.join(lost)}. Rewards, tools and the record would have the changed turn. Correct the template, or set "
+            f"tool_format to the format that the model writes",
+        )
+    if changed := [str(loss) for loss in losses]:
+        return Check(
+            "round trip",
+            "note",
+            f"{'; '.join(changed)}. turnwise keeps the sampled tokens, but the later prompts of a server would differ",
+        )
+    kinds = "answers, reasoning and calls" if tools else "answers and reasoning"
+    return Check("round trip", "ok", f"{kinds} come back unchanged from template, tokens and parser")
 
 
 def features(renderer: Renderer) -> Check:
