@@ -81,7 +81,8 @@ CLOSES_NO_REASONING = (
 """In the manner of MiniMax M3: a turn without reasoning begins with the closing mark of reasoning."""
 
 WORDS_INSIDE_MARKS = (
-    "{%- if tools %}<|header_start|>system<|header_end|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot|>{% endif %}"
+    "{%- if tools %}<|header_start|>system<|header_end|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|eot|>{% endif %}"
     "{%- for message in messages %}<|header_start|>{{ message.role }}<|header_end|>\n\n"
     "{% if message.tool_calls %}<|python_start|>{{ message.content or '' }}<|python_end|>"
     "{%- for call in message.tool_calls %}"
@@ -92,7 +93,8 @@ WORDS_INSIDE_MARKS = (
 """In the manner of Llama 4: the words beside a call stand between the two marks in front of it."""
 
 CHANNEL_NAMES = (
-    "{%- if tools %}<|header_start|>system<|header_end|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|eot|>{% endif %}"
+    "{%- if tools %}<|header_start|>system<|header_end|>\n\n{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    "<|eot|>{% endif %}"
     "{%- for message in messages %}<|header_start|>{{ message.role }}<|header_end|>\n\n"
     "{% if message.role == 'assistant' %}{% if message.content %}>>>all\n{{ message.content }}{% endif %}"
     "{%- for call in message.tool_calls or [] %}>>>{{ call.function.name }}\n{{ call.function.arguments | tojson }}{% endfor %}"
@@ -128,10 +130,18 @@ CALLS_FIRST = (
     "{%- if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}"
     "{%- for later in messages[loop.index:] %}{%- if later.role == 'tool' and answers.count == loop.index0 %}"
     "{%- set answers.count = answers.count + 1 %}"
-    "<|tool_response>response:{{ later.name }}{{ '{' }}value:<|\"|>{{ later.content }}<|\"|>}<tool_response|>{% endif %}{% endfor %}"
+    "<|tool_response>response:{{ later.name }}{{ '{' }}value:<|\"|>{{ later.content }}<|\"|>}<tool_response|>{% endif %}"
+    "{% endfor %}"
     "{%- endif %}{{ message.content or '' }}"
     "{%- if message.tool_calls and not answers.count %}<|tool_response>"
     "{%- elif message.content or not answers.count %}<turn|>\n{% endif %}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt and messages[-1].role != 'tool' %}<|turn>model\n{% endif %}"
 )
 """In the manner of Gemma 4: a turn is built from its fields, first the calls, then the answers of tools, then the words."""
+
+SHOWS_NO_TOOLS = (
+    "{%- for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Plain ChatML, as SmolLM2 has it: messages of all roles, no tools and no calls."""

@@ -26,6 +26,7 @@ from turnwise.build.rollout_server import refuse_what_needs_conversations_here
 from turnwise.build.rollouts import renderer, rollout_context
 from turnwise.build.run_engine import engine
 from turnwise.build.server_engines import longest_context, publisher
+from turnwise.build.tools import tool_schemas
 from turnwise.build.tracking import loggers
 from turnwise.build.values import evaluation_sampling, limits, sampling
 
@@ -70,5 +71,6 @@ __all__ = [
     "scripted_engine",
     "sft_learner",
     "text_context",
+    "tool_schemas",
     "turn_weighting",
 ]

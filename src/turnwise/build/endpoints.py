@@ -87,6 +87,11 @@ def refuse_for_endpoint(config: Config, scorer: Scorer, sampling: Sampling) -> N
             "characters",
         ),
         (
+            calls.describe != "template",
+            f"tool_calls.describe={calls.describe} has no effect with engine.name=openai, whose server renders the prompt: "
+            f"remove it",
+        ),
+        (
             bool(uses_engine),
             f"the reward function {', '.join(uses_engine)} asks the engine of the run, and engine.name=openai is an endpoint: "
             f"give the judge this endpoint with its argument `endpoint`",

@@ -27,6 +27,8 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
         sanity=config.tokenization_sanity_check,
         tool_format=config.tool_format,
         chat_template_kwargs=config.model.chat_template_kwargs,
+        describe_tools=config.tool_calls.describe,
+        unchecked=config.override_checks,
     )
 
 

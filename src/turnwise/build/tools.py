@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.build.trial import close_tried
-from turnwise.config.schema import Config, ToolUse, changed_options
+from turnwise.config.schema import Config, EnvironmentUse, ToolUse, changed_options
 from turnwise.environments.mcp.servers import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Truncation
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.types import ToolSchema
 from turnwise.user_code.object_references import resolve
 
-__all__ = ["mcp_servers", "refuse_unused_tool_options", "tool", "truncation"]
+__all__ = ["mcp_servers", "refuse_unused_tool_options", "tool", "tool_schemas", "truncation"]
 
 
 def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
@@ -42,6 +43,20 @@ def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
             f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"
         )
     return Tool.of(target, **options)
+
+
+def tool_schemas(config: Config) -> list[ToolSchema]:
+    """The schemas of the tools that the recipe names, without those of MCP servers. Nothing is built. Raises ConfigError."""
+    schemas: list[ToolSchema] = []
+    for number, use in enumerate(config.tools):
+        target = resolve(use.use, key=f"tools.{number}")
+        if isinstance(target, Toolbox):
+            schemas += [method.schema for method in target.tools]
+        elif isinstance(target, type):
+            schemas += [method.schema for method in Toolbox.of(target, arguments=use.arguments).tools]
+        elif isinstance(target, Tool) or callable(target):
+            schemas.append((target if isinstance(target, Tool) else Tool.of(target)).schema)
+    return schemas
 
 
 def _toolbox(target: type, arguments: dict[str, Any], options: dict[str, Any], *, key: str) -> Toolbox:
@@ -105,6 +120,10 @@ def truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) ->
 def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -> None:
     """Refuse options of tools that have no effect, such as a truncation without any tool. Raises ConfigError."""
     mcp, calls = changed_options(config.mcp), changed_options(config.tool_calls)
+    if not isinstance(default := Config.model_fields["environment"].default, EnvironmentUse) or (
+        config.environment.use != default.use
+    ):
+        calls = [name for name in calls if name != "describe"]  # other environments may offer tools in their openings
     if mcp and config.mcp.servers is None:
         raise ConfigError(f"mcp.{mcp[0]} has no effect without mcp.servers: set mcp.servers, or remove it")
     if calls and not config.tools and config.mcp.servers is None and not environment_has_tools:

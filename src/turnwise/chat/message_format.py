@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from turnwise.chat.message_shapes import check_content, with_calls, with_named_ids, with_short_ids
-from turnwise.chat.probes import PLACEHOLDER, QUESTION, TOOL, TOOL_WORD, assistant_message, probe_call
+from turnwise.chat.probes import DESCRIBED_TOOL, PLACEHOLDER, QUESTION, TOOL, assistant_message, probe_call
+from turnwise.chat.tool_calls.describe import undescribed
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
 
@@ -40,7 +41,7 @@ class MessageFormat:
     requires_tools: bool = False
     """Whether the template refuses conversations without tools."""
     describes_tools: bool = False
-    """Whether the template writes the descriptions of the tools on offer into the prompt."""
+    """Whether the template writes the names and the parameters of the tools on offer into the prompt."""
     calls: CallFormat | None = None
     """None if the template writes no tool calls."""
 
@@ -83,10 +84,11 @@ def find_message_format(render: RenderAsGiven, where: str) -> MessageFormat:
     """
     base = _content_format(render, where)
     try:
-        described = render([base.shaped(QUESTION)], add_generation_prompt=True, tools=[TOOL])
+        described = render([base.shaped(QUESTION)], add_generation_prompt=True, tools=[DESCRIBED_TOOL])
     except TemplateError:
         described = ""
-    return MessageFormat(base.content_as_parts, base.requires_tools, TOOL_WORD in described, _call_format(render, base))
+    describes = not undescribed([DESCRIBED_TOOL], described)
+    return MessageFormat(base.content_as_parts, base.requires_tools, describes, _call_format(render, base))
 
 
 def _content_format(render: RenderAsGiven, where: str) -> MessageFormat:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from turnwise.chat.base_conversations import (
     BaseTurn,
@@ -17,6 +17,7 @@ from turnwise.chat.base_conversations import (
     longer_conversations,
     simpler_conversations,
 )
+from turnwise.chat.message_shapes import joined
 from turnwise.chat.probes import SYSTEM_WORD, TOOL, TOOL_WORD, assistant_message, probe_messages, probe_words_in
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
@@ -53,7 +54,7 @@ class MessagePlan:
         merged: list[Message] = []
         for message in renamed:
             if merged and merged[-1]["role"] == message["role"] != "tool":
-                both = _joined(merged[-1].get("content"), message.get("content"))
+                both = joined(merged[-1].get("content"), message.get("content"))
                 merged[-1] = {**merged[-1], "content": both}
             else:
                 merged.append(message)
@@ -81,16 +82,6 @@ def _renamed(message: Message, role: str | None) -> Message:
     if message["role"] == "tool" and isinstance(content, str):
         content = f"<tool_response>\n{content}\n</tool_response>"
     return {"role": role, "content": content}
-
-
-def _joined(first: Any, second: Any) -> Any:
-    """Two contents as one: texts with an empty line between them, parts one after the other."""
-    if isinstance(first, str) and isinstance(second, str):
-        return f"{first}\n\n{second}"
-    parts: list[Any] = []
-    for content in (first, second):
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
-    return parts
 
 
 class ProbedTemplate(Protocol):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from turnwise.errors import TemplateError
 from turnwise.types import Message
 
-__all__ = ["check_content", "with_calls", "with_named_ids", "with_short_ids"]
+__all__ = ["check_content", "joined", "with_calls", "with_description", "with_named_ids", "with_short_ids"]
 
 PARTS = ("text", "image", "image_url", "video")
 
@@ -62,6 +62,29 @@ def _named(id: str, name: str) -> str:
         return id
     digits = id[len(id.rstrip("0123456789")) :]
     return f"functions.{name}:{int(digits[-9:] or 0)}"
+
+
+def with_description(messages: Sequence[Message], text: str, *, accepts_system: bool) -> list[Message]:
+    """The messages with a description of the tools at the end of the system message.
+
+    Without one, it is a system message of its own, or the beginning of the first message if the template accepts none.
+    """
+    first = messages[0] if messages else None
+    if first is not None and first.get("role") in ("system", "developer"):
+        return [{**first, "content": joined(first.get("content"), text)}, *messages[1:]]
+    if accepts_system or first is None:
+        return [{"role": "system", "content": text}, *messages]
+    return [{**first, "content": joined(text, first.get("content"))}, *messages[1:]]
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Two contents as one: texts with an empty line between them, or the parts of both."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts: list[Any] = []
+    for content in (first, second):
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+    return parts
 
 
 def check_content(message: Message) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from turnwise.types import Message, ToolSchema
 
 __all__ = [
+    "DESCRIBED_TOOL",
     "PLACEHOLDER",
     "QUESTION",
     "SYSTEM_WORD",
@@ -44,6 +45,19 @@ TOOL: ToolSchema = {
         "parameters": {"type": "object", "properties": {"text": {"type": "string", "description": "A text."}}},
     },
 }
+
+DESCRIBED_TOOL: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": "tool_5c81d4",
+        "description": TOOL_WORD,
+        "parameters": {
+            "type": "object",
+            "properties": {"parameter_5c81d4": {"type": "string", "description": "A text."}},
+        },
+    },
+}
+"""A tool whose name and parameter no template contains, to see whether a template shows tools."""
 
 
 def assistant_message(text: str) -> Message:

@@ -7,7 +7,6 @@ drops everything in front of it. Only if none of this shows marks, the source is
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,7 +120,10 @@ class _ReasoningProber:
         for content in ("", None):
             turn = {**probe_call({"text": _ANSWER}), "content": content, key: _REASONING}
             before_call = (self._text([QUESTION, turn]) or "").partition(_REASONING)[2].partition(_ANSWER)[0]
-            common = os.path.commonprefix([between, before_call])
+            pairs = zip(between, before_call, strict=False)
+            common = between[
+                : next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(between), len(before_call)))
+            ]
             if common != between:
                 common = _CUT_MARK.sub("", common)  # `<|END_THINKING|><|START_`
             if common.strip():

@@ -10,9 +10,10 @@ no environment.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +22,14 @@ from turnwise.chat.base_conversations import NO_CONVERSATION, PriorConversation
 from turnwise.chat.caches import LONGEST_TEXT, cached_by_arguments, cached_by_text
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
+from turnwise.chat.round_trip import Loss, lost_in_round_trip
 from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
 from turnwise.chat.template import Template
 from turnwise.chat.template_arguments import argument_text
 from turnwise.chat.template_profile import TemplateProfile, find_profile
 from turnwise.chat.text_encoder import text_encoder
 from turnwise.chat.token_differences import SanityMode
-from turnwise.chat.tool_calls import ToolFormat
+from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
 from turnwise.chat.turn_boundary import TurnBoundary
 from turnwise.chat.turn_messages import ParsedTurn, template_message
 from turnwise.chat.turn_parser import TurnParser
@@ -38,6 +40,7 @@ from turnwise.types import Media, Message, ToolSchema
 __all__ = ["EncodedMessages", "Renderer", "SanityMode", "Thinking"]
 
 Thinking = Literal["keep", "branch", "strip_at_user"]
+DescribeTools = Literal["template", "system"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +62,10 @@ class Renderer:
 
     `tokenizer` is a transformers tokenizer. `sanity` is the mode of the sanity check. `generation_stop_ids` are the stop tokens
     of the model's generation config, besides the tokenizer's own. `tool_format` names the format of tool calls where the
-    template does not show it. `vision` is the processor of a vision model. `chat_template_kwargs` are further arguments of the
-    chat template, such as `{"enable_thinking": False}`; `for_arguments` gives the renderer of a row that has its own.
+    template does not show it. `describe_tools` says who shows the tools on offer to the model: the template, or, where the
+    template does not, this class in the system message. `unchecked` names checks that `refuse_unusable_tools` does not make.
+    `vision` is the processor of a vision model. `chat_template_kwargs` are further arguments of the chat template, such as
+    `{"enable_thinking": False}`; `for_arguments` gives the renderer of a row that has its own.
 
     Raises TemplateError if the tokenizer has no chat template, one that cannot be continued turn by turn, or one that never
     reads one of `chat_template_kwargs`.
@@ -73,6 +78,8 @@ class Renderer:
         sanity: SanityMode = "strict",
         generation_stop_ids: Sequence[int] = (),
         tool_format: str = "auto",
+        describe_tools: DescribeTools = "template",
+        unchecked: Collection[str] = (),
         vision: MediaProcessor | None = None,
         chat_template_kwargs: Mapping[str, Any] = {},
     ) -> None:
@@ -89,6 +96,9 @@ class Renderer:
         self.profile: TemplateProfile = find_profile(
             tokenizer, self.template, generation_config=generation_stop_ids, tool_format=tool_format
         )
+        self.unchecked = frozenset(unchecked)
+        if describe_tools == "system":
+            self._describe_in_system_message()
         self.stop_token_ids = self.profile.stop_tokens.token_ids
         self.turn_parser = TurnParser(self.profile, self.decode, self.where)
         self._boundary = TurnBoundary(
@@ -101,6 +111,8 @@ class Renderer:
                 sanity=sanity,
                 generation_stop_ids=generation_stop_ids,
                 tool_format=tool_format,
+                describe_tools=describe_tools,
+                unchecked=unchecked,
                 vision=vision,
                 chat_template_kwargs=json.loads(arguments),
             )
@@ -146,6 +158,8 @@ class Renderer:
         *,
         sanity: SanityMode = "strict",
         tool_format: str = "auto",
+        describe_tools: DescribeTools = "template",
+        unchecked: Collection[str] = (),
         chat_template_kwargs: Mapping[str, Any] = {},
     ) -> Renderer:
         """Load the tokenizer, and the stop tokens of the generation config where there is one.
@@ -173,8 +187,52 @@ class Renderer:
             sanity=sanity,
             generation_stop_ids=generation_config_stops(path),
             tool_format=tool_format,
+            describe_tools=describe_tools,
+            unchecked=unchecked,
             vision=MediaProcessor.from_pretrained(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def _describe_in_system_message(self) -> None:
+        """Raises TemplateError if the template shows tools itself, or the format of calls is unknown."""
+        if self.profile.messages.describes_tools:
+            raise TemplateError(
+                f"tool_calls.describe=system: the chat template of {self.where} shows the tools to the model itself, so they "
+                f"would stand in the prompt twice. Remove the option"
+            )
+        format = TurnParser(self.profile, self.decode, self.where).tool_format
+        self.template.describe_tools_by(functools.partial(describe_tools, format))
+
+    def refuse_unusable_tools(self, tools: Sequence[ToolSchema], prompt: str) -> None:
+        """Raise TemplateError if the model could not use the tools that a conversation offers. `prompt` is the opening's text.
+
+        The format of calls must be known, no written call may be lost in template, tokens and parser, and the prompt must show
+        the names and the parameters.
+        """
+        _ = self.turn_parser.tool_format
+        if "round trip" not in self.unchecked and (lost := [loss for loss in self.lost_turns if not loss.by_template]):
+            raise TemplateError(
+                f"turns of the model change on their way through template, tokens and parser: {lost[0]}. Correct the template, "
+                f"or set tool_format to the format that the model writes"
+            )
+        if "tools shown" not in self.unchecked and (missing := undescribed(tools, prompt)):
+            raise TemplateError(self.undescribed_problem(missing))
+
+    @functools.cached_property
+    def lost_turns(self) -> Sequence[Loss]:
+        """Turns, also with calls, that do not come back unchanged from template, tokens and parser.
+
+        Raises TemplateError if the format of tool calls is unknown.
+        """
+        return lost_in_round_trip(self, tools=True)
+
+    def undescribed_problem(self, missing: Sequence[str]) -> str:
+        """The error text if a prompt does not show the tools (or parameters) `missing`."""
+        names = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+        return (
+            f"the prompt does not contain the tools that the recipe offers ({names}), because the chat template of {self.where} "
+            f"does not write them. The model would be trained without knowing its tools. Set tool_calls.describe=system, or "
+            f"describe them in the system prompt"
         )
 
     # messages

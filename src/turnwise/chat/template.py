@@ -9,7 +9,8 @@ knows texts and messages, and no token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from turnwise.chat.base_conversations import NO_CONVERSATION, BaseTurn, PriorCon
 from turnwise.chat.caches import RenderMessages, cached_by_content, cached_by_roles
 from turnwise.chat.message_format import MessageFormat, find_message_format
 from turnwise.chat.message_plans import MessagePlan, PlanFinder
-from turnwise.chat.probes import PLACEHOLDER, QUESTION, probe_message, probe_word, roles_of
+from turnwise.chat.message_shapes import with_description
+from turnwise.chat.probes import PLACEHOLDER, QUESTION, SYSTEM_WORD, probe_message, probe_word, roles_of
 from turnwise.chat.reasoning_format import ReasoningFormat, find_reasoning_format
 from turnwise.chat.template_arguments import refuse_unread_arguments
 from turnwise.errors import TemplateError
@@ -51,6 +53,8 @@ class Template:
         self._render_shaped: RenderMessages = (
             self._render_as_given if dated else cached_by_content(self._render_as_given)
         )
+        self._describe: Callable[[Sequence[ToolSchema]], str] | None = None
+        """Describes tools in the system message; None if the template does it."""
         # these two are what rendering itself needs; they are fields of TemplateProfile too
         self.messages: MessageFormat = find_message_format(self._render_as_given, where)
         self.reasoning: ReasoningFormat = find_reasoning_format(self.render, self.source)
@@ -65,6 +69,8 @@ class Template:
 
         `tools` are those of the conversation; None for a probe. Raises TemplateError if the template refuses the messages.
         """
+        if self._describe is not None and tools:
+            messages = with_description(messages, self._describe(tools), accepts_system=self._accepts_system)
         shaped = [self.messages.shaped(message) for message in messages]
         tools = self.messages.probe_tools(messages) if tools is None else tools
         return self._render_shaped(shaped, add_generation_prompt=add_generation_prompt, tools=tools)
@@ -106,6 +112,19 @@ class Template:
         pairs = zip(prompt, text, strict=False)
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(text)))
         return text[same:]
+
+    def describe_tools_by(self, describe: Callable[[Sequence[ToolSchema]], str]) -> None:
+        """Write the text of `describe` into the system message of each conversation that offers tools."""
+        self._describe = describe
+
+    @functools.cached_property
+    def _accepts_system(self) -> bool:
+        """Whether the template writes a system message at the beginning."""
+        try:
+            text = self.render([{"role": "system", "content": SYSTEM_WORD}, QUESTION], add_generation_prompt=True)
+        except TemplateError:
+            return False
+        return SYSTEM_WORD in text
 
     # what messages must look like
 

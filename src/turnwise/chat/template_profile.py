@@ -47,6 +47,9 @@ class TemplateProfile:
     """The tokens that end a turn."""
     tool_format_name: str
     """The name of `tool_format`; empty if there is none."""
+    written_format_name: str
+    """The name of the format in which the template writes calls; empty if it writes none, or in an unknown format. It is not
+    `tool_format_name` if the recipe names another format."""
     tool_format: ToolFormat | TemplateProblem = field(compare=False, repr=False)
     """How tool calls are parsed. A problem is raised only where a conversation has tools."""
 
@@ -105,7 +108,8 @@ def find_profile(
     turn = find_turn_format(template)
     stop_tokens = find_stop_tokens(tokenizer, template, turn, generation_config)
     turn = replace(turn, answer_closing=_answer_closing(tokenizer, turn, stop_tokens))
-    parser = named or _find_tool_format(tokenizer, template, turn, stop_tokens)
+    written = _find_tool_format(tokenizer, template, turn, stop_tokens)
+    parser = named or written
     return TemplateProfile(
         messages=template.messages,
         reasoning=template.reasoning,
@@ -113,6 +117,7 @@ def find_profile(
         turn=turn,
         stop_tokens=stop_tokens,
         tool_format_name="" if isinstance(parser, TemplateProblem) else parser.name,
+        written_format_name="" if isinstance(written, TemplateProblem) else written.name,
         tool_format=parser,
     )
 

@@ -60,6 +60,9 @@ class McpSection(Section):
 class ToolCallsSection(Section):
     """Options that hold for all tools."""
 
+    describe: Literal["template", "system"] = "template"
+    """Who shows the tools to the model. `template`: the chat template. `system`: where the template does not show tools, their
+    schemas are written into the system message, in the form of `tool_format`."""
     max_parallel_calls: Positive | None = None
     """The most tool calls that are run in one turn; each further call gets an error as its result. Null: all calls are run."""
     max_tool_response_length: Positive | None = None

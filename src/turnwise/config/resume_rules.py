@@ -56,7 +56,7 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "named",
         "tool_calls.",
-        "max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
+        "describe max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
     ),
     # sampling
     **_all("named", "engine.", "name script"),
@@ -132,7 +132,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),
     **_all("free", "trace.", "backend conversations project"),
-    **_all("free", "", "max_concurrent output resume resume_changes replace"),
+    **_all("free", "", "max_concurrent output resume resume_changes replace override_checks"),
     **_all("named", "", "seed deterministic"),
 }
 

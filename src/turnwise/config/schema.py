@@ -43,6 +43,7 @@ from turnwise.errors import nearest
 
 __all__ = [
     "LOSS_MASKS",
+    "OVERRIDABLE_CHECKS",
     "CheckpointSection",
     "ClusterSection",
     "Config",
@@ -79,6 +80,21 @@ __all__ = [
     "changed_options",
 ]
 
+OVERRIDABLE_CHECKS = (
+    "headers",
+    "contents",
+    "tool turns",
+    "user turns",
+    "stop tokens",
+    "tool calls",
+    "tools shown",
+    "round trip",
+    "vocabulary",
+    "mask",
+    "credit",
+    "rows",
+)
+"""The checks of `turnwise doctor` that the start of a run makes too, by name."""
 LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
 """The rules of `rewards.turn_weights`, by name."""
 
@@ -195,6 +211,9 @@ class Config(Section):
     checkpoint. `never`: start a new run."""
     resume_changes: list[str] = []
     """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
+    override_checks: list[str] = []
+    """The checks of the chat template that may fail, such as `[headers, tool turns]`: the run starts all the same, with a warning
+    (docs/doctor.md). Without it, what `turnwise doctor` fails is refused."""
     replace: bool = False
     """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""
 
@@ -257,6 +276,18 @@ class Config(Section):
                 {"thinking": tree["thinking"]},
             )
         return {**tree, "thinking": "branch"}
+
+    @field_validator("override_checks")
+    @classmethod
+    def _known_checks(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if name not in OVERRIDABLE_CHECKS:
+                message = (
+                    f"there is no check {name!r} that can be overridden; there are: {', '.join(OVERRIDABLE_CHECKS)}"
+                    f"{nearest(name, OVERRIDABLE_CHECKS)}"
+                )
+                raise PydanticCustomError("override_checks", "{message}", {"message": message})
+        return names
 
     @field_validator("loss_mask")
     @classmethod

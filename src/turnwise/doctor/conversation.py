@@ -7,7 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from turnwise.chat.probes import QUESTION, assistant_message, probe_call
+from turnwise.chat.probes import QUESTION, TOOL, assistant_message, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.doctor.check import Check, Status, TokenRun, run_lengths
 from turnwise.engines.scripted import ScriptedEngine
@@ -197,11 +197,13 @@ def _with_tool() -> Environment:
 
 
 def _has_format(renderer: Renderer) -> bool:
+    """Whether the model can call tools: their format is known, calls come back, and the prompt shows the tools."""
     try:
-        _ = renderer.turn_parser.tool_format
+        renderer.refuse_unusable_tools([TOOL], renderer.encode_opening([QUESTION], [TOOL]).text)
     except TemplateError:
         return False
-    return renderer.template.writes_calls
+    profile = renderer.profile
+    return renderer.template.writes_calls and profile.written_format_name == profile.tool_format_name
 
 
 def _script(renderer: Renderer, with_tool: bool) -> list[str]:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise import build
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.stop_tokens import generation_config_stops
 from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
-from turnwise.doctor.messages import contents, headers
 from turnwise.doctor.options import fine_tunes, take_effect
+from turnwise.doctor.preflight import template_checks
 from turnwise.doctor.recipe import conversations, openings, rewards, row_arguments
-from turnwise.errors import ConfigError, TemplateError, TurnwiseError
-from turnwise.models.model_config import context_length
+from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.rewards.turn_weights import TurnWeighting
-from turnwise.types import Sampling
+from turnwise.types import Row, Sampling
 
 __all__ = ["Weights", "examine"]
 
@@ -50,7 +48,7 @@ def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Chec
         yield _tried("options", lambda: take_effect(config))
     try:
         renderer = _renderer(path, config)
-        directory = _directory(path, renderer)
+        directory = template.read_directory(path, renderer)
     except TurnwiseError as error:
         yield wrong("model", error)
         return
@@ -76,17 +74,12 @@ def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Chec
 
 
 def _of_template(renderer: Renderer, directory: template.Directory, config: Config | None) -> Iterator[Check]:
-    policy = config.thinking if config is not None else None
-    tools = config is not None and (bool(config.tools) or config.mcp.servers is not None)
     yield _tried("template", lambda: template.features(renderer))
-    yield _tried("headers", lambda: headers(renderer))
-    yield _tried("contents", lambda: contents(renderer))
-    for kind in ("tool turns", "user turns", "system turns"):
-        yield _tried(kind, lambda kind=kind: template.continuing(renderer, [kind])[0])
-    yield _tried("thinking", lambda: template.thinking(renderer, policy))
-    yield _tried("stop tokens", lambda: template.stops(renderer, directory))
-    yield _tried("tool calls", lambda: template.tool_calls(renderer, wanted=tools))
-    yield _tried("vocabulary", lambda: template.vocabulary(renderer, directory))
+    rows: list[Row] = []
+    if config is not None and not fine_tunes(config) and config.tools:
+        with contextlib.suppress(TurnwiseError):  # the check `rows` reports it
+            rows = build.rows(config)
+    yield from template_checks(renderer, config, directory=directory, rows=rows)
 
 
 def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterator[Check]:
@@ -132,44 +125,6 @@ def _renderer(path: str, config: Config | None) -> Renderer:
     return build.renderer(config, path)
 
 
-def _directory(path: str, renderer: Renderer) -> template.Directory:
-    """The properties in the model's config files that the checks need.
-
-    Raises TemplateError if config.json cannot be read.
-    """
-    file = _file(path, "config.json")
-    values: Mapping[str, Any] = {}
-    if file is not None:
-        try:
-            values = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise TemplateError(f"{file} cannot be read: {error}. Replace it with the model's original file") from error
-        if not isinstance(values, dict):
-            raise TemplateError(
-                f"{file} must contain a JSON object, but contains a {type(values).__name__}. Replace it with the model's "
-                f"original file"
-            )
-    text = values.get("text_config")
-    rows = values.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
-    return template.Directory(
-        eos=renderer.tokenizer.eos_token_id,
-        generation=generation_config_stops(path),
-        rows=rows if isinstance(rows, int) else None,
-        context=context_length(values),
-    )
-
-
-def _file(path: str, name: str) -> Path | None:
-    """The path of a file of a model directory or of a hub id. None if the file is missing."""
-    from transformers.utils.hub import cached_file
-
-    source = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
-    file = cached_file(
-        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-    )
-    return None if file is None else Path(file)
-
-
 def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | None, str]:
     """The model with its weights and an empty text; or None and the reason why the model is not loaded.
 
@@ -199,7 +154,7 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
 
 def _weights_gb(path: str) -> float | None:
     """The size of the files with weights in GB. None if there are no such files."""
-    file = _file(path, "config.json")
+    file = template.model_file(path, "config.json")
     folder = Path(path).expanduser() if file is None else file.parent
     files = [file for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)]
     return sum(file.stat().st_size for file in files) / 1e9 if files else None

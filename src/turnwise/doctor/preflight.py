@@ -1,20 +1,40 @@
-"""The checks at the start of each run: whether the chat template works with the recipe. They need no weights."""
+"""The checks at the start of each run: whether the chat template works with the recipe. They need no weights.
+
+They are the doctor's own checks (`template_checks`). What fails is refused, unless `override_checks` names the check.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
+from turnwise import build
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.template_arguments import argument_text, refuse_unread_arguments
 from turnwise.config.schema import Config
+from turnwise.doctor.check import Check, wrong
+from turnwise.doctor.conversation import masked
 from turnwise.doctor.messages import contents, headers
-from turnwise.doctor.template import continuing, stops_note, thinking
-from turnwise.errors import DataError, TemplateError
+from turnwise.doctor.template import (
+    Directory,
+    continuing,
+    read_directory,
+    round_trip,
+    stops,
+    stops_note,
+    thinking,
+    tool_calls,
+    tools_shown,
+    vocabulary,
+)
+from turnwise.errors import DataError, TemplateError, TurnwiseError
 from turnwise.types import Row
 
-__all__ = ["argument_sets", "preflight", "preflight_rows", "unread_columns"]
+__all__ = ["argument_sets", "preflight", "preflight_rows", "template_checks", "unread_columns"]
 
 _READ_NO_COLUMN = (
     "turnwise.environments.environment:SingleTurn",
@@ -23,34 +43,95 @@ _READ_NO_COLUMN = (
 _CHECKED_SETS = 16
 """Sets of template arguments in the rows for which all checks are made. Of further ones only the names are checked."""
 
+_KINDS = ("tool turns", "user turns", "system turns")
+_NOT_OVERRIDABLE = ("thinking",)
+"""Checks of an option of the recipe: it is removed, not overridden."""
+_QUIET = ("headers", "contents", "system turns", "tool calls", "stop tokens", "vocabulary", "mask")
+"""Checks whose notes are information that the start of a run does not repeat."""
 
-def preflight(config: Config, renderer: Renderer, *, tools: bool = False) -> list[str]:
+
+def template_checks(
+    renderer: Renderer,
+    config: Config | None = None,
+    *,
+    directory: Directory | None = None,
+    tools: bool = False,
+    rows: Sequence[Row] = (),
+) -> Iterator[Check]:
+    """The checks of the template, the tokenizer and, with `directory`, the model's config files, in order.
+
+    `tools`: the conversations offer tools; with a recipe, those of the recipe count too. `rows` are the recipe's rows, as far as
+    they are known. A kind of turn that the recipe does not have cannot fail.
+    """
+    has_tools = tools or (config is not None and (bool(config.tools) or config.mcp.servers is not None))
+    known_format = bool(renderer.profile.tool_format_name)
+    yield _tried("headers", lambda: headers(renderer))
+    yield _tried("contents", lambda: contents(renderer))
+    for kind in _KINDS:
+        check = _tried(kind, lambda kind=kind: continuing(renderer, [kind])[0])
+        yield check if config is None or _occurs(kind, config, has_tools) else _no_failure(check)
+    yield _tried("thinking", lambda: thinking(renderer, None if config is None else config.thinking))
+    if directory is not None:
+        yield _tried("stop tokens", lambda: stops(renderer, directory))
+    yield _tried("tool calls", lambda: tool_calls(renderer, wanted=has_tools))
+    if has_tools or known_format:
+        yield _tried("tools shown", lambda: _shown(renderer, config, has_tools, rows))
+    tries_calls = known_format and (has_tools or config is None)
+    yield _tried("round trip", lambda: round_trip(renderer, tools=tries_calls))
+    if directory is not None:
+        yield _tried("vocabulary", lambda: vocabulary(renderer, directory))
+
+
+def preflight(
+    config: Config,
+    renderer: Renderer,
+    *,
+    source: str | None = None,
+    tools: bool = False,
+    rows: Sequence[Row] = (),
+    training: bool = False,
+) -> list[str]:
     """Notes on the model's template, to be printed before the run.
 
-    `tools` is true if there are tools that the recipe does not name, for example in the rows.
-    Raises TemplateError if the format of tool calls cannot be parsed, the template requires tools and there are none, or
-    the option `thinking` has no effect.
+    `source` is the model directory; None: the config files are not checked. `tools` is true if there are tools that the recipe
+    does not name, for example in the rows. `training`: the checks `mask`, `credit` and `rows` are made too. Raises TemplateError
+    if a check fails that `override_checks` does not name, or the template requires tools and there are none.
     """
-    tools = tools or bool(config.tools) or config.mcp.servers is not None
-    if tools:
-        _ = renderer.turn_parser.tool_format
+    has_tools = tools or bool(config.tools) or config.mcp.servers is not None
+    if has_tools:
+        _ = renderer.turn_parser.tool_format  # without it no conversation can run, so it cannot be overridden
     elif renderer.profile.messages.requires_tools:
         raise TemplateError(
             f"the chat template of {renderer.where} refuses conversations without tools, and the recipe has no tools: set "
             f"tools, or use another chat template"
         )
-    policy = thinking(renderer, config.thinking)
-    if policy.status == "fail":
-        raise TemplateError(policy.text)
-    notes = [
-        f"{check.name}: {check.text}" for check in (headers(renderer), contents(renderer)) if check.status == "fail"
+    directory = None if source is None else read_directory(source, renderer)
+    checks = [*template_checks(renderer, config, directory=directory, tools=tools, rows=rows)]
+    if training:
+        from turnwise.doctor.credit import conserved  # torch
+        from turnwise.doctor.recipe import openings
+
+        with ThreadPoolExecutor(
+            1
+        ) as thread:  # conversations run in an event loop of their own, and this thread may have one
+            for name, check in (("mask", masked), ("credit", conserved)):
+                run = thread.submit(_tried, name, functools.partial(check, renderer, config.thinking))
+                checks.append(run.result())
+        checks.append(_tried("rows", lambda: openings(config, rows, renderer)))
+    _refuse_failures(config, checks)
+    notes = [f"override_checks: {check.name} fails: {check.text}" for check in checks if check.status == "fail"]
+    passed = {check.name for check in checks if check.status != "fail"}
+    notes += [
+        f"override_checks: {name} does not fail, so it need not be named"
+        for name in config.override_checks
+        if name in passed
     ]
-    notes += [f"stop tokens: {problem}"] if (problem := stops_note(renderer)) else []
-    if config.limits.turns == 1:
-        return notes  # no message follows the model's turn, so the checks below do not apply
-    kinds = ["tool turns", "user turns"] if tools else ["user turns"]
-    checks = [policy, *continuing(renderer, kinds)]
-    return notes + [f"{check.name}: {check.text}" for check in checks if check.status != "ok"]
+    if directory is None and (problem := stops_note(renderer)):
+        notes.append(f"stop tokens: {problem}")
+    shown = [check for check in checks if check.status == "note" and check.name not in _QUIET]
+    if config.limits.turns == 1:  # no message follows the model's turn
+        shown = [check for check in shown if check.name not in (*_KINDS, "thinking")]
+    return notes + [f"{check.name}: {check.text}" for check in shown if _matters(check, has_tools)]
 
 
 def preflight_rows(config: Config, renderer: Renderer, rows: Sequence[Row], *, tools: bool = False) -> list[str]:
@@ -117,3 +198,54 @@ def argument_sets(rows: Sequence[Row]) -> Mapping[str, tuple[Row, int]]:
             first, count = sets.get(text, (row, 0))
             sets[text] = (first, count + 1)
     return sets
+
+
+def _refuse_failures(config: Config, checks: Sequence[Check]) -> None:
+    """Raise TemplateError with all failed checks that `override_checks` does not name."""
+    failed = [check for check in checks if check.status == "fail" and check.name not in config.override_checks]
+    if not failed:
+        return
+    names = [check.name for check in failed if check.name not in _NOT_OVERRIDABLE]
+    text = "\n  ".join(check.text if len(failed) == 1 else f"{check.name}: {check.text}" for check in failed)
+    head = "" if len(failed) == 1 else f"{len(failed)} checks of the chat template fail:\n  "
+    fix = f". To start all the same, set override_checks=[{', '.join(names)}] (turnwise doctor shows all checks)"
+    raise TemplateError(f"{head}{text}{fix if names else ''}")
+
+
+def _occurs(kind: str, config: Config, has_tools: bool) -> bool:
+    """Whether messages of this kind follow a turn of the model in the recipe's conversations."""
+    return config.limits.turns != 1 and (kind != "tool turns" or has_tools)
+
+
+def _no_failure(check: Check) -> Check:
+    """A failure of turns that the recipe does not have, as a note."""
+    return replace(check, status="note") if check.status == "fail" else check
+
+
+def _matters(check: Check, has_tools: bool) -> bool:
+    """Whether the note is about something that the recipe has."""
+    return has_tools or check.name not in ("tool turns", "tools shown")
+
+
+def _shown(renderer: Renderer, config: Config | None, has_tools: bool, rows: Sequence[Row]) -> Check:
+    if config is None or not has_tools:
+        return tools_shown(renderer, wanted=False)
+    own = config.environment.use != Config.model_fields["environment"].default.use
+    elsewhere = config.runs_conversations_elsewhere is not None
+    schemas = [] if elsewhere or renderer.profile.messages.describes_tools else build.tool_schemas(config)
+    check = tools_shown(
+        renderer, wanted=True, schemas=schemas, rows=rows, described=config.tool_calls.describe == "system"
+    )
+    if check.status == "fail" and (own or elsewhere or not rows):
+        return replace(
+            check, status="note", text=f"{check.text}. A conversation whose prompt does not show its tools fails"
+        )
+    return check
+
+
+def _tried(name: str, check: Callable[[], Check]) -> Check:
+    """The result of `check`. A TurnwiseError becomes a failed check."""
+    try:
+        return check()
+    except TurnwiseError as error:
+        return wrong(name, error)

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from turnwise.chat.kept_reasoning import KeptReasoning
-from turnwise.chat.probes import TOOL, probe_call
+from turnwise.chat.probes import DESCRIBED_TOOL, QUESTION, TOOL, probe_call
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.chat.round_trip import lost_in_round_trip
+from turnwise.chat.stop_tokens import generation_config_stops
 from turnwise.chat.template_check import SCENARIOS, Finding, Scenario, check_scenario
+from turnwise.chat.tool_calls import undescribed
 from turnwise.doctor.check import Check
 from turnwise.errors import TemplateError
+from turnwise.models.model_config import context_length
+from turnwise.types import Row, ToolSchema
 
 __all__ = [
     "Directory",
     "continuing",
     "features",
+    "model_file",
+    "read_directory",
     "round_trip",
     "stops",
     "stops_note",
@@ -51,6 +59,9 @@ _FIX = (
     "model other tokens. Correct the template, or avoid such turns"
 )
 
+_ROWS = 16
+"""Rows whose prompts are searched for the tools."""
+
 _ARGUMENTS = {"text": 'a "quoted" text,\nwith a line end, an ä and a </tag>'}
 
 
@@ -66,6 +77,44 @@ class Directory:
     """The number of rows of the embedding (`vocab_size`). The model has no embedding for ids from this number on."""
     context: int | None
     """The longest sequence that the model supports, in tokens."""
+
+
+def read_directory(path: str, renderer: Renderer) -> Directory:
+    """The properties in the model's config files that the checks need.
+
+    Raises TemplateError if config.json cannot be read.
+    """
+    file = model_file(path, "config.json")
+    values: Mapping[str, Any] = {}
+    if file is not None:
+        try:
+            values = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise TemplateError(f"{file} cannot be read: {error}. Replace it with the model's original file") from error
+        if not isinstance(values, dict):
+            raise TemplateError(
+                f"{file} must contain a JSON object, but contains a {type(values).__name__}. Replace it with the model's "
+                f"original file"
+            )
+    text = values.get("text_config")
+    rows = values.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+    return Directory(
+        eos=renderer.tokenizer.eos_token_id,
+        generation=generation_config_stops(path),
+        rows=rows if isinstance(rows, int) else None,
+        context=context_length(values),
+    )
+
+
+def model_file(path: str, name: str) -> Path | None:
+    """The path of a file of a model directory or of a hub id. None if the file is missing."""
+    from transformers.utils.hub import cached_file
+
+    source = str(Path(path).expanduser()) if Path(path).expanduser().is_dir() else path
+    file = cached_file(
+        source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if file is None else Path(file)
 
 
 def continuing(renderer: Renderer, kinds: Sequence[str] = tuple(_TURNS)) -> list[Check]:
@@ -277,6 +326,12 @@ def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
     parsed = renderer.turn_parser.parse(renderer.encode(completion), tools=[TOOL])
     calls = [(call.name, dict(call.arguments), call.error) for call in parsed.calls]
     if calls != [("probe_tool", _ARGUMENTS, None)]:
+        if not renderer.profile.written_format_name:
+            return Check(
+                "tool calls",
+                "note",
+                f"{format.name}, set in the recipe: the template writes calls in a form that cannot be read ({completion!r})",
+            )
         return Check(
             "tool calls",
             "fail",
@@ -288,9 +343,45 @@ def tool_calls(renderer: Renderer, *, wanted: bool) -> Check:
     )
 
 
+def tools_shown(
+    renderer: Renderer,
+    *,
+    wanted: bool,
+    schemas: Sequence[ToolSchema] = (),
+    rows: Sequence[Row] = (),
+    described: bool = False,
+) -> Check:
+    """Whether the model sees the tools that it may call. `wanted`: the recipe has tools, and `schemas` are those that are known.
+
+    A template that does not show them is no problem if the messages of `rows` do, or `described`: the tools are described in the
+    system message (`tool_calls.describe`).
+    """
+    name = "tools shown"
+    if renderer.profile.messages.describes_tools:
+        return Check(name, "ok", "the template writes the names and parameters of tools into the prompt")
+    if described:
+        shown = renderer.encode_opening([QUESTION], [DESCRIBED_TOOL]).text
+        if missing := undescribed([DESCRIBED_TOOL], shown):
+            return Check(name, "fail", renderer.undescribed_problem(missing))
+        format = renderer.turn_parser.tool_format.name
+        return Check(name, "ok", f"tools are described in the system message, in the form of {format}")
+    if not wanted:
+        text = (
+            "the template does not show tools to the model: a recipe with tools would need tool_calls.describe=system"
+        )
+        return Check(name, "note", text)
+    for row in rows[:_ROWS]:
+        text = renderer.encode_opening(row.messages, schemas).text
+        if missing := undescribed(schemas, text):
+            return Check(name, "fail", f"row {row.id!r}: {renderer.undescribed_problem(missing)}")
+    if rows and schemas:
+        return Check(name, "ok", "the messages of the rows contain the names and parameters of the tools")
+    return Check(name, "fail", renderer.undescribed_problem(undescribed(schemas, "") or ["those of the MCP servers"]))
+
+
 def round_trip(renderer: Renderer, *, tools: bool) -> Check:
     """Whether written turns come back unchanged from template, tokens and parser. `tools`: turns with calls are tried too."""
-    losses = lost_in_round_trip(renderer, tools=tools)
+    losses = renderer.lost_turns if tools else lost_in_round_trip(renderer, tools=False)
     if lost := [str(loss) for loss in losses if not loss.by_template]:
         return Check(
             "round trip",

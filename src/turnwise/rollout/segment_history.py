@@ -64,12 +64,13 @@ class SegmentHistory:
     def encode_opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema]) -> EncodedMessages:
         """The prompt of a conversation that begins, or whose history was replaced.
 
-        Raises TemplateError if the template refuses the messages, or if tools are offered and the format of tool calls is
-        unknown.
+        Raises TemplateError if the template refuses the messages, or if tools are offered and the model cannot use them: the
+        format of their calls is unknown, or the prompt does not show them.
         """
         self.tools = tools
-        self._refuse_unreadable_calls()
-        return self._context.renderer.encode_opening(messages, tools)
+        encoded = self._context.renderer.encode_opening(messages, tools)
+        self._refuse_unusable_tools(encoded)
+        return encoded
 
     def encode_bridge(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], context: RolloutContext
@@ -96,12 +97,12 @@ class SegmentHistory:
             self._context = context
             for index, turn in self._turns.items():  # the template may write turns differently under other arguments
                 self._messages[index] = renderer.to_template_message(turn)
-        self._refuse_unreadable_calls()
         if self._strips_reasoning_before(messages):
             self._messages = [self._without_reasoning(index, message) for index, message in enumerate(self._messages)]
             self._reasoning_turns = set()
         new_messages = renderer.template.plan(messages, self._before).apply(messages)
         encoded = renderer.encode_full([*self._messages, *new_messages], tools)
+        self._refuse_unusable_tools(encoded)
         self.segment, self._first = Segment(), len(self._messages)
         self._context_texts, self._injected = {}, set()
         return replace(encoded, messages=new_messages)
@@ -156,9 +157,9 @@ class SegmentHistory:
         """What precedes the next messages, the model's last turn included."""
         return PriorConversation(self._tools_answered, system_role(self._messages), bool(self.tools), self._messages)
 
-    def _refuse_unreadable_calls(self) -> None:
-        if self.tools:
-            _ = self._context.renderer.turn_parser.tool_format  # raises TemplateError, before a token is sampled
+    def _refuse_unusable_tools(self, prompt: EncodedMessages) -> None:
+        if self.tools:  # before a token is sampled
+            self._context.renderer.refuse_unusable_tools(self.tools, prompt.text)
 
     def _prompt_opens_reasoning(self) -> bool:
         """Whether the last generation prompt opens reasoning, or contains an empty reasoning block."""

@@ -72,7 +72,7 @@ def prepare(config: Config, sampling: Sampling) -> SamplingRun:
         renderer, notes = None, build.endpoint_notes(config)
     else:
         renderer = build.renderer(config)
-        notes = preflight(config, renderer)
+        notes = preflight(config, renderer, source=config.model.path)
     return SamplingRun(config=config, renderer=renderer, scorer=scorer, sampling=sampling, notes=notes)
 
 

@@ -56,7 +56,7 @@ async def serve(
     token = token_for(options.host, options.token)
     metrics = ServerMetrics()
     renderer = build.renderer(config)
-    _print(console, preflight(config, renderer), style="dim")
+    _print(console, preflight(config, renderer, source=config.model.path), style="dim")
     async with build.conversation_host(config, renderer) as host:
         conversations = ConversationQueue(host.context, metrics, most_waiting=options.most_waiting)
         updates, leases, longest_weights = (

@@ -6,6 +6,7 @@ finds the format of a chat template from the template itself; if no named format
 the template writes. docs/tool_calls.md lists the formats and their behaviour for common mistakes.
 """
 
+from turnwise.chat.tool_calls.describe import describe_tools, undescribed
 from turnwise.chat.tool_calls.formats import FORMATS, by_name, detect, find_format
 from turnwise.chat.tool_calls.json_formats import Hermes
 from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
@@ -30,8 +31,10 @@ __all__ = [
     "ReasoningMarks",
     "ToolFormat",
     "by_name",
+    "describe_tools",
     "detect",
     "find_format",
     "reasoning_blocks",
     "split_reasoning",
+    "undescribed",
 ]

@@ -54,6 +54,8 @@ class ToolFormat(Protocol):
     """Parses the text of a turn."""
 
     name: str
+    example: str
+    """A well-formed call."""
 
     def parse(
         self,
