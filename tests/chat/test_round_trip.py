@@ -36,8 +36,8 @@ ENDS = {
 }
 
 
-def renderer(template: str, *, tool_format: str = "auto") -> Renderer:
-    return Renderer(marked_tokenizer(template, eos=ENDS[template]), tool_format=tool_format)
+def renderer(template: str) -> Renderer:
+    return Renderer(marked_tokenizer(template, eos=ENDS[template]))
 
 
 def read(known: Renderer, text: str, *, opening: str = "", tools: bool = True) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def test_a_call_that_is_lost_beside_words_is_found(template: str, lost: set[str]
 
 
 def test_words_that_the_template_writes_behind_the_call_are_a_note() -> None:
-    check = round_trip(renderer(CALLS_FIRST, tool_format="gemma4"), tools=True)
+    check = round_trip(renderer(CALLS_FIRST), tools=True)
     assert check.status == "note"
     assert check.text.startswith(
         "words and a call: the template writes the words behind the call. turnwise keeps the sampled"

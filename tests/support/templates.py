@@ -120,14 +120,18 @@ CHANNELS = (
 """In the manner of Kimi K3: reasoning and answer are channels, with the same special tokens around their names."""
 
 CALLS_FIRST = (
+    '{%- macro written(value) %}{% if value is string %}<|"|>{{ value }}<|"|>'
+    "{% elif value is mapping %}{{ '{' }}{% for key, item in value.items() %}{{ key }}:{{ written(item) }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}"
+    "{% elif value is sequence %}[{% for item in value %}{{ written(item) }}{% if not loop.last %},{% endif %}{% endfor %}]"
+    "{% else %}{{ value | tojson }}{% endif %}{% endmacro %}"
     "{%- if tools %}<|turn>system\n{% for tool in tools %}{{ tool.function | tojson }}{% endfor %}<turn|>\n{% endif %}"
     "{%- for message in messages %}{%- if message.role != 'tool' %}"
     "{%- set continues = loop.index0 and messages[loop.index0 - 1].role == 'tool' %}"
     "{%- if not continues %}<|turn>{{ 'model' if message.role == 'assistant' else message.role }}\n{% endif %}"
     "{%- set answers = namespace(count=0) %}"
-    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}<|tool_call>call:{{ call.function.name }}{{ '{' }}"
-    '{%- for key, value in call.function.arguments.items() %}{{ key }}:<|"|>{{ value }}<|"|>'
-    "{%- if not loop.last %},{% endif %}{% endfor %}}<tool_call|>{% endfor %}"
+    "{%- if message.tool_calls %}{%- for call in message.tool_calls %}<|tool_call>call:{{ call.function.name }}"
+    "{{ written(call.function.arguments) }}<tool_call|>{% endfor %}"
     "{%- for later in messages[loop.index:] %}{%- if later.role == 'tool' and answers.count == loop.index0 %}"
     "{%- set answers.count = answers.count + 1 %}"
     "<|tool_response>response:{{ later.name }}{{ '{' }}value:<|\"|>{{ later.content }}<|\"|>}<tool_response|>{% endif %}"
