@@ -64,17 +64,28 @@ def across_lines() -> PreTrainedTokenizerFast:
     return _fast(core)
 
 
-def sentencepiece() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: a space in front of everything, characters that it does not know as bytes."""
+def sentencepiece(
+    scheme: str = "legacy", *, template: str = CHATML, marks: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """Llama 2's kind: a space in front of everything, characters that it does not know as bytes.
+
+    With the schemes `legacy` and `always`, the space is in front of each piece between special tokens too.
+    """
     core = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    if scheme == "legacy":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     core.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     bytes_ = [f"<0x{value:02X}>" for value in range(256)]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", *SPECIAL, *bytes_], show_progress=False)
     core.train_from_iterator(TEXTS * 3, trainer)
-    return _fast(core)
+    core.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer = _fast(core)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def unigram() -> PreTrainedTokenizerFast:
@@ -201,3 +212,43 @@ def test_a_conversation_whose_ids_are_those_of_the_one_pass_has_no_drift(kind: s
     (segment,) = trajectory.segments
     assert list(segment.token_ids) == whole[: len(segment)]
     assert trajectory.template_mismatch is None
+
+
+CHANNEL = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content and loop.index0 > ns.last %}"
+    "<|channel>thought\n{{ message.reasoning_content }}\n<channel|>{% endif %}"
+    "{{ message.content }}<|im_end|>{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Leaves out earlier reasoning, whose opening mark is a special token and a word behind it."""
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "always", "first"])
+def test_branch_begins_a_new_segment_whatever_spaces_a_tokenizer_puts_behind_special_tokens(scheme: str) -> None:
+    known = Renderer(sentencepiece(scheme, template=CHANNEL, marks=("<|channel>", "<channel|>")))
+    text = "<|channel>thought\nthe user asked\n<channel|>nothing at all<|im_end|>"
+    assert known.decode(known.encode(text)) == text
+    sampled = list(known.encode(text))
+    trajectory = hold(Samples(sampled, sampled), lambda: ScriptedUser(["what"]), renderer=known, thinking="branch")
+    assert trajectory.error is None, trajectory.error
+    assert [turn.reasoning for turn in trajectory.turns] == ["the user asked"] * 2
+    assert [turn.message["content"] for turn in trajectory.turns] == ["nothing at all"] * 2
+    first, second = trajectory.segments
+    assert "thought" in known.decode(first.token_ids)
+    served = known.decode(second.token_ids[: second.turn.index(1)])
+    assert "thought" not in served
+    assert "assistant\nnothing at all<|im_end|>" in served
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "always"])
+def test_a_text_comes_back_from_its_tokens_without_the_spaces_behind_special_tokens(scheme: str) -> None:
+    known = Renderer(sentencepiece(scheme))
+    texts = ["<|im_start|>user\nasked<|im_end|>", "the <|im_end|><|im_start|>said"]
+    if scheme == "legacy":  # `always` encodes ` said` as `said`
+        texts += ["the <|im_end|> said", "<|im_start|>  two  spaces"]
+    for text in texts:
+        assert known.decode(known.encode(text)) == text
+    assert known.tokenizer.decode(known.encode("<|im_start|>user")) == "<|im_start|> user"

@@ -27,7 +27,7 @@ from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
 from turnwise.chat.template import Template
 from turnwise.chat.template_arguments import argument_text
 from turnwise.chat.template_profile import TemplateProfile, find_profile
-from turnwise.chat.text_encoder import text_encoder
+from turnwise.chat.text_encoder import text_decoder, text_encoder
 from turnwise.chat.token_differences import SanityMode
 from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
 from turnwise.chat.turn_boundary import TurnBoundary
@@ -92,6 +92,7 @@ class Renderer:
         """Tokens that no plain text is encoded to."""
         self._text_ids = text_encoder(tokenizer)
         self._encode = cached_by_text(self._encode_text)
+        self._decode = text_decoder(tokenizer, self._text_ids, self.special)
         self.template = Template(tokenizer, self.where, dict(chat_template_kwargs))
         self.profile: TemplateProfile = find_profile(
             tokenizer, self.template, generation_config=generation_stop_ids, tool_format=tool_format
@@ -324,8 +325,8 @@ class Renderer:
         return low, self.decode(token_ids[:low])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens included, without any clean-up of spaces."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        """The text of token ids, special tokens included, without any clean-up of spaces: the text that was encoded to them."""
+        return self._decode(token_ids)
 
     def encode(self, text: str) -> Sequence[int]:
         """The token ids of a plain text, for example of a scripted turn."""

@@ -16,6 +16,7 @@ from turnwise.chat.probes import PLACEHOLDER, assistant_message, probe_call
 from turnwise.chat.reasoning_format import ReasoningFormat
 from turnwise.chat.stop_tokens import StopTokens, find_stop_tokens, special_tokens
 from turnwise.chat.template import Template
+from turnwise.chat.text_encoder import decode
 from turnwise.chat.tool_calls import FromResponseTemplate, ToolFormat, by_name, find_format
 from turnwise.chat.turn_format import TurnFormat, find_turn_format
 from turnwise.errors import TemplateError
@@ -124,7 +125,7 @@ def find_profile(
 
 def _answer_closing(tokenizer: Any, turn: TurnFormat, stop_tokens: StopTokens) -> str:
     """The mark in front of the first stop token that the template writes behind an answer."""
-    places = [turn.closing.find(_decode(tokenizer, token)) for token in stop_tokens.token_ids]
+    places = [turn.closing.find(decode(tokenizer, [token])) for token in stop_tokens.token_ids]
     return turn.closing[: min((place for place in places if place >= 0), default=0)].rstrip()
 
 
@@ -169,7 +170,7 @@ def _find_tool_format(
             raise
 
     special = special_tokens(tokenizer)
-    stops = [_decode(tokenizer, token) for token in stop_tokens.token_ids if token in special]
+    stops = [decode(tokenizer, [token]) for token in stop_tokens.token_ids if token in special]
     try:
         tool_format = find_format(
             write,
@@ -180,7 +181,3 @@ def _find_tool_format(
     except TemplateError as error:
         return TemplateProblem(f"writes tool calls that cannot be examined ({error})")
     return tool_format or TemplateProblem("writes tool calls in a format that cannot be read back")
-
-
-def _decode(tokenizer: Any, token: int) -> str:
-    return tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
