@@ -26,21 +26,31 @@ GENERATION_PROMPT = "opens reasoning in the generation prompt"
 END = "ends the last turn with"
 ONE_CALL = "only supports single tool-calls"
 FIRST_CALL = "writes only the first 1 of several calls in a turn"
+BEHIND = "writes the words beside a call behind the call"
+NO_CALL = "leaves out the content of a 'assistant' message"
+NO_WORDS = "leaves out the words beside a call"
 OTHER_WORDS = "writes different text around the answers"
 EVERY = tuple(scenario.name for scenario in SCENARIOS)
 USERS = ("retry by user", "retry by system")
 DEEPSEEK = {**dict.fromkeys(EVERY, GENERATION_PROMPT), "three tool rounds": OTHER_WORDS}
+R1 = {**DEEPSEEK, "words and a call": NO_CALL}
 NOT_EXACT: dict[str, dict[str, str]] = {
-    "deepseek_r1_distill": DEEPSEEK,
-    "deepseek_r1_distill_training": DEEPSEEK,
+    "deepseek_r1_distill": R1,
+    "deepseek_r1_distill_training": R1,
     "deepseekv3": DEEPSEEK,
     "deepseekv3_training": DEEPSEEK,
     "glm4moe": {"retry by system": END},
     "glm4moe_training": {"retry by system": END},
-    "gptoss": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL},
-    "gptoss_training": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL},
-    "llama3_1": {"parallel calls": ONE_CALL},
-    "llama3_2": {"parallel calls": ONE_CALL},
+    "gptoss": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL, "words and a call": NO_WORDS},
+    "gptoss_training": {**dict.fromkeys(USERS, END), "parallel calls": FIRST_CALL, "words and a call": NO_WORDS},
+    "llama3_1": {"parallel calls": ONE_CALL, "words and a call": NO_WORDS},
+    "llama3_2": {"parallel calls": ONE_CALL, "words and a call": NO_WORDS},
+    "muse_glimmer": {"words and a call": NO_WORDS},
+    "muse_glimmer_training": {"words and a call": NO_WORDS},
+    **{
+        f"{name}": {"words and a call": BEHIND}
+        for name in ("diffusion_gemma", "diffusion_gemma_training", "gemma4", *(f"gemma4_v{n}" for n in range(2, 6)))
+    },
     "qwen3_5_nothink": dict.fromkeys(USERS, GENERATION_PROMPT),
     "qwen3_5_think": dict.fromkeys(USERS, GENERATION_PROMPT),
     "qwen3_6": dict.fromkeys(USERS, GENERATION_PROMPT),
@@ -51,6 +61,17 @@ NOT_EXACT: dict[str, dict[str, str]] = {
     },
 }
 """Where a template changes what it has written, by template and scenario; everywhere else the ids are those of the one pass."""
+
+
+OTHER_ORDER = {
+    **{name: {"words and a call"} for name in ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")},
+    **{
+        name: {"tool round", "words and a call", "parallel calls", "three tool rounds"}
+        for name in ("diffusion_gemma", "diffusion_gemma_training")
+    },
+}
+"""Where a template that builds turns from fields writes words in another order, or a header in front of them, once other messages
+follow: the sanity check reports it."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -106,8 +127,8 @@ def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_onl
             _ = renderer.turn_parser.tool_format
         except TemplateError:
             pytest.skip("this template writes no tool calls")
-    if NOT_EXACT.get(path.stem, {}).get(scenario.name) in (ONE_CALL, FIRST_CALL):
-        pytest.skip("this template writes one call a turn")
+    if NOT_EXACT.get(path.stem, {}).get(scenario.name) in (ONE_CALL, FIRST_CALL, NO_CALL):
+        pytest.skip("this template writes one call a turn, or no call beside words")
     trajectory = hold(
         scripted(said(renderer, scenario), renderer=renderer),
         lambda: plays(scenario=scenario),
@@ -119,6 +140,7 @@ def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_onl
     # the check renders calls as calls: it finds what a template writes in another way once they are followed by others
     assert (trajectory.template_mismatch is not None) == (
         NOT_EXACT.get(path.stem, {}).get(scenario.name) == OTHER_WORDS
+        or scenario.name in OTHER_ORDER.get(path.stem, ())
     )
     (segment,) = trajectory.segments
     for turn in trajectory.turns:

@@ -89,4 +89,6 @@ def family_renderer(path: Path) -> Renderer:
     """The renderer of a template."""
     tokenizer = family_tokenizer(path)
     ends = next((ends for name, ends in _ENDS.items() if path.stem.startswith(name)), [])
-    return Renderer(tokenizer, generation_stop_ids=[tokenizer.convert_tokens_to_ids(end) for end in ends])
+    stops = [tokenizer.convert_tokens_to_ids(end) for end in ends]
+    # some (DeepSeek) write calls and show no tools
+    return Renderer(tokenizer, generation_stop_ids=stops, unchecked=["tools shown"])

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnwise.chat.renderer import EncodedMessages, Renderer
+from turnwise.chat.template_profile import TemplateProblem
 from turnwise.chat.token_differences import (
     ContextRun,
     Difference,
@@ -54,6 +55,7 @@ class SanityCheck:
             without_reasoning=renderer.profile.reasoning.without_reasoning,
             reasoning_texts=self._reasoning_texts,
             calls=self._calls,
+            fields=self._fields,
         )
 
     def compare(self, checked: SegmentMessages, *, as_served: bool) -> TemplateMismatch | None:
@@ -158,7 +160,7 @@ class SanityCheck:
             renderer.decode(ids),
             ids,
             start,
-            compared=renderer.profile.turn.content != "fields",
+            as_text=renderer.profile.turn.content != "fields",
             opened=opened,
             closed=closed,
             calls=calls,
@@ -183,6 +185,23 @@ class SanityCheck:
         """The calls in a turn's text, and its content without white space and without special tokens."""
         renderer = self._renderer
         read = renderer.turn_parser.tool_format.parse(text, thinking=opened, marks=renderer.profile.reasoning.marks)
-        tokens = (token for token in renderer.encode(read.content) if token not in renderer.special)
-        content = "".join(renderer.decode(list(tokens)).split())
-        return [(call.name, dict(call.arguments), call.error is None) for call in read.calls], content
+        return [(call.name, dict(call.arguments), call.error is None) for call in read.calls], self._words(read.content)
+
+    def _fields(self, text: str, opened: bool) -> object:
+        """The calls and the words of a turn's text, and whether the words are in front of the calls."""
+        reasoning, format = self._renderer.profile.reasoning, self._renderer.profile.tool_format
+        if isinstance(format, TemplateProblem):
+            return self._words(reasoning.without_reasoning(text, opened))
+        read = format.parse(text, thinking=opened, marks=reasoning.marks)
+        calls = [(call.name, dict(call.arguments)) for call in read.calls if call.error is None]
+        words = self._words(read.content)
+        if not words or not read.calls:
+            return calls, words
+        first_word = read.content.split(maxsplit=1)[0]
+        return calls, words, text.find(first_word) < text.find(read.calls[0].text)
+
+    def _words(self, content: str) -> str:
+        """A content without white space and without special tokens."""
+        renderer = self._renderer
+        tokens = (token for token in renderer.encode(content) if token not in renderer.special)
+        return "".join(renderer.decode(list(tokens)).split())

@@ -89,10 +89,16 @@ def _call_round(number: int, *, calls: int = 1) -> tuple[Message, list[Message]]
     return turn, answers
 
 
+def _with_words(round: tuple[Message, list[Message]]) -> tuple[Message, list[Message]]:
+    turn, answers = round
+    return {**turn, "content": "look-first"}, answers
+
+
 _AGAIN = "once-more"
 SCENARIOS: tuple[Scenario, ...] = (
     Scenario(name="single turn", rounds=[(_text_turn(0), [])]),
     Scenario(name="tool round", rounds=[_call_round(0), (_text_turn(1), [])]),
+    Scenario(name="words and a call", rounds=[_with_words(_call_round(0)), (_text_turn(1), [])]),
     Scenario(name="parallel calls", rounds=[_call_round(0, calls=2), (_text_turn(1), [])]),
     Scenario(
         name="retry by user", rounds=[(_text_turn(0), [{"role": "user", "content": _AGAIN}]), (_text_turn(1), [])]
@@ -154,9 +160,20 @@ def _left_out(messages: Sequence[Message], text: str) -> str:
         missing = [argument for argument in calls if argument not in text]
         if missing and len(missing) < len(calls):
             return f"writes only the first {len(calls) - len(missing)} of several calls in a turn"
-        if missing or not all(word in text for word in str(message.get("content") or "").split()):
+        words = str(message.get("content") or "").split()
+        if calls and words and (problem := _words_beside_calls(words[0], calls[0], text)):
+            return problem
+        if missing or not all(word in text for word in words):
             return f"leaves out the content of a {message['role']!r} message"
     return ""
+
+
+def _words_beside_calls(words: str, argument: str, text: str) -> str:
+    """What the template does with the words beside a call if it does not write them in front of it, as models do."""
+    place, call = text.find(words), text.find(argument)
+    if place < 0:
+        return "leaves out the words beside a call"
+    return "writes the words beside a call behind the call" if place > call >= 0 else ""
 
 
 class _TurnByTurn:

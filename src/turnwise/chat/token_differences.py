@@ -54,8 +54,9 @@ class TurnRun:
     text: str
     token_ids: Sequence[int]
     start: int
-    compared: bool
-    """Whether the template writes the sampled text. If it builds the turn from fields, only the reasoning is compared."""
+    as_text: bool
+    """Whether the template writes the sampled text. If it builds the turn from fields, words and calls are compared, in their
+    order, and not their spelling."""
     opened: bool
     """Whether the turn begins inside reasoning."""
     closed: bool
@@ -77,6 +78,8 @@ class TextReader:
     """The blocks of reasoning in a turn's text."""
     calls: Callable[[str, bool], object]
     """The calls and the content of a turn's text: equal for texts with the same calls and the same content."""
+    fields: Callable[[str, bool], object]
+    """The content, the calls and their order in a turn's text, without its reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +193,9 @@ def _turn_difference(
     """How a turn differs from the template's text for it, the end of the turn aside; None if it does not."""
     ours = [normalize(text) for text in reader.reasoning_texts(turn.text, turn.opened)]
     theirs = [normalize(text) for text in reader.reasoning_texts(written, False)]
-    if not turn.compared:  # the template builds the turn from fields: only its reasoning is compared
+    if not turn.as_text:  # the template builds the turn from fields, and spells it in its own way
+        if reader.fields(turn.text, turn.opened) != reader.fields(written, False):
+            return "other"
         return None if list(filter(None, ours)) == list(filter(None, theirs)) else "reasoning"
     sampled = normalize(turn.text)
     if written.startswith(sampled) and _only_special(written[len(sampled) :], reader):

@@ -37,7 +37,12 @@ __all__ = [
 
 _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _TURNS: Mapping[str, Sequence[Scenario]] = {
-    "tool turns": [_BY_NAME["tool round"], _BY_NAME["three tool rounds"], _BY_NAME["parallel calls"]],
+    "tool turns": [
+        _BY_NAME["tool round"],
+        _BY_NAME["three tool rounds"],
+        _BY_NAME["parallel calls"],
+        _BY_NAME["words and a call"],
+    ],
     "user turns": [
         _BY_NAME["single turn"],
         _BY_NAME["retry by user"],
@@ -51,8 +56,8 @@ _TURNS: Mapping[str, Sequence[Scenario]] = {
 }
 """For each kind of message that may follow a turn of the model: the conversations that test the template."""
 
-_OPTIONAL = ("parallel calls", "retry by system")
-"""Conversations that a recipe can avoid: a problem with them is a note, not a failure."""
+_OPTIONAL = ("parallel calls", "retry by system", "words and a call")
+"""Conversations that a recipe can avoid, or whose difference the record counts: a problem with them is a note, not a failure."""
 
 _FIX = (
     "turnwise keeps the tokens that the model has seen; a server that renders the complete conversation again would give the "
