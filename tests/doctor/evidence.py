@@ -125,6 +125,8 @@ TESTED: Mapping[str, str] = {
     "engine.mode": f"{_VLLM}the_engine_in_this_process_needs_vllm_here",
     "eval.pass_reward": "runs/test_evaluate.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
     "tokenization_sanity_check": _REACHES,
+    "override_checks": "doctor/test_preflight.py::test_a_check_that_fails_is_overridden_by_its_name_and_stays_visible",
+    "tool_calls.describe": "doctor/test_preflight.py::test_tools_that_no_prompt_shows_are_refused",
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,

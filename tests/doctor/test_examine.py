@@ -24,7 +24,8 @@ from turnwise.config.schema import Use
 from turnwise.doctor.check import Check
 from turnwise.doctor.examine import examine
 from turnwise.doctor.options import take_effect
-from turnwise.doctor.recipe import conversations, openings
+from turnwise.doctor.preflight import openings
+from turnwise.doctor.recipe import conversations
 from turnwise.errors import DataError
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"

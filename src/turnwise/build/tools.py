@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from turnwise.build.trial import close_tried
-from turnwise.config.schema import Config, EnvironmentUse, ToolUse, changed_options
+from turnwise.config.schema import Config, ToolUse, changed_options
 from turnwise.environments.mcp.servers import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Truncation
 from turnwise.errors import ConfigError, Failed, boundary
@@ -120,9 +120,7 @@ def truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) ->
 def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -> None:
     """Refuse options of tools that have no effect, such as a truncation without any tool. Raises ConfigError."""
     mcp, calls = changed_options(config.mcp), changed_options(config.tool_calls)
-    if not isinstance(default := Config.model_fields["environment"].default, EnvironmentUse) or (
-        config.environment.use != default.use
-    ):
+    if config.environment.use != Config.model_fields["environment"].default.use:
         calls = [name for name in calls if name != "describe"]  # other environments may offer tools in their openings
     if mcp and config.mcp.servers is None:
         raise ConfigError(f"mcp.{mcp[0]} has no effect without mcp.servers: set mcp.servers, or remove it")

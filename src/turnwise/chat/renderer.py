@@ -22,7 +22,7 @@ from turnwise.chat.base_conversations import NO_CONVERSATION, PriorConversation
 from turnwise.chat.caches import LONGEST_TEXT, cached_by_arguments, cached_by_text
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
-from turnwise.chat.round_trip import Loss, lost_in_round_trip
+from turnwise.chat.round_trip import LostTurn, lost_in_round_trip
 from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
 from turnwise.chat.template import Template
 from turnwise.chat.template_arguments import argument_text
@@ -220,7 +220,7 @@ class Renderer:
             raise TemplateError(self.undescribed_problem(missing))
 
     @functools.cached_property
-    def lost_turns(self) -> Sequence[Loss]:
+    def lost_turns(self) -> Sequence[LostTurn]:
         """Turns, also with calls, that do not come back unchanged from template, tokens and parser.
 
         Raises TemplateError if the format of tool calls is unknown.

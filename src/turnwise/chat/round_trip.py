@@ -19,7 +19,7 @@ from turnwise.chat.turn_parser import TurnParser
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
 
-__all__ = ["Loss", "TurnCoder", "WrittenTurn", "lost_in_round_trip", "written_turns"]
+__all__ = ["LostTurn", "TurnCoder", "WrittenTurn", "lost_in_round_trip", "written_turns"]
 
 _WORDS, _REASONING = "It is twelve.", "The tree is old."
 _ARGUMENTS = {"text": 'a "quoted" text,\nwith a line end, an ä and a </tag>'}
@@ -68,7 +68,7 @@ class WrittenTurn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
+class LostTurn:
     """A turn that does not come back unchanged."""
 
     kind: str
@@ -106,16 +106,16 @@ def written_turns(*, tools: bool) -> Sequence[WrittenTurn]:
     ]
 
 
-def lost_in_round_trip(coder: TurnCoder, *, tools: bool) -> list[Loss]:
+def lost_in_round_trip(coder: TurnCoder, *, tools: bool) -> list[LostTurn]:
     """The written turns that do not come back unchanged from template, tokens and parser; empty if all do.
 
     With `tools`, turns with calls are tried too, if the template writes the format that is parsed. Raises TemplateError if the
     format of tool calls is unknown.
     """
-    return [loss for turn in written_turns(tools=tools) if (loss := _loss(coder, turn, tools=tools)) is not None]
+    return [lost for turn in written_turns(tools=tools) if (lost := _lost_turn(coder, turn, tools=tools)) is not None]
 
 
-def _loss(coder: TurnCoder, turn: WrittenTurn, *, tools: bool) -> Loss | None:
+def _lost_turn(coder: TurnCoder, turn: WrittenTurn, *, tools: bool) -> LostTurn | None:
     profile = coder.profile
     writes_calls = (
         profile.turn.accepts_calls(len(turn.calls)) and profile.written_format_name == profile.tool_format_name
@@ -132,9 +132,9 @@ def _loss(coder: TurnCoder, turn: WrittenTurn, *, tools: bool) -> Loss | None:
     end = next((place for place, token in enumerate(ids, 1) if token in stops), len(ids))
     parsed = coder.turn_parser.parse(ids[:end], tools=offered if tools else (), reasoning_opening=opening)
     if changed := _changed_by_template(turn, text, parsed):
-        return Loss(kind=turn.kind, sampled=text, parts=[changed], by_template=True)
+        return LostTurn(kind=turn.kind, sampled=text, parts=[changed], by_template=True)
     parts = list(_differences(coder, turn, parsed))
-    return Loss(kind=turn.kind, sampled=text, parts=parts) if parts else None
+    return LostTurn(kind=turn.kind, sampled=text, parts=parts) if parts else None
 
 
 def _changed_by_template(turn: WrittenTurn, text: str, parsed: ParsedTurn) -> str:

@@ -15,8 +15,8 @@ from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.options import fine_tunes, take_effect
-from turnwise.doctor.preflight import template_checks
-from turnwise.doctor.recipe import conversations, openings, rewards, row_arguments
+from turnwise.doctor.preflight import openings, template_checks
+from turnwise.doctor.recipe import conversations, rewards, row_arguments
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Row, Sampling

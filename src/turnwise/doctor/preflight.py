@@ -13,7 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise import build
+from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.row_media import process_row_media
 from turnwise.chat.template_arguments import argument_text, refuse_unread_arguments
 from turnwise.config.schema import Config
 from turnwise.doctor.check import Check, wrong
@@ -34,12 +36,14 @@ from turnwise.doctor.template import (
 from turnwise.errors import DataError, TemplateError, TurnwiseError
 from turnwise.types import Row
 
-__all__ = ["argument_sets", "preflight", "preflight_rows", "template_checks", "unread_columns"]
+__all__ = ["argument_sets", "openings", "preflight", "preflight_rows", "template_checks", "unread_columns"]
 
 _READ_NO_COLUMN = (
     "turnwise.environments.environment:SingleTurn",
     "turnwise.environments.users:ScriptedUser",
 )
+_OPENED, _READY = 256, 4
+"""Rows whose messages are rendered, and rows whose images are processed."""
 _CHECKED_SETS = 16
 """Sets of template arguments in the rows for which all checks are made. Of further ones only the names are checked."""
 
@@ -109,7 +113,6 @@ def preflight(
     checks = [*template_checks(renderer, config, directory=directory, tools=tools, rows=rows)]
     if training:
         from turnwise.doctor.credit import conserved  # torch
-        from turnwise.doctor.recipe import openings
 
         with ThreadPoolExecutor(
             1
@@ -132,6 +135,23 @@ def preflight(
     if config.limits.turns == 1:  # no message follows the model's turn
         shown = [check for check in shown if check.name not in (*_KINDS, "thinking")]
     return notes + [f"{check.name}: {check.text}" for check in shown if _matters(check, has_tools)]
+
+
+def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
+    """Whether the template accepts the rows' messages, including images.
+
+    Raises ConfigError if data.return_multi_modal_inputs has no effect.
+    """
+    with_media = [row for row in rows if has_media(row.messages)]
+    process_row_media(with_media[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    for row in rows[:_OPENED]:
+        try:
+            renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages)
+        except TurnwiseError as error:
+            return wrong("rows", DataError(f"row {row.id!r}: {error}"))
+    return Check(
+        "rows", "ok", f"checked {min(len(rows), _OPENED)} of {len(rows)} rows: the template accepts their messages"
+    )
 
 
 def preflight_rows(config: Config, renderer: Renderer, rows: Sequence[Row], *, tools: bool = False) -> list[str]:

@@ -9,44 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from turnwise import build
-from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.row_media import process_row_media
 from turnwise.config.credit import GrpoSection, RlooSection
 from turnwise.config.credit_checks import chosen_estimator
 from turnwise.config.schema import Config, LocalEngineSection
-from turnwise.doctor.check import Check, wrong
+from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.preflight import argument_sets, preflight_rows
 from turnwise.engines.engine import Engine
-from turnwise.errors import DataError, TurnwiseError
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit.episode import episode_of
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
-__all__ = ["conversations", "openings", "rewards", "row_arguments"]
+__all__ = ["conversations", "rewards", "row_arguments"]
 
-_OPENED, _READY = 256, 4
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
 """The conversations are few and short: the check is about sums of rewards, and needs no good completions."""
-
-
-def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
-    """Whether the template accepts the rows' messages, including images.
-
-    Raises ConfigError if data.return_multi_modal_inputs has no effect.
-    """
-    with_media = [row for row in rows if has_media(row.messages)]
-    process_row_media(with_media[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
-    for row in rows[:_OPENED]:
-        try:
-            renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages)
-        except TurnwiseError as error:
-            return wrong("rows", DataError(f"row {row.id!r}: {error}"))
-    return Check(
-        "rows", "ok", f"checked {min(len(rows), _OPENED)} of {len(rows)} rows: the template accepts their messages"
-    )
 
 
 def row_arguments(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
