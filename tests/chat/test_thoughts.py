@@ -66,7 +66,7 @@ def test_a_templates_own_marks_are_found(name: str) -> None:
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_inside_a_thought_is_no_call_whatever_the_marks(name: str) -> None:
     template, (opening, closing) = TEMPLATES[name]
-    renderer = Renderer(byte_tokenizer(template), tool_format="hermes")
+    renderer = Renderer(byte_tokenizer(template), tool_format="hermes", unchecked=["tools shown"])
     opened = renderer.encode_opening([{"role": "user", "content": "Hi"}]).reasoning_opening
     thought = f"\nMaybe {call('search')}\n{closing}\n\n{call('lookup')}"
     said = renderer.turn_parser.parse(
@@ -109,7 +109,7 @@ def test_a_renamed_channel_of_thoughts_is_known_and_a_call_in_it_is_none(tmp_pat
     thought = f"<|channel|>musing<|message|>Maybe {call('search')}<|end|>"
     said = f"{thought}<|start|>assistant<|channel|>final<|message|>Four."
     for format in ("auto", "hermes"):
-        renderer = Renderer(tokenizer, tool_format=format)
+        renderer = Renderer(tokenizer, tool_format=format, unchecked=["tools shown"])
         assert renderer.profile.reasoning.marks.own == marks
         read = renderer.turn_parser.parse(renderer.encode(said), tools=[{}])
         assert read.calls == ()

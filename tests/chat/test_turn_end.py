@@ -48,7 +48,9 @@ def renderer_of(template: str) -> Renderer:
     tokenizer = byte_tokenizer(template)
     tokenizer.add_tokens(list(MARKS), special_tokens=True)
     tokenizer.eos_token = "</turn>"
-    return Renderer(tokenizer, tool_format="pythonic", generation_stop_ids=tokenizer.encode("<done>"))
+    return Renderer(
+        tokenizer, tool_format="pythonic", unchecked=["tools shown"], generation_stop_ids=tokenizer.encode("<done>")
+    )
 
 
 def context_behind(renderer: Renderer, end: str) -> str:

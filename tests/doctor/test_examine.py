@@ -39,6 +39,8 @@ OF_A_MODEL = [
     "thinking",
     "stop tokens",
     "tool calls",
+    "tools shown",
+    "round trip",
     "vocabulary",
     "mask",
     "cost",
@@ -79,7 +81,7 @@ def only_failure(checks: dict[str, Check]) -> str:
 def test_a_good_model_is_reported_on_a_page(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(model)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 27
+    assert len(lines) <= 29
     checks = [line for line in lines if not line.startswith(" ")]
     assert [line[6:20].strip() for line in checks[:-1]] == OF_A_MODEL
     assert checks[-1].endswith(", failures: 0")

@@ -21,7 +21,7 @@ from turnwise.types import Trajectory
 @pytest.fixture(scope="module")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     folder = save_vision_model(tmp_path_factory.mktemp("sees"))
-    return Renderer.from_pretrained(folder, tool_format="hermes")
+    return Renderer.from_pretrained(folder, tool_format="hermes", unchecked=["tools shown"])
 
 
 async def look(side: int) -> ToolResponse:
@@ -123,7 +123,7 @@ def test_a_new_segment_begins_with_the_images_of_the_history(tmp_path: Path) -> 
     thinks = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
     tokenizer = vision_tokenizer(thinks)
     vision = MediaProcessor.from_pretrained(save_vision_model(tmp_path), tokenizer)
-    renderer = Renderer(tokenizer, tool_format="hermes", vision=vision)
+    renderer = Renderer(tokenizer, tool_format="hermes", unchecked=["tools shown"], vision=vision)
     said = ["<think>Let me see.</think>" + call("look", '{"side": 16}'), "A dog."]
     trajectory = hold(
         scripted(said, renderer=renderer), lambda: Tools([look]), renderer=renderer, thinking="branch", row=a_row("?")
@@ -143,7 +143,7 @@ def test_a_placeholder_that_the_model_says_is_a_word_and_breaks_nothing(
     forgets = TEMPLATE.replace("{{ message.content }}", "{{ message.content.split('</think>')[-1] }}")
     tokenizer = vision_tokenizer(forgets)
     vision = MediaProcessor.from_pretrained(save_vision_model(tmp_path), tokenizer)
-    renderer = Renderer(tokenizer, tool_format="hermes", vision=vision)
+    renderer = Renderer(tokenizer, tool_format="hermes", unchecked=["tools shown"], vision=vision)
     trajectory = hold(
         scripted([said, call("look", '{"side": 16}'), "A dog."], renderer=renderer),
         lambda: Tools([look], then=ScriptedUser(["Look.", "So?"])),

@@ -171,7 +171,7 @@ FORGETS = (
 
 @pytest.mark.parametrize("thinking", ["keep", "branch", "strip_at_user"])
 def test_thinking_policies_combine_with_a_change_of_tools(thinking: str) -> None:
-    renderer = Renderer(byte_tokenizer(FORGETS))
+    renderer = Renderer(byte_tokenizer(FORGETS), unchecked=["tools shown"])
     said = ["<think>One.</think>a", "<think>Two.</think>b", "<think>Three.</think>c"]
     given = [Reply(messages=[MORE], tools=[COUNT]), user_message("And?")]
     trajectory = sound(hold(scripted(said, renderer=renderer), lambda: replies(replies=given), renderer=renderer,
@@ -185,7 +185,9 @@ def test_thinking_policies_combine_with_a_change_of_tools(thinking: str) -> None
 
 
 def test_strip_at_user_strips_where_a_user_speaks_and_not_where_only_the_tools_change() -> None:
-    renderer = Renderer(byte_tokenizer(FORGETS.replace("loop.last", "true")))  # leaves no thought out
+    renderer = Renderer(
+        byte_tokenizer(FORGETS.replace("loop.last", "true")), unchecked=["tools shown"]
+    )  # leaves no thought out
     said = ["<think>One.</think>" + call("look"), "<think>Two.</think>b", "c"]
     given = [Reply(messages=[answer(0, "look", "y")], tools=[COUNT]), user_message("And?")]
     trajectory = sound(hold(scripted(said, renderer=renderer), lambda: replies(replies=given), renderer=renderer,

@@ -145,6 +145,8 @@ def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
     with_media = [row for row in rows if has_media(row.messages)]
     process_row_media(with_media[:_READY] or rows[:1], renderer.vision, wanted=config.data.return_multi_modal_inputs)
     for row in rows[:_OPENED]:
+        if not row.messages:
+            continue  # the environment writes the prompt
         try:
             renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages)
         except TurnwiseError as error:

@@ -376,6 +376,8 @@ def tools_shown(
         )
         return Check(name, "note", text)
     for row in rows[:_ROWS]:
+        if not row.messages:
+            continue  # the environment writes the prompt
         text = renderer.encode_opening(row.messages, schemas).text
         if missing := undescribed(schemas, text):
             return Check(name, "fail", f"row {row.id!r}: {renderer.undescribed_problem(missing)}")
