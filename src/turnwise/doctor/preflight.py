@@ -114,13 +114,15 @@ def preflight(
     if training:
         from turnwise.doctor.credit import conserved  # torch
 
-        with ThreadPoolExecutor(
-            1
-        ) as thread:  # conversations run in an event loop of their own, and this thread may have one
+        # conversations run in an event loop of their own, and this thread may have one
+        with ThreadPoolExecutor(1) as thread:
             for name, check in (("mask", masked), ("credit", conserved)):
                 run = thread.submit(_tried, name, functools.partial(check, renderer, config.thinking))
                 checks.append(run.result())
-        checks.append(_tried("rows", lambda: openings(config, rows, renderer)))
+        # processing images takes long, and the run does it for all rows
+        images = [row for row in rows if has_media(row.messages)][:_READY]
+        texts = [row for row in rows if not has_media(row.messages)][:_OPENED]
+        checks.append(_tried("rows", lambda: openings(config, [*images, *texts], renderer)))
     _refuse_failures(config, checks)
     notes = [f"override_checks: {check.name} fails: {check.text}" for check in checks if check.status == "fail"]
     passed = {check.name for check in checks if check.status != "fail"}
@@ -258,7 +260,8 @@ def _shown(renderer: Renderer, config: Config | None, has_tools: bool, rows: Seq
     check = tools_shown(
         renderer, wanted=True, schemas=schemas, rows=rows, described=config.tool_calls.describe == "system"
     )
-    if check.status == "fail" and (own or elsewhere or not rows):
+    in_rows = not config.tools and config.mcp.servers is None  # each row has its own
+    if check.status == "fail" and (own or elsewhere or in_rows or not rows):
         return replace(
             check, status="note", text=f"{check.text}. A conversation whose prompt does not show its tools fails"
         )

@@ -383,7 +383,7 @@ def tools_shown(
             return Check(name, "fail", f"row {row.id!r}: {renderer.undescribed_problem(missing)}")
     if rows and schemas:
         return Check(name, "ok", "the messages of the rows contain the names and parameters of the tools")
-    return Check(name, "fail", renderer.undescribed_problem(undescribed(schemas, "") or ["those of the MCP servers"]))
+    return Check(name, "fail", renderer.undescribed_problem(undescribed(schemas, "") or ["of the rows or the MCP servers"]))
 
 
 def round_trip(renderer: Renderer, *, tools: bool) -> Check:
