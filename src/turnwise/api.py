@@ -34,6 +34,7 @@ from turnwise.recipe import Options, Recipe, rows_option, saved_model
 from turnwise.record.frames import evaluation_frame, metrics_frame, trajectories_frame
 from turnwise.record.reader import RecordedTrajectories, read_lines
 from turnwise.types import Group, Trajectory
+from turnwise.user_code.copies import copy_containers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -317,13 +318,12 @@ def _observed(report: type[Any]) -> type[Any]:
             return self._run.directory
 
         def _notify(self, event: str, metrics: Mapping[str, Any], file: Path) -> None:
-            step = Step(metrics["step"], dict(metrics), file)
             for callback in self._callbacks:
                 function: Any = getattr(callback, event, callback if event == "on_step" else None)
                 if function is None:
                     continue  # a plain function receives the steps only
                 try:
-                    function(step)
+                    function(Step(metrics["step"], copy_containers(dict(metrics)), file))  # a callback may change it
                 except StopTraining:
                     self._run.steps = self._run.step  # the loop ends as after the last step
                     if self._run.saved < self._run.step:

@@ -73,6 +73,17 @@ class Completion:
     cached_tokens: int | None = None
     """Prompt tokens whose keys and values the engine took from its prefix cache; None if the engine does not report it."""
 
+    def frozen(self) -> Completion:
+        """The completion with tuples as columns: user code that holds it cannot change them."""
+        raw = self.raw_logprobs
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            raw_logprobs=None if raw is None else tuple(raw),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
 import time
@@ -69,6 +70,7 @@ def test_a_function_of_a_trajectory_gets_what_its_parameters_name() -> None:
     group, given = a_group(size=1, answer="4", level=3), dict[str, Any]()
     (trajectory,) = group.trajectories
     trajectory.environment = EnvironmentHandle("the object", lambda: None)
+    before = copy.deepcopy(group)
 
     def all_values(
         trajectory: Any, completion: Any, messages: Any, turns: Any, row: Any, info: Any, group: Any, environment: Any,
@@ -79,13 +81,13 @@ def test_a_function_of_a_trajectory_gets_what_its_parameters_name() -> None:
 
     assert run(Scorer([of_trajectory(all_values)]), group) == [[1.0]]
     assert given == {
-        "trajectory": trajectory,
+        "trajectory": before.trajectories[0],
         "completion": "a\nb",  # not the text of the user
         "messages": trajectory.messages,
         "turns": trajectory.turns,
         "row": trajectory.row,
         "info": {"mood": "glad", "seen": 1},
-        "group": group,
+        "group": before,
         "environment": "the object",
         "answer": "4",
         "level": 3,

@@ -147,7 +147,8 @@ def test_a_function_gives_the_weight_of_each_turn_and_may_take_the_trajectory() 
 )
 def test_a_function_that_breaks_or_gives_no_weight_breaks_its_conversation_only(function: Any, message: str) -> None:
     broken, other = said(*TWO_QUESTIONS), said(*TWO_QUESTIONS)
-    rule = custom(lambda turn, trajectory: function(turn) if trajectory is broken else 0.5, name="mine")
+    broken.id = "broken"
+    rule = custom(lambda turn, trajectory: function(turn) if trajectory.id == "broken" else 0.5, name="mine")
     rule(broken)
     rule(other)
     assert broken.error is not None

@@ -13,7 +13,6 @@ from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment, EnvironmentFactory, MessageCheck
 from turnwise.environments.mcp.servers import McpServers
 from turnwise.environments.threaded_environment import ThreadedEnvironment
-from turnwise.environments.tools.tool import copy_containers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.rollout.context import RolloutContext
@@ -98,12 +97,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
         return Environments(lambda: _elsewhere(option))
     constructor = named_callable(config.environment, key="environment")
 
-    def make() -> Any:
-        # each conversation has its own copy of lists and dicts, so no conversation sees another's changes
-        return constructor(**copy_containers(config.environment.arguments))
-
     tools = [tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
-    source, environment_tools = _check_environment(config, make, tools)
+    source, environment_tools = _check_environment(config, constructor, tools)
     refuse_unused_tool_options(config, environment_has_tools=bool(environment_tools))
     max_parallel_calls, cut = config.tool_calls.max_parallel_calls, truncation(config, encode)
     servers = mcp_servers(config)
@@ -117,8 +112,8 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     if source is not None:
         return Environments(lambda: source.make(in_front), servers, source)
     if config.environment.thread:
-        return Environments(lambda: in_front((), ThreadedEnvironment(make)), servers)
-    return Environments(lambda: in_front((), make()), servers)
+        return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers)
+    return Environments(lambda: in_front((), constructor()), servers)
 
 
 def _elsewhere(option: str) -> Environment:

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.object_references import resolve
 
 __all__ = ["InFront", "ObjectFactory", "end", "messages_of", "number", "opened", "plain", "referred"]
@@ -54,7 +54,7 @@ class ObjectFactory:
                 inspect.signature(reference).bind(**given)
             except TypeError as error:
                 raise ConfigError(f"{name} cannot be created with the arguments {given}: {error}") from None
-        maker = cls(partial(reference, **given), name)
+        maker = cls(lambda: reference(**copy_containers(given)), name)
         try:
             with boundary("environment"):
                 instance = maker.make()

@@ -26,6 +26,7 @@ from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, boundary, nearest
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.run_in_thread import run_in_thread
 from turnwise.user_code.threaded_object import ThreadedObject, columns_for
 
@@ -164,7 +165,7 @@ class _Played:
 
     async def begin(self, row: Row) -> Opening:
         self._instance = await self._lease_instance()
-        prompt = [dict(message) for message in row.messages]
+        prompt = copy_containers(list(row.messages))
         columns = columns_for(self._instance.reset, row, name=f"{self._name}.reset", extra={"prompt": prompt})
         shown = await self._foreign.ask(partial(self._instance.reset, **columns))
         if not isinstance(shown, str | list | None):

@@ -21,6 +21,7 @@ from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.local_paths import looks_like_path, no_file
 from turnwise.types import Message, Row
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.live_objects import is_live, live_object
 
 __all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records", "with_template_arguments"]
@@ -201,7 +202,8 @@ def _live_records(source: str) -> Iterator[SourceRecord]:
             raise DataError(
                 f'{place} is a {type(record).__name__}; a row is a dict such as {{"prompt": "2+2?", "answer": "4"}}'
             )
-        yield SourceRecord(dict(record), number, place, from_arrow=from_arrow)
+        own = copy_containers(dict(record))  # the program may change its objects later
+        yield SourceRecord(own, number, place, from_arrow=from_arrow)
 
 
 def _packed(datasets: Any, table: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 from turnwise.types import EnvironmentHandle, Message, Opening, Reply, Row, ToolSchema, Turn
 from turnwise.user_code.calls import leave_running, wait_for_left
+from turnwise.user_code.copies import copy_row, copy_turn
 from turnwise.user_code.threaded_object import ThreadedObject
 
 __all__ = [
@@ -139,11 +140,11 @@ class GeneratorEnvironment:
         self._generator: _Async | _Sync | None = None
 
     async def begin(self, row: Row) -> Opening:
-        started = self._start(row)
+        started = self._start(copy_row(row))
         if isinstance(started, AsyncGenerator):
             self._generator = _Async(started)
         else:
-            self._generator = _Sync(lambda: self._start(row), started, self._name)
+            self._generator = _Sync(lambda: self._start(copy_row(row)), started, self._name)
         opening = await self._generator.first()
         if opening is _OVER:
             raise TypeError(f"the environment {self._name!r} ended before its first yield; it must yield an Opening")
@@ -223,7 +224,7 @@ class _Sync:
     async def send(self, turn: Turn) -> Any:
         def send() -> Any:
             try:
-                return self._generator.send(turn)
+                return self._generator.send(copy_turn(turn))
             except StopIteration:
                 return _OVER
 
@@ -252,7 +253,7 @@ class _Sync:
         if self._begun:
             next(self._generator)
         for turn in self._turns:
-            self._generator.send(turn)
+            self._generator.send(copy_turn(turn))
 
     async def close(self) -> None:
         await self._foreign.close()

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Group, Trajectory, Turn
+from turnwise.user_code.copies import ConversationCopies, copy_containers, copy_row
 
 __all__ = ["LISTS", "POSITIONAL_PLANS", "VALUES", "CallPlan", "Form", "Scored", "parameters_of", "plan_call"]
 
@@ -38,7 +39,7 @@ def _completion(scored: Scored) -> str:
 
 
 def _info(scored: Scored) -> dict[str, Any]:
-    return {name: value for turn in scored.trajectory.turns for name, value in turn.info.items()}
+    return copy_containers({name: value for turn in scored.trajectory.turns for name, value in turn.info.items()})
 
 
 def _environment(scored: Scored) -> Any:
@@ -60,7 +61,7 @@ VALUES: Mapping[str, Callable[[Scored], Any]] = {
     "completion": _completion,
     "messages": lambda scored: scored.trajectory.messages,
     "turns": lambda scored: scored.trajectory.turns,
-    "row": lambda scored: scored.trajectory.row,
+    "row": lambda scored: copy_row(scored.trajectory.row),
     "info": _info,
     "group": lambda scored: scored.group,
     "environment": _environment,
@@ -86,6 +87,8 @@ _LIST_OF: Mapping[str, str] = {
 LISTS = tuple(_LIST_OF)
 """The parameters of a function of a group or of the batch: each is a list with one item for each trajectory."""
 
+_COPIED = frozenset(("trajectory", "trajectories", "messages", "turns", "turn", "group", "groups"))
+"""Values that are objects of a copied conversation. The others are made anew for each call."""
 _ENVIRONMENTS = ("environment", "environments")
 _SHARED = ("row", "group")
 """Further parameters of a function of a group: all its trajectories have the same row and group."""
@@ -133,17 +136,24 @@ class CallPlan:
     @property
     def needs_group(self) -> bool:
         """Whether the function can only be called when all conversations of the row have ended."""
-        used = {*self.positional, *(key for _, key in self.by_name)}
-        return self.form in ("group", "batch") or "group" in used
+        return self.form in ("group", "batch") or "group" in self._used
 
     @property
     def needs_environment(self) -> bool:
         """Whether the function cannot be called without the environment's object."""
-        return not {*self.positional, *(key for _, key in self.by_name)}.isdisjoint(_ENVIRONMENTS)
+        return not self._used.isdisjoint(_ENVIRONMENTS)
 
-    def arguments(self, scored: Scored) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a function of a trajectory or a turn. Raises Failed."""
-        values, row = _TURN_VALUES, scored.trajectory.row
+    @property
+    def _used(self) -> set[str]:
+        """Keys of `VALUES` or `LISTS`."""
+        return {*self.positional, *(key for _, key in self.by_name)}
+
+    def arguments(self, scored: Scored, copies: ConversationCopies) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a function of a trajectory or a turn. The function may change all of them.
+
+        Raises Failed.
+        """
+        values, row, (scored,) = _TURN_VALUES, scored.trajectory.row, self._copied([scored], copies)
         positional = [values[key](scored) for key in self.positional]
         named = {name: values[key](scored) for name, key in self.by_name}
         if self.optional_environment is not None and scored.trajectory.environment is not None:
@@ -159,25 +169,43 @@ class CallPlan:
             )
             raise Failed(Failure("reward", message))
         wanted = row.fields if self.all_columns else (*self.columns, *self.optional_columns)
-        columns = {name: row.fields[name] for name in wanted if name in row.fields and name not in named}
+        columns = {
+            name: copy_containers(row.fields[name]) for name in wanted if name in row.fields and name not in named
+        }
         return positional, {**columns, **named}
 
-    def list_arguments(self, scored: Sequence[Scored]) -> tuple[list[Any], dict[str, Any]]:
+    def list_arguments(self, scored: Sequence[Scored], copies: ConversationCopies) -> tuple[list[Any], dict[str, Any]]:
         """The arguments of a function of a group or of the batch: each is a list with one item for each of `scored`.
 
-        A row without a column that other rows have gives None. Raises Failed.
+        A row without a column that other rows have gives None. The function may change all of them. Raises Failed.
         """
+        fields = [item.trajectory.row.fields for item in scored]
+        scored = self._copied(scored, copies)
         positional = [self._list(key, scored) for key in self.positional]
         named = {name: self._list(key, scored) for name, key in self.by_name}
         if self.optional_environment is not None and all(item.trajectory.environment is not None for item in scored):
             named[self.optional_environment] = self._list("environments", scored)
-        fields = [item.trajectory.row.fields for item in scored]
         present = dict.fromkeys(name for row in fields for name in row)
         optional = [name for name in (present if self.all_columns else self.optional_columns) if name in present]
         for name in dict.fromkeys((*self.columns, *optional)):
             if name not in named:
-                named[name] = [row.get(name) for row in fields]
+                named[name] = [copy_containers(row.get(name)) for row in fields]
         return positional, named
+
+    def _copied(self, scored: Sequence[Scored], copies: ConversationCopies) -> Sequence[Scored]:
+        """What is scored, as copies where the function receives such an object."""
+        used = self._used
+        if used.isdisjoint(_COPIED):
+            return scored
+        groups = not used.isdisjoint(("group", "groups"))
+        return [
+            Scored(
+                trajectory=(trajectory := copies.trajectory(item.trajectory)),
+                group=copies.group(item.group) if groups else item.group,
+                turn=None if item.turn is None else trajectory.turns[item.turn.index],
+            )
+            for item in scored
+        ]
 
     def _list(self, key: str, scored: Sequence[Scored]) -> Any:
         if key in _SHARED:

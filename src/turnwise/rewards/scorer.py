@@ -20,6 +20,7 @@ from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryRewar
 from turnwise.rewards.results import finite_number, list_item, one_per_trajectory
 from turnwise.types import Failure, Group, Row, Trajectory
 from turnwise.user_code.calls import call, call_blocking
+from turnwise.user_code.copies import ConversationCopies
 from turnwise.user_code.deadlines import conversation, deadline
 from turnwise.user_code.scoring_scope import conversations_of_step, scored_together
 from turnwise.user_code.time_limit import Interrupted, call_within
@@ -215,7 +216,7 @@ async def _score_alone(scorer: Scorer, pending: _PendingScore, *, with_group: bo
                         await _score_turns(scorer, reward, pending)
                 for reward in scorer.trajectory:
                     if reward.plan.needs_group == with_group:
-                        value = await _single(scorer, reward, pending.scored)
+                        value = await _single(scorer, reward, pending.scored, ConversationCopies())
                         if value is not None:
                             pending.add(reward.name, reward.weight * value)
         except Failed as failed:
@@ -226,8 +227,10 @@ async def _score_alone(scorer: Scorer, pending: _PendingScore, *, with_group: bo
 
 async def _score_turns(scorer: Scorer, reward: TurnReward, pending: _PendingScore) -> None:
     """Call a function for each turn. A turn to which it does not apply gets nothing. No entry if it applies to no turn."""
+    copies = ConversationCopies()  # one for all turns: a copy for each would take time that grows with the square
     values = [
-        await _single(scorer, reward, replace(pending.scored, turn=turn)) for turn in pending.scored.trajectory.turns
+        await _single(scorer, reward, replace(pending.scored, turn=turn), copies)
+        for turn in pending.scored.trajectory.turns
     ]
     weighted = [0.0 if value is None else reward.weight * value for value in values]
     if not values or any(value is not None for value in values):
@@ -243,8 +246,9 @@ async def _score_together(
     If the function raises, all the trajectories fail. With `isolate`, it is then called for each trajectory alone; those for
     which it raises again fail, and it is called a second time for the others together.
     """
+    copies = ConversationCopies()
     try:
-        values = await _several(scorer, reward, pending, of)
+        values = await _several(scorer, reward, pending, of, copies)
     except Failed as failed:
         broken = [score for score in pending if isolate and await _raises_alone(scorer, reward, score, of)]
         others = [score for score in pending if not score.trajectory.failed]
@@ -259,6 +263,8 @@ async def _score_together(
         return
     for score, value in zip(pending, values, strict=True):
         try:
+            with boundary("reward", where=reward.source):
+                copies.accept(score.trajectory)
             if (number := list_item(reward.source, value)) is not None:
                 score.add(reward.name, reward.weight * number)
         except Failed as failed:
@@ -268,7 +274,7 @@ async def _score_together(
 async def _raises_alone(scorer: Scorer, reward: GroupReward | BatchReward, pending: _PendingScore, of: str) -> bool:
     """Whether a function raises for a trajectory alone; if so, the trajectory fails."""
     try:
-        await _several(scorer, reward, [pending], of)
+        await _several(scorer, reward, [pending], of, ConversationCopies())
     except Failed as failed:
         pending.trajectory.fail(failed.failure)
         return True
@@ -279,29 +285,34 @@ async def _raises_alone(scorer: Scorer, reward: GroupReward | BatchReward, pendi
 
 
 async def _several(
-    scorer: Scorer, reward: GroupReward | BatchReward, pending: Sequence[_PendingScore], of: str
+    scorer: Scorer,
+    reward: GroupReward | BatchReward,
+    pending: Sequence[_PendingScore],
+    of: str,
+    copies: ConversationCopies,
 ) -> list[Any]:
     """The items that a function of several trajectories returns. Raises Failed or TimeoutError."""
     with conversation(reward.source):
         async with deadline(scorer.timeout):
             with boundary("reward", where=reward.source):
-                positional, named = reward.plan.list_arguments([score.scored for score in pending])
+                positional, named = reward.plan.list_arguments([score.scored for score in pending], copies)
             returned = await _call(scorer, reward.source, lambda: reward.function(*positional, **named))
-    for score in pending:
-        _refuse_set_reward(reward.source, score.trajectory)
     return one_per_trajectory(reward.source, returned, len(pending), of)
 
 
-async def _single(scorer: Scorer, reward: TrajectoryReward | TurnReward, scored: Scored) -> float | None:
+async def _single(
+    scorer: Scorer, reward: TrajectoryReward | TurnReward, scored: Scored, copies: ConversationCopies
+) -> float | None:
     """The number of a function of a trajectory or a turn. None: the function does not apply. Raises Failed."""
     plan, source = reward.plan, reward.source
 
     def call_function() -> Any:
-        positional, named = plan.arguments(scored)
+        positional, named = plan.arguments(scored, copies)
         return reward.function(*positional, **named)
 
     value = await _call(scorer, source, call_function)
-    _refuse_set_reward(source, scored.trajectory)
+    with boundary("reward", where=source):
+        copies.accept(scored.trajectory)
     if plan.form == "turns" and isinstance(value, list | tuple):
         raise Failed(
             Failure(
@@ -312,18 +323,6 @@ async def _single(scorer: Scorer, reward: TrajectoryReward | TurnReward, scored:
             )
         )
     return None if value is None and plan.may_return_none else finite_number(source, value)
-
-
-def _refuse_set_reward(source: str, trajectory: Trajectory) -> None:
-    """Raise Failed if a reward function has assigned `trajectory.reward`, which is set when all functions have returned."""
-    if trajectory.reward is not None:
-        raise Failed(
-            Failure(
-                "reward",
-                f"{source} set trajectory.reward to {trajectory.reward!r:.80}; a reward function returns its number, and the "
-                f"reward of the conversation is the sum of all functions and turns",
-            )
-        )
 
 
 async def _call(scorer: Scorer, source: str, function: Callable[[], Any]) -> Any:

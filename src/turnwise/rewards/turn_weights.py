@@ -13,6 +13,7 @@ from typing import Any
 
 from turnwise.errors import Failed, boundary
 from turnwise.types import Failure, Stop, Trajectory, Turn
+from turnwise.user_code.copies import ConversationCopies
 
 __all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory", "was_cut", "without_cut_turns"]
 
@@ -92,9 +93,9 @@ def custom(function: Callable[..., Any], *, name: str) -> TurnWeighting:
         if trajectory.failed:
             return
         try:
-            weights = [
-                _weight(name, turn, function, (turn, trajectory) if both else (turn,)) for turn in trajectory.turns
-            ]
+            with boundary("loss_mask"):
+                given = ConversationCopies().trajectory(trajectory)
+            weights = [_weight(name, turn, function, (turn, given) if both else (turn,)) for turn in list(given.turns)]
         except Failed as failed:
             trajectory.fail(failed.failure)
             return

@@ -11,6 +11,7 @@ from turnwise.environments.environment import Environment, EnvironmentFactory, F
 from turnwise.errors import Failed, boundary
 from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import call, call_blocking
+from turnwise.user_code.copies import copy_containers, copy_opening, copy_reply, copy_row, copy_turn, take_rewards
 from turnwise.user_code.deadlines import deadline
 from turnwise.user_code.reward_number import reward_number
 
@@ -34,13 +35,20 @@ class GuardedEnvironment:
         self._watch_sampling: Callable[[], Awaitable[None]] | None = None
 
     async def begin(self, row: Row) -> Opening:
-        opening = await self._call(lambda: self._environment.begin(row), "begin")
+        opening = await self._call(lambda: self._environment.begin(copy_row(row)), "begin")
         if isinstance(opening, Opening):  # else, the session refuses it
             self._watch_sampling = opening.watch_sampling
-        return opening
+        with boundary("environment"):
+            return copy_opening(opening)
 
     async def step(self, turn: Turn) -> Reply:
-        return await self._call(lambda: self._environment.step(turn), "step")
+        given = copy_turn(turn)
+        reply = await self._call(lambda: self._environment.step(given), "step")
+        with boundary("environment"):
+            take_rewards(turn, given)
+            for name, value in turn.info.items():  # written by the environment, which may change the object later
+                turn.info[name] = copy_containers(value)
+            return copy_reply(reply)
 
     async def watched(self, sampling: Callable[[], Awaitable[T]]) -> T:
         """The result of `sampling`. It is cancelled if the environment does not wait for the turn any more."""

@@ -142,7 +142,7 @@ class Session:
         request = self._request(segment)
         started = time.perf_counter()
         with boundary("engine"):
-            completion = await self._context.engine.generate(request)
+            completion = (await self._context.engine.generate(request)).frozen()
             segment.append_completion(len(trajectory.turns), completion)
         seconds = time.perf_counter() - started
         same_kind = not trajectory.turns or trajectory.logprob_kind == completion.logprob_kind

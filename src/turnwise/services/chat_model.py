@@ -13,6 +13,7 @@ from typing import Any
 from turnwise.errors import ConfigError
 from turnwise.services.chat_endpoint import ChatEndpoint, EndpointOptions, protocol_error
 from turnwise.types import Message
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.object_references import resolve
 from turnwise.user_code.run_in_thread import run_in_thread
 
@@ -114,9 +115,9 @@ async def ask_chat_model(chat_model: ChatModel, messages: list[Message], *, name
     Raises TypeError if the answer is not a text, Failed if a sync function raises, and what an async function raises.
     """
     if inspect.iscoroutinefunction(chat_model) or inspect.iscoroutinefunction(type(chat_model).__call__):
-        answer: Any = await chat_model(messages)  # type: ignore[misc]
+        answer: Any = await chat_model(copy_containers(messages))  # type: ignore[misc]
     else:
-        answer = await run_in_thread(lambda: chat_model(messages), name=name, kind=kind)
+        answer = await run_in_thread(lambda: chat_model(copy_containers(messages)), name=name, kind=kind)
         answer = await answer if inspect.isawaitable(answer) else answer
     if not isinstance(answer, str):
         raise TypeError(f"the chat_model of {name} returned {answer!r:.80}; it must return a text")

@@ -17,6 +17,7 @@ from turnwise.compat.swift.masks import common_prefix
 from turnwise.compat.swift.protocol import RolloutInferRequest
 from turnwise.data.images import is_image, media_kind, media_value
 from turnwise.types import Message, Reply, Resume, Row, ToolSchema
+from turnwise.user_code.copies import copy_containers
 
 __all__ = [
     "FULL_ANSWER",
@@ -56,10 +57,10 @@ def request_of(row: Row, uuid: str) -> RolloutInferRequest:
         images=media["image"],
         videos=media["video"],
         tools=tools_of(row.fields.get("tools"), f"row {row.id!r}"),
-        objects=_copy_containers(row.fields.get("objects") or {}),
-        chat_template_kwargs=_copy_containers(dict(row.chat_template_kwargs)),
+        objects=copy_containers(row.fields.get("objects") or {}),
+        chat_template_kwargs=copy_containers(dict(row.chat_template_kwargs)),
         data_dict={
-            name: _copy_containers(value)
+            name: copy_containers(value)
             for name, value in row.fields.items()
             if name not in (*MEDIA, "tools", "objects", "chat_template_kwargs")
         },
@@ -92,12 +93,12 @@ def tools_of(value: Any, where: str) -> list[ToolSchema] | None:
 
 def request_tools(request: RolloutInferRequest) -> list[ToolSchema]:
     """Copies of the request's tool schemas, because a scheduler may change its own in place; empty if there are none."""
-    return [_copy_containers(schema) for schema in tools_of(request.tools, "the scheduler's request") or []]
+    return [copy_containers(schema) for schema in tools_of(request.tools, "the scheduler's request") or []]
 
 
 def request_arguments(request: RolloutInferRequest) -> dict[str, Any]:
     """A copy of the request's arguments of the chat template, which a scheduler may change between turns."""
-    return dict(_copy_containers(request.chat_template_kwargs or {}))
+    return dict(copy_containers(request.chat_template_kwargs or {}))
 
 
 def append_answer(messages: list[Message], text: str) -> None:
@@ -312,10 +313,3 @@ def _same(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(_same, first, second))
     known = (str, bytes, int, float, type(None))
     return (isinstance(first, known) or is_image(first)) and isinstance(second, type(first)) and bool(first == second)
-
-
-def _copy_containers(value: Any) -> Any:
-    """A copy of nested lists and dictionaries, because a scheduler may change them in place."""
-    if isinstance(value, dict):
-        return {name: _copy_containers(item) for name, item in value.items()}
-    return [_copy_containers(item) for item in value] if isinstance(value, list) else value

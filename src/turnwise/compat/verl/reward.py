@@ -17,6 +17,7 @@ from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.reward_score import GRADED, compute_score
 from turnwise.errors import ConfigError
 from turnwise.types import Stop, Trajectory
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.object_references import resolve
 from turnwise.user_code.reward_number import reward_number
 
@@ -53,7 +54,7 @@ class CustomScore:
         self.__name__ = name
 
     async def __call__(self, trajectory: Trajectory) -> float:
-        keywords = {**_inputs(trajectory), **self._arguments}
+        keywords = {**_inputs(trajectory), **copy_containers(self._arguments)}
         score = await call(self._function, keywords=keywords, name=self.__name__, kind="reward")
         return _score(trajectory, score, self.__name__)
 
@@ -83,7 +84,7 @@ class CustomBatchScore:
         scores: list[Any] = []
         if complete:
             lists = {plural: [item[name] for item in complete] for name, plural in zip(_SINGULAR, _PLURAL, strict=True)}
-            keywords = {**lists, **self._arguments}
+            keywords = {**lists, **copy_containers(self._arguments)}
             returned = await call(self._function, keywords=keywords, name=self.__name__, kind="reward")
             scores = _listed(returned, len(complete), self.__name__)
         received = iter(scores)

@@ -11,6 +11,7 @@ from turnwise.environments.agents.agent_environment import AgentConnection, Agen
 from turnwise.environments.agents.agent_source import AgentSource
 from turnwise.errors import ConfigError
 from turnwise.types import Row
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.object_references import resolve
 from turnwise.user_code.reward_number import reward_number
 from turnwise.user_code.run_in_thread import run_in_thread
@@ -54,13 +55,17 @@ class AgentFunction(AgentSource):
             raise ConfigError(
                 f"{key}: {self.name} cannot be called with (row, base_url=..., api_key=..., **{arguments}): {error}"
             ) from None
-        self._function: Callable[..., Any] = functools.partial(target, **arguments)
+        self._function: Callable[..., Any] = target
+        self._arguments = arguments
         self._async = inspect.iscoroutinefunction(target)
         super().__init__(seconds_to_finish=seconds_to_finish)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Call the function. Raises what it raises."""
-        call = functools.partial(self._function, row, base_url=connection.openai_url, api_key=connection.key)
+        arguments = copy_containers(self._arguments)  # each conversation has its own
+        call = functools.partial(
+            self._function, row, base_url=connection.openai_url, api_key=connection.key, **arguments
+        )
         result = await call() if self._async else await run_in_thread(call, name=self.name, kind="environment")
         if isinstance(result, Awaitable):
             result = await result

@@ -23,10 +23,11 @@ from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
 from turnwise.user_code.calls import call as call_user_code
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.deadlines import deadline
 from turnwise.user_code.run_in_thread import run_in_thread
 
-__all__ = ["Tool", "Toolbox", "copy_containers", "requires"]
+__all__ = ["Tool", "Toolbox", "requires"]
 
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
@@ -178,12 +179,17 @@ class Tool:
                 arguments = await run_in_thread(
                     lambda: self.arguments.check(given), name=f"{self.name}.arguments", kind="tool"
                 )
-            function = partial(self.function, **arguments) if self.by_name else partial(self.function, arguments)
+            function = partial(self._own_arguments, arguments)
             if inspect.iscoroutinefunction(self.function) and not self.thread:
                 return self._read(await function())
             # the result is converted in the thread too, because a result of many megabytes takes long
             result = await run_in_thread(lambda: self._finish(function()), name=self.name, kind="tool")
             return result if isinstance(result, Result) else self._read(await result)
+
+    def _own_arguments(self, arguments: dict[str, Any]) -> Any:
+        """Call the function. Its arguments are its own: the record and a further attempt have those that the model wrote."""
+        own = copy_containers(arguments)
+        return self.function(**own) if self.by_name else self.function(own)
 
     def _finish(self, result: Any) -> Result | Awaitable[Any]:
         if self.thread:
@@ -263,13 +269,6 @@ class Toolbox:
             tools=tools,
             closes=closes,
         )
-
-
-def copy_containers(value: Any) -> Any:
-    """A copy of nested lists and dictionaries, so that instances do not share their arguments."""
-    if type(value) is dict:
-        return {key: copy_containers(item) for key, item in value.items()}
-    return [copy_containers(item) for item in value] if type(value) is list else value
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:
