@@ -127,7 +127,7 @@ def test_functions_of_a_group_and_of_the_batch_get_lists() -> None:
         return [float(row.id) for row in rows]
 
     def of_the_row(row: Any, group: Group, trajectories: Sequence[Trajectory]) -> list[float]:
-        assert group.row is row
+        assert group.row == row
         return [100.0] * len(trajectories)
 
     groups = [a_group("1", answer="x"), a_group("2", size=3, answer="y", level=5)]

@@ -157,7 +157,7 @@ def _copy_turn(turn: Turn, message: Message, tools: Sequence[ToolSchema], info: 
         copied.calls = tuple([_with_arguments(call) for call in turn.calls])
     if turn.outcomes:
         copied.outcomes = tuple([_with_arguments(outcome) for outcome in turn.outcomes])
-    copied.rewards = dict(turn.rewards)
+    object.__setattr__(copied, "rewards", dict(turn.rewards))  # the class refuses to set them
     completion = turn.completion
     if completion is not None and type(completion.token_ids) is not tuple:
         copied.completion = completion.frozen()
@@ -248,7 +248,7 @@ def take_rewards(turn: Turn, copied: Turn) -> None:
             f"the weight of turn {turn.index} was set to {copied.weight!r:.80}, which has no effect: name a function of the turn "
             f"in loss_mask"
         )
-    if copied.rewards != turn.rewards:
+    if copied.reward != turn.reward:  # nothing else than `add_reward` changes it
         for source, value in copied.rewards.items():
             if difference := value - turn.rewards.get(source, 0.0):
                 turn.add_reward(difference, source)
