@@ -14,9 +14,16 @@ import pytest
 import torch
 
 from support.conversations import Says, hold, hold_all
+from turnwise import build
+from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
+from turnwise.evaluation.results import summarize
+from turnwise.record.metrics import conversation_metrics
+from turnwise.record.retention import Retention
+from turnwise.rewards.arguments import plan_call
 from turnwise.rewards.credit import Credit, grpo
+from turnwise.rewards.differences import has_reward_differences
 from turnwise.rewards.functions import GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
@@ -388,3 +395,80 @@ def test_whatever_a_reward_function_raises_breaks_its_trajectory_only(error: Bas
         "the reward function 'b'",
     ]
     assert "at_once" in (trajectories[2].error or Failure("", "")).traceback
+
+
+# no reward, which is not the reward 0
+
+
+def for_long_ones(trajectory: Trajectory) -> float | None:
+    """Applies to conversations of at least two turns."""
+    return None if len(trajectory.turns) < 2 else float(len(trajectory.turns) - 2)
+
+
+FOR_LONG_ONES = TrajectoryReward("long", for_long_ones, plan=plan_call(for_long_ones, "trajectory", name="long"))
+
+
+def test_a_conversation_to_which_no_function_applies_has_no_reward_and_is_in_no_mean_and_no_group() -> None:
+    short, two, three, broken = a_trajectory(0), a_trajectory(0, 0), a_trajectory(0, 0, 0), a_trajectory(0)
+    broken.fail(Failure("environment", "broken"))
+    score(Scorer([FOR_LONG_ONES], environment_scores=False), short, two, three, broken)
+    rewards = [(one.reward, one.rewards, one.failed) for one in (short, two, three, broken)]
+    parts = {"turns": 0.0, "long": 0.0}
+    assert rewards == [
+        (None, {}, False), (0.0, parts, False), (1.0, {"turns": 0.0, "long": 1.0}, False), (None, {}, True)
+    ]  # fmt: skip
+    group = Group(id="1", row=short.row, trajectories=[short, two, three, broken])
+    Credit("grpo", grpo)([group])
+    assert [len(one.advantages) for one in group.trajectories] == [0, 2, 3, 0]
+    assert two.advantages[0] == -three.advantages[0] != 0
+    metrics = conversation_metrics([group])
+    assert (metrics["reward/mean"], metrics["reward/none"], metrics["failed"]) == (0.5, 1 / 3, 0.25)
+    assert metrics["turns/mean"] == 2.0  # of all that did not fail
+    result = summarize(
+        group.trajectories,
+        name="m",
+        model="m",
+        engine="local",
+        single_turn=False,
+        samples=1,
+        pass_reward=1.0,
+        source_of={},
+    )
+    assert (result.conversations, result.failed, result.reward.mean, result.pass_rate.mean) == (4, 1, 0.5, 0.5)
+
+
+def test_conversations_without_a_reward_are_no_difference_between_rewards() -> None:
+    short, two, other = a_trajectory(0), a_trajectory(0, 0), a_trajectory(0, 0)
+    score(Scorer([FOR_LONG_ONES], environment_scores=False), short, two, other)
+    group = Group(id="1", row=short.row, trajectories=[short, two, other])
+    assert not has_reward_differences(group)
+    assert conversation_metrics([group])["groups/zero_std"] == 1.0
+
+
+def test_an_environment_that_may_score_is_a_source_and_so_is_a_turn_with_a_reward() -> None:
+    short, paid = a_trajectory(0), a_trajectory(0.5)
+    score(Scorer([FOR_LONG_ONES]), short)
+    score(Scorer([FOR_LONG_ONES], environment_scores=False), paid)
+    assert (short.reward, paid.reward) == (0.0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "may"),
+    [
+        ({}, False),
+        ({"environment": {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": ["And?"]}}}, False),
+        ({"environment": "turnwise.environments.users:checked_answer"}, True),
+        ({"tools": ["turnwise.environments.calculator:calculator"]}, True),
+    ],
+)
+def test_a_recipe_says_whether_its_environment_is_a_source(options: dict[str, Any], may: bool) -> None:
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **options})
+    assert build.scorer(config).environment_scores is may
+
+
+def test_what_is_kept_of_a_group_tells_no_reward_from_failed() -> None:
+    short, two, three, broken = a_trajectory(0), a_trajectory(0, 0), a_trajectory(0, 0, 0), a_trajectory(0)
+    broken.fail(Failure("environment", "broken"))
+    score(Scorer([FOR_LONG_ONES], environment_scores=False), short, two, three, broken)
+    kept = Retention(every=1, best_and_worst=1).kept([short, two, three, broken], step=1, steps=3)
+    assert kept == [short, two, three, broken]

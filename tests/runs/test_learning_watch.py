@@ -303,3 +303,15 @@ def test_identical_answers_with_different_rewards_are_told_as_such(grad_norm: fl
     assert "the reward functions (judge.py:judge) must give identical conversations the same reward" in told[0]
     assert not any("top_k" in text for text in told)
     assert problems(LearningWatch(made()), 1, step((0.0, 1.0)), grad_norm=1.0) == []
+
+
+def test_rewards_that_no_function_gave_are_told_as_such() -> None:
+    watch = LearningWatch(made(reward={"trajectory": ["my.py:f"]}))
+    groups = step((1.0, 1.0))
+    for trajectory in groups[0].trajectories:
+        trajectory.reward, trajectory.advantages = None, []
+    told = [problems(watch, number, groups) for number in (1, 2, 3)]
+    assert (
+        "None of the 2 conversations of the last step has a reward: the reward functions (my.py:f) returned None"
+        in (told[2][0])
+    )

@@ -8,6 +8,7 @@ from typing import Any
 
 from turnwise.build.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
+from turnwise.config.credit_checks import environment_may_reward
 from turnwise.config.schema import Config, RewardUse
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, Failed, boundary
@@ -38,6 +39,7 @@ def scorer(config: Config) -> Scorer:
         groups=[GroupReward(*_reward(use, "group", n)) for n, use in enumerate(options.group)],
         batch=[BatchReward(*_reward(use, "batch", n)) for n, use in enumerate(options.batch)],
         timeout=options.timeout,
+        environment_scores=environment_may_reward(config),
     )
 
 

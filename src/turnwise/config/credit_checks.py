@@ -5,7 +5,14 @@ from __future__ import annotations
 from turnwise.config import credit as sections
 from turnwise.config.schema import Config
 
-__all__ = ["WITHOUT_REWARD", "chosen_estimator", "credit_problems", "needs_critic", "turns_can_have_rewards"]
+__all__ = [
+    "WITHOUT_REWARD",
+    "chosen_estimator",
+    "credit_problems",
+    "environment_may_reward",
+    "needs_critic",
+    "turns_can_have_rewards",
+]
 
 WITHOUT_REWARD = (
     "turnwise.environments.environment:SingleTurn",
@@ -42,7 +49,7 @@ def needs_critic(config: Config) -> bool:
 
 def turns_can_have_rewards(config: Config) -> bool:
     """Whether a turn before the last can have a reward, as far as the recipe shows it."""
-    return config.limits.turns > 1 and (bool(config.reward.turns) or _environment_may_reward(config))
+    return config.limits.turns > 1 and (bool(config.reward.turns) or environment_may_reward(config))
 
 
 def credit_problems(config: Config) -> list[tuple[bool, str]]:
@@ -70,7 +77,7 @@ def _need_problems(config: Config, section: sections.Estimator) -> list[tuple[bo
     """What the estimator needs and the recipe does not have."""
     reward = config.reward
     functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
-    parts = len(functions) + _environment_may_reward(config)
+    parts = len(functions) + environment_may_reward(config)
     return [
         (
             isinstance(section, sections.GdpoSection) and parts < 2,
@@ -117,6 +124,6 @@ def _idle_problems(config: Config, section: sections.Estimator) -> list[tuple[bo
     ]
 
 
-def _environment_may_reward(config: Config) -> bool:
+def environment_may_reward(config: Config) -> bool:
     """Whether the environment or a tool may give rewards."""
     return config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None

@@ -67,8 +67,16 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     groups = asyncio.run(_scored(config, rows, renderer, model))
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     scored = [trajectory for trajectory in trajectories if not trajectory.failed and trajectory.reward is not None]
+    failed = sum(trajectory.failed for trajectory in trajectories)
+    if failed == len(trajectories):
+        return Check(name, "fail", f"all {failed} conversations failed: {'; '.join(failures(groups)[:2])}")
     if not scored:
-        return Check(name, "fail", f"all {len(trajectories)} conversations failed: {'; '.join(failures(groups)[:2])}")
+        return Check(
+            name,
+            "fail",
+            f"none of the {len(trajectories) - failed} conversations that did not fail has a reward: all reward functions "
+            f"returned None, which means that they do not apply",
+        )
     for problem in (_wrong_sum(scored, config), _lost(groups, config)):
         if problem is not None:
             return Check(name, "fail", f"{problem}. Please report it")
@@ -79,7 +87,7 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     )
     if model is None:
         text += " (scripted completions, because the model is not loaded)"
-    if failed := len(trajectories) - len(scored):
+    if failed:
         return Check(name, "note", f"{text}; other conversations failed ({failed}): {'; '.join(failures(groups)[:2])}")
     return Check(name, "ok", text)
 

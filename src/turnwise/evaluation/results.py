@@ -150,7 +150,7 @@ def summarize(
         engine=engine,
         single_turn=single_turn,
         conversations=len(every),
-        failed=len(every) - len(finished),
+        failed=sum(trajectory.failed for trajectory in every),
         reward=_clustered(finished, _reward),
         pass_rate=_share(finished, passes),
         pass_at={k: rate_estimate([pass_at_k(n, c, k) for n, c in counts if n >= k], samples=1) for k in ks},

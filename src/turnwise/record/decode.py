@@ -146,7 +146,10 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
         row=Row(
             id=str(row.get("id", "")),
             messages=_opening([*histories, messages][0], turns),
-            fields={name: value for name, value in row.items() if name != "id"},
+            fields={
+                **{name: value for name, value in row.items() if name != "id"},
+                **record.mapping("row_columns", {}),
+            },
         ),
         step=record.integer_or_none("step"),
         messages=messages,

@@ -62,6 +62,7 @@ def trajectory_record(
         "id": trajectory.id,
         "group": trajectory.group,
         "row": {**_plain_mapping(store, fields), "id": trajectory.row.id},
+        **({"row_columns": _plain_mapping(store, {"id": fields["id"]})} if "id" in fields else {}),
         "stop": trajectory.stop,
         "error": None if error is None else dataclasses.asdict(error),
         "reward": trajectory.reward,

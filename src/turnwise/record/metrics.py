@@ -29,8 +29,9 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     docs/metrics.md describes each of them; `record.metric_names` lists them.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    finished = [trajectory for trajectory in trajectories if trajectory.reward is not None and not trajectory.failed]
-    rewards = [trajectory.reward or 0.0 for trajectory in finished]
+    finished = [trajectory for trajectory in trajectories if not trajectory.failed]
+    scored = [trajectory for trajectory in finished if trajectory.reward is not None]  # no reward is not the reward 0
+    rewards = [trajectory.reward or 0.0 for trajectory in scored]
     outcomes = [[outcome for turn in trajectory.turns for outcome in turn.outcomes] for trajectory in finished]
     versions = {
         version for trajectory in trajectories for segment in trajectory.segments for version in segment.version
@@ -41,7 +42,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "reward/q10": _quantile(rewards, 0.1),
         "reward/median": _quantile(rewards, 0.5),
         "reward/q90": _quantile(rewards, 0.9),
-        "reward/correlation": None if (lowest := lowest_correlation(finished)) is None else lowest[0],
+        "reward/correlation": None if (lowest := lowest_correlation(scored)) is None else lowest[0],
         "segments/mean": mean([len(trajectory.segments) for trajectory in finished]),
         "turns/mean": mean([len(trajectory.turns) for trajectory in finished]),
         "tool_calls/mean": mean([sum(len(turn.calls) for turn in trajectory.turns) for trajectory in finished]),
@@ -54,6 +55,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         "groups/zero_std": share(_without_differences(group) for group in groups),
         "template_mismatch": share(trajectory.template_mismatch is not None for trajectory in trajectories),
         "failed": share(trajectory.failed for trajectory in trajectories),
+        "reward/none": share(trajectory.reward is None for trajectory in finished),
     }
     metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
@@ -67,7 +69,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
             [trajectory.metrics[name] for trajectory in finished if name in trajectory.metrics]
         )
     for source in sorted({group.row.source for group in groups} - {""}):
-        rewards_of_source = [trajectory.reward or 0.0 for trajectory in finished if trajectory.row.source == source]
+        rewards_of_source = [trajectory.reward or 0.0 for trajectory in scored if trajectory.row.source == source]
         metrics[f"reward/source/{source}"] = mean(rewards_of_source)
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)

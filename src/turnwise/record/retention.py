@@ -44,5 +44,6 @@ def _best_and_worst(group: Sequence[Trajectory], count: int) -> list[Trajectory]
     """Of equal rewards, the first conversations count as the best, and the last as the worst."""
     scored = [trajectory for trajectory in group if trajectory.reward is not None]
     scored.sort(key=lambda trajectory: -(trajectory.reward or 0.0))  # stable
-    failed = [trajectory for trajectory in group if trajectory.reward is None]
-    return [*scored[:count], *scored[-count:], *failed[:count]]
+    unscored = [trajectory for trajectory in group if trajectory.reward is None and not trajectory.failed]
+    failed = [trajectory for trajectory in group if trajectory.failed]
+    return [*scored[:count], *scored[-count:], *unscored[:count], *failed[:count]]

@@ -42,6 +42,9 @@ class Scorer:
     """Time limit in seconds. For async functions: of all functions of one trajectory together, and of each call of a group or
     batch function. For sync functions: of each call; it is interrupted by SIGALRM, in the main thread. None: no limit."""
 
+    environment_scores: bool = True
+    """Whether the environment or a tool may give rewards. Else, a conversation to which no function applies has no reward."""
+
     @property
     def functions(self) -> tuple[TrajectoryReward | TurnReward | GroupReward | BatchReward, ...]:
         """All functions."""
@@ -154,7 +157,7 @@ class GroupScoring:
         """Write the rewards into trajectories that are completely scored, and close their environments."""
         for trajectory in trajectories:
             if (pending := self._pending.pop(id(trajectory), None)) is not None:
-                pending.write()
+                pending.write(needs_function=bool(self._scorer.functions) and not self._scorer.environment_scores)
             handle, trajectory.environment = trajectory.environment, None
             if handle is not None:
                 handle.release()
@@ -187,8 +190,15 @@ class _PendingScore:
     def add(self, name: str, value: float) -> None:
         self.parts[name] = self.parts.get(name, 0.0) + value
 
-    def write(self) -> None:
+    def write(self, *, needs_function: bool = False) -> None:
+        """`needs_function`: without a number of a function, the trajectory has no reward, which is not the reward 0."""
         if self.trajectory.failed:
+            return
+        if (
+            needs_function
+            and self.parts.keys() <= {"turns"}
+            and not any(turn.rewards for turn in self.trajectory.turns)
+        ):
             return
         try:
             self.add_of_turns()  # again: a reward function may have called `Turn.add_reward`

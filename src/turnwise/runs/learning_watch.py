@@ -85,6 +85,11 @@ class LearningWatch:
                 f"{failed} of {failed + len(finished)} conversations of the last step failed, so no row had two rewards to "
                 f"compare: `turnwise show {self.config.output} --failed` prints their errors"
             )
+        if finished and not rewards:
+            return (
+                f"None of the {len(finished)} conversations of the last step has a reward: the reward functions "
+                f"({', '.join(names)}) returned None for all of them, which means that they do not apply. Return a number"
+            )
         if compared and all(_answers(group) == 1 for group in compared):
             return (
                 f"All answers to a row are identical: raise sampling.temperature ({sampling.temperature:g}), or "
@@ -117,7 +122,7 @@ class LearningWatch:
         names = self._reward_functions()
         source = f"the reward functions ({', '.join(names)})" if names else self.config.environment.use
         first = noisy[0]
-        rewards = ", ".join(f"{trajectory.reward:g}" for trajectory in first.trajectories[:4])
+        rewards = ", ".join(f"{t.reward:g}" for t in first.trajectories[:4] if t.reward is not None)
         return (
             f"in all {len(noisy)} groups with reward differences, the answers are identical and only their rewards differ (row "
             f"{first.row.id}: {rewards}), so the gradients of a group cancel and nothing is learnt. {source} must give identical "
@@ -174,8 +179,9 @@ class LearningWatch:
 
 
 def _finished(group: Group) -> Group:
-    """The group without failed conversations."""
-    return replace(group, trajectories=[trajectory for trajectory in group.trajectories if not trajectory.failed])
+    """The group without conversations that failed or have no reward."""
+    compared = [one for one in group.trajectories if not one.failed and one.reward is not None]
+    return replace(group, trajectories=compared)
 
 
 def _answers(group: Group) -> int:

@@ -318,7 +318,7 @@ def _comparable(trajectory: Trajectory) -> dict[str, Any]:
     chosen: dict[str, Any] = {key: record.get(key) for key in _COMPARED}
     if chosen["error"] is not None:
         chosen["error"] = {key: chosen["error"][key] for key in ("kind", "message")}
-    chosen["row"] = record["row"]
+    chosen["row"] = {**record["row"], **record.get("row_columns", {})}
     chosen["turns"] = [
         {
             **{key: turn.get(key) for key in _COMPARED_OF_TURNS},

@@ -332,8 +332,9 @@ def _scalar(value: Any) -> str | None:
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:
     """The texts that a search finds."""
-    for text in (*_strings(record.get("messages")), *_strings(record.get("row")), *_strings(record.get("error"))):
-        yield text.encode("utf-8", "replace").decode()  # a model may write half of a surrogate pair
+    for key in ("messages", "row", "row_columns", "error"):
+        for text in _strings(record.get(key)):
+            yield text.encode("utf-8", "replace").decode()  # a model may write half of a surrogate pair
     for turn in _objects(record.get("turns")):
         if isinstance(text := turn.get("text"), str):
             yield text.encode("utf-8", "replace").decode()

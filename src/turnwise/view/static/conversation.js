@@ -16,7 +16,7 @@ function Fact({ name, value, bad }) {
 
 function Facts({ conversation }) {
   const parts = Object.entries(conversation.rewards || {});
-  const columns = Object.entries(conversation.row || {}).filter(([name]) => name !== "id");
+  const columns = [...Object.entries(conversation.row || {}).filter(([name]) => name !== "id"), ...Object.entries(conversation.row_columns || {})];
   const short = (value) => { const text = typeof value === "string" ? value : JSON.stringify(value); return text.length > 160 ? `${text.slice(0, 160)}…` : text; };
   return html`<div class="facts">
     <${Fact} name="reward" value=${conversation.reward === null ? "none" : number(conversation.reward)} />
@@ -124,12 +124,12 @@ export function GroupPage({ runs, run, kind, address, go }) {
   const group = columns.group[n], step = columns.step[n];
   const numbers = columns.group.flatMap((other, place) => (other === group && columns.step[place] === step ? [place] : []));
   const rewards = numbers.map((place) => columns.reward[place]).filter((value) => value !== null);
-  const mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
+  const mean = rewards.length ? number(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "none";
   numbers.sort((a, b) => (columns.reward[b] ?? -Infinity) - (columns.reward[a] ?? -Infinity) || a - b);
   return html`
     <div class="bar"><button onClick=${() => go({ view: "conversation" })}>← Conversation</button>
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
-      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${number(mean)}, highest first</span>
+      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${mean}, highest first</span>
       ${runs[run].recorded?.best_and_worst && html`<span class="muted">the run records a part of each group (record.best_and_worst=${runs[run].recorded.best_and_worst}), so this is not the mean of the group</span>`}</div>
     <div class="columns" tabindex="0" role="region" aria-label="Group">${numbers.slice(0, 32).map((place) => html`<${Pane} key=${place} run=${run} kind=${kind} number=${place} title=${columns.id[place]} mode=${mode} address=${address} go=${go} />`)}</div>`;
 }

@@ -43,7 +43,7 @@ export async function search(run, kind, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
   return Object.entries(exported.runs[run].conversations[kind])
     .filter(([, found]) => {
-      const text = JSON.stringify([found.messages, found.row, found.turns.map((turn) => turn.text)]).toLowerCase();
+      const text = JSON.stringify([found.messages, found.row, found.row_columns, found.turns.map((turn) => turn.text)]).toLowerCase();
       return words.every((word) => text.includes(word));
     })
     .map(([number]) => Number(number));
