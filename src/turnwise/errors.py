@@ -21,10 +21,12 @@ import contextlib
 import difflib
 import functools
 import os
+import sys
 import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import NoReturn
 
 from turnwise.types import Failure
 
@@ -112,16 +114,18 @@ class Boundary:
     Raises Failed.
     """
 
-    __slots__ = ("_kind", "_where")
+    __slots__ = ("_kind", "_process", "_where")
 
     def __init__(self, kind: str, *, where: str = "") -> None:
         self._kind = kind
         self._where = where
 
     def __enter__(self) -> None:
-        pass
+        self._process = os.getpid()
 
     def __exit__(self, _: object, error: BaseException | None, traceback: object) -> None:
+        if os.getpid() != self._process:  # a child that the code inside has forked would go on as a second run
+            _end_process(error)
         if error is None or isinstance(error, asyncio.CancelledError | KeyboardInterrupt | GeneratorExit):
             return
         kind, where = self._kind, self._where
@@ -132,6 +136,23 @@ class Boundary:
 
 
 boundary = Boundary
+
+
+def _end_process(error: BaseException | None) -> NoReturn:
+    """End a forked process as Python ends a process whose main code has returned or raised, without functions of `atexit`."""
+    if error is None:
+        status = 0
+    elif isinstance(error, SystemExit):
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+        status = 1
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def failed_by(error: BaseException, kind: str, *, where: str = "") -> Failed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +16,8 @@ import pytest
 
 from support.recipes import save_recipe
 from support.tiny import save_model
+from turnwise.commands.stopping import Stops
+from turnwise.errors import RunError
 
 USER = '''
 import asyncio
@@ -299,3 +303,61 @@ def test_what_aborts_while_the_interpreter_is_finalized_does_not_change_the_stat
     assert done.returncode == status, done.stderr
     if finalize == "no":
         assert done.stdout == "from atexit\n"
+
+
+# code of the recipe that ends the run from inside
+
+
+async def stops_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(10)
+
+
+async def cancels_all_tasks() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+    await asyncio.sleep(10)
+
+
+async def closes_a_descriptor() -> None:
+    reader, writer = os.pipe()
+    os.close(reader), os.close(writer)
+    os.fstat(reader)
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (stops_the_loop, "code of the recipe has called loop.stop()"),
+        (cancels_all_tasks, "code of the recipe has cancelled all tasks of the event loop"),
+        (closes_a_descriptor, "code of the recipe has closed file descriptors that it has not opened"),
+    ],
+)
+def test_a_run_that_is_ended_from_inside_says_by_what_and_how_it_goes_on(code: Any, cause: str) -> None:
+    leave = os._exit
+    with pytest.raises(RunError) as raised:
+        Stops().run(code())
+    assert cause in str(raised.value)
+    assert "resume=auto continues" in str(raised.value)
+    assert os._exit is leave
+
+
+EXITS = """
+import os, sys
+from turnwise.commands.stopping import Stops
+
+async def main():
+    if os.fork() == 0:
+        os._exit(7)  # a child may
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+    os._exit(int(sys.argv[1]))
+
+Stops().run(main())
+"""
+
+
+@pytest.mark.parametrize(("status", "expected"), [(0, 1), (5, 5)])
+def test_a_run_that_code_of_its_recipe_exits_does_not_look_finished(status: int, expected: int) -> None:
+    done = subprocess.run([sys.executable, "-c", EXITS, str(status)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == expected
+    assert f"code of the recipe has called os._exit({status})" in done.stderr

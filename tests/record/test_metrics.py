@@ -56,6 +56,7 @@ def test_the_metrics_of_a_few_conversations() -> None:
         "groups/zero_std": 0.5,  # in the second group only one is whole
         "template_mismatch": 0.0,
         "failed": 0.25,
+        "reward/none": 0.0,
         "engine/prefix_hit_rate": None,  # no engine reported it
         "version/oldest": 0,
         "version/newest": 0,

@@ -7,16 +7,19 @@ import contextlib
 import contextvars
 import gc
 import logging
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
 import pytest
 
-from support.conversations import Says, a_row, a_table, call, hold, hold_all
+from support.conversations import Says, a_row, a_table, call, hold, hold_all, scripted
 from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
-from turnwise.environments.tools.toolbox import Tools
+from turnwise.environments.tools import toolbox
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.rollout import guarded_environment
 from turnwise.rollout.limits import Limits
@@ -324,7 +327,8 @@ def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_
     (message,) = caplog.messages
     assert message.startswith("the environment Blocks.step blocked the event loop for 0.3 s in Blocks.step (")
     assert f"{__file__}:" in message
-    assert "run it in a thread (docs/environments.md" in message
+    for way in ("write `def` instead of `async def`", "environment.thread: true", "asyncio.to_thread(function, ...)"):
+        assert way in message
 
 
 def test_who_blocks_the_loop_for_too_long_meets_its_own_deadline() -> None:
@@ -556,3 +560,129 @@ def test_a_generator_that_swallows_cancellation_is_abandoned_in_the_end(monkeypa
     trajectory = hold(Says("a"), swallows, limits=Limits(seconds=0.2))
     assert trajectory.stop is Stop.DEADLINE
     assert time.monotonic() - began < 10
+
+
+# code that leaves its place
+
+
+def forks(how: str) -> int:
+    """Fork a child that ends as `how` says. Returns the status of the child in the parent."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if how == "exits":
+        sys.exit(3)
+    if how == "raises":
+        raise RuntimeError("in the child")
+    return -1  # the child returns as if it were the run
+
+
+@pytest.mark.parametrize(("how", "status"), [("exits", 3), ("raises", 1), ("returns", 0)])
+@pytest.mark.parametrize("place", ["environment", "sync environment", "tool", "constructor"])
+def test_a_child_that_user_code_forks_ends_where_the_code_ends(place: str, how: str, status: int) -> None:
+    found: list[int] = []
+
+    @environment
+    async def in_loop(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+        yield Opening(messages=row.messages)
+        found.append(forks(how))
+
+    @environment
+    def in_thread(row: Row) -> Generator[Opening | Reply, Turn, None]:
+        yield Opening(messages=row.messages)
+        found.append(forks(how))
+
+    def look() -> str:
+        """Look."""
+        found.append(forks(how))
+        return "seen"
+
+    class Constructed(SingleTurn):
+        def __init__(self) -> None:
+            found.append(forks(how))
+
+    made: dict[str, Any] = {
+        "environment": in_loop,
+        "sync environment": in_thread,
+        "tool": lambda: Tools([look]),
+        "constructor": Constructed,
+    }
+    (trajectory,) = hold_all(Says(call("look"), "b"), made[place])
+    assert trajectory.error is None
+    assert found == [status]  # and this process is the only one that comes here
+
+
+@pytest.mark.parametrize("limit", ["seconds_per_turn", "seconds"])
+def test_a_call_that_blocks_for_good_ends_with_the_limit_of_its_conversation(limit: str) -> None:
+    class Sleeps(SingleTurn):
+        async def step(self, turn: Turn) -> Reply:
+            if turn.text == "a":
+                time.sleep(1000)
+            return Reply(done=True)
+
+    limits = Limits(turns=2, **{"seconds_per_turn": None, "seconds": None, limit: 0.5})  # type: ignore[arg-type]
+    started = time.monotonic()
+    stuck, other = hold_all(scripted(["a"], ["b"]), Sleeps, size=2, limits=limits)
+    assert time.monotonic() - started < 60
+    assert stuck.error is not None
+    assert (stuck.stop, stuck.error.kind) == (Stop.DEADLINE, "deadline")
+    assert f"limits.{limit}=0.5" in stuck.error.message
+    assert (other.stop, other.error) == (Stop.DONE, None)
+
+
+def test_a_tool_that_blocks_the_loop_meets_its_own_timeout_and_the_model_is_told() -> None:
+    async def look() -> str:
+        """Look."""
+        time.sleep(1000)
+        return "seen"
+
+    (trajectory,) = hold_all(Says(call("look"), "b"), lambda: Tools([Tool.of(look, timeout=0.5)]))
+    assert trajectory.error is None
+    assert trajectory.turns[0].outcomes[0].error == "timeout"
+    assert trajectory.stop is Stop.DONE
+
+
+def test_an_interrupted_call_that_catches_everything_is_interrupted_again() -> None:
+    class Stubborn(SingleTurn):
+        async def step(self, turn: Turn) -> Reply:
+            for _ in range(2):
+                with contextlib.suppress(BaseException):
+                    time.sleep(1000)
+            return Reply(done=True, reward=1.0)
+
+    (trajectory,) = hold_all(Says("a"), Stubborn, limits=Limits(turns=2, seconds_per_turn=0.3))
+    assert trajectory.stop is not None  # it ends
+
+
+@pytest.mark.parametrize("how", ["blocks", "waits", "swallows", "thread"])
+def test_an_environment_is_closed_though_its_tools_do_not_close(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolbox, "_CLOSE_TIMEOUT", 0.5)
+    closed: list[str] = []
+
+    class Hangs:
+        def look(self) -> str:
+            """Look."""
+            return "seen"
+
+        async def close(self) -> None:
+            if how == "blocks":
+                time.sleep(1000)
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    if how == "waits":
+                        raise
+
+    class HangsInThread(Hangs):
+        def close(self) -> None:  # type: ignore[override]
+            time.sleep(20)
+
+    class Inner(SingleTurn):
+        async def close(self) -> None:
+            closed.append("inner")
+
+    kind = HangsInThread if how == "thread" else Hangs
+    (trajectory,) = hold_all(Says("a"), lambda: Tools([kind], then=Inner()))
+    assert trajectory.error is None
+    assert closed == ["inner"]

@@ -7,6 +7,7 @@ import asyncio
 import copy
 import dataclasses
 import json
+import os
 from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from pathlib import Path
@@ -767,3 +768,36 @@ def test_a_value_that_contains_itself_is_copied_too() -> None:
     assert copied[1] is copied
     copied[0].append(2)
     assert circle[0] == [1]
+
+
+# the working directory
+
+
+def test_a_run_goes_on_where_it_began_when_user_code_changes_the_working_directory(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    Path("rows.jsonl").write_text('{"prompt": "2+2?"}\n')
+
+    def leaves(trajectory: Trajectory) -> float:
+        os.chdir(tmp_path / "other")
+        return 1.0
+
+    result = train(
+        model={"path": str(model)},
+        data={"train": "rows.jsonl", "eval": "rows.jsonl"},
+        reward={"trajectory": [leaves]},
+        limits={"turns": 1, "tokens_per_turn": 4},
+        credit={"name": "grpo"},
+        eval={"every": 1},
+        checkpoint={"every": 1},
+        train={"steps": 2, "batch_size": 1, "group_size": 2},
+        output="runs/here",
+        progress=False,
+    )
+    assert result.directory == tmp_path / "work" / "runs" / "here"
+    assert len(result.trajectories) == 4
+    assert (result.model / "model.safetensors").is_file() or any(result.model.rglob("*.safetensors"))
+    assert list((tmp_path / "other").iterdir()) == []

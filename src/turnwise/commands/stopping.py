@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 if TYPE_CHECKING:
     import asyncio
@@ -88,7 +89,7 @@ class Stops:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError, ValueError):
                     stream.flush()
-            os._exit(self.exit_status)
+            _exit(self.exit_status)
 
     @property
     def status(self) -> int:
@@ -102,14 +103,35 @@ class Stops:
         """
         import asyncio  # here, because `turnwise --help` does not need it
 
+        from turnwise.errors import RunError
+
         self._running = True
+        os._exit = _refuse_exit
         try:
             return asyncio.run(self._supervised(main))
         except asyncio.CancelledError:
             if self.received is None:
-                raise
+                raise RunError(
+                    f"the run was cancelled from inside: code of the recipe has cancelled all tasks of the event loop. "
+                    f"{_CANCEL_OWN}. {_RESUME}"
+                ) from None
             raise KeyboardInterrupt from None
+        except RuntimeError as error:
+            if "Event loop stopped" not in str(error):
+                raise
+            raise RunError(
+                f"the event loop of the run was stopped from inside: code of the recipe has called loop.stop(). Remove that "
+                f"call; an environment ends its conversation with Reply(done=True). {_RESUME}"
+            ) from None
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            raise RunError(
+                f"a file or socket of the run was closed from inside ({error}): code of the recipe has closed file descriptors "
+                f"that it has not opened (os.close, os.closerange). {_RESUME}"
+            ) from error
         finally:
+            os._exit = _exit
             self._running = False
             self._loop = self._task = None
 
@@ -128,13 +150,30 @@ class Stops:
         if second:
             if number == signal.SIGINT:
                 _write_error(self.farewell())
-                os._exit(self.status)  # the interpreter's own exit would wait for threads, and for user code
+                _exit(self.status)  # the interpreter's own exit would wait for threads, and for user code
         elif self._running or self._exiting:
             _write_error(f"turnwise: stopping ({self.received.name}); Ctrl-C stops at once")
             if self._loop is not None and self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)  # threadsafe: it also wakes a waiting loop
         else:
             raise KeyboardInterrupt
+
+
+_exit = os._exit
+_process = os.getpid()
+_RESUME = "The steps up to the last checkpoint are kept: resume=auto continues"
+_CANCEL_OWN = "Cancel only tasks that your code has created"
+
+
+def _refuse_exit(status: int) -> NoReturn:
+    """`os._exit` while a run is in progress. A run that code of its recipe ends so must not look like a finished run."""
+    if os.getpid() != _process:  # a child process
+        _exit(status)
+    _write_error(
+        f"turnwise: code of the recipe has called os._exit({status}), which ends the run at once, without a checkpoint. Raise an "
+        f"exception to end one conversation. {_RESUME}"
+    )
+    _exit(status or 1)
 
 
 def _write_error(text: str) -> None:

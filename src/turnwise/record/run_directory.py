@@ -35,7 +35,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, *, kind: str = "train", compressed: bool = False) -> None:
-        self.path = Path(path)
+        self._given = Path(path)
+        self.path = self._given.absolute()  # user code may change the working directory
         self.kind = kind
         self.config = self.path / "config.yaml"
         self.curve = self.path / "curve.png"
@@ -51,6 +52,11 @@ class RunDirectory:
         self.appended = {path.name: AppendedFile(path) for path in paths}
         """The files that are only appended to, by name."""
         self.run_lock: RunLock | None = None
+
+    @property
+    def shown(self) -> Path:
+        """The path for messages: as it was given, unless the working directory has changed."""
+        return self._given if self._given.absolute() == self.path else self.path
 
     def lock(self) -> None:
         """Keep other processes from writing to the directory until `release`; does nothing if it does not exist yet.
@@ -74,7 +80,7 @@ class RunDirectory:
         """Raise RunError if the directory holds a run and the recipe says neither to resume nor to replace it."""
         if self._holds_run() and not config.replace and config.resume != "auto":
             raise RunError(
-                f"{self.path} contains a run already. To resume it: resume=auto; to move it away and start a new run: "
+                f"{self.shown} contains a run already. To resume it: resume=auto; to move it away and start a new run: "
                 f"replace=true; or choose another directory: output=runs/<name>"
             )
 
@@ -108,14 +114,16 @@ class RunDirectory:
         about = self._read_about()
         if about is None:
             raise RunError(
-                f"{self.path} contains files of a run, and no checkpoint to resume from (`turnwise rollout` writes none). "
+                f"{self.shown} contains files of a run, and no checkpoint to resume from (`turnwise rollout` writes none). "
                 f"{keep}"
             )
         if about["kind"] != self.kind:
-            raise RunError(f"{self.path} contains a run of `turnwise {about['kind']}`, and no checkpoint of it. {keep}")
+            raise RunError(
+                f"{self.shown} contains a run of `turnwise {about['kind']}`, and no checkpoint of it. {keep}"
+            )
         if about["checkpoint"] is not None:
             raise RunError(
-                f"the checkpoints of the run in {self.path} were removed; the last was of step {about['checkpoint']}. Restore "
+                f"the checkpoints of the run in {self.shown} were removed; the last was of step {about['checkpoint']}. Restore "
                 f"{self.path / 'checkpoints'} from a copy. {keep}"
             )
 

@@ -73,7 +73,7 @@ class OpenedRun:
                 else "the number of rows is the same"
             )
             raise RunError(
-                f"the rows of data.train={self.config.data.train} are not the rows that the run in {self.directory.path} "
+                f"the rows of data.train={self.config.data.train} are not the rows that the run in {self.directory.shown} "
                 f"started with ({counts}). Restore them; or use the new rows for the next steps: "
                 f"resume_changes='[data.train]'"
             )
@@ -98,7 +98,7 @@ class OpenedRun:
         if now != self.origin["tokenizer"] and "model.path" not in self.config.resume_changes:
             raise RunError(
                 f"the tokenizer or the chat template in model.path={self.config.model.path} changed since the run in "
-                f"{self.directory.path} started. Restore the files; or start another run; or resume with the copy in the "
+                f"{self.directory.shown} started. Restore the files; or start another run; or resume with the copy in the "
                 f"checkpoint: resume_changes='[model.path]'"
             )
 
@@ -120,7 +120,7 @@ class OpenedRun:
         elif base is not None and base != self.origin["model"]:
             raise RunError(
                 f"the checkpoint {self.saved.folder} holds the adapter only, and the weights in model.path={config.model.path} "
-                f"changed since the run in {self.directory.path} started: restore them"
+                f"changed since the run in {self.directory.shown} started: restore them"
             )
         self._compare_reference(learner)
 
@@ -134,7 +134,7 @@ class OpenedRun:
             needed, option = ("the model before training", "model.path") if path is None else ("it", "reference.path")
             raise RunError(
                 f"the KL divergence needs {needed} as the reference model, and the weights in {option}="
-                f"{path or self.config.model.path} changed since the run in {self.directory.path} started: restore them"
+                f"{path or self.config.model.path} changed since the run in {self.directory.shown} started: restore them"
             )
 
     def compare_critic(self, critic: Critic) -> None:
@@ -145,7 +145,7 @@ class OpenedRun:
         if base != self.origin.setdefault("critic", base):
             raise RunError(
                 f"the checkpoint holds only the adapter of the critic, and the weights in critic.path={path} changed since the "
-                f"run in {self.directory.path} started: restore them"
+                f"run in {self.directory.shown} started: restore them"
             )
 
     def begin(self, learner: Learner, critic: Critic | None = None) -> None:

@@ -122,5 +122,6 @@ def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> 
         (directory.config, "the recipe as it was run"),
         (checkpoint, "the model; loads with AutoModelForCausalLM"),
     ]
+    files = [(directory.shown / file.relative_to(directory.path), description) for file, description in files]
     width = max(len(str(file)) for file, _ in files)
     return Text("\n".join(f"{file!s:<{width}}  {description}" for file, description in files))

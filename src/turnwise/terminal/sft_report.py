@@ -60,7 +60,7 @@ class SftReport(Report):
         self.console.print(f"loss {sparkline([step['loss'] for step in metrics if step['loss'] is not None])}")
         self.print_places(directory, checkpoint, conversations="the first conversations")
         self.print_line(
-            f"to read the run: turnwise show {directory.path}; to train further: turnwise train RECIPE model.path={checkpoint}"
+            f"to read the run: turnwise show {directory.shown}; to train further: turnwise train RECIPE model.path={checkpoint}"
         )
 
     def figures(self) -> RenderableType:

@@ -82,7 +82,7 @@ class TrainReport(Report):
             self.console.print(conversation(self._example))
         self.print_places(directory, checkpoint, conversations="every conversation")
         self.print_line(
-            f"to read the run: turnwise show {directory.path}, or in the browser: turnwise view {directory.path}"
+            f"to read the run: turnwise show {directory.shown}, or in the browser: turnwise view {directory.shown}"
         )
 
     def figures(self) -> RenderableType:

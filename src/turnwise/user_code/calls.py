@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from turnwise.errors import Failed, boundary, failed_by
 from turnwise.types import Failure
-from turnwise.user_code.deadlines import shareable, shared_context, stopwatch
-from turnwise.user_code.loop_watch import loop_watch
+from turnwise.user_code.deadlines import first_end, limits, shareable, shared_context, stopwatch
+from turnwise.user_code.loop_watch import Interrupted, loop_watch
 
 __all__ = [
     "call",
@@ -41,10 +41,11 @@ GRACE = 1.0
 class _Driven:
     """Awaits what a user's function returns, measures each stretch between two awaits, and can abandon the function."""
 
-    __slots__ = ("_function", "_name", "abandoned")
+    __slots__ = ("_function", "_limits", "_name", "abandoned")
 
     def __init__(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
         self._function = function
+        self._limits = limits.get()
         self._name = name
         self.abandoned = False
 
@@ -52,7 +53,7 @@ class _Driven:
         watch, own_time, coroutine = loop_watch(), stopwatch(), _awaited(self._function)
         error: BaseException | None = None
         while True:
-            stretch = watch.begin(self._name)
+            stretch = watch.begin(self._name, until=first_end(self._limits))
             try:
                 waits_for = coroutine.send(None) if error is None else coroutine.throw(error)
             except StopIteration as result:
@@ -73,6 +74,7 @@ class _Driven:
 
     async def run(self, kind: str) -> Any:
         """The result of the function. Raises Failed, of the kind `kind`."""
+        limits.set(self._limits)  # the context of the conversation does not have those of the caller
         with boundary(kind):
             return await self
 
@@ -103,7 +105,8 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
 
     If the caller is cancelled, so is the task. If the task has not ended `GRACE` seconds later, it is abandoned.
 
-    Raises Failed, of the kind `kind`, whatever the function raises.
+    Raises Failed, of the kind `kind`, whatever the function raises. Raises TimeoutError if the function blocks the event loop
+    when a limit of its conversation is over: it is interrupted then, in the main thread.
     """
 
     driven = _Driven(function, name)
@@ -119,6 +122,10 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
         return task.result()
     except GeneratorExit as error:
         raise failed_by(error, kind) from error
+    except Failed as failed:
+        if isinstance(failed.__cause__, Interrupted) and any(limit.over() for limit in limits.get()):
+            raise TimeoutError from failed
+        raise
 
 
 async def _end_of(task: asyncio.Task[Any]) -> None:

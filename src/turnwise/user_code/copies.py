@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 from types import NoneType
@@ -52,11 +52,15 @@ _ATOMS = frozenset((str, int, float, bool, NoneType, bytes, complex))
 
 
 def copy_containers(value: Any) -> Any:
-    """A copy of nested containers."""
+    """A copy of nested containers. A value that is nested too deeply to be copied is returned."""
     try:
         return _copy(value)
-    except RecursionError:  # a value that contains itself
-        return copy.deepcopy(value)
+    except RecursionError:
+        pass
+    try:
+        return copy.deepcopy(value)  # of a value that contains itself
+    except RecursionError:
+        return value
 
 
 def _copy(value: Any) -> Any:
@@ -77,6 +81,8 @@ def _copy_object(value: Any) -> Any:
     if isinstance(value, type):
         return value
     if isinstance(value, dict):
+        if type(value).items not in (dict.items, OrderedDict.items):  # it is read in a way of its own
+            return value
         copied = copy.copy(cast("dict[Any, Any]", value))  # keeps the class, and the default of a defaultdict
         for key, item in value.items():
             dict.__setitem__(copied, key, _copy(item))

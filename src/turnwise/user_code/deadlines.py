@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context, ContextVar, Token
 from typing import Any
 
@@ -22,7 +23,9 @@ __all__ = [
     "conversation",
     "conversation_name",
     "deadline",
+    "first_end",
     "in_lockstep",
+    "limits",
     "shared_context",
     "stopwatch",
     "waiting_for_others",
@@ -142,12 +145,15 @@ class Deadline:
     None sets no limit.
     """
 
-    __slots__ = ("_end", "_excused", "_loop", "_seconds", "_timeout", "_timer", "expired")
+    __slots__ = ("_excused", "_loop", "_seconds", "_timeout", "_timer", "_token", "end", "expired")
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds
         self._timeout: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._token: Token[tuple[Deadline, ...]] | None = None
+        self.end = math.inf
+        """When the time is over, in the time of the event loop, without what is excused."""
         self.expired = False
         """Whether the time was over."""
 
@@ -159,19 +165,27 @@ class Deadline:
             self._loop = asyncio.get_running_loop()
             self._excused: Callable[[], float] = (lambda: 0.0) if watch is None else watch.excused
             now = self._loop.time()
-            self._end = now + self._seconds - self._excused()
+            self.end = now + self._seconds - self._excused()
+            self._token = limits.set((*limits.get(), self))
             self._timer = self._loop.call_at(now + self._seconds, self._check)
         return self
 
     async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> bool | None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._token is not None:
+            limits.reset(self._token)
         return None if self._timeout is None else await self._timeout.__aexit__(kind, error, traceback)
+
+    def over(self) -> bool:
+        """Whether the time is over now; `expired` then says so too."""
+        self.expired = self.expired or self.end + self._excused() <= self._loop.time()
+        return self.expired
 
     def _check(self) -> None:
         """End the block, or look again later if some of the time was excused."""
         assert self._timeout is not None
-        end = self._end + self._excused()
+        end = self.end + self._excused()
         if end > self._loop.time() + 0.001:
             self._timer = self._loop.call_at(end, self._check)
         else:
@@ -180,3 +194,14 @@ class Deadline:
 
 
 deadline = Deadline
+
+limits: ContextVar[tuple[Deadline, ...]] = ContextVar("turnwise_limits", default=())
+"""The deadlines that hold for the caller, outermost first."""
+
+
+def first_end(of: Sequence[Deadline]) -> float:
+    """When the first of these deadlines is over, as `time.monotonic()`, if nothing more is excused until then."""
+    watch = _stopwatch.get()
+    if watch is None or not of:
+        return math.inf
+    return min([limit.end for limit in of]) + watch.excused()

@@ -10,18 +10,20 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import os
+import signal
 import sys
 import sysconfig
 import threading
 import time
 import weakref
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from turnwise.errors import OWN_CODE
 
-__all__ = ["LoopWatch", "Stretch", "loop_watch"]
+__all__ = ["Interrupted", "LoopWatch", "Stretch", "loop_watch"]
 
 BLOCKED = 0.25
 """Seconds without an `await` after which a call is reported as blocking the event loop."""
@@ -64,6 +66,8 @@ class Stretch(NamedTuple):
     """CPU seconds of the event loop's thread when it began."""
     collected: float
     """Seconds of garbage collection when it began."""
+    until: float = math.inf
+    """`time.monotonic()` at which a limit of its conversation is over: the call is then interrupted."""
 
 
 class LoopWatch:
@@ -79,13 +83,16 @@ class LoopWatch:
         """The stretch that the watching thread has looked at last, and the line where it was. Written by that thread."""
         self._reported: set[str] = set()
         self._watcher: threading.Thread | None = None
+        self._interrupted = 0.0
+        """When the watching thread has last interrupted a call, as `time.monotonic()`."""
+        self._interrupts = _set_interrupt(self)
 
-    def begin(self, name: str) -> Stretch:
-        """A stretch of the call `name` begins. What is returned is handed to `end`."""
+    def begin(self, name: str, *, until: float = math.inf) -> Stretch:
+        """A stretch of the call `name` begins, which is interrupted at `until`. What is returned is handed to `end`."""
         if self._watcher is None:
             self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="loop-watch", daemon=True)
             self._watcher.start()
-        stretch = Stretch(name, time.monotonic(), self._running, time.thread_time(), collector_time.seconds)
+        stretch = Stretch(name, time.monotonic(), self._running, time.thread_time(), collector_time.seconds, until)
         self._running = stretch
         return stretch
 
@@ -110,13 +117,24 @@ class LoopWatch:
         stretch = self._running
         if stretch is None:
             return
-        seconds = time.monotonic() - stretch.began
+        now = time.monotonic()
+        seconds = now - stretch.began
+        if now >= stretch.until and now - self._interrupted >= _PAUSE and self._interrupts:
+            self._interrupted = now
+            signal.pthread_kill(self._loop_thread, _INTERRUPT)
         if seconds >= BLOCKED / 2 and (not self._line_of(stretch) or seconds >= STUCK):
             frame = sys._current_frames().get(self._loop_thread)
             if frame is not None and self._running is stretch:
                 self._seen = (stretch, _line(frame))
         if seconds >= STUCK:
             self._report(stretch, seconds, still=True)
+
+    def interrupt(self, frame: FrameType | None) -> None:
+        """Raise Interrupted in the call that runs now, if its time is over. Runs in the loop's thread, in a signal handler."""
+        stretch = self._running
+        own = frame is not None and frame.f_code.co_filename == __file__
+        if stretch is not None and not own and time.monotonic() >= stretch.until:
+            raise Interrupted
 
     def _line_of(self, stretch: Stretch) -> str:
         seen = self._seen
@@ -131,8 +149,9 @@ class LoopWatch:
         self._reported.add(key)
         _log.warning(
             "%s %s the event loop for %.1f s%s, and all other conversations waited (their deadlines are extended by this "
-            "time). Use `await` instead of blocking calls, write a sync function, or run it in a thread (docs/environments.md, "
-            "Errors)",
+            "time). Use `await` instead of blocking calls; or run the code in a thread: write `def` instead of `async def`, set "
+            "environment.thread: true for an environment of turnwise, thread: true for a tool, or write "
+            "`await asyncio.to_thread(function, ...)` around the blocking call (docs/environments.md, Errors)",
             stretch.name,
             "has blocked" if still else "blocked",
             seconds,
@@ -148,6 +167,30 @@ def _watch(reference: weakref.ref[LoopWatch]) -> None:
             return
         watch.look()
         del watch
+
+
+class Interrupted(BaseException):
+    """A call blocked the event loop beyond a limit of its conversation. `except Exception` does not catch it."""
+
+
+_INTERRUPT: Any = getattr(signal, "SIGRTMIN", 0) + 5 if hasattr(signal, "SIGRTMIN") else None
+"""The signal that interrupts a call: unlike an exception that is set for a thread, it also ends `time.sleep`. None: not here."""
+_PAUSE = 1.0
+"""Seconds between two interruptions of a call that has caught the first one."""
+
+
+def _set_interrupt(watch: LoopWatch) -> bool:
+    """Let the signal interrupt calls in the event loop of `watch`. Returns False where this is not possible."""
+    if _INTERRUPT is None or threading.current_thread() is not threading.main_thread():
+        return False
+    reference = weakref.ref(watch)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if (watch := reference()) is not None:
+            watch.interrupt(frame)
+
+    signal.signal(_INTERRUPT, handler)
+    return True
 
 
 _LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})

@@ -21,7 +21,7 @@ from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolSchema, Turn
 from turnwise.user_code.calls import call, own_context, spawn
-from turnwise.user_code.deadlines import deadline
+from turnwise.user_code.deadlines import deadline, limits
 from turnwise.user_code.run_in_thread import run_in_thread
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
@@ -223,6 +223,8 @@ class _Instance:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run in the context of this instance: context variables that a call sets are visible in the next call."""
+        if self._context is not None:  # it has the limits of the call that made the instance
+            self._context.run(limits.set, limits.get())
         return spawn(coroutine, context=self._context)
 
     async def _close(self, instance: Any) -> None:
