@@ -125,8 +125,7 @@ def copy_row(row: Row) -> Row:
     """A row for one call."""
     fields = copy_containers(row.fields) if type(row.fields) is dict else copy_containers(dict(row.fields))
     messages = [copy_containers(message) for message in row.messages]
-    arguments = copy_containers(row.chat_template_kwargs)
-    return Row(id=row.id, messages=messages, fields=fields, source=row.source, chat_template_kwargs=arguments)
+    return Row(id=row.id, messages=messages, fields=fields, source=row.source)
 
 
 def copy_turn(turn: Turn) -> Turn:
@@ -139,7 +138,13 @@ def copy_opening(opening: Opening) -> Opening:
     if not isinstance(opening, Opening):
         return opening
     messages, tools = copy_containers(opening.messages), copy_containers(opening.tools)
-    return replace(opening, messages=messages, tools=tools, sampling=copy_containers(opening.sampling))
+    return replace(
+        opening,
+        messages=messages,
+        tools=tools,
+        sampling=copy_containers(opening.sampling),
+        chat_template_kwargs=copy_containers(opening.chat_template_kwargs),
+    )
 
 
 def copy_reply(reply: Reply) -> Reply:
@@ -150,7 +155,7 @@ def copy_reply(reply: Reply) -> Reply:
     if not isinstance(reply, Reply):
         return reply
     copied = _shallow(reply)
-    for name in ("messages", "rewrite", "info", "tools", "sampling", "outcomes"):
+    for name in ("messages", "rewrite", "info", "tools", "sampling", "outcomes", "chat_template_kwargs"):
         if value := getattr(reply, name):
             object.__setattr__(copied, name, copy_containers(value))
     return copied
