@@ -81,9 +81,7 @@ def _options(fields: Any, prefix: str) -> Iterator[str]:
         choices = _choices(field.annotation)
         what = f"{what} One of: {choices}." if choices else what
         if not what.strip():
-            raise SystemExit(
-                f"scripts/option_table.py: the option {prefix}{name} has no description: write it below the field"
-            )
+            raise SystemExit(f"scripts/option_table.py: the option {prefix}{name} has no description: write it below the field")
         yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} | {_resume(f'{prefix}{name}')} |"
 
 

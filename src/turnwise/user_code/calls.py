@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 from turnwise.errors import Failed, boundary, failed_by
 from turnwise.types import Failure
 from turnwise.user_code.deadlines import first_end, limits, shareable, shared_context, stopwatch
-from turnwise.user_code.loop_watch import Interrupted, loop_watch
+from turnwise.user_code.loop_watch import loop_watch
+from turnwise.user_code.time_limit import Interrupted
 
 __all__ = [
     "call",

@@ -22,8 +22,9 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from turnwise.errors import OWN_CODE
+from turnwise.user_code.time_limit import Interrupted
 
-__all__ = ["Interrupted", "LoopWatch", "Stretch", "loop_watch"]
+__all__ = ["LoopWatch", "Stretch", "loop_watch"]
 
 BLOCKED = 0.25
 """Seconds without an `await` after which a call is reported as blocking the event loop."""
@@ -167,10 +168,6 @@ def _watch(reference: weakref.ref[LoopWatch]) -> None:
             return
         watch.look()
         del watch
-
-
-class Interrupted(BaseException):
-    """A call blocked the event loop beyond a limit of its conversation. `except Exception` does not catch it."""
 
 
 _INTERRUPT: Any = getattr(signal, "SIGRTMIN", 0) + 5 if hasattr(signal, "SIGRTMIN") else None
