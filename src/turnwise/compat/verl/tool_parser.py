@@ -149,6 +149,7 @@ class ParserFormat:
 
     def __init__(self, parser: ToolParser) -> None:
         self.name = type(parser).__name__
+        self.example = f"a call that {self.name} reads"
         self._parser = parser
 
     def parse(
