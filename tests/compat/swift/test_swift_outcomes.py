@@ -259,7 +259,7 @@ def test_arrays_and_tensors_are_rewards_and_nan_is_none(make: Any) -> None:
     by_text = {
         trajectory.assistant_texts[0]: value for trajectory, value in zip(one.trajectories, rewards_of, strict=True)
     }
-    assert by_text == {"a": 0.5, "bb": 0.0}
+    assert by_text == {"a": 0.5, "bb": None}  # no reward, which is not the reward 0
     assert ["odd" in trajectory.rewards for trajectory in one.trajectories] == [
         trajectory.assistant_texts == ["a"] for trajectory in one.trajectories
     ]
