@@ -115,11 +115,15 @@ class Conversations:
             None if tool_parser is None else read_parser(tool_parser, key="environment.arguments.tool_parser")
         )
         self._default_agent = default_agent or _TOOL_AGENT
-        if default_agent is not None and default_agent not in self.agents:
-            raise ConfigError(
-                f"default_agent={default_agent!r}{nearest(default_agent, self.agents)}; there are: {', '.join(self.agents)}"
-            )
+        self._refuse_unknown_agent(default_agent)
         self._tools, self._servers = read_tools(tools, timeout=tool_timeout) if tools is not None else ([], [])
+
+    def _refuse_unknown_agent(self, name: str | None) -> None:
+        """Raises ConfigError if `default_agent` names no agent."""
+        if name is not None and name not in self.agents:
+            raise ConfigError(
+                f"default_agent={name!r}{nearest(name, self.agents)}; there are: {', '.join(self.agents)}"
+            )
 
     @property
     def agents(self) -> list[str]:
