@@ -141,7 +141,7 @@ def test_a_file_that_is_not_there_is_named() -> None:
 
 def test_options_without_effect_are_refused(tmp_path: Path) -> None:
     for options, told in [
-        ({}, "none of interactions, tools, function_tools and agent_loops is set: name one of verl's files"),
+        ({}, "set interactions, tools, function_tools or agent_loops: one of verl's files"),
         ({"tools": "t.yaml", "max_user_turns": 2}, "max_user_turns=2 has no effect without interactions"),
         ({"interactions": "i.yaml", "max_user_turns": 0}, "max_user_turns=0 must be above 0"),
         ({"interactions": "i.yaml", "then": "a:b"}, "would both answer the model: choose one"),

@@ -85,9 +85,7 @@ class Conversations:
         as in verl's trainer. Raises ConfigError.
         """
         if interactions is None and tools is None and function_tools is None and agent_loops is None:
-            raise ConfigError(
-                "none of interactions, tools, function_tools and agent_loops is set: name one of verl's files"
-            )
+            raise ConfigError("set interactions, tools, function_tools or agent_loops: one of verl's files")
         if config is not None and agent_loops is None:
             raise ConfigError("config has no effect without agent_loops, which read it: remove it, or set agent_loops")
         if interactions is not None and then is not None:
