@@ -49,12 +49,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine, closing
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
-from turnwise.models.published_weights import published_weights
+from turnwise.models.loading import published_weights
 from turnwise.types import Completion, Request, Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -145,8 +145,8 @@ async def with_engine(
         return None
     try:
         config = recipe(name, options)
-        model = load_model(build.model_options(config))
-        engine = build.engine(config, build.renderer(config), model)
+        model = load_model(assembly.model_options(config))
+        engine = assembly.engine(config, assembly.renderer(config), model)
         async with closing(engine):
             started = time.perf_counter()
             await engine.start()
@@ -274,7 +274,7 @@ async def throughput(options: argparse.Namespace, console: Console) -> float:
         if name == "generate":
             from turnwise.models.loading import load_model
 
-            model = load_model(build.model_options(recipe("local", options)))
+            model = load_model(assembly.model_options(recipe("local", options)))
 
             async def run(batch: Sequence[Request], model: LlamaForCausalLM = model) -> None:
                 generate(model, batch)

@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncGenerator
 
 from turnwise import Opening, Reply, Row, Trajectory, Turn, environment
-from turnwise.user_code.deadlines import conversation_name
+from turnwise.user_code.calls import conversation_name
 
 
 def without_tools(trajectory: Trajectory) -> float:

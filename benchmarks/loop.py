@@ -31,8 +31,8 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
 from turnwise.environments.environment import Environment, environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Opening, Reply, Row, Sampling, Stop, Turn
 
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"

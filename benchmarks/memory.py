@@ -107,12 +107,12 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     from transformers import Qwen2ForCausalLM
     from transformers.initialization import no_init_weights
 
-    from turnwise import build
+    from turnwise import assembly
     from turnwise.config.schema import Config
     from turnwise.engines.local.engine import LARGE_CACHE
-    from turnwise.models.autocast import Bfloat16Linears
-    from turnwise.models.fast_layers import with_fast_layers
+    from turnwise.models.cpu import with_fast_layers
     from turnwise.models.loading import adapt
+    from turnwise.models.precision import Bfloat16Linears
     from turnwise.training.local_learner import LocalLearner
     from turnwise.types import Sampling
 
@@ -126,13 +126,13 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
             parameter.normal_(0.0, 0.02)
     model.eval()
     kv = filled_cache(shape, config, model)
-    adapt(model, build.model_options(config))
+    adapt(model, assembly.model_options(config))
     with_fast_layers(model)
     engine_weights = Bfloat16Linears(model) if mixed else None
     learner = LocalLearner(
         model,
         sampling=Sampling(),
-        optimizer=build.optimizer_config(config.train),
+        optimizer=assembly.optimizer_config(config.train),
         threads=torch.get_num_threads(),
         autocast=mixed,
     )
@@ -156,7 +156,7 @@ def filled_cache(shape: Any, config: Any, model: Any) -> Any:
     """A KV cache with all conversations, as the embedded engine keeps it."""
     import torch
 
-    from turnwise.engines.local.kv_cache import KVCache, KVShape
+    from turnwise.engines.local.cache import KVCache, KVShape
 
     heads, width = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
     kv = KVCache(
@@ -201,8 +201,8 @@ def rank(path: str, kind: str, args: argparse.Namespace) -> None:
     """The program of a rank: writes its peak into a file beside the model."""
     import torch
 
-    from turnwise import build
-    from turnwise.build.ranks import rank_options
+    from turnwise import assembly
+    from turnwise.assembly.learners import rank_options
     from turnwise.config.schema import Config
     from turnwise.training.sharded.commands import follow
     from turnwise.training.sharded.ranks import Ranks
@@ -215,8 +215,8 @@ def rank(path: str, kind: str, args: argparse.Namespace) -> None:
         follow(ranks)
         ranks.close()
     else:
-        learner = build.learner(config, path)
-        model = build.sampled_model(config, learner, path)
+        learner = assembly.learner(config, path)
+        model = assembly.sampled_model(config, learner, path)
         kv = filled_cache(model.config, config, model)
         seconds = take_steps(learner, config, model.config.vocab_size, args, after=lambda: learner.copy_weights(model))
         del kv
@@ -327,9 +327,8 @@ def main() -> None:
 def rows(kind: str, args: argparse.Namespace) -> Iterator[list[str]]:
     """The rows of a kind of training: one for each process."""
     from turnwise.config.schema import Config
-    from turnwise.doctor.memory import predict
-    from turnwise.doctor.traced_pass import Workload
-    from turnwise.planning.ranks import rank_memory
+    from turnwise.doctor.memory import Workload, predict
+    from turnwise.planning.memory import rank_memory
 
     config = Config.model_validate(options(args.size, kind, args))
     shape = shape_of(args.size)

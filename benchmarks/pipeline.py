@@ -43,7 +43,7 @@ from rich.console import Console
 from rich.table import Table
 from slow_tool import slow_calculator
 
-from turnwise.user_code.deadlines import conversation_name
+from turnwise.user_code.calls import conversation_name
 
 HERE = Path(__file__).resolve()
 MODES = {"sync": 0, "lockstep": 0, "one ahead": 1, "asynchronous": None, "ideal": None, "TRL": None}

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise.record import RecordedTrajectories
-from turnwise.record.compression import open_lines
-from turnwise.record.encode import SCHEMA
+from turnwise.record.lines import open_lines
 from turnwise.record.reader import trajectories_file
+from turnwise.record.trajectory_json import SCHEMA
 from turnwise.record.writer import AppendedFile
 
 BATCH = 128

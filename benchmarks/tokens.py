@@ -27,9 +27,8 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.calculator import calculator
 from turnwise.environments.environment import SingleTurn
 from turnwise.environments.tools.toolbox import Tool
-from turnwise.rollout.context import RolloutContext
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.segment_history import SegmentHistory
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.session import SegmentHistory
 from turnwise.types import Message, Sampling
 
 MODEL = Path(__file__).resolve().parent.parent / "demo" / "model"

@@ -23,10 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 import record as record_benchmark
-from turnwise.record.line_file import LineFile
-from turnwise.view.export import export
+from turnwise.record.lines import LineFile
 from turnwise.view.runs import ViewedRun
-from turnwise.view.server import ViewServer
+from turnwise.view.server import ViewServer, export
 
 FRAMES = """async ({ selector, seconds }) => {
   const element = document.querySelector(selector);

@@ -22,7 +22,7 @@ from credit_toy import (
 )
 from generated_page import replace_block, write_or_check
 
-from turnwise.rewards.credit import critic, outcome, published, turns
+from turnwise.rewards.credit import critic, outcome, turns
 
 PAGE = Path(__file__).parent.parent / "docs" / "credit.md"
 BEGIN, END = "<!-- bias: made by scripts/credit_table.py -->", "<!-- end of bias -->"
@@ -77,12 +77,12 @@ LINES = (
     Line("`gigpo`", turns.gigpo),
     Line("`kevin`, `gamma: 1`, `scale: none`", partial(turns.kevin, gamma=1.0, scale="none")),
     Line("`kevin`", turns.kevin),
-    Line("`mt_grpo`, `scale: none`", partial(published.mt_grpo, scale="none")),
-    Line("`mt_grpo`", published.mt_grpo),
-    Line("`igpo`, `scale: none`", partial(published.igpo, scale="none")),
-    Line("`igpo`, `normalise: joint`, `scale: none`", partial(published.igpo, normalise="joint", scale="none")),
-    Line("`igpo`", published.igpo),
-    Line("`turn_potential`", published.turn_potential),
+    Line("`mt_grpo`, `scale: none`", partial(turns.mt_grpo, scale="none")),
+    Line("`mt_grpo`", turns.mt_grpo),
+    Line("`igpo`, `scale: none`", partial(turns.igpo, scale="none")),
+    Line("`igpo`, `normalise: joint`, `scale: none`", partial(turns.igpo, normalise="joint", scale="none")),
+    Line("`igpo`", turns.igpo),
+    Line("`turn_potential`", turns.turn_potential),
 )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from turnwise.rewards.credit.episode import Advantages, Batch, Episode, ValueEstimates
+from turnwise.rewards.credit.credit import Advantages, Batch, Episode, ValueEstimates
 
 __all__ = ["LARGE", "SEVERAL_STATES", "Estimator", "Problem", "expected_gradient", "large_group_gradient", "stopping"]
 

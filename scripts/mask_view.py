@@ -22,8 +22,8 @@ from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.types import Row, Sampling, Trajectory, Turn
 
 ROOT = Path(__file__).parent.parent

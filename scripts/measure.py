@@ -62,7 +62,7 @@ ADVICE = {
     "class names defined more than once": "rename one of the classes: each name must have one meaning",
 }
 
-BEGIN, END = ("terminal/activity.py", "step"), ("record/metrics.py", "conversation_metrics")
+BEGIN, END = ("terminal/report.py", "step"), ("record/metrics.py", "conversation_metrics")
 """File and function with whose call the traced step begins, and with whose call it ends."""
 NOT_COUNTED = ("terminal/", "record/", "runs/run_state.py")
 """Progress, record, and whether a checkpoint may be written now."""
@@ -79,8 +79,8 @@ async def asks_again(row):
 """Two turns, rewards that differ: advantages are not zero, so that there is a gradient."""
 
 MIRRORS = {
-    "compat/swift/engine.py": ("Template",),
-    "compat/verl/schemas.py": ("ToolResponse",),
+    "compat/swift/environments.py": ("Template",),
+    "compat/verl/base.py": ("ToolResponse",),
     "compat/verl/shipped.py": ("Gsm8kTool",),
 }
 """Classes that code written for ms-swift or verl uses. They must have the names of those systems."""

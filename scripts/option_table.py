@@ -15,9 +15,9 @@ import yaml
 from generated_page import replace_block, write_or_check
 from pydantic.fields import FieldInfo
 
-from turnwise.config.named_section import name_of, named_sections, shared_options
 from turnwise.config.resume_rules import EXPLAINED, RULES
-from turnwise.config.schema import Config, Section, Use
+from turnwise.config.schema import Config
+from turnwise.config.section import Section, Use, name_of, named_sections, shared_options
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"
@@ -81,7 +81,9 @@ def _options(fields: Any, prefix: str) -> Iterator[str]:
         choices = _choices(field.annotation)
         what = f"{what} One of: {choices}." if choices else what
         if not what.strip():
-            raise SystemExit(f"scripts/option_table.py: the option {prefix}{name} has no description: write it below the field")
+            raise SystemExit(
+                f"scripts/option_table.py: the option {prefix}{name} has no description: write it below the field"
+            )
         yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} | {_resume(f'{prefix}{name}')} |"
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from support.families import SHARED, family_renderer, template_files  # noqa: E402
 from turnwise.chat.renderer import Renderer  # noqa: E402
-from turnwise.chat.template_check import SCENARIOS, Finding, check_scenario  # noqa: E402
+from turnwise.doctor.template import SCENARIOS, Finding, check_scenario  # noqa: E402
 from turnwise.errors import TemplateError  # noqa: E402
 
 PAGE = ROOT / "docs" / "templates.md"

@@ -19,7 +19,7 @@ from support.tiny import tiny_model
 from turnwise import Opening, Reply, environment, record
 from turnwise.api import Recipe, Step, StopTraining, rollout, sft, train
 from turnwise.errors import ConfigError, DataError
-from turnwise.user_code.live_objects import is_live, live_object, reference_to
+from turnwise.user_code.references import is_live, live_object, reference_to
 
 ROWS = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(4)]
 SMALL = {"steps": 2, "batch_size": 2, "group_size": 2}
@@ -217,17 +217,17 @@ def test_references() -> None:
 
 @pytest.fixture(autouse=True)
 def no_objects_left() -> Iterator[None]:
-    from turnwise.user_code import live_objects
+    from turnwise.user_code import references
 
     yield
-    live_objects._objects.clear()
+    references._objects.clear()
 
 
 def test_curves_are_drawn_without_changing_the_backend_of_a_notebook(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from turnwise.terminal.curves import draw_loss, draw_rewards
+from turnwise.terminal.train_report import draw_loss, draw_rewards
 names = ("reward/mean", "reward/std", "turns/mean", "tool_calls/mean", "tool_errors/mean", "loss")
 lines = [{"step": step, **dict.fromkeys(names, 0.1 * step)} for step in (1, 2)]
 draw_rewards(Path("rewards.png"), lines, lines)
@@ -241,13 +241,13 @@ assert "matplotlib.pyplot" not in sys.modules
 
 def test_modules_beside_functions_of_the_same_name_can_be_imported() -> None:
     import turnwise.rollout.rollout as loop
-    import turnwise.sft.run as run
+    import turnwise.sft.fine_tune as run
     import turnwise.train as steps
     from turnwise.rollout import session
 
     modules = sys.modules
     assert loop is modules["turnwise.rollout.rollout"]  # type: ignore[comparison-overlap]
-    assert run is modules["turnwise.sft.run"]  # type: ignore[comparison-overlap]
+    assert run is modules["turnwise.sft.fine_tune"]  # type: ignore[comparison-overlap]
     assert session is modules["turnwise.rollout.session"]
     assert steps is train  # the function, with the names of the module
     assert steps.assemble is modules["turnwise.train"].assemble

@@ -15,10 +15,7 @@ HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sgla
 
 MAY_IMPORT: dict[str, set[str]] = {
     # the parts and modules of turnwise that a part may import, besides its own folder
-    "sampling": set(),
-    "endings": set(),
-    "sequences": {"sampling"},
-    "types": {"sampling", "sequences", "endings"},
+    "types": set(),
     "errors": {"types"},
     "json_yaml": {"errors"},
     "local_paths": {"errors"},
@@ -30,14 +27,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         "json_yaml",
         "local_paths",
         "user_code.copies",
-        "user_code.live_objects",
+        "user_code.references",
         "user_code.reward_number",
     },
-    "recipe": {"errors", "config", "user_code.live_objects"},
+    "recipe": {"errors", "config", "user_code.references"},
     "chat": {"types", "errors", "local_paths", "data.images"},
     "engines": {"types", "errors", "user_code", "models"},
     "services": {"types", "errors", "user_code"},
-    "environments": {"types", "errors", "user_code", "services", "json_yaml", "data.numeric_answers", "serve.http"},
+    "environments": {
+        "types",
+        "errors",
+        "user_code",
+        "services",
+        "json_yaml",
+        "data.numeric_answers",
+        "services.http_server",
+    },
     "rollout": {
         "types",
         "errors",
@@ -45,20 +50,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "user_code",
         "chat",
         "engines.engine",
-        "engines.batched",
         "environments.environment",
         "services",
         "rewards",  # the pipeline scores groups when they end
-        "data.row_source",
+        "data.order",
     },
     "rewards": {"types", "errors", "user_code", "services"},
     "training": {"types", "errors", "models", "json_yaml"},
     "config": {"errors", "data.rows", "json_yaml", "local_paths"},
-    "evaluation": {"types", "errors", "json_yaml", "user_code.reward_number"},
     "record": {"types", "errors", "config", "data.images", "json_yaml", "user_code.reward_number"},
-    "terminal": {"types", "errors", "config", "evaluation", "record", "json_yaml"},
-    "serve": {"errors", "json_yaml"},
-    "view": {"errors", "evaluation", "record", "json_yaml", "sampling", "serve.http"},
+    "terminal": {"types", "errors", "config", "record", "json_yaml"},
+    "view": {"types", "errors", "record", "json_yaml", "services.http_server"},
     "loggers": {"types", "errors"},
     "starter": {"errors"},
     "compat": {
@@ -80,14 +82,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "chat",
         "data.images",
-        "data.media",
+        "data.rows",
         "engines.engine",
         "engines.remote",
-        "engines.vllm.trainer_group",
+        "engines.vllm.worker",
         "rollout",
         "record",
         "compat.swift",
-        "serve.http",
+        "services.http_server",
         "version",
     },
     "ray_workers": {
@@ -98,11 +100,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "chat.media_parts",
         "engines.engine",
         "engines.remote.engine",
-        "engines.remote.probe",
+        "engines.remote.servers",
         "rollout",
         "rollout_server",
     },
-    "build": {
+    "assembly": {
         "types",
         "errors",
         "rollout_server",
@@ -126,13 +128,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loggers",
         "types",
         "errors",
-        "build",
+        "assembly",
         "chat",
         "config",
         "data",
-        "doctor.preflight",
+        "doctor.template",
         "engines",
-        "evaluation",
         "json_yaml",
         "models",
         "record",
@@ -144,15 +145,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "terminal",
         "training",
         "user_code.reward_number",
-        "user_code.live_objects",
+        "user_code.references",
     },
 }
 """Parts that are missing here put the others together: train, sft, doctor, commands, cli."""
 
 LIGHT = [
-    "sampling",
-    "sequences",
-    "endings",
     "types",
     "errors",
     "json_yaml",
@@ -164,10 +162,8 @@ LIGHT = [
     "rollout",
     "rewards",
     "config",
-    "evaluation",
     "record",
     "terminal",
-    "serve",
     "view",
     "loggers",
     "starter",
@@ -192,7 +188,7 @@ EXCEPT_EXCEPTION = {
     "engines/vllm/worker.py": 1,  # in vLLM's process, where an exception would end the server
     "errors.py": 1,
     "user_code/calls.py": 1,
-    "user_code/run_in_thread.py": 1,
+    "user_code/threads.py": 1,
     "engines/local/engine.py": 1,
     "compat/swift/math_worker.py": 1,
 }
@@ -202,12 +198,11 @@ math-verify."""
 
 RAISED_AGAIN = {
     "engines/remote/engine.py": 1,  # a cancelled weight update gives the old weights back as well
-    "engines/remote/collective.py": 1,  # a cancelled broadcast ends its group, as a failed one does
-    "engines/remote/trainer_groups.py": 1,
-    "user_code/object_references.py": 1,  # removes the half-imported module
+    "engines/remote/weights.py": 2,  # a cancelled broadcast ends its group, as a failed one does
+    "user_code/references.py": 1,  # removes the half-imported module
     "compat/verl/names.py": 1,  # forgets the module, so that the next import fails in the same way
     "compat/verl/files.py": 2,  # closes the MCP servers that were started
-    "compat/swift/imports.py": 1,  # removes the half-imported plugin
+    "compat/swift/plugins.py": 1,  # removes the half-imported plugin
     "runs/run_state.py": 1,  # writes a checkpoint of the last finished step
 }
 """Handlers of any exception, BaseException included, that clean up and raise it again."""
@@ -267,8 +262,8 @@ def heavy(path: Path, *, nested: bool = True) -> set[str]:
 
 def test_there_is_something_to_read() -> None:
     assert {part_of(path) for path in FILES} >= {*MAY_IMPORT, "train", "sft", "doctor", "commands", "cli", "__init__"}
-    assert "engines.batched" in ours(SOURCE / "rollout" / "rollout.py")  # the reading works
-    assert "models.loading" in ours(SOURCE / "build" / "engines.py")  # nested imports too
+    assert "engines.engine" in ours(SOURCE / "rollout" / "rollout.py")  # the reading works
+    assert "models.loading" in ours(SOURCE / "assembly" / "engines.py")  # nested imports too
     assert heavy(SOURCE / "chat" / "renderer.py") == {"transformers"}
     assert heavy(SOURCE / "chat" / "renderer.py", nested=False) == set()
 
@@ -287,7 +282,7 @@ def test_a_part_knows_only_whom_it_may(part: str) -> None:
 
 
 def test_nobody_below_knows_the_trainer_or_the_command_line() -> None:
-    above = {"train", "sft", "runs", "planning", "build", "doctor", "commands", "cli", "api"}
+    above = {"train", "sft", "runs", "planning", "assembly", "doctor", "commands", "cli", "api"}
     joins = {*above, "__main__", "__init__"}  # the package's __init__ names the functions of api for type checkers
     wrong = {
         f"{path.relative_to(SOURCE)} imports {name}"
@@ -346,12 +341,12 @@ def test_there_is_no_circle_between_files() -> None:
         waiting = {name: known for name, known in waiting.items() if name not in ready}
 
 
-@pytest.mark.parametrize("part", [*LIGHT, "data", "commands", "cli", "build"])
+@pytest.mark.parametrize("part", [*LIGHT, "data", "commands", "cli", "assembly"])
 def test_a_part_loads_no_heavy_library_when_it_is_imported(part: str) -> None:
     for path in FILES:
         if part_of(path) == part:
             assert heavy(path, nested=False) == set(), path
-            if part not in ("commands", "cli", "build"):
+            if part not in ("commands", "cli", "assembly"):
                 assert heavy(path) <= {library for known, library in LAZY if known == part}, path
 
 
@@ -366,7 +361,7 @@ def test_torch_begins_in_the_trainer_and_in_the_embedded_engine() -> None:
     }  # tensors of images and weights on their way to servers
     assert with_torch <= {".", "models", "training", "training/sharded", "engines/local", "doctor", "sft", *servers}
     assert alone <= {"train.py"}
-    for name in ("engine", "scripted", "batched"):
+    for name in ("engine", "scripted"):
         assert heavy(SOURCE / "engines" / f"{name}.py") == set()
 
 
@@ -454,7 +449,7 @@ def test_a_file_says_what_it_is(path: Path) -> None:
 
 def test_there_are_no_catch_all_keyword_arguments_in_our_signatures() -> None:
     allowed = {
-        ("build/references.py", "_call"),  # hands a user's arguments on
+        ("assembly/references.py", "_call"),  # hands a user's arguments on
         ("environments/environment.py", "factory"),  # hands a user's arguments on
         ("engines/sglang/processors/qwen.py", "process_mm_data_async"),  # the signature that SGLang calls
     }
@@ -486,7 +481,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         and node.attr == "model"
         and _name(node.value) in ("learner", "run", "policy")
     }
-    assert readers == {"build/learners.py"}  # the model that the engine samples from
+    assert readers == {"assembly/learners.py"}  # the model that the engine samples from
     # the loops, the run's state and checkpoints know the protocol, which has no model
     protocol = next(
         node
@@ -495,18 +490,24 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
     )
     assert "model" not in {node.name for node in protocol.body if isinstance(node, ast.FunctionDef)}
     users = {path.relative_to(SOURCE).as_posix() for path in FILES if "training.local_learner" in ours(path)}
-    assert users == {"build/learners.py"}
+    assert users == {"assembly/learners.py"}
     loaders = {path.relative_to(SOURCE).as_posix() for path in FILES if "models.loading" in ours(path)}
     assert loaders <= {
         "training/local_learner.py",
-        "training/sharded/loading.py",
-        "training/sharded/options.py",
-        "build/learners.py",
-        "build/engines.py",
+        "training/sharded/sharded_model.py",
+        "training/options.py",
+        "assembly/learners.py",
+        "assembly/engines.py",
         "models/staged_loading.py",
         "doctor/examine.py",
-        "models/merging.py",
-        "doctor/traced_pass.py",
+        "commands/models.py",
+        "doctor/memory.py",
+        # recomputation, published weights and fingerprints of models
+        "training/sharded/sharded_learner.py",
+        "training/local_critic.py",
+        "training/reference.py",
+        "training/sharded/shards.py",
+        "engines/local/engine.py",
     }
 
 

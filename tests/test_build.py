@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, DataError
 from turnwise.models.model_config import context_length
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Sampling
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 
 USER = '''
 from turnwise.environments.environment import SingleTurn, environment, user_message
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
 
 
 def test_no_conversation_hears_of_what_another_does_to_its_arguments(user: Path) -> None:
-    make = build.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"lines": ["a"]}}))
+    make = assembly.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"lines": ["a"]}}))
     one: Any = make()
     one.lines.append("b")
     other: Any = make()
@@ -144,20 +144,20 @@ def test_no_conversation_hears_of_what_another_does_to_its_arguments(user: Path)
 
 
 def test_each_conversation_gets_a_fresh_environment_with_its_arguments(user: str) -> None:
-    make = build.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"n": 3}}))
+    make = assembly.environment_factory(a_config(environment={"use": f"{user}:Mine", "arguments": {"n": 3}}))
     one, other = make(), make()
     assert one is not other
     assert (one.n, type(one).__name__) == (3, "Mine")  # type: ignore[attr-defined]
-    talker = build.environment_factory(a_config(environment={"use": f"{user}:talker", "arguments": {"text": "x"}}))
+    talker = assembly.environment_factory(a_config(environment={"use": f"{user}:talker", "arguments": {"text": "x"}}))
     assert isinstance(talker(), Environment)
-    default = build.environment_factory(a_config())
+    default = assembly.environment_factory(a_config())
     assert isinstance(default(), SingleTurn)
     lines = {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": ["a"]}}
-    assert isinstance(build.environment_factory(a_config(environment=lines))(), ScriptedUser)
+    assert isinstance(assembly.environment_factory(a_config(environment=lines))(), ScriptedUser)
 
 
 def test_tools_are_put_in_front(user: str) -> None:
-    make = build.environment_factory(a_config(tools=[{"use": f"{user}:tool", "timeout": 2}]))
+    make = assembly.environment_factory(a_config(tools=[{"use": f"{user}:tool", "timeout": 2}]))
     environment = make()
     assert isinstance(environment, Tools)
     assert make() is not environment
@@ -198,7 +198,7 @@ def test_what_is_no_environment_or_tool_is_told_before_anything_runs(
 ) -> None:
     parts = json.loads(json.dumps(parts).replace("{user}", user))
     with pytest.raises(ConfigError) as error:
-        build.environment_factory(a_config(**parts))
+        assembly.environment_factory(a_config(**parts))
     assert message.format(user=user) in str(error.value)
 
 
@@ -212,7 +212,7 @@ def test_rewards_carry_their_names_arguments_and_weights(user: str) -> None:
             "turns": [f"{user}:at_turn"],
         }
     )
-    scorer = build.scorer(config)
+    scorer = assembly.scorer(config)
     (trajectory,), (turn,) = scorer.trajectory, scorer.turns
     assert (trajectory.name, trajectory.weight, trajectory.function(None)) == ("good", 0.5, 3.0)  # type: ignore[arg-type]
     assert (turn.name, turn.weight) == ("at_turn", 1.0)
@@ -220,7 +220,7 @@ def test_rewards_carry_their_names_arguments_and_weights(user: str) -> None:
 
 def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
     group = [{"use": f"{user}:Shortest", "arguments": {"most": 0.5}, "weight": 2.0}, f"{user}:Named", f"{user}:ranked"]
-    scorer = build.scorer(a_config(reward={"group": group}))
+    scorer = assembly.scorer(a_config(reward={"group": group}))
     assert [(one.name, one.weight) for one in scorer.groups] == [
         ("Shortest", 2.0),
         ("by_its_name", 1.0),
@@ -266,24 +266,24 @@ def test_a_reward_class_is_made_once_and_may_say_its_name(user: str) -> None:
 def test_a_reward_that_cannot_be_asked_is_told(user: str, reward: dict[str, Any], message: str) -> None:
     reward = json.loads(json.dumps(reward).replace("{user}", user))
     with pytest.raises(ConfigError) as error:
-        build.scorer(a_config(reward=reward))
+        assembly.scorer(a_config(reward=reward))
     assert message.format(user=user) in str(error.value)
 
 
 def test_limits_are_those_of_the_recipe_and_the_context_that_of_the_model() -> None:
     options = {"turns": 3, "tokens_per_turn": 7, "tokens": 20, "seconds_per_turn": 1.5, "seconds": None}
     config = a_config(limits=options)
-    assert build.limits(config, longest=None) == Limits(**options, context=None)
-    assert build.limits(config, longest=512) == Limits(**options, context=512)
+    assert assembly.limits(config, longest=None) == Limits(**options, context=None)
+    assert assembly.limits(config, longest=512) == Limits(**options, context=512)
     shorter = a_config(limits={**options, "context": 100})
-    assert build.limits(shorter, longest=512).context == build.limits(shorter, longest=100).context == 100
+    assert assembly.limits(shorter, longest=512).context == assembly.limits(shorter, longest=100).context == 100
     with pytest.raises(ConfigError, match=r"limits.context=100 is more than the model's longest context, 99 tokens"):
-        build.limits(shorter, longest=99)
+        assembly.limits(shorter, longest=99)
 
 
 def test_sampling_is_that_of_the_recipe() -> None:
     config = a_config(sampling={"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "stop": ["a", "b"]})
-    assert build.sampling(config) == Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("a", "b"))
+    assert assembly.sampling(config) == Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, stop=("a", "b"))
 
 
 def test_the_context_of_a_model_by_whichever_name() -> None:
@@ -302,19 +302,19 @@ def test_rows_of_both_sets_and_the_smallest_of_the_limits(tmp_path: Path) -> Non
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     data = {"train": str(tmp_path / "train.jsonl"), "eval": str(tmp_path / "held.jsonl"), "columns": {"prompt": "q"}}
     config = a_config(data=data)
-    assert [row.messages[0]["content"] for row in build.rows(config)][:2] == ["train 0", "train 1"]
-    assert [row.messages[0]["content"] for row in build.rows(config, held_out=True, limit=1)] == ["held 0"]
+    assert [row.messages[0]["content"] for row in assembly.rows(config)][:2] == ["train 0", "train 1"]
+    assert [row.messages[0]["content"] for row in assembly.rows(config, held_out=True, limit=1)] == ["held 0"]
     limited = a_config(data={**data, "max_rows": 3, "system_prompt": "Be brief."})
-    assert len(build.rows(limited)) == 3
-    assert len(build.rows(limited, limit=2)) == 2
-    assert len(build.rows(limited, limit=5)) == 3  # data.max_rows is not forgotten
-    assert build.rows(limited)[0].messages[0] == {"role": "system", "content": "Be brief."}
+    assert len(assembly.rows(limited)) == 3
+    assert len(assembly.rows(limited, limit=2)) == 2
+    assert len(assembly.rows(limited, limit=5)) == 3  # data.max_rows is not forgotten
+    assert assembly.rows(limited)[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
 def test_scripts_are_lists_of_texts_a_line(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('["a", "b"]\n\n[]\n["c\u2028d\x85"]\n', encoding="utf-8")
-    assert build.read_scripts(str(path)) == [["a", "b"], [], ["c\u2028d\x85"]]
+    assert assembly.read_scripts(str(path)) == [["a", "b"], [], ["c\u2028d\x85"]]
 
 
 @pytest.mark.parametrize(
@@ -331,16 +331,16 @@ def test_a_script_that_is_none_is_told_with_its_line(tmp_path: Path, text: str, 
     path = tmp_path / "lines.jsonl"
     path.write_text(text)
     with pytest.raises(DataError) as error:
-        build.read_scripts(str(path))
+        assembly.read_scripts(str(path))
     assert str(error.value).startswith(f"{path}{message}")
 
 
 def test_a_script_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"engine\.script: there is no file {tmp_path / 'no.jsonl'}"):
-        build.read_scripts(str(tmp_path / "no.jsonl"))
+        assembly.read_scripts(str(tmp_path / "no.jsonl"))
     (tmp_path / "latin.jsonl").write_bytes(b'["caf\xe9"]')
     with pytest.raises(DataError, match=r"latin\.jsonl is not UTF-8: "):
-        build.read_scripts(str(tmp_path / "latin.jsonl"))
+        assembly.read_scripts(str(tmp_path / "latin.jsonl"))
 
 
 TRIED_OUT = """
@@ -392,7 +392,7 @@ def test_what_is_made_to_be_tried_out_is_closed_also_where_close_is_async(
             "environment": f"{file}:{environment}",
             "tools": [f"{file}:Box"],
         }
-        build.environment_factory(Config.model_validate(tree))
+        assembly.environment_factory(Config.model_validate(tree))
 
     async def make_inside() -> None:
         make("Place")

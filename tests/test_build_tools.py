@@ -15,20 +15,20 @@ from rich.console import Console
 
 from support.conversations import RENDERER, Says, call, hold
 from support.tiny import save_model, save_rows
-from turnwise import build
-from turnwise.build.tools import tool as tool_of
+from turnwise import assembly
+from turnwise.assembly.conversations import tool as tool_of
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.record.writer import write_config
-from turnwise.runs.collect import collect
+from turnwise.runs.sampling_only import collect
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
 SCRIPT = str(Path(__file__).parent / "support" / "mcp_server.py")
 
 USER = '''
-from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.mcp import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse
 
 class Bank:
@@ -93,7 +93,7 @@ def gone(path: Path) -> bool:
 
 def outcomes(config: Config, *said: str, **options: Any) -> list[list[str]]:
     """What the recipe's tools answer, turn by turn."""
-    make = build.environment_factory(config, **options)
+    make = assembly.environment_factory(config, **options)
     try:
         trajectory = hold(Says(*said, "done"), make)
     finally:
@@ -198,14 +198,14 @@ def test_the_tools_of_mcp_servers_stand_beside_the_others(user: str, mcp: str, t
 def test_options_of_tools_that_would_do_nothing_are_refused(user: str, parts: dict[str, Any], message: str) -> None:
     filled = json.loads(json.dumps(parts).replace("{user}", user))
     with pytest.raises(ConfigError) as error:
-        build.environment_factory(a_config(**filled))
+        assembly.environment_factory(a_config(**filled))
     assert message.replace("{user}", user) in str(error.value)
 
 
 def test_an_mcp_tool_of_the_name_of_another_one_is_refused(user: str, mcp: str, tmp_path: Path) -> None:
     (tmp_path / "more.py").write_text("def add(a: int) -> int:\n    'Add.'\n    return a\n")
     with pytest.raises(ConfigError, match="two tools have the name 'add'"):
-        build.environment_factory(a_config(tools=[f"{tmp_path}/more.py:add"], mcp={"servers": mcp}))
+        assembly.environment_factory(a_config(tools=[f"{tmp_path}/more.py:add"], mcp={"servers": mcp}))
     assert gone(tmp_path)  # nobody held them
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from support.conversations import Says, hold
 from support.recipes import save_recipe
-from turnwise import Opening, Reply, build, environment, user_message
+from turnwise import Opening, Reply, assembly, environment, user_message
 from turnwise.config.recipe import load
 from turnwise.environments.tools.schema import FromSchema, schema_of
 from turnwise.errors import ConfigError, DataError, RunError
@@ -50,15 +50,15 @@ def place(tmp_path: Path) -> str:
 def test_a_generator_without_decorator_is_told_to_have_one(model: Path, tmp_path: Path, place: str, name: str) -> None:
     recipe = save_recipe(tmp_path, model, environment=f"{place}:{name}")
     with pytest.raises(ConfigError, match=r"generator function.*write @environment above it"):
-        build.environment_factory(load(recipe)[0], encode=None)
+        assembly.environment_factory(load(recipe)[0], encode=None)
 
 
 @pytest.mark.parametrize(
     ("form", "name", "told"),
     [
-        ("trajectory", "trl", "turnwise.compat.trl_rewards:TrlReward"),
-        ("trajectory", "trl_prompts", "turnwise.compat.trl_rewards:TrlReward"),
-        ("batch", "trl_prompts", "turnwise.compat.trl_rewards:TrlReward"),
+        ("trajectory", "trl", "turnwise.compat.trl:TrlReward"),
+        ("trajectory", "trl_prompts", "turnwise.compat.trl:TrlReward"),
+        ("batch", "trl_prompts", "turnwise.compat.trl:TrlReward"),
         ("trajectory", "compute_score", "turnwise.compat.verl:CustomScore"),
         ("batch", "compute_score", "turnwise.compat.verl:CustomScore"),
     ],
@@ -68,7 +68,7 @@ def test_a_reward_function_of_another_system_is_told_its_adapter(
 ) -> None:
     config, _ = load(save_recipe(tmp_path, model, reward={form: [f"{place}:{name}"]}))
     with pytest.raises(ConfigError) as caught:
-        build.scorer(config).refuse_unknown_columns(build.rows(config))
+        assembly.scorer(config).refuse_unknown_columns(assembly.rows(config))
     assert told in str(caught.value)
 
 
@@ -97,10 +97,10 @@ def test_a_prompt_that_ends_with_the_answer_is_refused(
     with pytest.raises(
         DataError, match=r"the prompt of 1 of 2 rows ends with a message of the assistant \(row '1': '4'\)"
     ):
-        build.rows(load(save_recipe(tmp_path, model, data={"train": str(rows)}, environment=single))[0])
+        assembly.rows(load(save_recipe(tmp_path, model, data={"train": str(rows)}, environment=single))[0])
     own = load(save_recipe(tmp_path, model, data={"train": str(rows)}, environment=f"{place}:forgotten"))[0]
     with caplog.at_level(logging.WARNING):
-        assert len(build.rows(own)) == 2
+        assert len(assembly.rows(own)) == 2
     assert "forgotten takes it out" in caplog.text
 
 

@@ -15,8 +15,7 @@ from learning_tasks.setups import TASKS
 
 from turnwise.rewards.credit.critic import turn_gae
 from turnwise.rewards.credit.outcome import grpo
-from turnwise.rewards.credit.published import igpo, mt_grpo
-from turnwise.rewards.credit.turns import gigpo, kevin, turn_return
+from turnwise.rewards.credit.turns import gigpo, igpo, kevin, mt_grpo, turn_return
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUP = 8

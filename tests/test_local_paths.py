@@ -13,7 +13,7 @@ from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, DataError, TemplateError
 from turnwise.local_paths import looks_like_path
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 
 
 @pytest.fixture(autouse=True)

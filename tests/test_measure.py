@@ -82,8 +82,8 @@ def test_a_class_with_the_name_of_another_systems_class_is_listed_and_not_counte
     )
     assert found["class names defined more than once"].value == 1
     assert found["class names defined more than once"].details == (
-        "B: a.py:2, compat/verl/schemas.py:2",
-        "ToolResponse (as in another system, not counted): compat/verl/schemas.py:1",
+        "B: a.py:2, compat/verl/base.py:2",
+        "ToolResponse (as in another system, not counted): compat/verl/base.py:1",
     )
 
 

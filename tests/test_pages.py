@@ -14,9 +14,9 @@ import yaml
 
 import turnwise
 from support.conversations import Says, a_row, hold, hold_all
-from turnwise import build
+from turnwise import assembly
 from turnwise.cli import main
-from turnwise.config.known_names import RENAMED
+from turnwise.config.recipe import RENAMED
 from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.environments.tools.tool import Tool
@@ -39,7 +39,7 @@ def test_the_reward_functions_of_the_page_give_what_they_say(tmp_path: Path, mon
     (python, *_), (recipe, *_) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
     (tmp_path / "my_rewards.py").write_text(python)
     options = {"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(recipe)}
-    scorer = build.scorer(Config.model_validate(options))
+    scorer = assembly.scorer(Config.model_validate(options))
     row = a_row(answer="4")
     said = ["#### 4", "It is 2 + 2, so #### 4.0", "#### 5", "sorry #### 4"]
     group = Group(id="g", row=row, trajectories=[hold_all(Says(text), row=row)[0] for text in said])

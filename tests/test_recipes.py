@@ -17,7 +17,7 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.data.gsm8k import main as preprocess
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"

@@ -21,8 +21,8 @@ from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import TrainingRun, _warn_of_disagreement, assemble, pack_groups, train
-from turnwise.training.background import StopFlag
 from turnwise.training.learner import UpdateStats
+from turnwise.training.update import StopFlag
 from turnwise.types import Completion, Failure, Group, LogprobKind, Request
 
 PLACES = Path(__file__).parent / "support" / "places.py"

@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Unpack
 
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.evaluation.results import Comparison, EvaluationResult, ModelResult, read_results
 from turnwise.recipe import Options, Recipe, rows_option, saved_model
-from turnwise.record.frames import evaluation_frame, metrics_frame, trajectories_frame
-from turnwise.record.reader import RecordedTrajectories, read_lines
+from turnwise.record.evaluation import Comparison, EvaluationResult, ModelResult, read_results
+from turnwise.record.reader import RecordedTrajectories, evaluation_frame, metrics_frame, read_lines, trajectories_frame
 from turnwise.types import Group, Trajectory
 from turnwise.user_code.copies import copy_containers
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from turnwise.record.run_directory import RunDirectory
-    from turnwise.runs.evaluated_models import NamedOptions
+    from turnwise.runs.evaluation import NamedOptions
     from turnwise.runs.run_state import RunState
 
 __all__ = [
@@ -208,7 +207,7 @@ def sft(
 ) -> RunResult:
     """Fine-tune on given conversations, as `turnwise sft`. Parameters and errors are those of `train`."""
     from turnwise.sft.fine_tune import assemble, fine_tune
-    from turnwise.terminal.sft_report import SftReport
+    from turnwise.terminal.train_report import SftReport
 
     config = _config(recipe, options)
     run = assemble(config)
@@ -221,7 +220,7 @@ def rollout(recipe: Recipe | None = None, *, progress: bool = True, **options: U
 
     Raises TurnwiseError. If all conversations fail, they are in the record, and RolloutError is raised.
     """
-    from turnwise.runs.collect import collect
+    from turnwise.runs.sampling_only import collect
 
     config = _config(recipe, options)
     _wait_for(collect(config, Path(config.output), _console(progress)))
@@ -249,9 +248,8 @@ def evaluate(
 
     Raises TurnwiseError. If all conversations of a model fail, its means are None.
     """
-    from turnwise.runs.evaluated_models import evaluated_models
-    from turnwise.runs.evaluation import evaluate_models
-    from turnwise.terminal.evaluation_table import print_results
+    from turnwise.runs.evaluation import evaluate_models, evaluated_models
+    from turnwise.terminal.tables import print_results
 
     if recipe is None and "eval_rows" in options and "rows" not in options:
         rows = rows_option(options.pop("eval_rows"), "eval")
@@ -268,7 +266,7 @@ def evaluate(
 
 def _evaluated(name: str | None, model: Evaluated, directory: Path, number: int) -> str | NamedOptions:
     """A model of `evaluate` as a value of `--model`, or as options of the recipe."""
-    from turnwise.runs.evaluated_models import NamedOptions
+    from turnwise.runs.evaluation import NamedOptions
 
     if isinstance(model, Mapping):
         return NamedOptions(name=name or f"model-{number}", options=model)
@@ -333,7 +331,7 @@ def _observed(report: type[Any]) -> type[Any]:
 
 
 def _run(run: RunState, work: Coroutine[Any, Any, None], report: Any) -> RunResult:
-    from turnwise.terminal.activity import Heartbeat
+    from turnwise.terminal.report import Heartbeat
 
     try:
         with Heartbeat(run.activity, report.console):
@@ -345,7 +343,7 @@ def _run(run: RunState, work: Coroutine[Any, Any, None], report: Any) -> RunResu
 
 def _wait_for(work: Coroutine[Any, Any, T]) -> T:
     """The result of a coroutine. If an event loop is running in this thread, as in a notebook, it runs in another thread."""
-    from turnwise.commands.stopping import Stops
+    from turnwise.commands.command import Stops
 
     try:
         asyncio.get_running_loop()

@@ -1,7 +1,11 @@
-"""The command line: parses the words, and runs the command that they name. Each command is a module in `commands/`.
+"""The command line: parses the words, runs the command that they name, completes words in the shell.
+
+The command line: parses the words, and runs the command that they name. Each command is a module in `commands/`.
 
 This module imports little, so that `turnwise --help` and shell completion are quick: the modules of other commands, rich and
 asyncio are not loaded for them.
+
+`turnwise completion`: the shell code that completes commands, options of recipes and paths.
 """
 
 from __future__ import annotations
@@ -15,33 +19,34 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from turnwise.commands.command import Context
+from turnwise.errors import ConfigError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from turnwise.commands.command import Context
-    from turnwise.commands.stopping import Stops
+    from turnwise.commands.command import Context, Stops
 
-__all__ = ["main", "make_parser", "program"]
 
 _COMMANDS = {
-    "demo": "train the tiny model that comes with turnwise",
-    "init": "write a starter project: a recipe, an environment, rows",
-    "train": "train a model by reinforcement learning",
-    "sft": "fine-tune a model on given conversations",
-    "eval": "evaluate models on held-out rows",
-    "rollout": "run and score conversations without training",
-    "replay": "run environment and rewards again on recorded conversations",
-    "serve": "run conversations for trainers and other clients (a rollout server)",
-    "show": "print a run, or single conversations, as text",
-    "view": "show runs in the browser: curves, conversations, tokens",
-    "doctor": "check a model, and a recipe with it, before training",
-    "plan": "show what a recipe needs, and predict its speed on more devices",
-    "convert": "make a recipe from a configuration of verl or ms-swift",
-    "merge": "write the model of a run with a LoRA adapter as a complete model directory",
-    "retrieval": "run a search server over a corpus, for the search tool",
-    "completion": "print the shell code that completes commands and options",
+    "demo": ("commands.train", "train the tiny model that comes with turnwise"),
+    "init": ("commands.train", "write a starter project: a recipe, an environment, rows"),
+    "train": ("commands.train", "train a model by reinforcement learning"),
+    "sft": ("commands.train", "fine-tune a model on given conversations"),
+    "eval": ("commands.evaluate", "evaluate models on held-out rows"),
+    "rollout": ("commands.evaluate", "run and score conversations without training"),
+    "replay": ("commands.evaluate", "run environment and rewards again on recorded conversations"),
+    "serve": ("commands.serve", "run conversations for trainers and other clients (a rollout server)"),
+    "show": ("commands.show", "print a run, or single conversations, as text"),
+    "view": ("commands.show", "show runs in the browser: curves, conversations, tokens"),
+    "doctor": ("commands.doctor", "check a model, and a recipe with it, before training"),
+    "plan": ("commands.doctor", "show what a recipe needs, and predict its speed on more devices"),
+    "convert": ("commands.convert", "make a recipe from a configuration of verl or ms-swift"),
+    "merge": ("commands.models", "write the model of a run with a LoRA adapter as a complete model directory"),
+    "retrieval": ("commands.serve", "run a search server over a corpus, for the search tool"),
+    "completion": ("cli", "print the shell code that completes commands and options"),
 }
-"""The commands. Each name is also the name of a module in `commands/`."""
+"""The commands: the module with `register_NAME`, and one line of help."""
 
 _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "demo": (("turnwise demo", "train the tiny model that comes with turnwise"),),
@@ -121,7 +126,7 @@ class _Help(argparse.HelpFormatter):
 
 def program() -> int:
     """`main` in a process of its own: its signal handlers stay until the process has ended. Returns the exit status."""
-    from turnwise.commands.stopping import Stops, open_closed_streams
+    from turnwise.commands.command import Stops, open_closed_streams
 
     open_closed_streams()
     if "_ARGCOMPLETE" in os.environ:
@@ -141,9 +146,8 @@ def main(arguments: Sequence[str] | None = None, *, stops: Stops | None = None) 
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     # behind the parser: these imports take longer than everything that `--help` needs
-    from turnwise.commands.command import Context
-    from turnwise.commands.stopping import Stops, lasting_output
-    from turnwise.terminal.console import Terminal
+    from turnwise.commands.command import Context, Stops, lasting_output
+    from turnwise.terminal.report import Terminal
 
     console, errors = Terminal(), Terminal(stderr=True)
     if not _set_up_logging(console, errors):
@@ -162,7 +166,7 @@ def _set_up_logging(console: Console, errors: Console) -> bool:
     from rich.highlighter import NullHighlighter
     from rich.logging import RichHandler
 
-    from turnwise.terminal.story import CHOICE
+    from turnwise.terminal.conversation import CHOICE
 
     level, levels = os.environ.get("TURNWISE_LOG", "warning").upper(), logging.getLevelNamesMapping()
     if level not in levels:
@@ -234,10 +238,10 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
     # `long`: the command goes on when the terminal is gone
     parser.set_defaults(long=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, summary in _COMMANDS.items():
+    for name, (module, summary) in _COMMANDS.items():
         of_command = commands.add_parser(name, help=summary, epilog=_examples([name]), formatter_class=_Help)
         if command in (None, name):
-            importlib.import_module(f"turnwise.commands.{name}").register(of_command)
+            getattr(importlib.import_module(f"turnwise.{module}"), f"register_{name}")(of_command)
     return parser
 
 
@@ -258,7 +262,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def _recipe_hint(argument: str) -> str:
     """How an option that was written with dashes, as in other systems, is written in a recipe."""
-    from turnwise.config.known_names import called_here
+    from turnwise.config.recipe import called_here
 
     name, _, _ = argument.lstrip("-").partition("=")
     return f"{called_here(name)}; options of a recipe are written without dashes: key=value, such as train.lr=1e-5"
@@ -266,3 +270,25 @@ def _recipe_hint(argument: str) -> str:
 
 if __name__ == "__main__":
     sys.exit(program())
+
+
+def register_completion(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Print shell code that completes the commands of turnwise, their options, the options of recipes (`train.lr=`), and "
+        'paths. For bash, add to ~/.bashrc: eval "$(turnwise completion bash)". For zsh, add to ~/.zshrc, after compinit: '
+        'eval "$(turnwise completion zsh)"'
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.set_defaults(command=_run_completion)
+
+
+def _run_completion(options: argparse.Namespace, context: Context) -> int:
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ImportError:
+        raise ConfigError(
+            "shell completion needs the `argcomplete` package: pip install 'turnwise[completion]'"
+        ) from None
+    print(shellcode(["turnwise"], shell=options.shell))
+    return 0

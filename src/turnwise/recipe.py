@@ -11,7 +11,7 @@ from turnwise.config.environment_values import with_references
 from turnwise.config.recipe import checked, load
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.user_code.live_objects import is_live, reference_to
+from turnwise.user_code.references import is_live, reference_to
 
 __all__ = ["Options", "Recipe", "rows_option", "saved_model"]
 

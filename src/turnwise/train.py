@@ -1,7 +1,11 @@
-"""Reinforcement learning over multi-turn conversations: the training loop.
+"""The training loop, which reads as the algorithm.
+
+Reinforcement learning over multi-turn conversations: the training loop.
 
 Each step takes rows, samples a group of trajectories for each row, scores them, computes advantages, packs batches, updates the
 weights, publishes them to the engine, and writes everything down. `assemble` (runs/training_run.py) builds the run from a recipe.
+
+Runs and scores conversations without training, with the same loop, engine and rewards as in training.
 """
 
 from __future__ import annotations
@@ -9,30 +13,83 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.engines.engine import closing
 from turnwise.errors import HealthError, RolloutError
-from turnwise.record.metrics import conversation_metrics, failures, staleness_metrics, time_metrics
+from turnwise.record.metrics import conversation_metrics, failures, mean, staleness_metrics, time_metrics
+from turnwise.rewards.scorer import Scorer
+from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.pipeline import TakenGroups
-from turnwise.runs.critic_training import CriticMetrics
-from turnwise.runs.evaluate import evaluate
-from turnwise.runs.garbage import frozen_start_objects
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.health import RunProblem
-from turnwise.runs.kl_reward import KlRewardMetrics
-from turnwise.runs.timeline import step_timeline
-from turnwise.runs.training_run import TrainingRun, assemble
+from turnwise.runs.training_run import (
+    CriticMetrics,
+    KlRewardMetrics,
+    TrainingRun,
+    assemble,
+    frozen_start_objects,
+    step_timeline,
+)
 from turnwise.terminal.train_report import TrainReport
-from turnwise.training.batch import Batch, divide_evenly, has_gradient, share_saved, stale_without_logprobs
+from turnwise.training.batch import (
+    Batch,
+    divide_evenly,
+    has_gradient,
+    set_trainer_logprobs,
+    share_saved,
+    stale_without_logprobs,
+)
 from turnwise.training.learner import UpdateStats
-from turnwise.training.trainer_logprobs import set_trainer_logprobs
-from turnwise.training.update_sums import rounding_of_ratios
-from turnwise.types import Group
+from turnwise.training.update import rounding_of_ratios
+from turnwise.types import Group, Row, Trajectory
+from turnwise.user_code.reward_number import reaches
 
-__all__ = ["TrainingRun", "assemble", "train"]
+__all__ = ["TrainingRun", "assemble", "evaluate", "train"]
+
+
+async def evaluate(
+    rows: Sequence[Row],
+    table: RolloutContext,
+    scorer: Scorer,
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    step: int = 0,
+    pass_reward: float = 1.0,
+    on_finished: Callable[[int], None] = lambda tokens: None,
+) -> tuple[dict[str, Any], list[Group]]:
+    """Run `samples` conversations on each row and score them. Returns the metrics and the groups.
+
+    A conversation with a reward of at least `pass_reward` counts in the metric `pass_rate`.
+
+    `on_finished` is called with the number of sampled tokens of each finished conversation.
+
+    The random streams depend on `seed` only, so equal weights give equal conversations at every step.
+    """
+    started = time.perf_counter()
+    groups = [new_group(row, size=samples, seed=seed) for row in rows]
+    score = scorer.scoring_callback(groups)
+
+    async def done(trajectory: Trajectory) -> None:
+        await score(trajectory)
+        on_finished(trajectory.sampled_tokens)
+
+    await rollout_groups(groups, table, on_finished=done)
+    seconds = {"seconds/rollout": round(time.perf_counter() - started, 4)}
+    passed = [
+        float(reaches(trajectory.reward, pass_reward))
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.reward is not None and not trajectory.failed
+    ]
+    count = sum(len(group.trajectories) for group in groups)
+    metrics = {"conversations": count, **conversation_metrics(groups), "pass_rate": mean(passed)}
+    return {"step": step, **metrics, **seconds}, groups
+
 
 _log = logging.getLogger(__name__)
 
@@ -278,7 +335,7 @@ async def _evaluate(run: TrainingRun, report: TrainReport) -> None:
     finished = run.activity.part(run.step, "evaluation, conversations", len(run.held_out) * samples)
     summary, groups = await evaluate(
         run.held_out,
-        replace(run.context, sampling=build.evaluation_sampling(run.config)),
+        replace(run.context, sampling=assembly.evaluation_sampling(run.config)),
         run.scorer,
         samples=samples,
         seed=run.config.seed,

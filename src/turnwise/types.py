@@ -1,31 +1,312 @@
-"""The data types that the parts of turnwise exchange, and that environments and reward functions receive.
-
-A `Row` is where a conversation starts. An environment returns an `Opening` and then a `Reply` to each `Turn` of the model. A
-`Trajectory` records one conversation; a `Group` holds the trajectories of one row. This module has no torch and no tokenizer,
-and reads and writes no files. Token sequences (`Segment`, `Request`, `Completion`) are defined in `turnwise.sequences`,
-and the reasons why conversations end in `turnwise.endings`; import all of them from here.
+"""Every noun that crosses a folder: messages, turns, segments, trajectories, groups, requests, completions, sampling,
+and the reasons for which a conversation ends.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
 
-from turnwise.endings import Failure as Failure
-from turnwise.endings import MismatchKind as MismatchKind
-from turnwise.endings import Stop as Stop
-from turnwise.endings import TemplateMismatch as TemplateMismatch
-from turnwise.sampling import LogprobKind as LogprobKind
-from turnwise.sampling import Sampling as Sampling
-from turnwise.sampling import SamplingChange as SamplingChange
-from turnwise.sequences import NOT_SAMPLED as NOT_SAMPLED
-from turnwise.sequences import Completion as Completion
-from turnwise.sequences import Media as Media
-from turnwise.sequences import Request as Request
-from turnwise.sequences import Segment as Segment
-from turnwise.sequences import Usage as Usage
-from turnwise.sequences import common_length as common_length
+
+class MismatchKind(StrEnum):
+    """The place of a difference between the tokens and the chat template's rendering."""
+
+    CONTEXT = "context"
+    """Tokens that the model did not sample."""
+    COMPLETION = "completion"
+    """Sampled tokens. They are trained on as they were sampled."""
+    TEMPLATE_ERROR = "template_error"
+    """The template accepted the messages turn by turn, and raises an error for all of them together."""
+
+
+class Stop(StrEnum):
+    """Why a conversation ended. The values are the names in the record and in the metrics (`stop/<value>`)."""
+
+    DONE = "done"
+    """The environment ended the conversation."""
+    MAX_TURNS = "max_turns"
+    """The model has taken `limits.turns` turns."""
+    LENGTH = "length"
+    """The last turn reached `limits.tokens_per_turn`, or `SamplingChange.max_tokens`, before its stop token."""
+    MAX_TOKENS = "max_tokens"
+    """`limits.tokens` tokens were sampled in the trajectory."""
+    MAX_RESPONSE = "max_response"
+    """The tokens after the first prompt reached `limits.response_tokens`, or the next prompt would reach it."""
+    CONTEXT = "context"
+    """The next prompt leaves no room for a turn within `limits.context`, or the last turn was cut by it."""
+    DEADLINE = "deadline"
+    """A turn or the trajectory took longer than `limits.seconds_per_turn` or `limits.seconds`."""
+    ERROR = "error"
+    """Something failed; `Trajectory.error` says what."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the conversation failed. A failed trajectory is recorded, but neither scored nor trained on."""
+        return self in (Stop.ERROR, Stop.DEADLINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a conversation failed."""
+
+    kind: str
+    """What failed: `row`, `environment`, `engine`, `tokens`, `reward`, `loss_mask` or `deadline`; `internal` is a bug in
+    turnwise."""
+    message: str
+    """The value, the rule and the fix."""
+    traceback: str = field(default="", compare=False)
+    """The frames of the exception without those of turnwise, innermost last. Empty if no exception was raised."""
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateMismatch:
+    """A difference between the tokens of a segment and the tokens that the chat template writes for its messages."""
+
+    kind: MismatchKind | None
+    """None if it is not known, because an earlier version wrote the record."""
+    message: str
+    """The place, both texts and both lists of token ids."""
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. `temperature=0` is greedy decoding; `top_k=0`, `top_p=1` and `min_p=0` disable a filter.
+
+    The order is temperature, top-k, top-p, min-p. Each filter applies to the tokens that the previous filter has kept.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Texts that end the turn. The token that completes a stop text is kept, with all of its text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the turn. The stop token is kept."""
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter excludes tokens from the sampled distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
+    def exact_kinds(self) -> frozenset[LogprobKind]:
+        """The kinds of log-probability that equal those of the sampled distribution under these options."""
+        kinds = {LogprobKind.SAMPLED}
+        if not self.filtered:
+            kinds.add(LogprobKind.TEMPERED)
+            if self.temperature == 1.0:
+                kinds.add(LogprobKind.RAW)
+        return frozenset(kinds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingChange:
+    """A change of the sampling by an environment. It applies from the next turn until the next change.
+
+    None stands for the recipe's value, so `SamplingChange()` ends all changes. Temperature and filters cannot change within a
+    run: the trainer computes the log-probabilities of all tokens with the recipe's values.
+    """
+
+    max_tokens: int | None = None
+    """Sampled tokens of one turn, at least 1. `limits.tokens_per_turn` still applies. A cut turn ends the conversation."""
+    answers_cut: bool = False
+    """Whether the environment answers a turn that `max_tokens` cut, so that the conversation goes on. A turn that a limit of the
+    recipe cut always ends the conversation."""
+    stop: Sequence[str] | None = None
+    """Texts that end a turn, instead of `sampling.stop`."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end a turn, besides those of the recipe and of the model."""
+
+
+class LogprobKind(StrEnum):
+    """The distribution of a reported log-probability. Engines differ: vLLM reports `raw` by default, SGLang `tempered`."""
+
+    SAMPLED = "sampled"
+    """The sampled distribution: after temperature and filters, renormalized."""
+    TEMPERED = "tempered"
+    """After temperature, before the filters."""
+    RAW = "raw"
+    """`log_softmax(logits)`: before temperature and filters."""
+    NONE = "none"
+    """Nothing was sampled (scripted texts), or kinds are mixed. The numbers must not be used."""
+
+
+NOT_SAMPLED = -1
+"""The value of the columns `turn` and `version` for tokens that the model did not sample."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Media:
+    """An image or a video in a token sequence."""
+
+    kind: Literal["image", "video"]
+    start: int
+    """Position of the first placeholder token in the sequence (a segment, a prompt, or new messages that will be appended)."""
+    length: int
+    """Tokens from the first to the last placeholder, both included. There may be others between them, such as timestamps."""
+    source: Any
+    """The input: a PIL image, or the frames of a video."""
+    inputs: Mapping[str, Any]
+    """The processor's output, by the model's argument names: `pixel_values` [patches, features], `image_grid_thw` [1, 3]."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A prompt that an engine continues."""
+
+    conversation: str
+    """The trajectory's id. The engine may keep the KV cache of this conversation until `Engine.release`."""
+    token_ids: Sequence[int]
+    """The complete prompt, from the first token."""
+    media: Sequence[Media] = ()
+    """The images and videos in the prompt, in order."""
+    sampling: Sampling
+    seed: int = 0
+    """Seed of this request's own random stream. The same seed draws the same numbers, whatever else is in the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine sampled for a request. All columns have the length of `token_ids`.
+
+    Example: a turn of two tokens, the second one the stop token::
+
+        Completion(token_ids=[17, 2], logprobs=[-0.4, -0.01], versions=[3, 3], finish_reason="stop", logprob_kind="sampled")
+    """
+
+    token_ids: Sequence[int]
+    """The sampled tokens, including the stop token if one was sampled."""
+    logprobs: Sequence[float]
+    """Natural logarithms of the probabilities; `logprob_kind` says of which distribution."""
+    versions: Sequence[int]
+    """The version of the weights that sampled each token."""
+    finish_reason: Literal["stop", "length"]
+    """`length` if `Sampling.max_tokens` cut the completion."""
+    logprob_kind: LogprobKind
+    raw_logprobs: Sequence[float] | None = None
+    """`log_softmax(logits)` of the same tokens; None if the engine does not report it."""
+    prompt_tokens: int | None = None
+    """The number of tokens of the prompt, where `cached_tokens` is known; else it may be None."""
+    cached_tokens: int | None = None
+    """Prompt tokens whose keys and values the engine took from its prefix cache; None if the engine does not report it."""
+
+    def frozen(self) -> Completion:
+        """The completion with tuples as columns: user code that holds it cannot change them."""
+        raw = self.raw_logprobs
+        return replace(
+            self,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            raw_logprobs=None if raw is None else tuple(raw),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """The counts of tokens that a server reports for a turn, where the tokens themselves are not known."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None = None
+    """Prompt tokens that the server took from a cache; None if it does not report them."""
+
+
+@dataclass(slots=True)
+class Segment:
+    """An unbroken token sequence: one training row. Four columns of equal length, to which tokens are appended.
+
+    Columns are edited in two cases only: an environment cuts the end of the last turn (`Reply.resume`, `truncate`), or it
+    excludes sampled tokens from training (`Reply.masked`, `mask_tokens`).
+
+    Example: prompt P0 (2 tokens), answer A0 (2), the environment's message E0 (1), answer A1 (1)::
+
+        token_ids = P0 P0 A0 A0 E0 A1
+        turn      = -1 -1  0  0 -1  1
+    """
+
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Log-probability of the token when it was sampled; 0 for tokens that the model did not sample."""
+    turn: array[int] = field(default_factory=lambda: array("i"))
+    """Index of the turn that sampled the token, or -1. The loss mask *is* `turn >= 0`."""
+    version: array[int] = field(default_factory=lambda: array("i"))
+    """Version of the weights that sampled the token, or -1."""
+    media: list[Media] = field(default_factory=list)
+    """The images and videos among the tokens, in order."""
+    trainer_logprobs: array[float] = field(default_factory=lambda: array("f"))
+    """Log-probability of each token under the trainer's weights, in the first forward pass that trained on it: 0 for tokens that
+    the model did not sample, NaN for sampled tokens that were in no forward pass. Empty until the segment is trained on."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def append_context(self, token_ids: Sequence[int], media: Sequence[Media] = ()) -> None:
+        """Append tokens that the model did not sample. `Media.start` counts from the first of these tokens."""
+        count = len(token_ids)
+        self.media.extend(replace(item, start=item.start + len(self)) for item in media)
+        self.token_ids.extend(token_ids)
+        self.logprobs.extend([0.0] * count)
+        self.turn.extend([NOT_SAMPLED] * count)
+        self.version.extend([NOT_SAMPLED] * count)
+
+    def append_completion(self, turn: int, completion: Completion) -> None:
+        """Append the tokens that the model sampled in turn `turn`.
+
+        Raises ValueError if the completion's columns differ in length.
+        """
+        count = len(completion.token_ids)
+        if len(completion.logprobs) != count or len(completion.versions) != count:
+            raise ValueError(
+                f"the engine returned {count} token ids, {len(completion.logprobs)} log-probabilities and "
+                f"{len(completion.versions)} versions; all three must have the same length"
+            )
+        # convert all columns before one is extended: a bad value must not leave the columns at different lengths
+        ids, logprobs = array("i", completion.token_ids), array("f", completion.logprobs)
+        versions = array("i", completion.versions)
+        self.token_ids.extend(ids)
+        self.logprobs.extend(logprobs)
+        self.turn.extend([turn] * count)
+        self.version.extend(versions)
+
+    def truncate(self, length: int) -> None:
+        """Remove all tokens after the first `length`. Raises ValueError if the model did not sample all of them."""
+        if any(turn < 0 for turn in self.turn[length:]):
+            raise ValueError(
+                f"cannot remove all tokens after token {length}: some are context, and only sampled tokens at the end of a turn "
+                f"can be removed"
+            )
+        for column in (self.token_ids, self.logprobs, self.turn, self.version):
+            del column[length:]
+
+    def mask_tokens(self, turn: int, positions: Collection[int]) -> None:
+        """Turn sampled tokens of turn `turn` into context, by their positions among its sampled tokens.
+
+        Positions of tokens that `truncate` has removed are ignored.
+        """
+        sampled = [index for index, sampled_in in enumerate(self.turn) if sampled_in == turn]
+        for position in positions:
+            if position < len(sampled):
+                index = sampled[position]
+                self.logprobs[index] = 0.0
+                self.turn[index] = self.version[index] = NOT_SAMPLED
+
+
+def common_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens that two sequences have in common at their beginnings."""
+    shorter = min(len(first), len(second))
+    if list(first[:shorter]) == list(second[:shorter]):  # the usual case, without a loop in Python
+        return shorter
+    return next(n for n in range(shorter) if first[n] != second[n])
+
 
 Message = dict[str, Any]
 """One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where the

@@ -9,9 +9,9 @@ import pytest
 
 from support import CHATML, byte_tokenizer
 from support.conversations import call, hold, scripted
-from turnwise.chat.base_conversations import PriorConversation
+from turnwise.chat.probes import PriorConversation
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
+from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario
 from turnwise.environments.environment import environment
 from turnwise.types import Message, Opening, Reply, Row, Trajectory, Turn
 

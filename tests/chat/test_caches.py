@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.chat.caches import LONGEST_TEXT, TEXTS, cached_by_content
+from turnwise.chat.probes import LONGEST_TEXT, TEXTS, cached_by_content
 
 TOOL: Any = {"type": "function", "function": {"name": "f"}}
 

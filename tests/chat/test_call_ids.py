@@ -8,13 +8,12 @@ import pytest
 
 from support import CHATML, byte_tokenizer
 from support.conversations import hold, scripted, spoken
-from turnwise.chat.message_shapes import with_short_ids
+from turnwise.chat.message_format import with_short_ids
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.tool_calls import by_name
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment
-from turnwise.sft.replay_environment import Replay, rounds
-from turnwise.sft.targets import lines
+from turnwise.sft.replay import Replay, lines, rounds
 from turnwise.types import Opening, Reply, Row, Turn
 
 MISTRAL = (

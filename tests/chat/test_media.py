@@ -11,9 +11,8 @@ import torch
 from support import byte_tokenizer
 from support.tiny import save_model
 from support.vision import image_part, picture, save_vision_model, text_part, vision_tokenizer
-from turnwise.chat.media import MediaProcessor
+from turnwise.chat.media import MediaProcessor, process_row_media
 from turnwise.chat.media_parts import has_media, refuse_media
-from turnwise.chat.row_media import process_row_media
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.types import Message, Row, Segment
 

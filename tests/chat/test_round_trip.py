@@ -20,8 +20,7 @@ from support.templates import (
     WORDS_INSIDE_MARKS,
 )
 from turnwise.chat.probes import TOOL
-from turnwise.chat.renderer import Renderer
-from turnwise.chat.round_trip import lost_in_round_trip
+from turnwise.chat.renderer import Renderer, lost_in_round_trip
 from turnwise.doctor.template import round_trip
 from turnwise.errors import TemplateError
 

@@ -14,7 +14,7 @@ from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.environments.environment import environment
-from turnwise.sft.targets import lines
+from turnwise.sft.replay import lines
 from turnwise.types import Message, Opening, Reply, Row, Segment, Trajectory, Turn
 
 FILES = {path.stem: path for path in template_files()}

@@ -16,7 +16,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.chat.template_arguments import refuse_unread_arguments
 from turnwise.environments.environment import environment
 from turnwise.errors import TemplateError
-from turnwise.sft.targets import lines
+from turnwise.sft.replay import lines
 from turnwise.types import Message, Opening, Reply, Resume, Row, Trajectory, Turn
 
 FILES = {path.stem: path for path in template_files()}

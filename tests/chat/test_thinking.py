@@ -222,7 +222,7 @@ def test_a_thought_that_the_cue_has_opened_is_left_out_too() -> None:
 
 
 def test_a_new_segment_counts_against_the_context_and_not_the_sum_of_all() -> None:
-    from turnwise.rollout.limits import Limits
+    from turnwise.rollout.context import Limits
 
     renderer = Renderer(byte_tokenizer(QWQ))
     long = "<think>" + "so " * 60 + "</think>4"

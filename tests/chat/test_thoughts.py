@@ -9,8 +9,8 @@ import pytest
 from support import byte_tokenizer
 from support.conversations import call, hold, spoken
 from support.families import family_tokenizer, template_files
-from turnwise.chat.kept_reasoning import KeptReasoning
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_profile import KeptReasoning
 from turnwise.doctor.template import thinking as doctor_on_thinking
 from turnwise.doctor.template import thinking_problem
 from turnwise.environments.users import ScriptedUser

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from support import CHATML
 from support.conversations import Says, a_row, completion, hold
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
+from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario
 from turnwise.environments.users import ScriptedUser
 
 TEXTS = [

@@ -17,12 +17,17 @@ from training.test_batch import group
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import LoraOptions
 from turnwise.training.local_critic import LocalCritic
-from turnwise.training.options import OptimizerConfig, PpoClip
+from turnwise.training.options import (
+    CriticOptions,
+    OptimizerConfig,
+    PpoClip,
+    RankOptions,
+    ShardingOptions,
+    ShardOptions,
+)
 from turnwise.training.sharded.commands import Rank, follow
-from turnwise.training.sharded.options import CriticOptions, RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.ranks import Ranks
-from turnwise.training.sharded.sharded_critic import ShardedCritic
-from turnwise.training.sharded.sharded_learner import ShardedLearner
+from turnwise.training.sharded.sharded_learner import ShardedCritic, ShardedLearner
 from turnwise.training.sharded.sharded_model import complete
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
 from turnwise.types import Sampling

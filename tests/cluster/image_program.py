@@ -20,10 +20,9 @@ from turnwise.chat.media import MediaProcessor
 from turnwise.models.loading import ModelOptions
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
-from turnwise.training.options import OptimizerConfig, PpoClip
+from turnwise.training.losses import make_loss
+from turnwise.training.options import OptimizerConfig, PpoClip, RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
-from turnwise.training.sharded.options import RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
 from turnwise.training.sharded.sharded_model import complete

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from turnwise.services.chat_model import ChatModel
+from turnwise.services.chat import ChatModel
 from turnwise.types import Sampling, Trajectory
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from turnwise.models.loading import ModelOptions, load_model
-from turnwise.training.sharded.loading import load_sharded
-from turnwise.training.sharded.options import RankOptions, ShardingOptions
+from turnwise.training.options import RankOptions, ShardingOptions
 from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.sharded_model import load_sharded
 
 
 def kilobytes(name: str) -> int:

@@ -20,7 +20,7 @@ from turnwise.models.lora import LoraOptions
 from turnwise.training.batch import Batch, pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
+from turnwise.training.losses import make_loss
 from turnwise.training.options import (
     Cispo,
     CorrectionConfig,
@@ -29,12 +29,14 @@ from turnwise.training.options import (
     Nll,
     OptimizerConfig,
     PpoClip,
+    RankOptions,
     ReferenceConfig,
     Reinforce,
     Sapo,
+    ShardingOptions,
+    ShardOptions,
 )
 from turnwise.training.sharded.commands import Rank, follow
-from turnwise.training.sharded.options import RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
 from turnwise.training.sharded.sharded_model import complete

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from support.recipes import save_recipe
-from turnwise.build.ranks import rank_options, sharding_options
+from turnwise.assembly.learners import rank_options, sharding_options
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.training.sharded.options import RankOptions, ShardingOptions
+from turnwise.training.options import RankOptions, ShardingOptions
 
 
 @pytest.fixture

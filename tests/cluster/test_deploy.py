@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from support.recipes import save_recipe
-from turnwise.config.cluster import ClusterSection
+from turnwise.config.engines import ClusterSection
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect

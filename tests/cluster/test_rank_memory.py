@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from turnwise.config.schema import Config
-from turnwise.doctor.traced_pass import Workload
-from turnwise.planning.ranks import rank_memory
+from turnwise.doctor.memory import Workload
+from turnwise.planning.memory import rank_memory
 
 pytestmark = pytest.mark.cluster
 

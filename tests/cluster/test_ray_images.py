@@ -14,7 +14,7 @@ from cluster.test_ray_training import on_ray, tokens, trained
 from support.image_recipe import save_image_recipe
 from support.vision import image_part, picture
 from turnwise.data.images import load_image
-from turnwise.ray_workers.sent_images import ImageFile, pickled, unpickled, with_files
+from turnwise.ray_workers.rollout_worker import ImageFile, pickled, unpickled, with_files
 from turnwise.types import Row, Trajectory
 
 

@@ -8,17 +8,16 @@ from pathlib import Path
 import pytest
 
 from support.recipes import PLACES, save_recipe
-from turnwise import build
-from turnwise.build.ray_ranks import rank_group_options
-from turnwise.build.ray_rollouts import ray_options, ray_rollouts, worker_recipe
+from turnwise import assembly
+from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
+from turnwise.assembly.learners import rank_group_options
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.ray_workers.pool import PoolOptions
 from turnwise.ray_workers.ranks import RankGroupOptions
 from turnwise.ray_workers.ray_api import ActorOptions, connect
-from turnwise.ray_workers.routing import choose_worker
+from turnwise.ray_workers.rollouts import PoolOptions, choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
 
@@ -46,7 +45,7 @@ def test_options_of_the_recipe_reach_the_workers(recipe: Path) -> None:
     workers |= {"runtime_env": "{env_vars: {A: b}}", "start_timeout": 9}
     overrides = ["cluster.address=auto", "cluster.heartbeat=3"]
     config, _ = load(recipe, [*overrides, *(f"cluster.workers.{name}={value}" for name, value in workers.items())])
-    options = ray_options(config, build.renderer(config))
+    options = ray_options(config, assembly.renderer(config))
     assert options.address == "auto"
     assert options.pool == PoolOptions(
         count=4,
@@ -142,14 +141,14 @@ def test_servers_know_a_worker_by_its_run_and_its_number(recipe: Path) -> None:
     config, _ = load(recipe, [servers, "cluster.workers.count=2"])
     names: list[list[str]] = []
     for output in ("runs/a", "runs/a", "runs/b"):
-        rollouts = ray_rollouts(config.model_copy(update={"output": output}), build.renderer(config))
+        rollouts = ray_rollouts(config.model_copy(update={"output": output}), assembly.renderer(config))
         makes = [rollouts.pool._make(number) for number in range(2)]
         names.append([make.args[1] for make in makes if isinstance(make, functools.partial)])
     assert names[0] == names[1]
     assert len({*names[0], *names[2]}) == 4
     for engine in ("vllm", "sglang"):
         alone, _ = load(recipe, ["cluster=none", f"engine={{name: {engine}, url: http://a}}", "limits.context=64"])
-        made = build.engine(alone, build.renderer(alone), updated=True)
+        made = assembly.engine(alone, assembly.renderer(alone), updated=True)
         assert made._api._owner.name == trainer_name(alone.output)  # a resumed run has the same name
 
 

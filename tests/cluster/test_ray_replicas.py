@@ -19,11 +19,11 @@ from cluster.test_ray_training import trained
 from engines.conformance.subjects import change
 from support.recipes import save_recipe
 from support.tiny import save_rows
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import load
-from turnwise.engines.remote.probe import Probe
+from turnwise.engines.remote.servers import Probe
 from turnwise.errors import EngineError
-from turnwise.models.published_weights import published_weights, token_logprobs
+from turnwise.models.loading import published_weights, token_logprobs
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.types import Request, Sampling
 
@@ -126,7 +126,7 @@ def test_servers_with_other_log_probabilities_than_the_trainer_get_the_previous_
     recipe: Path, engine: str
 ) -> None:
     config = load(recipe, ["model.device=cpu"])[0]
-    rollouts = build.engine(config, build.renderer(config), updated=True)
+    rollouts = assembly.engine(config, assembly.renderer(config), updated=True)
     assert isinstance(rollouts, RayRollouts)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     right = Probe(prompt=[5, 17, 300], tokens=24, logprobs=partial(token_logprobs, model), tolerance=1e-4)

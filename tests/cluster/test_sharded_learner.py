@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.training.sharded.rounds import share_out
+from turnwise.training.sharded.shards import share_out
 
 TESTS = Path(__file__).parent.parent
 EXACT = [

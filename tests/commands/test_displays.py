@@ -12,13 +12,17 @@ from rich.console import Console
 
 from turnwise.cli import main
 from turnwise.config.schema import Config
-from turnwise.evaluation.results import Comparison, Cost, EvaluationResult, ModelResult, ResultPart
-from turnwise.evaluation.statistics import estimate, paired_test
-from turnwise.terminal.activity import Activity
-from turnwise.terminal.console import Terminal
-from turnwise.terminal.evaluation_table import print_results
-from turnwise.terminal.progress import progress
-from turnwise.terminal.report import activity_line
+from turnwise.record.evaluation import (
+    Comparison,
+    Cost,
+    EvaluationResult,
+    ModelResult,
+    ResultPart,
+    estimate,
+    paired_test,
+)
+from turnwise.terminal.report import Activity, Terminal, activity_line, progress
+from turnwise.terminal.tables import print_results
 from turnwise.terminal.train_report import TrainReport
 
 

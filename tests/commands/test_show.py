@@ -16,10 +16,9 @@ from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
-from turnwise.record.decode import decode_trajectory
-from turnwise.record.encode import trajectory_record
 from turnwise.record.reader import read_lines
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places

@@ -16,7 +16,7 @@ import pytest
 
 from support.recipes import save_recipe
 from support.tiny import save_model
-from turnwise.commands.stopping import Stops
+from turnwise.commands.command import Stops
 from turnwise.errors import RunError
 
 USER = '''
@@ -280,7 +280,7 @@ def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, staleness
 
 ABORTS = """
 import atexit, os, sys
-from turnwise.commands.stopping import Stops
+from turnwise.commands.command import Stops
 
 class Aborts:
     def __del__(self):
@@ -344,7 +344,7 @@ def test_a_run_that_is_ended_from_inside_says_by_what_and_how_it_goes_on(code: A
 
 EXITS = """
 import os, sys
-from turnwise.commands.stopping import Stops
+from turnwise.commands.command import Stops
 
 async def main():
     if os.fork() == 0:

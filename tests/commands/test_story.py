@@ -13,7 +13,7 @@ import pytest
 
 from support.conversations import a_row
 from turnwise.record import read
-from turnwise.terminal.story import CHOICE, log_conversation, story
+from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.types import Failure, Segment, Stop, ToolCall, ToolOutcome, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.cli import main
-from turnwise.terminal.console import Terminal, printable
+from turnwise.terminal.report import Terminal, printable
 
 OWNED = "\x1b]0;owned\x07\x1b]52;c;ZXZpbA==\x07\x1b[2J\x9b31m\x85\r\x08\u202eabc"
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from turnwise.config.credit_checks import chosen_estimator
 from turnwise.config.recipe import load
-from turnwise.config.train_checks import refuse_without_effect
+from turnwise.config.train_checks import chosen_estimator, refuse_without_effect
 from turnwise.errors import ConfigError
 
 REWARD = "reward.trajectory=[r.py:right]"

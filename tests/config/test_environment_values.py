@@ -22,8 +22,8 @@ from turnwise.config.environment_values import insert_values, same_value, with_d
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError, failed_by, hide, without_hidden
 from turnwise.recipe import Recipe
-from turnwise.record.token_texts import recorded_options
-from turnwise.rollout_server.recipe import differences, served_options
+from turnwise.record.reader import recorded_options
+from turnwise.rollout_server.wire import differences, served_options
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
@@ -145,9 +145,8 @@ def test_the_command_line_does_not_print_the_value(recipe: Path, tmp_path: Path)
 
 
 def test_evaluations_and_conversations_have_the_reference_too(recipe: Path, tmp_path: Path) -> None:
-    from turnwise.runs.collect import collect
-    from turnwise.runs.evaluated_models import evaluated_models
-    from turnwise.runs.evaluation import evaluate_models
+    from turnwise.runs.evaluation import evaluate_models, evaluated_models
+    from turnwise.runs.sampling_only import collect
 
     config, _ = load(recipe, ["loggers=[]"])
     console = Console(file=io.StringIO())

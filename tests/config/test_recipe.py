@@ -10,13 +10,12 @@ import pytest
 import yaml
 
 from turnwise.commands.convert import converted
-from turnwise.config.known_names import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE
-from turnwise.config.loss import GspoSection
-from turnwise.config.named_section import named_sections
-from turnwise.config.recipe import load
+from turnwise.config.algorithm import GspoSection
+from turnwise.config.engines import LocalEngineSection, ScriptedEngineSection
+from turnwise.config.recipe import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE, load
 from turnwise.config.resume_rules import RULES
-from turnwise.config.schema import Config, LocalEngineSection, ScriptedEngineSection
-from turnwise.config.section import Section, changed_options
+from turnwise.config.schema import Config
+from turnwise.config.section import Section, changed_options, named_sections
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, training_warnings
 from turnwise.doctor.options import schema
@@ -449,7 +448,7 @@ def test_the_templates_own_history_is_the_policy_branch(recipe: Path) -> None:
         ("actor.loss_agg_mode=seq-mean-token-mean", "there is no option actor"),
         ("loss.loss_agg_mode=seq-mean-token-mean", "; write loss.normalizer=trajectory"),
         ("loss.epsilon=0.2", "write loss.clip_low and loss.clip_high"),
-        ("reward.reward_funcs=[f.py:g]", "turnwise.compat.trl_rewards:TrlReward"),
+        ("reward.reward_funcs=[f.py:g]", "turnwise.compat.trl:TrlReward"),
         ("reward.compute_score=f.py:g", "turnwise.compat.verl:CustomScore"),
         ("temperature=0.5", "did you mean sampling.temperature or eval.sampling.temperature?"),
         ("system_prompt=Hello", "did you mean data.system_prompt?"),

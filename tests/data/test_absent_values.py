@@ -16,7 +16,7 @@ import pytest
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import read_rows
 from turnwise.types import Row
-from turnwise.user_code.live_objects import reference_to
+from turnwise.user_code.references import reference_to
 
 WEATHER = {
     "city": {"type": "string"},

@@ -16,7 +16,7 @@ from turnwise.data.conversations import read_conversations
 from turnwise.data.images import digest, load_image
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
-from turnwise.record.media_store import MediaStore
+from turnwise.record.trajectory_json import MediaStore
 from turnwise.types import Row
 
 

@@ -17,13 +17,13 @@ import yaml
 
 from support.jails import missing_jail
 from support.page_examples import ROOT, VARIABLES, Block, all_blocks, commands, prepare, replaced
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import _parse, main
 from turnwise.config.recipe import checked, load
 from turnwise.config.schema import Config
-from turnwise.doctor.preflight import preflight
-from turnwise.environments.mcp.servers import McpServers
+from turnwise.doctor.template import preflight
+from turnwise.environments.mcp import McpServers
 
 BLOCKS = all_blocks()
 LANGUAGES = {"python", "yaml", "sh", "json", "text", "layers"}
@@ -124,9 +124,9 @@ def test_a_recipe_is_valid_and_the_names_in_it_exist(
     if config.mcp.servers is not None:  # read, and not started
         McpServers.from_file(config.mcp.servers).close()
     else:
-        build.environment_factory(config)
-    build.scorer(config)
-    build.turn_weighting(config)
+        assembly.environment_factory(config)
+    assembly.scorer(config)
+    assembly.turn_weighting(config)
     if config.model.path == "demo/model":
         preflight(config, Renderer.from_pretrained("demo/model"))
 

@@ -20,15 +20,14 @@ from support.conversations import RENDERER
 from support.recipes import save_recipe
 from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.doctor.options import EFFECTS, schema
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, DataError, EngineError
 from turnwise.sft import fine_tune as sft
-from turnwise.terminal.sft_report import SftReport
-from turnwise.terminal.train_report import TrainReport
+from turnwise.terminal.train_report import SftReport, TrainReport
 from turnwise.train import TrainingRun, assemble, train
 from turnwise.types import Request, Sampling
 
@@ -514,7 +513,7 @@ def test_the_thinking_policy_reaches_the_loop(name: str, tmp_path: Path, recipe:
 
 
 def engine(recipe: Path, *overrides: str) -> LocalEngine:
-    made = build.engine(load(recipe, ["deterministic=false", *overrides])[0], RENDERER, tiny_model())
+    made = assembly.engine(load(recipe, ["deterministic=false", *overrides])[0], RENDERER, tiny_model())
     assert isinstance(made, LocalEngine)
     return made
 

@@ -16,16 +16,16 @@ from safetensors.torch import load_file, save_file
 from support import CHATML, byte_tokenizer
 from support.templates import NO_TOOLS, STRANGE_CALLS, THINKS
 from support.tiny import save_rows
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.config.schema import Use
+from turnwise.config.section import Use
 from turnwise.doctor.check import Check
 from turnwise.doctor.examine import examine
 from turnwise.doctor.options import take_effect
-from turnwise.doctor.preflight import openings
 from turnwise.doctor.recipe import conversations
+from turnwise.doctor.template import openings
 from turnwise.errors import DataError
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
@@ -323,7 +323,7 @@ def test_messages_that_the_template_refuses_are_reported_with_their_row(
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": messages}) + "\n")
     config, _ = load(write_recipe(tmp_path, tmp_path / "rows.jsonl"), [f"model.path={copy}"])
     try:
-        text = openings(config, build.rows(config), Renderer.from_pretrained(copy)).text
+        text = openings(config, assembly.rows(config), Renderer.from_pretrained(copy)).text
     except DataError as error:  # the file itself is refused
         text = str(error)
     assert message in text

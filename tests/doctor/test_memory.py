@@ -16,10 +16,9 @@ from transformers import Qwen3Config
 from support.tiny import save_rows, tiny_model
 from turnwise.cli import main
 from turnwise.config.schema import Config
-from turnwise.doctor.memory import Prediction, memory_check, predict, workload_of
-from turnwise.doctor.traced_pass import Workload
+from turnwise.doctor.memory import Prediction, Workload, memory_check, predict, workload_of
 from turnwise.engines.local.engine import LARGE_CACHE
-from turnwise.models import fast_linear
+from turnwise.models import cpu
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 WORK = Workload(conversations=8, tokens=256, prompt_tokens=64)
@@ -102,7 +101,7 @@ def test_with_autocast_a_large_model_on_a_cpu_leaves_free_blocks_between_activat
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_the_engine_packs_weights_where_onednn_is_faster(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: faster)
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: faster)
     model = tiny_model(hidden_size=256, intermediate_size=1024)
     weights = {id(layer.weight): layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     # of the feed-forward layers, which are large, and of the vocabulary, which has many outputs
@@ -116,7 +115,7 @@ def test_the_engine_packs_weights_where_onednn_is_faster(faster: bool, monkeypat
 def test_what_the_engine_frees_before_an_update_counts_only_while_conversations_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: True)
     model_config = tiny_model(hidden_size=256, intermediate_size=1024).config
     engine = {"copied weights of the engine", "KV cache"}
     memory: dict[str, Any] = {"engine": {"slots": 512, "memory_gb": 8}, "max_concurrent": 512}

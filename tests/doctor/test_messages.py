@@ -10,7 +10,7 @@ from support import CHATML, byte_tokenizer
 from support.families import family_renderer, template_files
 from support.templates import NO_TOOLS
 from turnwise.chat.renderer import Renderer
-from turnwise.doctor.messages import contents, headers
+from turnwise.doctor.template import contents, headers
 
 PROMPT = "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 

@@ -21,11 +21,10 @@ from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer
 from turnwise.config.recipe import load
 from turnwise.config.schema import OVERRIDABLE_CHECKS, Config
-from turnwise.doctor.preflight import preflight, template_checks, unread_columns
-from turnwise.doctor.template import read_directory
+from turnwise.doctor.template import preflight, read_directory, template_checks, unread_columns
 from turnwise.environments.environment import environment
 from turnwise.errors import ConfigError, TemplateError
-from turnwise.runs.collect import collect
+from turnwise.runs.sampling_only import collect
 from turnwise.train import assemble
 from turnwise.types import Opening, Reply, Row, Turn
 

@@ -11,11 +11,20 @@ from support import CHATML, byte_tokenizer
 from support.families import family_renderer, template_files
 from support.templates import GROWS, NO_TOOLS, STRANGE_CALLS, THINKS
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, check_scenario
 from turnwise.doctor.check import worst
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
-from turnwise.doctor.template import Directory, continuing, features, stops, thinking, tool_calls, vocabulary
+from turnwise.doctor.template import (
+    SCENARIOS,
+    Directory,
+    check_scenario,
+    continuing,
+    features,
+    stops,
+    thinking,
+    tool_calls,
+    vocabulary,
+)
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "templates.md"

@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 from support.conversations import RENDERER, Says
-from turnwise.engines.batched import Batched
+from turnwise.engines.engine import Batched
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.engines.local.fused_attention import AttentionDims, DecodeAttention
-from turnwise.engines.local.prefix_index import NOTHING_SHARED, SharedPrefix, shared_prefix
+from turnwise.engines.local.cache import NOTHING_SHARED, SharedPrefix, shared_prefix
+from turnwise.engines.local.fused import AttentionDims, DecodeAttention
 
 DIMS = AttentionDims(heads=4, kv_heads=2, head_dim=8, scale=8**-0.5, dtype=torch.float32, device=torch.device("cpu"))
 

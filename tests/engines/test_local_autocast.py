@@ -10,10 +10,10 @@ import torch
 
 from engines.test_local_tokens import FUSED, ask, make, tokens
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.forward import GenericForward
 from turnwise.engines.local.fused import FusedForward
-from turnwise.engines.local.generic import GenericForward
-from turnwise.models.autocast import autocast
 from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.precision import autocast
 from turnwise.types import Completion, Request, Sampling
 
 

@@ -17,7 +17,7 @@ from engines.test_local_tokens import (
     tokens,
 )
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.prefix_index import SHARED_READS, shared_prefix
+from turnwise.engines.local.cache import SHARED_READS, shared_prefix
 from turnwise.types import Completion, Request, Sampling
 
 

@@ -20,7 +20,7 @@ from transformers import (
 from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.engine import Engine
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.generic import GenericForward
+from turnwise.engines.local.forward import GenericForward
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
+from turnwise.engines.engine import SharedWeights
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.kv_cache import KVCache, KVShape
-from turnwise.engines.local.prefix_cache import FREE, PrefixCache, PrefixMatch
-from turnwise.engines.publisher import SharedWeights
+from turnwise.engines.local.cache import FREE, KVCache, KVShape, PrefixCache, PrefixMatch
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 

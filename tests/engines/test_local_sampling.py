@@ -8,7 +8,7 @@ import torch
 
 from engines.test_local_tokens import ask, make, one_thread, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.sampler import SamplingTensors, random_stream, sample_tokens, uniforms
+from turnwise.engines.local.scheduler import SamplingTensors, random_stream, sample_tokens, uniforms
 from turnwise.models.distribution import sampling_logits
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 

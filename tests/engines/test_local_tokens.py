@@ -27,9 +27,8 @@ from transformers import (
 )
 
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.fused import FusedForward
-from turnwise.engines.local.fused_support import unsupported_reason
-from turnwise.engines.local.generic import GenericForward
+from turnwise.engines.local.forward import GenericForward
+from turnwise.engines.local.fused import FusedForward, unsupported_reason
 from turnwise.types import Completion, Request, Sampling
 
 SIZES = {

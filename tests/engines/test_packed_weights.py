@@ -17,9 +17,8 @@ from engines.test_local_tokens import (
 )
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.fused import FusedForward
-from turnwise.models import fast_linear, packed_weights
-from turnwise.models.fast_linear import onednn_linear
-from turnwise.models.packed_weights import PackedLayers, packed, packed_bytes
+from turnwise.models import cpu
+from turnwise.models.cpu import PackedLayers, onednn_linear, packed, packed_bytes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -27,10 +26,10 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine on which oneDNN is faster, for weights of any size."""
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
-    monkeypatch.setattr(fast_linear, "_LARGE_WEIGHT", 1)
-    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
-    monkeypatch.setattr(fast_linear, "_SMALLEST_SIDE", 1)
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: True)
+    monkeypatch.setattr(cpu, "_LARGE_WEIGHT", 1)
+    monkeypatch.setattr(cpu, "_SMALL_WEIGHT", 1)
+    monkeypatch.setattr(cpu, "_SMALLEST_SIDE", 1)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 16, 37, 300])
@@ -49,8 +48,8 @@ def test_the_engine_samples_from_the_present_weights(
 ) -> None:
     model, prompt = make(name), tokens(30)
     if few:
-        monkeypatch.setattr(fast_linear, "_LARGE_WEIGHT", fast_linear.NEVER)
-        monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 8 * max(map(len, model.parameters())) ** 2)
+        monkeypatch.setattr(cpu, "_LARGE_WEIGHT", cpu.NEVER)
+        monkeypatch.setattr(cpu, "_FEWEST_PRODUCTS", 8 * max(map(len, model.parameters())) ** 2)
     assert packed_bytes(model) > 0
     engine = LocalEngine(model, threads=1)
     first = ask(engine, greedy("a", prompt))[0]
@@ -116,9 +115,9 @@ def test_weights_that_take_too_much_memory_or_are_not_for_onednn_stay_as_they_ar
     total = packed_bytes(model)
     weights = {id(module.weight): module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)}
     assert total == 4 * sum(weight.numel() for weight in weights.values())
-    monkeypatch.setattr(packed_weights, "MOST_BYTES", total - 1)
+    monkeypatch.setattr(cpu, "MOST_BYTES", total - 1)
     assert packed_bytes(model) == 0
     assert FusedForward(model)._packed is None
-    monkeypatch.setattr(packed_weights, "MOST_BYTES", total)
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: False)
+    monkeypatch.setattr(cpu, "MOST_BYTES", total)
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: False)
     assert packed_bytes(model) == 0

@@ -16,16 +16,16 @@ from transformers import AutoModelForImageTextToText
 
 from engines.conformance.subjects import change
 from support.vision import image_part, picture, served_vision_model, text_part
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.probe import Probe
+from turnwise.engines.remote.servers import Probe
 from turnwise.environments.environment import environment
 from turnwise.errors import EngineError
-from turnwise.models.published_weights import published_weights, token_logprobs
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.models.loading import published_weights, token_logprobs
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Opening, Reply, Request, Row, Sampling, Segment, Turn
 
 pytestmark = pytest.mark.engines
@@ -53,7 +53,7 @@ class Served:
         self.runner = asyncio.Runner()
         self.renderer = Renderer.from_pretrained(path)
         self.model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-        engine = build.engine(Config.model_validate(recipe), self.renderer, self.model)
+        engine = assembly.engine(Config.model_validate(recipe), self.renderer, self.model)
         assert isinstance(engine, RemoteEngine)
         self.engine = engine
         self.runner.run(engine.start())

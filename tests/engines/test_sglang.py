@@ -11,16 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
-from turnwise.engines.remote.ownership import Owner
-from turnwise.engines.remote.partial import Part
-from turnwise.engines.remote.weight_shapes import read_shapes
-from turnwise.engines.sglang.api import SglangApi, image_data, sampling_params
-from turnwise.engines.sglang.checksums import check_checksums, file_contents
+from turnwise.engines.remote.servers import Owner, Part
+from turnwise.engines.remote.weights import read_shapes
+from turnwise.engines.sglang.api import SglangApi, check_checksums, file_contents, image_data, sampling_params
 from turnwise.engines.sglang.images import decode_images
 from turnwise.engines.sglang.launch import SglangLaunch, server_command
 from turnwise.errors import ConfigError, EngineError
@@ -298,7 +296,7 @@ def built(tmp_path: Path, **engine: Any) -> RemoteEngine:
         "engine": {"name": "sglang", **engine},
         "output": str(tmp_path),
     }
-    made = build.engine(Config.model_validate(recipe), Renderer.from_pretrained(demo / "model"), object())
+    made = assembly.engine(Config.model_validate(recipe), Renderer.from_pretrained(demo / "model"), object())
     assert isinstance(made, RemoteEngine)
     return made
 

@@ -16,12 +16,12 @@ import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.probe import Probe
-from turnwise.models.published_weights import token_logprobs
+from turnwise.engines.remote.servers import Probe
+from turnwise.models.loading import token_logprobs
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,7 +75,7 @@ def test_sglang_takes_weights_of_a_vocabulary_that_it_does_not_fill_up(tmp_path:
         "engine": {"name": "sglang", "python": str(engine_env.python("sglang")), "memory_gb": 0.1},
         "output": str(tmp_path / "run"),
     }
-    engine = build.engine(Config.model_validate(recipe), Renderer.from_pretrained(tmp_path / "model"), model)
+    engine = assembly.engine(Config.model_validate(recipe), Renderer.from_pretrained(tmp_path / "model"), model)
     assert isinstance(engine, RemoteEngine)
 
     async def update() -> None:

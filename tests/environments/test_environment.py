@@ -11,7 +11,7 @@ import pytest
 
 from support.conversations import Says, a_row, a_table, hold, spoken
 from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout
 from turnwise.types import Opening, Reply, Row, Turn
 

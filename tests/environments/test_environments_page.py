@@ -12,10 +12,10 @@ import yaml
 
 from support.conversations import RENDERER, Says, a_row, call, hold, scripted
 from support.servers import Answer, serving
-from turnwise import build
+from turnwise import assembly
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
 from turnwise.config.schema import Config
-from turnwise.environments.modelled_user import ModelledUser
+from turnwise.environments.users import ModelledUser
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 
@@ -43,7 +43,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], A
 
     def make(word: str) -> Any:
         part = next(block for block in blocks("yaml") if word in block)
-        return build.environment_factory(
+        return assembly.environment_factory(
             Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(part)})
         )
 
@@ -98,7 +98,7 @@ def test_a_modelled_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_MODEL_KEY", "k")
     with serving(lambda question, number: Answer({"choices": [{"message": {"content": "[DONE]"}}]})) as server:
         tree = yaml.safe_load(part.replace("http://127.0.0.1:8000", server.url))
-        make = build.environment_factory(
+        make = assembly.environment_factory(
             Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **tree})
         )
         trajectory = hold(Says("a"), make, row=a_row(persona="Ann"))

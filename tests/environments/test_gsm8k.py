@@ -14,7 +14,7 @@ from support.conversations import Says, a_row, call, hold
 from turnwise.data.numeric_answers import Grader, grade, solution_number, truth
 from turnwise.environments.gsm8k import CORRECT, INCORRECT, Gsm8kTool, ground_truth, gsm8k_interaction, gsm8k_with_tool
 from turnwise.errors import DataError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 DATA = Path(__file__).parents[3] / "shared" / "gsm8k"

@@ -23,7 +23,7 @@ from mcp.types import TextContent
 from PIL import Image
 
 from support.conversations import Says, call, hold, hold_all
-from turnwise.environments.mcp.servers import McpServer, McpServers
+from turnwise.environments.mcp import McpServer, McpServers
 from turnwise.environments.tools.result import Answer
 from turnwise.environments.tools.toolbox import Tool, ToolResponse, Tools
 from turnwise.errors import ConfigError
@@ -298,7 +298,7 @@ def test_servers_that_nobody_closes_end_all_the_same() -> None:
 @pytest.mark.slow
 def test_servers_end_with_the_process() -> None:
     script = (
-        "import asyncio, sys; from turnwise.environments.mcp.servers import *; from turnwise.types import ToolCall\n"
+        "import asyncio, sys; from turnwise.environments.mcp import *; from turnwise.types import ToolCall\n"
         f"made = McpServers({{'t': McpServer(command=sys.executable, args=[{SCRIPT!r}, 'stdio'])}})\n"
         "(tool,) = made.tools(['pid'])\n"
         "print(asyncio.run(tool.run(ToolCall(id='c', name='pid', arguments={}, text=''))).content)\n"
@@ -395,7 +395,7 @@ ENDED = "it wrote more than 1 MiB to its stdout without a line break, and was st
 
 @pytest.mark.parametrize("when", ["initialize", "tools/list", "tools/call"])
 def test_a_server_that_prints_without_end_is_ended_and_named(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.environments.mcp.lines.LONGEST_LINE", 2**20)
+    monkeypatch.setattr("turnwise.environments.mcp.LONGEST_LINE", 2**20)
     server = McpServer(command=sys.executable, args=["-c", FLOODS.replace("WHEN", repr(when))])
     with servers(flood=server) as made:
         if when != "tools/call":
@@ -412,7 +412,7 @@ def test_a_server_that_prints_without_end_is_ended_and_named(when: str, monkeypa
 def test_long_lines_within_the_bound_are_whole_and_bytes_that_are_no_utf_8_end_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("turnwise.environments.mcp.lines.LONGEST_LINE", 300_000)
+    monkeypatch.setattr("turnwise.environments.mcp.LONGEST_LINE", 300_000)
     script = TALKS.replace("LISTS", "True").replace("NOISE", "0").replace("json.dumps(", "dumps(")
     script = script.replace('"seen"', "chr(233) * 250_000").replace("for line", "dumps = lambda one: one\nfor line", 1)
     script = script.replace("dumps = lambda one: one", "dumps = functools.partial(json.dumps, ensure_ascii=False)")

@@ -13,15 +13,16 @@ import pytest
 
 from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
 from support.servers import Answer, serving
-from turnwise import build
-from turnwise.build.references import named_callable
-from turnwise.config.schema import Config, Use
+from turnwise import assembly
+from turnwise.assembly.references import named_callable
+from turnwise.config.schema import Config
+from turnwise.config.section import Use
 from turnwise.environments.calculator import calculator
-from turnwise.environments.modelled_user import Endpoint, ModelledUser
 from turnwise.environments.tools.toolbox import Tools
+from turnwise.environments.users import Endpoint, ModelledUser
 from turnwise.errors import ConfigError
 from turnwise.rollout.chat_model import EngineChatModel
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.services.json_service import ServiceError
 from turnwise.types import Message, Row, Sampling, Trajectory
 
@@ -317,11 +318,11 @@ def test_a_recipe_names_the_speaker(tmp_path: Path) -> None:
     file = tmp_path / "user.py"
     file.write_text("async def user(messages):\n    return messages[0]['content'] + ' [DONE]'\n")
     use = {
-        "use": "turnwise.environments.modelled_user:ModelledUser",
+        "use": "turnwise.environments.users:ModelledUser",
         "arguments": {"chat_model": f"{file}:user", "system_prompt": "I am your user."},
     }
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, "environment": use})
-    trajectory = hold(Says("a"), build.environment_factory(config))
+    trajectory = hold(Says("a"), assembly.environment_factory(config))
     assert trajectory.messages[-1]["content"] == "I am your user."
 
 
@@ -336,6 +337,6 @@ def test_a_recipe_names_the_speaker(tmp_path: Path) -> None:
     ],
 )
 def test_an_old_argument_name_is_answered_with_the_new_name(old: str, new: str) -> None:
-    use = Use(use="turnwise.environments.modelled_user:ModelledUser", arguments={old: None})
+    use = Use(use="turnwise.environments.users:ModelledUser", arguments={old: None})
     with pytest.raises(ConfigError, match=f"unexpected keyword argument '{old}'; {old} is called {new} here$"):
         named_callable(use, key="environment")

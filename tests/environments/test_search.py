@@ -12,11 +12,10 @@ import pytest
 
 from support.conversations import Says, call, hold
 from support.servers import Answer, serving
-from turnwise.environments.search import Search
+from turnwise.environments.search import Document, Index, RetrievalServer, Search
 from turnwise.environments.tools.tool import Toolbox
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
-from turnwise.serve.retrieval import Document, Index, RetrievalServer
 from turnwise.services.json_service import ServiceError
 
 

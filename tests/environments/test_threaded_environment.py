@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, call, hold, hold_all
-from turnwise.build import environment_factory
+from turnwise.assembly import environment_factory
 from turnwise.config.schema import Config
-from turnwise.environments.environment import SingleTurn, user_message
-from turnwise.environments.threaded_environment import ThreadedEnvironment
+from turnwise.environments.environment import SingleTurn, ThreadedEnvironment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError
-from turnwise.rollout import guarded_environment
-from turnwise.rollout.limits import Limits
+from turnwise.rollout import rollout
+from turnwise.rollout.context import Limits
 from turnwise.types import Failure, Opening, Reply, Row, Stop, Turn
 
 WHO: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
@@ -60,7 +59,7 @@ def test_environments_in_threads_block_nobody_else(caplog: pytest.LogCaptureFixt
 def test_a_deadline_holds_for_an_environment_in_a_thread_that_blocks_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guarded_environment, "_CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr(rollout, "_CLOSING_SECONDS", 0.2)
     limits = Limits(seconds_per_turn=0.3)
     made = iter([ThreadedEnvironment(lambda: Blocks(20.0)), ThreadedEnvironment(lambda: Blocks(0.01))])
     bad, good = hold_all(Says("a"), lambda: next(made), size=2, limits=limits)

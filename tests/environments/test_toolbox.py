@@ -15,7 +15,7 @@ from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Toolbox, ToolResponse, Tools
 from turnwise.environments.users import checked_answer
 from turnwise.errors import ConfigError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Opening, Reply, Row, ToolSchema, Turn
 
 LOG: list[str] = []

@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from support.conversations import Says, a_row, call, hold
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config, ToolCallsSection, ToolUse
-from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.mcp import McpServers
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 
@@ -26,7 +26,9 @@ def test_the_first_example_runs(tmp_path: Path) -> None:
     recipe, *_ = blocks("yaml")
     (tmp_path / "shop.py").write_text(code)
     parts = yaml.safe_load(recipe.replace("shop.py", str(tmp_path / "shop.py")))
-    make = build.environment_factory(Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **parts}))
+    make = assembly.environment_factory(
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **parts})
+    )
     engine = Says(
         call("price", '{"item": "apple"}') + call("buy", '{"item": "apple", "count": 9}'),
         call("buy", '{"item": "pear", "count": 2}') + call("price", '{"item": "plum"}'),

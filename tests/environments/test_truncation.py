@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support import byte_tokenizer
-from turnwise.environments.tools.truncation import LONGEST, Side, Truncation, bounded
+from turnwise.environments.tools.result import LONGEST, Side, Truncation, bounded
 from turnwise.errors import ConfigError
 
 TOKENIZER = byte_tokenizer()

@@ -9,7 +9,7 @@ import random
 import pytest
 from scipy import stats
 
-from turnwise.evaluation.statistics import (
+from turnwise.record.evaluation import (
     estimate,
     paired_test,
     pass_all_k,

@@ -14,7 +14,7 @@ from support.conversations import Says, a_row, call, hold
 from turnwise.commands.show import Selection, show
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
-from turnwise.record.encode import trajectory_record
+from turnwise.record.trajectory_json import trajectory_record
 
 ROUNDS = 400
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from fuzz.mutations import accepted_or_refused, mutated_text, mutated_tree, write
-from turnwise.build import read_scripts
+from turnwise.assembly import read_scripts
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift import from_swift_arguments
-from turnwise.compat.verl.arguments import from_verl_arguments
+from turnwise.compat.verl.convert import from_verl_arguments
 from turnwise.config.recipe import load
 from turnwise.data.images import load_image
 from turnwise.data.rows import read_rows
-from turnwise.environments.mcp.servers import McpServers
+from turnwise.environments.mcp import McpServers
+from turnwise.environments.search import read_corpus
 from turnwise.errors import DataError, TurnwiseError
-from turnwise.serve.retrieval import read_corpus
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 
 ROUNDS = 100
 

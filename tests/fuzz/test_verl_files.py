@@ -11,7 +11,7 @@ import yaml
 
 from fuzz.mutations import RAW, VALUES, accepted_or_refused, mutated_text, mutated_tree, write
 from turnwise.commands.convert import as_recipe
-from turnwise.compat.verl.arguments import from_verl_arguments
+from turnwise.compat.verl.convert import from_verl_arguments
 
 ROUNDS = 60
 

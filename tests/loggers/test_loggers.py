@@ -21,8 +21,7 @@ from support.tiny import save_model
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError
 from turnwise.loggers.logger import Loggers, RestartingLogger, start_or_wait, starting
-from turnwise.loggers.spans import spans_of
-from turnwise.loggers.tracers import start_tracer
+from turnwise.loggers.tracers import spans_of, start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
 from turnwise.record.reader import read, read_lines
 from turnwise.types import Failure, Row, Stop, ToolOutcome, Trajectory, Turn
@@ -142,15 +141,15 @@ def test_the_options_reach_the_tracker(tmp_path: Path, monkeypatch: pytest.Monke
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr("turnwise.build.tracking.start_tracker", lambda name, start: seen.append(start) or Tracker())
-    from turnwise import build
+    monkeypatch.setattr("turnwise.runs.run_state.start_tracker", lambda name, start: seen.append(start) or Tracker())
+    from turnwise.runs.run_state import loggers
 
     uses = [
         {"name": "wandb", "project": "x", "run": "y", "conversations": 5, "arguments": {"tags": ["t"]}},
         "tensorboard",
     ]
     recipe = save_recipe(tmp_path, tmp_path, loggers=uses, output=str(tmp_path / "my-run"))
-    build.loggers(load(recipe)[0], step=2).close()
+    loggers(load(recipe)[0], step=2).close()
     assert (seen[0].project, seen[0].run, seen[0].conversations, seen[0].arguments) == ("x", "y", 5, {"tags": ["t"]})
     assert (seen[1].project, seen[1].run, seen[1].conversations, seen[1].step) == ("turnwise", "my-run", 8, 2)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from support.recipes import save_recipe
-from turnwise.build import conversations
+from turnwise.assembly import conversations
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.planning.fine_tuning import ConversationTokens, fine_tuning_lines
-from turnwise.sft.lengths import conversation_tokens
+from turnwise.planning.placement import ConversationTokens, fine_tuning_lines
+from turnwise.sft.fine_tune import conversation_tokens
 
 
 def talk(number: int) -> list[dict[str, str]]:

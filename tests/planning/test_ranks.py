@@ -11,9 +11,8 @@ from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.doctor.memory import predict, read_model_config, workload_of
 from turnwise.errors import ConfigError
-from turnwise.planning.engine_memory import engine_memory_lines
+from turnwise.planning.memory import engine_memory_lines, number_of_ranks, rank_memory, refuse_impossible
 from turnwise.planning.placement import placement_lines
-from turnwise.planning.ranks import number_of_ranks, rank_memory, refuse_impossible
 
 
 @pytest.fixture

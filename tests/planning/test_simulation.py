@@ -8,11 +8,18 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from turnwise.commands.doctor import print_scaling
 from turnwise.errors import ConfigError
-from turnwise.planning.scaling import ScalingOptions, predict_scaling
-from turnwise.planning.simulation import Setup, simulate
-from turnwise.planning.tables import print_scaling
-from turnwise.planning.workload import EngineSpeed, MeasuredWorkload, TrainingSpeed, TurnCost
+from turnwise.planning.simulation import (
+    EngineSpeed,
+    MeasuredWorkload,
+    ScalingOptions,
+    Setup,
+    TrainingSpeed,
+    TurnCost,
+    predict_scaling,
+    simulate,
+)
 
 TWO_TURNS = (TurnCost(0, 10, 1.0), TurnCost(0, 10, 1.0))
 """1 s in the engine and 1 s in the environment, twice."""

@@ -12,8 +12,7 @@ import pytest
 from support.recipes import save_recipe
 from turnwise.cli import main
 from turnwise.errors import RunError
-from turnwise.planning.simulation import Setup, simulate
-from turnwise.planning.workload import TurnCost, conversation_cost, fit_engine_speed, measure
+from turnwise.planning.simulation import Setup, TurnCost, conversation_cost, fit_engine_speed, measure, simulate
 from turnwise.record.reader import read_lines
 from turnwise.types import Row, Segment, Trajectory, Turn
 
@@ -108,7 +107,7 @@ def test_the_command_refuses_a_plan_that_does_not_fit(
 ENVIRONMENT = """
 import asyncio, random
 from turnwise import Opening, Reply, environment, user_message
-from turnwise.user_code.deadlines import conversation_name
+from turnwise.user_code.calls import conversation_name
 
 @environment
 async def slow(row, turns=3):

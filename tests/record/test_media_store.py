@@ -13,9 +13,8 @@ from PIL import Image
 from support.vision import image_part, picture, text_part
 from turnwise.data.images import digest, load_image
 from turnwise.errors import RunError
-from turnwise.record.encode import trajectory_record
-from turnwise.record.media_store import MediaStore
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.trajectory_json import MediaStore, trajectory_record
 from turnwise.record.writer import write_trajectories
 from turnwise.types import Media, Row, Segment, Trajectory, Turn
 

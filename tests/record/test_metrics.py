@@ -12,7 +12,7 @@ from turnwise.environments.tools.toolbox import Tools
 from turnwise.record.metrics import conversation_metrics, failures
 from turnwise.rewards.functions import TrajectoryReward
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Group, Trajectory
 

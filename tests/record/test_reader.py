@@ -22,11 +22,8 @@ from turnwise.data.images import digest
 from turnwise.environments.environment import SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import ToolResponse, Tools
 from turnwise.errors import RunError
-from turnwise.record.decode import decode_trajectory
-from turnwise.record.encode import trajectory_record
-from turnwise.record.links import turns_of_messages
-from turnwise.record.media_store import StoredImage
-from turnwise.record.reader import RecordedTrajectories, read
+from turnwise.record.reader import RecordedTrajectories, read, turns_of_messages
+from turnwise.record.trajectory_json import StoredImage, decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
 from turnwise.types import (
     Failure,

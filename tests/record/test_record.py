@@ -15,10 +15,10 @@ from turnwise.config.schema import Config
 from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
-from turnwise.record.encode import trajectory_record
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.trajectory_json import trajectory_record
 from turnwise.record.writer import write_trajectories, writing
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Opening, Reply, Trajectory, Turn
 
 

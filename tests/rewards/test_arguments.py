@@ -14,13 +14,20 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, hold_all
-from turnwise import build
+from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
-from turnwise.rewards.arguments import CallPlan, parameters_of, plan_call
-from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
+from turnwise.rewards.functions import (
+    BatchReward,
+    CallPlan,
+    GroupReward,
+    TrajectoryReward,
+    TurnReward,
+    parameters_of,
+    plan_call,
+)
 from turnwise.rewards.scorer import Scorer
 from turnwise.types import EnvironmentHandle, Group, Opening, Reply, Trajectory, Turn
 
@@ -291,7 +298,7 @@ def test_a_parameter_that_is_no_column_of_the_data_is_refused_with_what_there_is
         "'answer'? Rename the parameter, give it a default value, or map a column to it: data.columns.anser=<column>"
     )
     with pytest.raises(ConfigError) as refused:
-        build.scorer(config).refuse_unknown_columns(build.rows(config))
+        assembly.scorer(config).refuse_unknown_columns(assembly.rows(config))
     assert str(refused.value) == message
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     for command in ("train", "rollout"):

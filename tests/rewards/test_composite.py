@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from support.conversations import a_row, call, hold, scripted
-from turnwise import build
+from turnwise import assembly
 from turnwise.compat.trajectory_dict import DictReward, DictTurnReward, as_dictionary
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
@@ -38,8 +38,8 @@ def conversations(*texts: list[str]) -> Group:
 def test_the_parts_of_the_recipe_are_weighted_summed_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config, _ = load(ROOT / "recipes" / "composite_reward.yaml")
-    scorer = build.scorer(config)
-    scorer.refuse_unknown_columns(build.rows(config, limit=4))
+    scorer = assembly.scorer(config)
+    scorer.refuse_unknown_columns(assembly.rows(config, limit=4))
     group = conversations([GOOD, "#### 42"], [BAD, GOOD, "#### 41"], ["#### 42"])
     asyncio.run(scorer.score([group]))
     right, wrong, guessed = group.trajectories
@@ -86,7 +86,7 @@ def test_the_functions_of_dictionaries_on_the_page_give_rewards(
     monkeypatch.chdir(tmp_path)
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, **yaml.safe_load(reward)})
     group = conversations([GOOD, "#### 42"], ["#### 41"])
-    asyncio.run(build.scorer(config).score([group]))
+    asyncio.run(assembly.scorer(config).score([group]))
     right, wrong = group.trajectories
     assert right.rewards == pytest.approx({"turns": 0.0, "multiturn_reward": 0.96, "turn_rewards": 0.1})
     assert [turn.reward for turn in right.turns] == pytest.approx([0.1, 0.0])

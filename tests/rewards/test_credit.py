@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.conversations import a_row
 from turnwise.rewards import credit
 from turnwise.rewards.credit import Credit
-from turnwise.rewards.credit.statistics import Scale
+from turnwise.rewards.credit.credit import Scale
 from turnwise.types import Failure, Group, Trajectory, Turn
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from support.conversations import a_row, hold_all, scripted
 from support.servers import Answer, serving
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.rewards.http import HttpReward
@@ -42,7 +42,7 @@ def run(url: str, *texts: Sequence[str], **arguments: Any) -> list[Trajectory]:
         }
     )
     made = groups(*texts)
-    asyncio.run(build.scorer(config).score(made))
+    asyncio.run(assembly.scorer(config).score(made))
     return [one for group in made for one in group.trajectories]
 
 

@@ -10,11 +10,10 @@ import pytest
 
 from support.conversations import RENDERER, a_row, hold, hold_all, scripted
 from support.servers import Answer, serving
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.rewards.arguments import plan_call
-from turnwise.rewards.functions import GroupReward, TrajectoryReward
+from turnwise.rewards.functions import GroupReward, TrajectoryReward, plan_call
 from turnwise.rewards.judge import ComparingJudge, Judge
 from turnwise.rewards.scorer import Scorer
 from turnwise.types import Group, Message, Trajectory
@@ -159,8 +158,8 @@ def test_a_judge_on_the_engine_of_the_run() -> None:
     row = a_row("2 + 2?")
     engine = scripted(["It is 4."], [f"<think>Hm.</think>{GOOD}"])
     trajectories = hold_all(engine, row=row)
-    scorer = build.scorer(config)
-    build.connect_engine(scorer, engine, RENDERER)
+    scorer = assembly.scorer(config)
+    assembly.connect_engine(scorer, engine, RENDERER)
     asyncio.run(scorer.score([Group(id="1", row=row, trajectories=trajectories)]))
     assert trajectories[0].rewards == {"turns": 0.0, "Judge": 0.875}
 

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, hold
-from turnwise import build
+from turnwise import assembly
 from turnwise.compat.gym import ToolEnvironments
 from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
-from turnwise.record.decode import decode_trajectory
-from turnwise.record.encode import encode_line, trajectory_record
+from turnwise.record.trajectory_json import decode_trajectory, encode_line, trajectory_record
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.types import Group, Opening, Reply, Trajectory, Turn
@@ -84,7 +83,7 @@ def test_the_reward_function_of_the_note_runs_where_it_is_named(
         {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"trajectory": ["note.py:multiturn_reward"]}}
     )
     one = played()
-    score(build.scorer(config), one)
+    score(assembly.scorer(config), one)
     assert one.error is None
     assert one.reward == pytest.approx(0.6 + 0.2 * 0.8 + 0.2)
 

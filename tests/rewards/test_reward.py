@@ -14,18 +14,17 @@ import pytest
 import torch
 
 from support.conversations import Says, hold, hold_all
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
-from turnwise.evaluation.results import summarize
+from turnwise.record.evaluation import summarize
 from turnwise.record.metrics import conversation_metrics
-from turnwise.record.retention import Retention
-from turnwise.rewards.arguments import plan_call
+from turnwise.record.writer import Retention
 from turnwise.rewards.credit import Credit, grpo
-from turnwise.rewards.differences import has_reward_differences
-from turnwise.rewards.functions import GroupReward, TrajectoryReward, TurnReward
+from turnwise.rewards.functions import GroupReward, TrajectoryReward, TurnReward, plan_call
 from turnwise.rewards.scorer import Scorer
+from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
 
 
@@ -463,7 +462,7 @@ def test_an_environment_that_may_score_is_a_source_and_so_is_a_turn_with_a_rewar
 )
 def test_a_recipe_says_whether_its_environment_is_a_source(options: dict[str, Any], may: bool) -> None:
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **options})
-    assert build.scorer(config).environment_scores is may
+    assert assembly.scorer(config).environment_scores is may
 
 
 def test_what_is_kept_of_a_group_tells_no_reward_from_failed() -> None:

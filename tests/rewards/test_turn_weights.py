@@ -16,13 +16,13 @@ import torch
 from rich.console import Console
 
 from support.tiny import save_rows
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.config.schema import LOSS_MASKS, Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, without_cut_turns
-from turnwise.runs.collect import collect
+from turnwise.runs.sampling_only import collect
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 from turnwise.types import Row, Stop, Trajectory, Turn
@@ -188,11 +188,11 @@ def recipe(path: Path, *overrides: str) -> Config:
 def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
     assert tuple(TURN_WEIGHTINGS) == LOSS_MASKS
     one = said(*TWO_QUESTIONS)
-    assert build.turn_weighting(recipe(tmp_path)) is TURN_WEIGHTINGS["all"]
-    assert build.turn_weighting(recipe(tmp_path, "loss_mask=last_round")) is TURN_WEIGHTINGS["last_round"]
-    scaled = build.turn_weighting(recipe(tmp_path, "loss_mask=mine.py:weight", "loss_mask.arguments.scale=0.5"))
+    assert assembly.turn_weighting(recipe(tmp_path)) is TURN_WEIGHTINGS["all"]
+    assert assembly.turn_weighting(recipe(tmp_path, "loss_mask=last_round")) is TURN_WEIGHTINGS["last_round"]
+    scaled = assembly.turn_weighting(recipe(tmp_path, "loss_mask=mine.py:weight", "loss_mask.arguments.scale=0.5"))
     assert kept(scaled, one) == [0, 0.5, 1, 1.5]
-    assert kept(build.turn_weighting(recipe(tmp_path, "loss_mask={use: mine.py:of_both}")), one) == [4] * 4
+    assert kept(assembly.turn_weighting(recipe(tmp_path, "loss_mask={use: mine.py:of_both}")), one) == [4] * 4
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_recipe_names_a_rule_or_a_function(tmp_path: Path) -> None:
 )
 def test_what_is_no_loss_mask_is_told(override: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        build.turn_weighting(recipe(tmp_path, override))
+        assembly.turn_weighting(recipe(tmp_path, override))
     assert message in str(error.value)
 
 

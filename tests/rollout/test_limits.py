@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.conversations import a_row, completion
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Stop, Trajectory, Turn
 
 

@@ -31,8 +31,8 @@ from turnwise.environments.environment import SingleTurn, environment, user_mess
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, EngineError
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, Runner, new_group, rollout, rollout_group, rollout_groups
+from turnwise.rollout.context import Limits, RolloutContext, Runner
+from turnwise.rollout.rollout import new_group, rollout, rollout_group, rollout_groups
 from turnwise.types import Completion, Opening, Reply, Request, Row, Sampling, Stop, Trajectory, Turn
 
 FOREVER = functools.partial(ScriptedUser, ["And?"] * 100)

@@ -14,7 +14,7 @@ from turnwise.chat.media import MediaProcessor
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.environments.tools.toolbox import ToolResponse, Tools
 from turnwise.environments.users import ScriptedUser
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from turnwise.rollout.pacing import capacity, choose
+from turnwise.rollout.pipeline import capacity, choose
 
 
 @pytest.mark.parametrize(

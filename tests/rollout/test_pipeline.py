@@ -13,8 +13,7 @@ import pytest
 
 from support.conversations import Says, a_row, a_table
 from support.instant_loop import run_instantly
-from turnwise.data.order import Order
-from turnwise.data.row_source import DataState, RowSource
+from turnwise.data.order import DataState, Order, RowSource
 from turnwise.environments.environment import SingleTurn
 from turnwise.rewards.functions import BatchReward
 from turnwise.rewards.scorer import Scorer

@@ -14,7 +14,7 @@ from support.conversations import RENDERER, STOP, Says, a_row, call, hold, scrip
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Opening, Reply, Resume, Row, Trajectory, Turn
 
 FORGETS = (

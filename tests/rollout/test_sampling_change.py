@@ -11,7 +11,7 @@ import pytest
 from support.conversations import RENDERER, Says, hold, spoken
 from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Opening, Reply, Row, Sampling, SamplingChange, Stop, Trajectory, Turn
 
 MORE: Any = {"role": "user", "content": "More?"}

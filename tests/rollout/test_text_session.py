@@ -15,12 +15,10 @@ from turnwise.environments.calculator import calculator
 from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
-from turnwise.record.decode import decode_trajectory
-from turnwise.record.encode import trajectory_record
-from turnwise.rollout.context import TextContext
-from turnwise.rollout.limits import Limits
+from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
+from turnwise.rollout.context import Limits, TextContext
 from turnwise.rollout.rollout import new_group, rollout_group
-from turnwise.services.chat_endpoint import ChatEndpoint, EndpointOptions
+from turnwise.services.chat import ChatEndpoint, EndpointOptions
 from turnwise.types import Edit, Opening, Reply, Resume, Row, Sampling, SamplingChange, Stop, Trajectory, Usage
 
 FULL = Answer({"error": {"code": "context_length_exceeded"}}, 400)

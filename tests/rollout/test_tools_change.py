@@ -14,8 +14,8 @@ from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.rollout.limits import Limits
-from turnwise.sft.targets import lines
+from turnwise.rollout.context import Limits
+from turnwise.sft.replay import lines
 from turnwise.types import Message, Opening, Reply, Resume, Row, SamplingChange, Stop, ToolSchema, Trajectory, Turn
 
 FILES = {path.stem: path for path in template_files()}

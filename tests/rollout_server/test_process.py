@@ -17,7 +17,7 @@ import pytest
 from support.recipes import save_recipe
 from support.tiny import save_model
 from turnwise.commands import serve
-from turnwise.compat.swift.serving import from_rollout_arguments
+from turnwise.compat.swift.convert import from_rollout_arguments
 from turnwise.config.recipe import checked
 
 TURNWISE = [sys.executable, "-m", "turnwise"]

@@ -23,7 +23,7 @@ from support.rollout_servers import TOKEN, Running, client_of, running
 from support.swift_client import Swift, swift
 from support.training import train_run
 from support.vision import image_part, picture, text_part
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError
@@ -76,7 +76,7 @@ def test_a_run_with_images_is_the_run_in_one_process(recipe: Path, tmp_path: Pat
 def test_every_form_of_an_image_has_its_pixels_and_tensors_at_the_client(recipe: Path, server: Running) -> None:
     """Against the processor of transformers on the original image."""
     config = load(recipe)[0]
-    renderer = build.renderer(config)
+    renderer = assembly.renderer(config)
     assert renderer.vision is not None
     original = picture(24, 16, seed=7)
     file = recipe.parent / "original.png"

@@ -15,9 +15,9 @@ import pytest
 
 from support.recipes import save_recipe
 from support.rollout_servers import Running, client_of, conversation, running
-from turnwise import build
+from turnwise import assembly
 from turnwise.errors import ConfigError
-from turnwise.record.decode import decode_trajectory
+from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Row, Sampling
 
@@ -260,10 +260,10 @@ def test_the_client_fills_the_trajectories_of_the_loop(server: Running) -> None:
     here, there = ([new_group(row, size=2, seed=5) for row in rows] for _ in range(2))
 
     async def both() -> None:
-        renderer = build.renderer(server.config)
-        environments = build.environment_factory(server.config, encode=renderer.encode)
-        engine = build.engine(server.config, renderer, build.engine_model(server.config))
-        context = build.rollout_context(server.config, renderer, engine, environments, longest=1024)
+        renderer = assembly.renderer(server.config)
+        environments = assembly.environment_factory(server.config, encode=renderer.encode)
+        engine = assembly.engine(server.config, renderer, assembly.engine_model(server.config))
+        context = assembly.rollout_context(server.config, renderer, engine, environments, longest=1024)
         await rollout_groups(here, context)
         client = client_of(server)
         await client.start()

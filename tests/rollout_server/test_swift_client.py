@@ -15,8 +15,8 @@ from support.recipes import save_recipe
 from support.rollout_servers import TOKEN, Running, running
 from support.swift_client import ReceivingGroup, Swift, swift
 from support.tiny import save_model
-from turnwise import build
-from turnwise.runs import serving
+from turnwise import assembly
+from turnwise.commands import serve
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def server(recipe: Path) -> Iterator[Running]:
 def receiving(recipe: Path) -> Iterator[Running]:
     """A server that receives weights: a group without NCCL stands in for the group on GPUs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serving, "join_by_nccl", lambda: ReceivingGroup)
+        patch.setattr(serve, "join_by_nccl", lambda: ReceivingGroup)
         with running(recipe) as server:
             yield server
 
@@ -61,7 +61,7 @@ def client_of(theirs: Swift, server: Running, **options: Any) -> Any:
 
 def model_of(server: Running) -> Any:
     """The model of the recipe with its first weights."""
-    return build.engine_model(server.config)
+    return assembly.engine_model(server.config)
 
 
 def samples_of(theirs: Swift, number: int) -> list[Any]:
@@ -233,7 +233,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(theirs: Swift,
 
 def test_two_members_join_and_split_a_broadcast() -> None:
     """`split_tensors` against tensors of several types in one buffer."""
-    from turnwise.engines.vllm.trainer_group import TensorPlace, join_by_nccl, split_tensors
+    from turnwise.engines.vllm.worker import TensorPlace, join_by_nccl, split_tensors
 
     tensors = {
         "a": torch.arange(6, dtype=torch.float32).reshape(2, 3),

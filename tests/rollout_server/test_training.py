@@ -21,10 +21,10 @@ from support.tiny import tiny_model
 from support.training import save_short_recipe, train_run
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, EngineError
-from turnwise.models.published_weights import published_weights
+from turnwise.models.loading import published_weights
 from turnwise.rollout.rollout import new_group
-from turnwise.rollout_server.weights import LEASE_SECONDS, Leases
-from turnwise.serve.http import RequestRefused
+from turnwise.rollout_server.conversations import LEASE_SECONDS, Leases
+from turnwise.services.http_server import RequestRefused
 from turnwise.train import assemble
 from turnwise.types import Row, Sampling
 

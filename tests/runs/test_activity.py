@@ -22,7 +22,7 @@ from rich.console import Console
 from support.recipes import save_recipe
 from support.tiny import save_model
 from turnwise.config.recipe import load
-from turnwise.terminal.activity import Activity, Heartbeat
+from turnwise.terminal.report import Activity, Heartbeat
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 

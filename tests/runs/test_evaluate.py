@@ -8,7 +8,7 @@ from support.conversations import Says, a_row, a_table
 from turnwise.environments.users import ScriptedUser
 from turnwise.rewards.functions import TrajectoryReward
 from turnwise.rewards.scorer import Scorer
-from turnwise.runs.evaluate import evaluate
+from turnwise.train import evaluate
 
 
 def test_an_evaluation_holds_scores_and_summarises() -> None:

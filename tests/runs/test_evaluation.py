@@ -16,9 +16,9 @@ from support.tiny import save_rows
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.errors import RunError
-from turnwise.evaluation.results import prompt_tokens, read_results
+from turnwise.record.evaluation import prompt_tokens, read_results
 from turnwise.record.reader import RecordedTrajectories, read
-from turnwise.runs.evaluated_models import evaluated_models
+from turnwise.runs.evaluation import evaluated_models
 from turnwise.training.checkpoint import Checkpoints
 
 PLACE = """

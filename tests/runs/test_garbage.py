@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from turnwise.runs.garbage import frozen_start_objects
+from turnwise.runs.training_run import frozen_start_objects
 
 
 async def inside() -> tuple[tuple[int, int, int], int]:

@@ -14,10 +14,8 @@ from turnwise.cli import main
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.record.group_metrics import duplicate_share, lowest_correlation
-from turnwise.record.metrics import conversation_metrics
-from turnwise.runs.health import HealthMonitors
-from turnwise.runs.learning_watch import LearningWatch
+from turnwise.record.metrics import conversation_metrics, duplicate_share, lowest_correlation
+from turnwise.runs.health import HealthMonitors, LearningWatch
 from turnwise.types import Failure, Group, Row, Trajectory, Turn
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"

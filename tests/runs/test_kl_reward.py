@@ -23,12 +23,12 @@ from support.tiny import save_model, tiny_model
 from test_train import lines, run, timeless
 from training.test_weights import conversations
 from turnwise.config.recipe import checked
-from turnwise.config.rewards import KlRewardSection
+from turnwise.config.schema import KlRewardSection
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
 from turnwise.rewards.credit import critic, outcome, turns
-from turnwise.rewards.credit.episode import Batch, Episode, episode_of
-from turnwise.runs.kl_reward import KlReward
+from turnwise.rewards.credit.credit import Batch, Episode, episode_of
+from turnwise.runs.training_run import KlReward
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.options import ReferenceConfig
 from turnwise.types import Group, LogprobKind, Row, Sampling, Trajectory

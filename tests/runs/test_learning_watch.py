@@ -16,7 +16,7 @@ from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_reward
 from turnwise.errors import ConfigError
 from turnwise.record.metrics import conversation_metrics
-from turnwise.runs.learning_watch import LearningWatch
+from turnwise.runs.health import LearningWatch
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 from turnwise.types import Failure, Group, Row, Stop, Trajectory, Turn
@@ -54,7 +54,7 @@ def warned(model: Path, path: Path, caplog: pytest.LogCaptureFixture, **options:
     [
         "turnwise.environments.environment:SingleTurn",
         "turnwise.environments.users:ScriptedUser",
-        "turnwise.environments.modelled_user:ModelledUser",
+        "turnwise.environments.users:ModelledUser",
     ],
 )
 def test_a_recipe_in_which_nothing_gives_a_reward_is_refused(environment: str) -> None:

@@ -20,7 +20,7 @@ from turnwise.commands.show import Selection, show
 from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, RunError
-from turnwise.record.retention import Retention
+from turnwise.record.writer import Retention
 from turnwise.runs.replay import replay
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train

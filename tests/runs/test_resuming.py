@@ -27,7 +27,7 @@ from turnwise.config.resume_rules import RULES, check_options, option_values
 from turnwise.config.schema import Config
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError, RunError
-from turnwise.record.run_lock import RunLock
+from turnwise.record.run_directory import RunLock
 from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import checkpoint_due
 from turnwise.terminal.train_report import TrainReport
@@ -504,7 +504,7 @@ def test_what_a_checkpoint_knows_anyway_is_written_anew(copied: Path, name: str,
 
 
 HOLD = (
-    "import sys, time; from pathlib import Path\nfrom turnwise.record.run_lock import RunLock\n"
+    "import sys, time; from pathlib import Path\nfrom turnwise.record.run_directory import RunLock\n"
     "lock = RunLock(Path(sys.argv[1])); "
 )
 

@@ -15,8 +15,7 @@ from rich.console import Console
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from turnwise.config.recipe import load
-from turnwise.data.curriculum import Curriculum, initial_pass_rates, pass_rates_of
-from turnwise.data.order import Order, WeightedOrder, weighted_order
+from turnwise.data.order import Curriculum, Order, WeightedOrder, initial_pass_rates, pass_rates_of, weighted_order
 from turnwise.errors import ConfigError, DataError
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train

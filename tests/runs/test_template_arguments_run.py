@@ -13,14 +13,14 @@ from support.recipes import save_recipe
 from support.servers import Answer, serving
 from support.templates import SWITCHES
 from support.tiny import save_model
-from turnwise import build
+from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.doctor.examine import examine
 from turnwise.errors import DataError, RunError, TemplateError
 from turnwise.record.reader import read
-from turnwise.runs.assembly import read_inputs
-from turnwise.sft.lengths import conversation_tokens
+from turnwise.runs.run_state import read_inputs
+from turnwise.sft.fine_tune import conversation_tokens
 
 EMPTY = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
 PLAIN = "<|im_start|>assistant\n"
@@ -89,7 +89,7 @@ def test_training_uses_them_and_a_resumed_run_must_keep_them(tmp_path: Path, mod
     assert main(["train", path, switch, "resume=auto", "train.steps=2"]) == 0
     config, _ = load(path, ["resume=auto", "train.steps=3"])
     with pytest.raises(RunError, match=r"model\.chat_template_kwargs=\{\}.*the run used \{'enable_thinking': False\}"):
-        read_inputs(config, "train", lambda config, held_out: build.rows(config, held_out=held_out))
+        read_inputs(config, "train", lambda config, held_out: assembly.rows(config, held_out=held_out))
 
 
 def test_fine_tuning_trains_the_answer_behind_the_prompt_of_the_row(tmp_path: Path, model: Path) -> None:
@@ -107,7 +107,7 @@ def test_fine_tuning_trains_the_answer_behind_the_prompt_of_the_row(tmp_path: Pa
     assert main(["sft", str(path)]) == 0
     assert prompts(tmp_path / "run") == {"1": False, "2": False, "3": True}
     config, _ = load(path)
-    plain, _, off = (one.tokens for one in conversation_tokens(config, build.conversations(config)))
+    plain, _, off = (one.tokens for one in conversation_tokens(config, assembly.conversations(config)))
     assert off - plain == len(byte_tokenizer().encode("<think>\n\n</think>\n\n"))
 
 
@@ -138,11 +138,11 @@ def test_an_argument_that_the_template_never_reads_ends_the_run_at_its_start(
     wrong = {"enable_thinkng": False}
     path = recipe(tmp_path, model, asked(1), asked(2, chat_template_kwargs=wrong))
     with pytest.raises(DataError, match=r"row '2': .*'enable_thinkng', which the chat template of .* never reads"):
-        read_inputs(load(path)[0], kind, lambda config, held_out: build.rows(config, held_out=held_out))
+        read_inputs(load(path)[0], kind, lambda config, held_out: assembly.rows(config, held_out=held_out))
     with pytest.raises(TemplateError, match=r"never reads \(it reads: enable_thinking\)"):
-        build.renderer(load(path, ["model.chat_template_kwargs.enable_thinkng=false"])[0])
+        assembly.renderer(load(path, ["model.chat_template_kwargs.enable_thinkng=false"])[0])
     with pytest.raises(TemplateError, match="write false without quotes"):
-        build.renderer(load(path, ['model.chat_template_kwargs.enable_thinking="false"'])[0])
+        assembly.renderer(load(path, ['model.chat_template_kwargs.enable_thinking="false"'])[0])
 
 
 def test_a_rollout_with_an_argument_that_is_never_read_does_not_start(
@@ -178,7 +178,7 @@ def test_the_doctor_examines_the_template_under_each_set_of_arguments(tmp_path: 
 
 
 def test_a_server_with_other_arguments_is_another_recipe(tmp_path: Path, model: Path) -> None:
-    from turnwise.rollout_server.recipe import differences, served_options
+    from turnwise.rollout_server.wire import differences, served_options
 
     path = recipe(tmp_path, model)
     here = served_options(load(path, ["model.chat_template_kwargs.enable_thinking=false"])[0])

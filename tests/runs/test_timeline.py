@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from support.conversations import a_row
-from turnwise.data.row_source import ChosenRow
+from turnwise.data.order import ChosenRow
 from turnwise.rewards.scorer import GroupScoring, Scorer
 from turnwise.rollout.pipeline import ActiveGroup, TakenGroups
 from turnwise.rollout.rollout import new_group
-from turnwise.runs.timeline import step_timeline
+from turnwise.runs.training_run import step_timeline
 from turnwise.types import ToolOutcome, Turn
 
 

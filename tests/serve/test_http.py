@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from turnwise.serve.http import RequestRefused, json_body, listen, uvicorn_server
+from turnwise.services.http_server import RequestRefused, json_body, listen, uvicorn_server
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -69,7 +69,7 @@ def server() -> Iterator[Server]:
 
 def limits(monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
     for name, value in values.items():
-        monkeypatch.setattr(f"turnwise.serve.http.{name}", value)
+        monkeypatch.setattr(f"turnwise.services.http_server.{name}", value)
 
 
 def received(connection: socket.socket) -> bytes:

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
+from turnwise.environments.search import TOKEN, Document, Index, RetrievalServer, read_corpus
 from turnwise.errors import ConfigError, DataError
-from turnwise.serve.retrieval import TOKEN, Document, Index, RetrievalServer, read_corpus
 
 CORPUS = [
     Document("1", "Paris\nParis is the capital of France."),

@@ -12,11 +12,10 @@ import pytest
 
 from support.servers import Answer, serving
 from turnwise.errors import ConfigError
-from turnwise.services.chat_endpoint import ChatEndpoint, ContextFullError, EndpointOptions
-from turnwise.services.json_service import RefusedError, ServiceError
-from turnwise.services.rate_limit import RateLimit
+from turnwise.services.chat import ChatEndpoint, ContextFullError, EndpointOptions
+from turnwise.services.json_service import RateLimit, RefusedError, ServiceError
 from turnwise.types import Usage
-from turnwise.user_code.deadlines import conversation, deadline
+from turnwise.user_code.calls import conversation, deadline
 
 
 class Clock:

@@ -22,7 +22,7 @@ from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, DataError, RolloutError, RunError, TemplateError
 from turnwise.record.run_directory import RunDirectory
 from turnwise.sft.fine_tune import SftRun, assemble, fine_tune
-from turnwise.terminal.sft_report import SftReport
+from turnwise.terminal.train_report import SftReport
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = {"role": "system", "content": "Add."}

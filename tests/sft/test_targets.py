@@ -14,13 +14,11 @@ from support import byte_tokenizer
 from support.conversations import RENDERER, a_row, hold, scripted, spoken
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.template_check import SCENARIOS, Scenario, check_scenario
 from turnwise.data.conversations import read_conversations
+from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario
 from turnwise.environments.environment import EnvironmentFactory, environment
 from turnwise.errors import TemplateError
-from turnwise.sft.replay import replay
-from turnwise.sft.replay_environment import rounds
-from turnwise.sft.targets import lines
+from turnwise.sft.replay import lines, replay, rounds
 from turnwise.types import Message, Opening, Reply, Row, ToolSchema, Trajectory, Turn
 
 FILES = {path.stem: path for path in template_files()}

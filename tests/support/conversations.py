@@ -14,8 +14,8 @@ from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import EnvironmentFactory, SingleTurn
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Request, Row, Sampling, Segment, Trajectory
 
 RENDERER = Renderer(byte_tokenizer())

@@ -16,8 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.partial import Part
-from turnwise.engines.remote.server_api import ServerInfo
+from turnwise.engines.remote.servers import Part, ServerInfo
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Request

@@ -14,12 +14,12 @@ from typing import Any
 
 from rich.console import Console
 
+from turnwise.commands.serve import ServeOptions, serve
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
-from turnwise.rollout_server.recipe import served_options
 from turnwise.rollout_server.server import Address
-from turnwise.runs.serving import ServeOptions, serve
+from turnwise.rollout_server.wire import served_options
 
 TOKEN = "swordfish"
 

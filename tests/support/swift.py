@@ -9,7 +9,7 @@ from typing import Any
 
 from support.conversations import Says, hold
 from turnwise.compat.swift import scheduler
-from turnwise.compat.swift.scheduler import multi_turns
+from turnwise.compat.swift.schedulers import multi_turns
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.types import Row, Segment, Trajectory

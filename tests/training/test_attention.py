@@ -16,8 +16,8 @@ from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
-from turnwise.models.attention import ignored_by_sdpa
 from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.precision import ignored_by_sdpa
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Completion, Request, Sampling

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.training.background import StopFlag, run_cancellable, run_to_completion
+from turnwise.training.update import StopFlag, run_cancellable, run_to_completion
 
 NAME = contextvars.ContextVar("NAME", default="none")
 

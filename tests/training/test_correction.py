@@ -16,14 +16,12 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group, trajectory
-from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.correction import correct, correction_weights, kept_tokens
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
+from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import CorrectionConfig, PpoClip, Rejection
-from turnwise.training.policy_update import PreparedBatch, prepare
-from turnwise.training.targets import Targets
+from turnwise.training.update import PreparedBatch, StopFlag, prepare
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
 LENGTHS = [4, 2, 5]

@@ -17,10 +17,10 @@ from training.test_batch import group, trajectory
 from training.test_weights import conversations
 from turnwise.errors import ConfigError
 from turnwise.models.lora import LoraOptions, add_adapter, with_second_adapter
-from turnwise.training.background import StopFlag
 from turnwise.training.local_critic import LocalCritic
+from turnwise.training.update import StopFlag
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
-from turnwise.training.value_loss import explained_variance, mean_value
+from turnwise.training.value_model import explained_variance, mean_value
 from turnwise.types import Trajectory
 
 Level = Literal["turn", "token"]

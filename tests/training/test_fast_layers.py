@@ -18,11 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from turnwise.models import allocator, fast_linear
-from turnwise.models.fast_layers import with_fast_layers
-from turnwise.models.fast_linear import weight_gradient
+from turnwise.models import allocator, cpu
+from turnwise.models.cpu import weight_gradient, with_fast_layers
+from turnwise.models.loading import recompute_layers
 from turnwise.models.lora import LoraOptions, add_adapter
-from turnwise.models.recompute import recompute_layers
 
 SIZES: dict[str, Any] = {
     "hidden_size": 96,
@@ -47,9 +46,9 @@ def _large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def use_onednn(monkeypatch: pytest.MonkeyPatch, onednn: bool = True) -> None:
     """Compute each product with oneDNN, where torch has it, or none."""
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
-    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: onednn and torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(cpu, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(cpu, "_SMALL_WEIGHT", 1)
 
 
 def new_model(config: Any = LlamaConfig, family: Any = LlamaForCausalLM, **options: Any) -> Any:
@@ -249,7 +248,7 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
 @pytest.mark.parametrize("shape", [(300, 80), (80, 300)])
 def test_the_gradient_of_a_weight_is_no_view(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     """To a view, autograd cannot add the gradient of a tied embedding in place."""
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: torch.backends.mkldnn.is_available())
     weight, values, gradient = torch.randn(shape), torch.randn(90, shape[1]), torch.randn(90, shape[0])
     found = weight_gradient(gradient, values, weight)
     assert found._base is None

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from turnwise.models import fast_linear
-from turnwise.models.fast_linear import fewest_rows, linear, onednn_linear
+from turnwise.models import cpu
+from turnwise.models.cpu import fewest_rows, linear, onednn_linear
 from turnwise.models.loading import ModelOptions, load_model
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 @pytest.fixture(autouse=True)
 def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine on which oneDNN is faster."""
-    monkeypatch.setattr(fast_linear, "uses_onednn", lambda: True)
+    monkeypatch.setattr(cpu, "uses_onednn", lambda: True)
 
 
 # one row; fewer rows than the small step; not a multiple of either step; a multiple; more dimensions
@@ -30,9 +30,9 @@ def _onednn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products_and_gradients_are_those_of_a_float64_layer(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], bias: bool, large: int
 ) -> None:
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
-    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
-    monkeypatch.setattr(fast_linear, "_LARGE_PRODUCT", large)
+    monkeypatch.setattr(cpu, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(cpu, "_SMALL_WEIGHT", 1)
+    monkeypatch.setattr(cpu, "_LARGE_PRODUCT", large)
     layer = nn.Linear(96, 72, bias=bias)
     exact = copy.deepcopy(layer).double()
     values = torch.randn(shape, requires_grad=True)
@@ -57,13 +57,13 @@ def test_products_and_gradients_are_those_of_a_float64_layer(
 def test_small_products_narrow_weights_and_other_dtypes_stay_with_torch() -> None:
     assert fewest_rows(torch.zeros(384, 128), packed=True) == 31  # 31 * 128 * 384 is the first number above 1.5 million
     # a small weight that is not packed, or has few outputs: never
-    assert fewest_rows(torch.zeros(384, 128)) == fast_linear.NEVER
+    assert fewest_rows(torch.zeros(384, 128)) == cpu.NEVER
     assert fewest_rows(torch.zeros(384, 384)) == 11
-    assert fewest_rows(torch.zeros(128, 384), packed=True) == fast_linear.NEVER
+    assert fewest_rows(torch.zeros(128, 384), packed=True) == cpu.NEVER
     assert fewest_rows(torch.zeros(499, 500)) == 7
     assert fewest_rows(torch.zeros(500, 500)) == 1  # a large weight: always
-    assert fewest_rows(torch.zeros(8, 4096)) == fast_linear.NEVER
-    assert fewest_rows(torch.zeros(128, 384, dtype=torch.bfloat16)) == fast_linear.NEVER
+    assert fewest_rows(torch.zeros(8, 4096)) == cpu.NEVER
+    assert fewest_rows(torch.zeros(128, 384, dtype=torch.bfloat16)) == cpu.NEVER
     values, weight = torch.randn(10, 384), torch.randn(384, 384)
     assert torch.equal(linear(values, weight, None), nn.functional.linear(values, weight))
 
@@ -75,9 +75,9 @@ def test_autocast_computes_in_bfloat16() -> None:
 
 
 def test_a_copy_of_a_model_computes_with_its_own_weights(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    monkeypatch.setattr(fast_linear, "_FEWEST_PRODUCTS", 1)
-    monkeypatch.setattr(fast_linear, "_SMALL_WEIGHT", 1)
-    monkeypatch.setattr(fast_linear, "_SMALLEST_SIDE", 1)
+    monkeypatch.setattr(cpu, "_FEWEST_PRODUCTS", 1)
+    monkeypatch.setattr(cpu, "_SMALL_WEIGHT", 1)
+    monkeypatch.setattr(cpu, "_SMALLEST_SIDE", 1)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     original = load_model(ModelOptions(path=str(model), dtype="float32", device="cpu"))
     other = copy.deepcopy(original)

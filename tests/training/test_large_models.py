@@ -11,10 +11,10 @@ import torch
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.models.allocator import gradients_first
-from turnwise.models.torch_threads import TorchThreads
-from turnwise.training.background import StopFlag
+from turnwise.models.cpu import TorchThreads
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
+from turnwise.training.update import StopFlag
 from turnwise.types import Sampling
 
 

@@ -16,11 +16,11 @@ from training.test_attention import CONFIGS, made
 from training.test_batch import group
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
-from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
+from turnwise.training.losses import make_loss
 from turnwise.training.options import OptimizerConfig, PpoClip, lr_at
+from turnwise.training.update import StopFlag
 from turnwise.types import Sampling, Trajectory
 
 

@@ -10,12 +10,11 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
-from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
+from turnwise.training.losses import make_loss
 from turnwise.training.options import Nll, PpoClip
-from turnwise.training.policy_update import prepare
+from turnwise.training.update import StopFlag, prepare
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
 NONE, RAW, SAMPLED, TEMPERED = LogprobKind.NONE, LogprobKind.RAW, LogprobKind.SAMPLED, LogprobKind.TEMPERED

@@ -23,7 +23,7 @@ from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import LoraOptions, add_adapter, without_adapter
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
+from turnwise.training.losses import make_loss
 from turnwise.training.options import PpoClip
 from turnwise.types import Sampling
 

@@ -6,9 +6,7 @@ import math
 
 import torch
 
-from turnwise.training.kl import kl_k3
-from turnwise.training.policy_losses import ppo_clip
-from turnwise.training.targets import Targets
+from turnwise.training.losses import Targets, kl_k3, ppo_clip
 
 
 def targets(behaviour: torch.Tensor, advantage: torch.Tensor) -> Targets:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise.training.loss import make_loss, off_policy_sequence_mask
-from turnwise.training.normalizer import token_shares
+from turnwise.training.batch import token_shares
+from turnwise.training.losses import Targets, make_loss, off_policy_sequence_mask
 from turnwise.training.options import Cispo, CorrectionConfig, Gspo, LossConfig, Normalization, PpoClip, Reinforce, Sapo
-from turnwise.training.targets import Targets
-from turnwise.training.value_loss import value_loss
+from turnwise.training.value_model import value_loss
 
 SEQUENCES = [[(0, 3), (1, 2)], [(0, 4)], [(0, 1), (1, 1), (2, 2)]]
 """For each of three sequences: turn index and number of tokens. Sequences 0 and 1 are segments of one trajectory."""

@@ -9,11 +9,10 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import completion, group, trajectory
-from turnwise.training.background import StopFlag
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import Loss
-from turnwise.training.targets import LossTerms, Targets
+from turnwise.training.losses import Loss, LossTerms, Targets
+from turnwise.training.update import StopFlag
 from turnwise.types import Sampling, Segment
 
 

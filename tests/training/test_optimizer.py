@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
@@ -191,5 +191,5 @@ def test_offload_of_a_model_on_the_cpu_is_refused() -> None:
 
 def test_the_optimizer_of_fine_tuning_is_that_of_the_recipe(tmp_path: Path) -> None:
     options = {"name": "adafactor", "master_weights": "kahan", "offload": "cpu"}
-    own = build.optimizer_config(checked(tree("sft", optimizer=options), source="recipe").sft)
+    own = assembly.optimizer_config(checked(tree("sft", optimizer=options), source="recipe").sft)
     assert (own.name, own.master_weights, own.offload) == ("adafactor", "kahan", "cpu")

@@ -14,8 +14,8 @@ from training.test_attention import SIZES, made
 from training.test_batch import group
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
+from turnwise.models.loading import recompute_layers
 from turnwise.models.lora import LoraOptions, add_adapter, without_adapter
-from turnwise.models.recompute import recompute_layers
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Request, Sampling

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.training.batch import pack
-from turnwise.training.forward import Forward
-from turnwise.training.token_logprobs import TokenLogprobs
+from turnwise.training.forward import Forward, TokenLogprobs
 from turnwise.types import Sampling
 
 N, D, V = 50, 8, 1000

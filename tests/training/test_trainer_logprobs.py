@@ -9,11 +9,10 @@ import pytest
 
 from support.tiny import tiny_model
 from training.test_batch import group, trajectory
-from turnwise.training.batch import pack
+from turnwise.training.batch import pack, set_trainer_logprobs
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.loss import make_loss
+from turnwise.training.losses import make_loss
 from turnwise.training.options import CorrectionConfig, PpoClip
-from turnwise.training.trainer_logprobs import set_trainer_logprobs
 from turnwise.types import Sampling, Trajectory
 
 

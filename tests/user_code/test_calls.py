@@ -21,8 +21,8 @@ from turnwise.environments.environment import Environment, SingleTurn, environme
 from turnwise.environments.tools import toolbox
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import ScriptedUser
-from turnwise.rollout import guarded_environment
-from turnwise.rollout.limits import Limits
+from turnwise.rollout import rollout
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Opening, Reply, Row, Stop, Trajectory, Turn
 
@@ -239,7 +239,7 @@ def test_deadlines_hold_for_an_environment_that_swallows_cancellation(place: str
 def test_closing_ends_for_an_environment_that_swallows_cancellation(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(guarded_environment, "_CLOSING_SECONDS", 0.2)
+    monkeypatch.setattr(rollout, "_CLOSING_SECONDS", 0.2)
     started = time.monotonic()
     assert hold(Says("a"), lambda: Swallows("close")).stop is Stop.DONE
     assert time.monotonic() - started < 20
@@ -508,7 +508,7 @@ def test_an_error_of_who_writes_conversations_down_cancels_the_others_and_leaves
 
 
 def test_a_garbage_collection_is_not_taken_for_a_call_that_blocks(caplog: pytest.LogCaptureFixture) -> None:
-    from turnwise.user_code.loop_watch import collector_time
+    from turnwise.user_code.calls import collector_time
 
     @environment
     async def collects(row: Row):  # type: ignore[no-untyped-def]

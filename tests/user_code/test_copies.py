@@ -19,29 +19,26 @@ import torch
 from PIL import Image
 
 from support.conversations import Says, a_row, call, hold_all, scripted
-from turnwise import build
+from turnwise import assembly
 from turnwise.api import Step, train
 from turnwise.compat.gym import ToolEnvironments
 from turnwise.compat.trajectory_dict import DictReward, DictTurnReward
-from turnwise.compat.trl import TrlEnvironments
-from turnwise.compat.trl_rewards import TrlReward
+from turnwise.compat.trl import TrlEnvironments, TrlReward
 from turnwise.compat.verl.reward import CustomScore
 from turnwise.config.schema import Config
 from turnwise.data.rows import read_rows
-from turnwise.environments.agents.function import AgentFunction
-from turnwise.environments.environment import environment, user_message
-from turnwise.environments.threaded_environment import ThreadedEnvironment
+from turnwise.environments.agents.agents import AgentFunction
+from turnwise.environments.environment import ThreadedEnvironment, environment, user_message
 from turnwise.environments.tools.tool import Tool
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.record.encode import trajectory_record
-from turnwise.rewards.arguments import plan_call
-from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
+from turnwise.record.trajectory_json import trajectory_record
+from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward, plan_call
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import custom
-from turnwise.services.chat_model import ask_chat_model
+from turnwise.services.chat import ask_chat_model
 from turnwise.types import Completion, Group, Opening, Reply, Row, Segment, ToolCall, Trajectory, Turn
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.live_objects import reference_to
+from turnwise.user_code.references import reference_to
 
 SCHEMA: dict[str, Any] = {
     "type": "function",
@@ -594,7 +591,7 @@ def test_arguments_in_a_recipe_are_new_for_each_call_and_the_recipe_keeps_them(t
             "loss_mask": {"use": reference_to(masks, name="masks"), "arguments": {"scale": [0.25, 0.5]}},
         }
     )
-    make, scorer, weigh = build.environment_factory(config), build.scorer(config), build.turn_weighting(config)
+    make, scorer, weigh = assembly.environment_factory(config), assembly.scorer(config), assembly.turn_weighting(config)
     trajectories = hold_all(scripted(["a"], ["a"], ["a"]), make, size=3)
     asyncio.run(scorer.score([Group(id="1", row=a_row(), trajectories=trajectories)]))
     for trajectory in trajectories:

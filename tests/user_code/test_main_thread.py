@@ -18,7 +18,7 @@ from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import Failed
 from turnwise.types import Opening, Reply, Row, Stop
-from turnwise.user_code.run_in_thread import run_in_thread
+from turnwise.user_code.threads import run_in_thread
 
 
 class Rang(Exception):

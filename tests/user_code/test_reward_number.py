@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from turnwise.data.curriculum import Curriculum
-from turnwise.record.group_metrics import lowest_correlation
-from turnwise.record.metrics import conversation_metrics
-from turnwise.rewards.credit.statistics import centred
-from turnwise.rewards.differences import has_reward_differences
+from turnwise.data.order import Curriculum
+from turnwise.record.metrics import conversation_metrics, lowest_correlation
+from turnwise.rewards.credit.credit import centred
+from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Group, Row, Trajectory
 from turnwise.user_code.reward_number import equal_rewards, reaches
 

@@ -14,9 +14,9 @@ from support.conversations import Says, a_row, call, hold, hold_all
 from turnwise.environments.environment import environment, user_message
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import Failed
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Opening, Reply, Row, Turn
-from turnwise.user_code.threaded_object import ThreadedObject, columns_for
+from turnwise.user_code.threads import ThreadedObject, columns_for
 
 
 class Thing:

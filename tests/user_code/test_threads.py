@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.errors import Failed
 from turnwise.user_code import threads
-from turnwise.user_code.run_in_thread import run_in_thread
+from turnwise.user_code.threads import run_in_thread
 
 
 def run(function, name: str = "f"):

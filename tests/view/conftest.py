@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from turnwise.data.images import digest
-from turnwise.evaluation.results import EvaluationResult, compare, summarize
+from turnwise.record.evaluation import EvaluationResult, compare, summarize
 from turnwise.record.reader import read
 
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">\u202e\x1b[31m"

@@ -16,8 +16,7 @@ import pytest
 from turnwise.cli import main
 from turnwise.errors import RunError
 from turnwise.record.writer import AppendedFile
-from turnwise.view.evaluations import evaluations
-from turnwise.view.runs import ViewedRun
+from turnwise.view.runs import ViewedRun, evaluations
 from turnwise.view.server import ViewServer
 
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.view.export import export
 from turnwise.view.runs import ViewedRun
-from turnwise.view.server import ViewServer
+from turnwise.view.server import ViewServer, export
 
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -1,34 +1,206 @@
-"""Images and videos of a conversation: from parts of messages to placeholder tokens and tensors for the model.
+"""Images and videos: from parts of messages to placeholder tokens and tensors.
+
+Images and videos of a conversation: from parts of messages to placeholder tokens and tensors for the model.
 
 The model's own processor says which text replaces one placeholder for one image; this text is inserted into the text that
 the chat template rendered. An image is expanded once, when its message becomes tokens. The number of placeholders is
 checked twice: in the rendered text before the expansion, and in the tokens.
 
     messages    user: [image 16 x 24, "What is this?"]
-    rendered    <|im_start|>user\n<|image_pad|>What is this?...
-    expand      <|im_start|>user\n<|image_pad|><|image_pad|>...What is this?...      one placeholder for each patch
+    rendered    <|im_start|>user
+<|image_pad|>What is this?...
+    expand      <|im_start|>user
+<|image_pad|><|image_pad|>...What is this?...      one placeholder for each patch
     locate      Media(kind="image", start=3, length=6, inputs={"pixel_values": ...})
+
+Runs the model's processor on an image or a video, once for equal content.
+
+Knows the processor of transformers: what it returns for one placeholder and one image. Does not know messages or sequences.
+
+Loads the processor of a vision model, with torchvision or without it.
+
+transformers needs torchvision, and options in the model's directory, for a processor's video part. Images need neither. So if
+one of them is missing, the processor is created without its video part. Does not know conversations.
+
+`data.return_multi_modal_inputs`: whether images of the data set are processed before training, or when first needed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import shutil
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.chat.media_cache import MediaCache, ProcessedMedia
-from turnwise.chat.media_parts import MediaPart, media_parts
-from turnwise.chat.placeholders import MediaKind, Placeholders
-from turnwise.chat.processors import load_processor
-from turnwise.errors import TemplateError, TurnwiseError
-from turnwise.types import Media, Message
+from turnwise.chat.media_parts import MediaKind, MediaPart, Placeholders, has_media, media_parts, refuse_media
+from turnwise.data.images import digest, load_image
+from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
+from turnwise.types import Media, Message, Row
 
-__all__ = ["MediaProcessor"]
+
+def load_processor(path: str, config: Any, tokenizer: Any) -> Any:
+    """The processor of the model directory or hub id `path`, whose model has the configuration `config`.
+
+    Raises TemplateError if it cannot be loaded, or needs torchvision and torchvision is missing or broken.
+    """
+    from transformers import PROCESSOR_MAPPING, AutoProcessor
+    from transformers.utils.import_utils import is_torchvision_available
+
+    try:
+        family: Any = PROCESSOR_MAPPING.get(type(config), None)
+        takes_videos = family is not None and "video_processor" in family.get_attributes()
+        if not takes_videos or (is_torchvision_available() and _has_video_options(path)):
+            return AutoProcessor.from_pretrained(path)
+        return _without_video_part(family, path, tokenizer)
+    except (ImportError, RuntimeError) as error:
+        fix = "pip install 'turnwise[vision]'"
+        if is_torchvision_available() and "torchvision" in str(error):
+            fix = (
+                "The installed torchvision was built for another torch: install versions that belong together (pip install "
+                "torch torchvision, both from one index), or remove torchvision, which only videos need"
+            )
+        raise TemplateError(f"the processor of {path!r} cannot be loaded: {error}. {fix}") from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise TemplateError(f"the processor of {path!r} cannot be loaded: {error}") from error
+
+
+def why_no_videos() -> str:
+    """Why a processor has no video part, and the fix."""
+    from transformers.utils.import_utils import is_torchvision_available
+
+    if is_torchvision_available():
+        return "the model's directory has no options for videos (video_preprocessor_config.json)"
+    return "transformers reads videos with torchvision, which is not installed: pip install 'turnwise[vision]'"
+
+
+def _has_video_options(path: str) -> bool:
+    """Whether the model has the options of a video part."""
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    try:
+        BaseVideoProcessor.get_video_processor_dict(path)
+    except OSError:
+        return False
+    return True
+
+
+def _without_video_part(family: Any, path: str, tokenizer: Any) -> Any:
+    """A processor of this class, with the options of processor_config.json, but without a video part.
+
+    Raises ImportError if the class consists of other parts than an image processor, a tokenizer and a video part.
+    """
+    from transformers import AutoImageProcessor
+
+    attributes = list(family.get_attributes())
+    if attributes != ["image_processor", "tokenizer", "video_processor"]:
+        raise ImportError(
+            f"{family.__name__} consists of {', '.join(attributes)}, and the video part needs torchvision"
+        )
+    # a subclass that declares only the first two attributes, so that transformers does not look for the third
+    image_only = type(family.__name__, (family,), {"get_attributes": classmethod(lambda cls: attributes[:2])})
+    options, _ = family.get_processor_dict(path)
+    parts = [AutoImageProcessor.from_pretrained(path), tokenizer]
+    return image_only.from_args_and_dict(parts, {**options, "video_processor": None})
+
+
+_CACHE_SIZE = 64
+"""Images whose tensors are kept for the next conversation with the same image."""
+_NOT_MEDIA = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "video_metadata")
+"""Outputs of a processor that are not inputs of the vision part of the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedMedia:
+    """An image or a video after the processor."""
+
+    source: Any
+    """The PIL image, the frames, or the path of a video file."""
+    text: str
+    """The text that replaces one placeholder."""
+    num_placeholders: int
+    """Placeholder tokens in that text."""
+    inputs: Mapping[str, Any]
+    """Tensors for the model's forward, by its names, such as `pixel_values`."""
+
+
+class MediaCache:
+    """`processor` is a processor of transformers, `tokens` and `token_ids` the placeholder of each kind of media."""
+
+    def __init__(self, processor: Any, tokens: Mapping[MediaKind, str], token_ids: Mapping[str, int]) -> None:
+        self.processor = processor
+        self._tokens, self._token_ids = tokens, token_ids
+        self._recent: OrderedDict[str, ProcessedMedia] = OrderedDict()
+        self._pinned: dict[str, ProcessedMedia] = {}
+
+    def get(self, part: MediaPart, *, pin: bool = False) -> ProcessedMedia:
+        """Load and process the image or video, or take an equal one from the cache; `pin` keeps it for the rest of the run.
+
+        Raises DataError if it cannot be loaded or processed.
+        """
+        source = load_image(part.value, where=part.where) if part.kind == "image" else _load_video(part)
+        key = _content_key(part.kind, source)
+        processed = self._pinned.get(key)
+        if processed is None:
+            processed = self._recent.get(key) or self._process(part, source)
+            self._recent[key] = processed
+            self._recent.move_to_end(key)
+            while len(self._recent) > _CACHE_SIZE:
+                self._recent.popitem(last=False)
+        if pin:
+            self._pinned[key] = processed
+        return processed
+
+    def _process(self, part: MediaPart, source: Any) -> ProcessedMedia:
+        processor = self.processor
+        if part.kind == "video" and getattr(processor, "video_processor", None) is None:
+            raise DataError(f"{part.where}: {why_no_videos()}. Or give the frames as images")
+        media = {"images": [source]} if part.kind == "image" else {"videos": [source]}
+        try:
+            outputs = processor(text=[self._tokens[part.kind]], add_special_tokens=False, return_tensors="pt", **media)
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:  # torchcodec raises RuntimeError
+            raise DataError(f"the model's processor cannot process {part.where}: {error}") from error
+        ids: list[int] = outputs["input_ids"][0].tolist()
+        tokenizer = processor.tokenizer
+        # the text goes into the prompt, which is encoded later: its ids there must be the same
+        text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if list(tokenizer.encode(text, add_special_tokens=False)) != ids:
+            raise TemplateError(
+                f"{type(processor).__name__} writes the text {text[:80]!r} for a {part.kind}, and its own tokenizer encodes this "
+                f"text as other tokens. Use the tokenizer that belongs to the processor"
+            )
+        inputs = {name: value for name, value in outputs.items() if name not in _NOT_MEDIA}
+        return ProcessedMedia(source, text, sum(token == self._token_ids[part.kind] for token in ids), inputs)
+
+
+def _load_video(part: MediaPart) -> Any:
+    """A list of frames as PIL images; the path of a file as it is, for the processor to read."""
+    if isinstance(part.value, str | Path):
+        file = Path(os.path.expanduser(str(part.value).removeprefix("file://")))
+        if not os.path.isfile(file):
+            raise DataError(
+                f"{part.where}: there is no video file {file.absolute()}. Correct the path, or give a list of frames"
+            )
+        return str(file)
+    if not isinstance(part.value, list | tuple) or not part.value:
+        raise DataError(f"{part.where} is a {type(part.value).__name__}; a video must be a list of frames or a path")
+    return [load_image(frame, where=f"frame {n} of the {part.where}") for n, frame in enumerate(part.value, 1)]
+
+
+def _content_key(kind: str, source: Any) -> str:
+    """Equal for equal content; for a video file: for the same file, unchanged."""
+    if isinstance(source, str):
+        stat = Path(source).stat()
+        return f"{kind}:{source}:{stat.st_size}:{stat.st_mtime_ns}"
+    if isinstance(source, list):
+        return f"{kind}:{hashlib.sha256(''.join(map(digest, source)).encode()).hexdigest()}"
+    return f"{kind}:{digest(source)}"
+
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files of a model directory that belong to the processor, besides those of the tokenizer."""
@@ -226,3 +398,36 @@ def _placeholder_token_id(config: Any, kind: str) -> int | None:
         if isinstance(token := getattr(config, name, None), int):
             return token
     return None
+
+
+def process_row_media(rows: Sequence[Row], processor: MediaProcessor | None, *, wanted: bool | None) -> list[Row]:
+    """The rows, with `multi_modal_inputs` among their fields if `wanted` (`data.return_multi_modal_inputs`) is true.
+
+    True: run the processor now, once for each image; all conversations of the row use these tensors. False and None: the
+    first conversation that needs an image runs the processor, and a cache keeps the most recent images.
+
+    Raises ConfigError if `wanted` is given and no row contains an image or a video, DataError if the processor refuses one.
+    """
+    if wanted is None:
+        return list(rows)
+    with_media = [has_media(row.messages) for row in rows]
+    if not any(with_media):
+        raise ConfigError(
+            f"data.return_multi_modal_inputs={str(wanted).lower()} has no effect: no row contains an image or a video. Remove it"
+        )
+    if not wanted:
+        return list(rows)
+    return [
+        _process_row(row, processor) if has_images else row for row, has_images in zip(rows, with_media, strict=True)
+    ]
+
+
+def _process_row(row: Row, processor: MediaProcessor | None) -> Row:
+    if processor is None:
+        refuse_media(row.messages, "the model")
+    assert processor is not None
+    try:
+        inputs = processor.preprocess(row.messages)
+    except TurnwiseError as error:
+        raise DataError(f"row {row.id!r}: {error}") from error
+    return replace(row, fields={**row.fields, "multi_modal_inputs": inputs})

@@ -1,10 +1,26 @@
-"""Messages to token ids: the one border between what users write and what models read.
+"""The border between messages and tokens: opening, bridge, continuation, and a sampled turn parsed back.
+
+Messages to token ids: the one border between what users write and what models read.
 
 Everything comes from the model's own chat template (`template`, `profile`); there is no table of model families. The opening is
 rendered once. After that only the *bridge* is encoded: the text between the model's words and its next generation prompt, found
 by rendering the new messages behind a short base conversation. So the cost of a turn does not grow with the conversation.
 Sampled tokens are never rendered or encoded again. Sampled turns are parsed by `turn_parser`. This module knows no engine and
 no environment.
+
+Where the model's turn ends in the text that the template writes behind it.
+
+The bridge after a turn is taken from a base conversation (`Template.text_after_turn`), whose text begins behind a placeholder in
+the model's turn. The beginning of that text is the model's own: the rest of the probe call, and the stop token that it has
+sampled. This module finds the length of that part. It knows tokens, and no message's content.
+
+Parses a sampled turn: its text, its reasoning, its answer and its tool calls.
+
+The round trip of a turn: template, tokens, parser. What comes back must be what the template was given.
+
+A written turn of each kind (an answer, reasoning and an answer, a call, words and a call, ...) is rendered, cut after the first
+stop token as a sampled turn is, decoded and parsed. What a parser loses here, it loses in training without a word: rewards see
+marks in an answer, a call that is taken for reasoning is never run. `turnwise doctor` and the start of each run use the check.
 """
 
 from __future__ import annotations
@@ -13,31 +29,428 @@ import copy
 import functools
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
-from turnwise.chat.base_conversations import NO_CONVERSATION, PriorConversation
-from turnwise.chat.caches import LONGEST_TEXT, cached_by_arguments, cached_by_text
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
-from turnwise.chat.round_trip import LostTurn, lost_in_round_trip
-from turnwise.chat.stop_tokens import generation_config_stops, special_tokens
+from turnwise.chat.probes import (
+    LONGEST_TEXT,
+    NO_CONVERSATION,
+    QUESTION,
+    TOOL,
+    BaseTurn,
+    PriorConversation,
+    assistant_message,
+    cached_by_arguments,
+    cached_by_roles,
+    cached_by_text,
+    probe_call,
+    probe_message,
+    probe_word,
+)
 from turnwise.chat.template import Template
 from turnwise.chat.template_arguments import argument_text
-from turnwise.chat.template_profile import TemplateProfile, find_profile
+from turnwise.chat.template_profile import (
+    TemplateProblem,
+    TemplateProfile,
+    find_profile,
+    generation_config_stops,
+    special_tokens,
+)
 from turnwise.chat.text_encoder import text_decoder, text_encoder
 from turnwise.chat.token_differences import SanityMode
 from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
-from turnwise.chat.turn_boundary import TurnBoundary
-from turnwise.chat.turn_messages import ParsedTurn, template_message
-from turnwise.chat.turn_parser import TurnParser
+from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.local_paths import refuse_other_than_model
-from turnwise.types import Media, Message, ToolSchema
+from turnwise.types import Media, Message, ToolCall, ToolSchema
 
-__all__ = ["EncodedMessages", "Renderer", "SanityMode", "Thinking"]
+__all__ = [
+    "EncodedMessages",
+    "LostTurn",
+    "Renderer",
+    "SanityMode",
+    "Thinking",
+    "TurnBoundary",
+    "TurnCoder",
+    "TurnParser",
+    "WrittenTurn",
+    "lost_in_round_trip",
+    "written_turns",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _SpecialToken:
+    """A special token in a text, and its place: `text[start:end]`."""
+
+    token: int
+    start: int
+    end: int
+
+
+class TurnBoundary:
+    """Finds the end of the model's own part in the text of a bridge.
+
+    `special` are the tokens that no plain text is encoded to.
+    """
+
+    def __init__(
+        self,
+        template: Template,
+        profile: TemplateProfile,
+        *,
+        encode: Callable[[str], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+        special: frozenset[int],
+    ) -> None:
+        self._template = template
+        self._profile = profile
+        self._encode = encode
+        self._decode = decode
+        self._special = special
+        self._stops = frozenset(profile.stop_tokens.token_ids)
+        self._find_cached = cached_by_roles(self._find)
+
+    def find(
+        self, roles: tuple[str, ...], bases: Sequence[BaseTurn], prior: PriorConversation, last_token: int
+    ) -> tuple[BaseTurn, int]:
+        """The base to use, and how many characters of its `text_after_turn` are the model's own. `bases`: best first.
+
+        `prior` describes the conversation (`MessagePlan.base_for`). `last_token` is the last token that the model sampled, a
+        stop token or not.
+        """
+        # with messages in it, `prior` is different each time
+        find = self._find if prior.messages else self._find_cached
+        return find(roles, tuple(bases), prior, last_token)
+
+    def _find(
+        self, roles: tuple[str, ...], bases: tuple[BaseTurn, ...], prior: PriorConversation, last_token: int
+    ) -> tuple[BaseTurn, int]:
+        for base in bases:
+            length = self._regular_end(roles, base, prior, last_token)
+            if length is not None:
+                return base, length
+        return bases[-1], self._irregular_end(roles, bases[-1], prior, last_token)
+
+    def _regular_end(
+        self, roles: tuple[str, ...], base: BaseTurn, prior: PriorConversation, last_token: int
+    ) -> int | None:
+        """The end of a turn that ended with `last_token`; None if a base with calls does not write that token."""
+        text = self._template.text_before_content(roles, base, prior)
+        if last_token not in self._stops:
+            # the turn was stopped by a text of the user's, for example: the template's own end of turn must be appended
+            return 0 if base == "text" else None
+        stop = self._decode([last_token])
+        call = 0 if base == "text" else self._call_end(text, self._special_tokens(text))
+        if last_token not in self._special:
+            # the token is a word and may occur anywhere: it is the end of the turn only directly behind it
+            return call + len(stop) if text.startswith(stop, call) else 0 if base == "text" else None
+        end = text.find(stop, call)
+        if end >= 0:
+            return end + len(stop)
+        if base != "text":
+            return None
+        tokens = self._special_tokens(text) if self._profile.turn.closing.startswith(stop) else []
+        # a last turn ends with `stop`, and an earlier turn with the special token that is in its place here
+        return tokens[0].end if tokens and tokens[0].start == 0 else 0
+
+    def _irregular_end(self, roles: tuple[str, ...], base: BaseTurn, prior: PriorConversation, last_token: int) -> int:
+        """The end of a turn with calls that did not end as the template ends it.
+
+        The probe call is the model's. The template's own stop token is left out behind the model's, unless it opens the answer
+        too (Gemma 4 writes `<|tool_response>` before each answer).
+        """
+        text = self._template.text_before_content(roles, base, prior)
+        tokens = self._special_tokens(text)
+        call = self._call_end(text, tokens)
+        own = next((token for token in tokens if token.start >= call), None)
+        if (
+            last_token not in self._stops
+            or own is None
+            or own.token not in self._stops
+            or text[call : own.start].strip()
+        ):
+            return call
+        return call if text[own.start : own.end] in self._text_between_answers(base, prior) else own.end
+
+    def _call_end(self, text: str, tokens: Sequence[_SpecialToken]) -> int:
+        """Where the probe call ends: behind the text that always follows it, in front of the end of the turn."""
+        alone = self._profile.turn.after_call
+        short = min(len(text), len(alone))
+        same = next((n for n in range(short) if text[n] != alone[n]), short)
+        for token in tokens:
+            if token.start < same and (token.end > same or token.token in self._stops):
+                return token.start
+        return same
+
+    def _text_between_answers(self, base: BaseTurn, prior: PriorConversation) -> str:
+        """The text between two tool messages; empty if the template accepts only one."""
+        answers = [probe_message("tool", number) for number in range(2)]
+        try:
+            text = self._template.text_after_turn(answers, base, prior)
+        except TemplateError:
+            return ""
+        return text.partition(probe_word(0))[2].partition(probe_word(1))[0]
+
+    def _special_tokens(self, text: str) -> list[_SpecialToken]:
+        """The special tokens of a text, in order."""
+        tokens: list[_SpecialToken] = []
+        at = 0
+        for token in self._encode(text):
+            if token in self._special:
+                written = self._decode([token])
+                start = text.find(written, at)
+                if start >= 0:
+                    at = start + len(written)
+                    tokens.append(_SpecialToken(token, start, at))
+        return tokens
+
+
+class TurnParser:
+    """Parses the turns of one model. `where` names its tokenizer in error messages."""
+
+    def __init__(self, profile: TemplateProfile, decode: Callable[[Sequence[int]], str], where: str) -> None:
+        self._profile = profile
+        self._decode = decode
+        self._where = where
+
+    @property
+    def tool_format(self) -> ToolFormat:
+        """The format in which the template writes tool calls and the model is expected to write them.
+
+        Raises TemplateError if the format is unknown.
+        """
+        format = self._profile.tool_format
+        if isinstance(format, TemplateProblem):
+            raise TemplateError(
+                f"the chat template of {self._where} {format.reason}, so the format in which the model should "
+                f"write them is unknown. Set the format (for example tool_format=hermes), use a model whose template writes tool "
+                f"calls, or remove the tools"
+            )
+        return format
+
+    def parse(
+        self,
+        token_ids: Sequence[int],
+        *,
+        tools: Sequence[ToolSchema] = (),
+        first_call: int = 0,
+        reasoning_opening: str = "",
+        text_before: str = "",
+    ) -> ParsedTurn:
+        """Parse a sampled turn. Calls are searched only if there are `tools`; their ids count from `first_call`.
+
+        `reasoning_opening` is the text with which the generation prompt opens reasoning (`EncodedMessages.reasoning_opening`).
+        `text_before` is the earlier part of a turn that was continued: the complete turn is parsed. Text of any kind is accepted;
+        a call that cannot be read has its `error` set. Raises TemplateError if there are tools and their format is unknown.
+        """
+        stopped = len(token_ids) > 0 and token_ids[-1] in self._profile.stop_tokens.token_ids
+        text = text_before + self._decode(token_ids[:-1] if stopped else token_ids)
+        reasoning, content, calls = self._split(text, bool(reasoning_opening), tools, first_call)
+        content = content.removeprefix(self._profile.turn.leading_space)  # the template writes it again
+        message: Message = {"role": "assistant", "content": content}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        readable = [call for call in calls if call.error is None]
+        if readable:
+            message["tool_calls"] = [call_field(call) for call in readable]
+        return ParsedTurn(
+            text=text, message=message, reasoning=reasoning, calls=calls, reasoning_opening=reasoning_opening
+        )
+
+    def _split(
+        self, text: str, opened: bool, tools: Sequence[ToolSchema], first_call: int
+    ) -> tuple[str, str, tuple[ToolCall, ...]]:
+        """Reasoning, content and calls of a turn's text. The content is without the template's marks around an answer."""
+        format, without_marks = self._profile.reasoning, self._profile.turn.without_answer_marks
+        if tools:
+            read = self.tool_format.parse(text, first_id=first_call, thinking=opened, tools=tools, marks=format.marks)
+            return read.reasoning, without_marks(read.content), read.calls
+        if format.supported:
+            reasoning, content = format.marks.split(text, opened=opened)
+            return reasoning, without_marks(content), ()
+        return "", without_marks(text), ()
+
+
+_WORDS, _REASONING = "It is twelve.", "The tree is old."
+_ARGUMENTS = {"text": 'a "quoted" text,\nwith a line end, an ä and a </tag>'}
+_OTHER_ARGUMENTS = {"text": "another text"}
+_IN_ARGUMENTS = "with a line end"
+_SHOWN = 160
+
+
+class TurnCoder(Protocol):
+    """The part of a `Renderer` that turns go through: template, tokens and parser."""
+
+    template: Template
+    profile: TemplateProfile
+    turn_parser: TurnParser
+
+    @property
+    def stop_token_ids(self) -> Sequence[int]:
+        """The tokens that end a turn."""
+        ...
+
+    def encode(self, text: str) -> Sequence[int]:
+        """The token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenTurn:
+    """A turn of the model as a message, with the parts that must come back."""
+
+    kind: str
+    """Names the turn in messages: `reasoning and a call`."""
+    words: str = ""
+    reasoning: str = ""
+    calls: Sequence[dict[str, str]] = ()
+    """The arguments of each call of `probe_tool`."""
+
+    def message(self, reasoning_key: str | None) -> Message:
+        """The turn as a template receives it."""
+        turn = probe_call(*self.calls) if self.calls else assistant_message("")
+        fields = {reasoning_key: self.reasoning} if self.reasoning and reasoning_key is not None else {}
+        return {**turn, "content": self.words, **fields}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostTurn:
+    """A turn that does not come back unchanged."""
+
+    kind: str
+    """The kind of the turn: `reasoning and a call`."""
+    sampled: str
+    """The text that the model samples for the turn."""
+    parts: Sequence[str]
+    """What was lost or changed: `the call is read as no call`."""
+    by_template: bool = False
+    """Whether the template itself does not write the turn as the model does. The sampled tokens are kept and parsed, but a server
+    would show the model another text in later prompts."""
+
+    def __str__(self) -> str:
+        if self.by_template:
+            return f"{self.kind}: the template {' and '.join(self.parts)}"
+        shown = self.sampled if len(self.sampled) <= _SHOWN else f"{self.sampled[:_SHOWN]}..."
+        return f"{self.kind}: the model writes {shown!r}, and {' and '.join(self.parts)}"
+
+
+def written_turns(*, tools: bool) -> Sequence[WrittenTurn]:
+    """The turns that are tried. Those with calls only if there are `tools`."""
+    answers = [
+        WrittenTurn(kind="an answer", words=_WORDS),
+        WrittenTurn(kind="reasoning and an answer", words=_WORDS, reasoning=_REASONING),
+    ]
+    if not tools:
+        return answers
+    call = [_ARGUMENTS]
+    return [
+        *answers,
+        WrittenTurn(kind="a call", calls=call),
+        WrittenTurn(kind="words and a call", words=_WORDS, calls=call),
+        WrittenTurn(kind="reasoning and a call", reasoning=_REASONING, calls=call),
+        WrittenTurn(kind="two calls", calls=[_ARGUMENTS, _OTHER_ARGUMENTS]),
+    ]
+
+
+def lost_in_round_trip(coder: TurnCoder, *, tools: bool) -> list[LostTurn]:
+    """The written turns that do not come back unchanged from template, tokens and parser; empty if all do.
+
+    With `tools`, turns with calls are tried too, if the template writes the format that is parsed. Raises TemplateError if the
+    format of tool calls is unknown.
+    """
+    return [lost for turn in written_turns(tools=tools) if (lost := _lost_turn(coder, turn, tools=tools)) is not None]
+
+
+def _lost_turn(coder: TurnCoder, turn: WrittenTurn, *, tools: bool) -> LostTurn | None:
+    profile = coder.profile
+    writes_calls = (
+        profile.turn.accepts_calls(len(turn.calls)) and profile.written_format_name == profile.tool_format_name
+    )
+    if (turn.calls and not writes_calls) or (turn.reasoning and not profile.reasoning.supported):
+        return None  # the template writes no such turn
+    offered = [TOOL] if tools else coder.template.messages.probe_tools()
+    try:
+        text, opening = _sampled(coder, turn, offered)
+    except TemplateError:
+        return None  # the template accepts no such turn
+    ids = coder.encode(text)
+    stops = frozenset(coder.stop_token_ids)
+    end = next((place for place, token in enumerate(ids, 1) if token in stops), len(ids))
+    parsed = coder.turn_parser.parse(ids[:end], tools=offered if tools else (), reasoning_opening=opening)
+    if changed := _changed_by_template(turn, text, parsed):
+        return LostTurn(kind=turn.kind, sampled=text, parts=[changed], by_template=True)
+    parts = list(_differences(coder, turn, parsed))
+    return LostTurn(kind=turn.kind, sampled=text, parts=parts) if parts else None
+
+
+def _changed_by_template(turn: WrittenTurn, text: str, parsed: ParsedTurn) -> str:
+    """What the template does with the words beside a call if it does not write them in front of it; otherwise empty."""
+    if not (turn.words and turn.calls):
+        return ""
+    words, call = text.find(turn.words), text.find(_IN_ARGUMENTS)
+    if words < 0:
+        return "leaves out the words"
+    if call < 0:
+        return "leaves out the call"
+    if parsed.reasoning == turn.words and not turn.reasoning:
+        return "writes the words as reasoning"
+    return "writes the words behind the call" if words > call else ""
+
+
+def _sampled(coder: TurnCoder, turn: WrittenTurn, tools: Sequence[ToolSchema]) -> tuple[str, str]:
+    """The text that the model samples for a turn, and the reasoning opening of its generation prompt.
+
+    Raises TemplateError if the template refuses the turn.
+    """
+    template, marks = coder.template, coder.profile.reasoning.marks
+    prompt = template.render([QUESTION], add_generation_prompt=True, tools=tools)
+    opening = marks.reasoning_opening(prompt) if coder.profile.reasoning.supported else ""
+    message = turn.message(template.reasoning.key)
+    text = template.completion_text(message, before=[QUESTION], tools=tools)
+    opened, closed = next(iter(marks.own), ("", ""))
+    if turn.reasoning and turn.reasoning not in text and opened:
+        # the template leaves it out of such a turn, or has no field for it; a model writes it all the same
+        text = f"{opened}\n{turn.reasoning}\n{closed}\n\n{_without_opening(text, opened, closed)}"
+    if opening:
+        if text.lstrip().startswith(opening.strip()):  # the finished turn repeats what the generation prompt has opened
+            text = text.lstrip()[len(opening.strip()) :]
+        elif not turn.reasoning and closed not in text:
+            text = f"{closed}\n\n{text}"  # a model that is put inside reasoning ends it first
+    return text, opening
+
+
+def _without_opening(text: str, opening: str, closing: str) -> str:
+    """The text of a turn without an empty reasoning block, or the end of one, at its beginning."""
+    return text.lstrip().removeprefix(opening).lstrip().removeprefix(closing).lstrip()
+
+
+def _differences(coder: TurnCoder, turn: WrittenTurn, parsed: ParsedTurn) -> Iterator[str]:
+    """What of a turn did not come back."""
+    content = str(parsed.message["content"] or "")
+    if _spelled(coder, content) != _spelled(coder, turn.words):
+        yield f"the answer is read as {content!r} instead of {turn.words!r}"
+    if _spelled(coder, parsed.reasoning) != _spelled(coder, turn.reasoning):
+        yield f"its reasoning is read as {parsed.reasoning!r} instead of {turn.reasoning!r}"
+    calls = [(call.name, dict(call.arguments)) for call in parsed.calls if call.error is None]
+    if calls != [("probe_tool", arguments) for arguments in turn.calls] or len(calls) != len(parsed.calls):
+        shown = ", ".join(f"{call.name} with {dict(call.arguments)}" for call in parsed.calls) or "no call"
+        yield f"{'the call is' if len(turn.calls) == 1 else 'its calls are'} read as {shown}"
+
+
+def _spelled(coder: TurnCoder, text: str) -> str:
+    """A text as the tokenizer gives it back: some put a space in front, or know no upper case. White space at its ends is left
+    out: it belongs to the marks."""
+    return coder.decode(coder.encode(text.strip())).strip() if text.strip() else ""
+
 
 Thinking = Literal["keep", "branch", "strip_at_user"]
 DescribeTools = Literal["template", "system"]

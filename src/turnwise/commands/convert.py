@@ -16,7 +16,7 @@ from turnwise.errors import ConfigError
 if TYPE_CHECKING:
     from turnwise.compat.conversion import ConversionReport
 
-__all__ = ["SYSTEMS", "as_recipe", "converted", "refuse", "register"]
+__all__ = ["SYSTEMS", "as_recipe", "converted", "refuse", "register_convert"]
 
 SYSTEMS = ("verl", "swift")
 """Systems whose configurations can be converted."""
@@ -25,7 +25,7 @@ _MARKS = {True: "CHANGES THE TRAINING, left out", False: "left out"}
 """How a key that is left out is marked, by whether the training is another one without it."""
 
 
-def register(parser: argparse.ArgumentParser) -> None:
+def register_convert(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
         "Make a recipe from a configuration of verl (docs/verl.md) or the arguments of ms-swift (docs/swift.md), "
@@ -46,10 +46,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the file to write the recipe to; default: print the recipe"
     )
-    parser.set_defaults(command=_run)
+    parser.set_defaults(command=_run_convert)
 
 
-def _run(options: argparse.Namespace, context: Context) -> int:
+def _run_convert(options: argparse.Namespace, context: Context) -> int:
     report = converted(
         options.system, options.overrides, folder=options.config_path, name=options.config_name, try_names=True
     )
@@ -80,12 +80,12 @@ def converted(
     Values that the recipe cannot have are left out. Raises ConfigError.
     """
     if system == "verl":
-        from turnwise.compat.verl.arguments import from_verl_arguments
+        from turnwise.compat.verl.convert import from_verl_arguments
 
         return _without_wrong_values(from_verl_arguments(words, folder=folder, name=name, try_names=try_names))
     if folder is not None or name is not None:
         raise ConfigError("--config-path and --config-name are options for --from verl: remove them")
-    from turnwise.compat.swift.arguments import from_swift_arguments
+    from turnwise.compat.swift.convert import from_swift_arguments
 
     source = words[0] if len(words) == 1 and os.path.isfile(words[0]) else words
     return _without_wrong_values(from_swift_arguments(source, try_names=try_names))

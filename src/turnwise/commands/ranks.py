@@ -1,7 +1,11 @@
-"""The ranks of a training with several processes: starts them on this machine or on a Ray cluster, and runs those that follow
+"""The processes of a training with several ranks: starts, ends and restarts them.
+
+The ranks of a training with several processes: starts them on this machine or on a Ray cluster, and runs those that follow
 rank 0.
 
 Imports torch only in a rank, and Ray only in a command that starts ranks on a Ray cluster.
+
+The processes of ranks on this machine.
 """
 
 from __future__ import annotations
@@ -9,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
+import subprocess
 import sys
 import threading
 import time
@@ -17,15 +23,77 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from turnwise.commands.rank_processes import LocalRanks
-from turnwise.config.local_ranks import local_ranks
+from turnwise.config.engines import local_ranks
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnwise.commands.command import Context
     from turnwise.config.schema import Config
 
-__all__ = ["RankProcesses", "run_as_rank"]
+
+_PAUSE = 0.05
+
+
+class LocalRanks:
+    """Processes that run the command of this process, with the environment variables of torchrun. See `RankProcesses`."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, words: Sequence[str]) -> None:
+        self._processes = []
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            for rank in range(self._count):
+                self._processes.append(self._start(rank, words, listening))
+
+    def poll(self, seconds: float) -> list[int | None]:
+        deadline = time.monotonic() + seconds
+        before = [process.returncode for process in self._processes]
+        while (statuses := [process.poll() for process in self._processes]) == before and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+        return statuses
+
+    def place(self, rank: int) -> str:
+        return f"process {self._processes[rank].pid}"
+
+    def reason(self, rank: int) -> str | None:
+        return None
+
+    def send_signal(self, number: int) -> None:
+        self._processes[0].send_signal(number)
+
+    def end(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _start(self, rank: int, words: Sequence[str], listening: socket.socket) -> subprocess.Popen[bytes]:
+        threads = max((os.cpu_count() or 1) // self._count, 1)
+        environment = {
+            "OMP_NUM_THREADS": str(threads),  # unless the caller sets it
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self._count),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(listening.getsockname()[1]),
+            "TURNWISE_STORE_PORT": str(listening.getsockname()[1]),
+        }
+        inherited: tuple[int, ...] = ()
+        if rank == 0:
+            environment["TURNWISE_STORE_FD"] = str(listening.fileno())
+            inherited = (listening.fileno(),)
+        return subprocess.Popen(
+            [sys.executable, "-m", "turnwise", *words],
+            env=environment,
+            pass_fds=inherited,
+            stdin=None if rank == 0 else subprocess.DEVNULL,
+        )
+
 
 _GRACE = 60.0
 """Seconds that the other ranks have to end after a rank was lost: rank 0 may need them to notice it."""
@@ -89,7 +157,7 @@ def run_as_rank(
         check(config)
         ranks, terminal = LocalRanks(local_ranks(cluster)), True
         if cluster.launcher == "ray":
-            from turnwise.build.ray_ranks import ray_ranks
+            from turnwise.assembly.learners import ray_ranks
 
             ranks, terminal = ray_ranks(config, workers=conversations), False
         return _Launcher(ranks, cluster.restarts, context.console, shares_terminal=terminal).run()
@@ -110,10 +178,10 @@ def _follow(config: Config) -> int:
     """Run the commands of rank 0 until its end. Signals are for rank 0, which ends the other ranks."""
     for number in (signal.SIGINT, *_FORWARDED):
         signal.signal(number, signal.SIG_IGN)
-    from turnwise import build
-    from turnwise.training.sharded.following import follow_rank_0  # torch
+    from turnwise import assembly
+    from turnwise.training.sharded.commands import follow_rank_0  # torch
 
-    return follow_rank_0(build.rank_options(config))
+    return follow_rank_0(assembly.rank_options(config))
 
 
 class _Launcher:

@@ -1,12 +1,18 @@
-"""`turnwise show`: the summary of a run, single conversations, or one metric, as text.
+"""`turnwise show` and `view`: reading runs, as text and in the browser.
+
+`turnwise show`: the summary of a run, single conversations, or one metric, as text.
 
 Reads what `record` wrote, and nothing else.
+
+`turnwise view`: runs in the browser.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,19 +21,15 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from turnwise.commands.command import Context, count, damage_notes, print_lines, step_number
+from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
 from turnwise.errors import ConfigError, RunError
-from turnwise.evaluation.results import read_results
-from turnwise.record.compression import existing_file
+from turnwise.record.evaluation import read_results
+from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_hint, metric_of
-from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines
-from turnwise.record.token_texts import token_texts
+from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
 from turnwise.terminal.conversation import conversation
-from turnwise.terminal.evaluation_table import print_results
-from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
+from turnwise.terminal.tables import evaluations_table, print_results, sparkline, steps_table
 from turnwise.types import Trajectory
-
-__all__ = ["Selection", "register", "show", "show_metric"]
 
 _COLUMNS = {
     "reward": "reward/mean",
@@ -50,7 +52,7 @@ _SFT_COLUMNS = {
 }
 
 
-def register(parser: argparse.ArgumentParser) -> None:
+def register_show(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = "Print the summary of a run, single conversations, or one metric, as text (docs/record.md)."
     parser.add_argument(
@@ -80,10 +82,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metric", metavar="NAME", help="the value of one metric in every step, such as reward/mean (docs/metrics.md)"
     )
-    parser.set_defaults(command=_run)
+    parser.set_defaults(command=_run_show)
 
 
-def _run(options: argparse.Namespace, context: Context) -> int:
+def _run_show(options: argparse.Namespace, context: Context) -> int:
     if options.metric is not None:
         selecting = ("id", "step", "worst", "best", "last", "failed", "tokens")
         selectors = [f"--{name}" for name in selecting if vars(options)[name]]
@@ -277,3 +279,53 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
     if last:
         held_out = "" if path.name.startswith("trajectories") else " --eval"
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")
+
+
+def register_view(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = "Serve a web page on this machine that shows runs, also while they go on (docs/view.md)."
+    parser.add_argument(
+        "runs", nargs="*", type=Path, default=[Path("runs")], metavar="RUN",
+        help="directories of runs, or a directory that contains runs; default: runs",
+    )  # fmt: skip
+    parser.add_argument("--port", type=port, default=0, help="the port; default: any free port")
+    parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the page with the runs into one HTML file instead of serving it",
+    )
+    parser.add_argument(
+        "--most", type=count, default=200, metavar="N",
+        help="with --export: the number of conversations of each run in the file, the latest first; default: 200",
+    )  # fmt: skip
+    parser.add_argument(
+        "--id", action="append", default=[], metavar="ID", help="with --export: only the conversations with these ids"
+    )
+    parser.set_defaults(command=_run_view)
+
+
+def _run_view(options: argparse.Namespace, context: Context) -> int:
+    from turnwise.view.runs import ViewedRun, find_runs
+
+    if options.export is None and (options.id or options.most != 200):
+        raise ConfigError("--id and --most choose what --export writes: add --export FILE")
+    runs = [ViewedRun(path) for path in find_runs(options.runs)]
+    with contextlib.ExitStack() as stack:
+        for run in runs:
+            stack.callback(run.close)
+        if options.export is not None:
+            from turnwise.view.server import export
+
+            size = export(runs, options.export, most=options.most, ids=options.id)
+            print_lines(context.console, [f"{options.export}: {size / 1e6:.1f} MB; open it in a browser"])
+            return 0
+        from turnwise.view.server import ViewServer
+
+        server = ViewServer(runs, port=options.port)
+        print_lines(context.console, [f"{len(runs)} runs at {server.address}", "stop with Ctrl-C"])
+        if not options.no_browser:
+            webbrowser.open(server.address)
+        server.serve_forever()
+    return 0

@@ -1,22 +1,40 @@
-"""`turnwise train`: reinforcement learning by a recipe, or by a configuration of verl's."""
+"""`turnwise train`, `sft`, `demo` and `init`: runs that train, and the projects to begin with.
+
+`turnwise train`: reinforcement learning by a recipe, or by a configuration of verl's.
+
+`turnwise sft`: supervised fine-tuning on conversations, by a recipe.
+
+`turnwise demo`: trains the tiny model that is part of the package, from any directory.
+
+`turnwise init`: writes a starter project.
+"""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from turnwise.commands.command import Context, add_recipe, load_recipe
+from turnwise.commands.command import (
+    Context,
+    add_overrides,
+    add_recipe,
+    load_recipe,
+    print_lines,
+    resume_command,
+    run_to_end,
+)
 from turnwise.commands.ranks import run_as_rank
-from turnwise.commands.run_command import resume_command, run_to_end
 from turnwise.errors import ConfigError
+from turnwise.starter import DEMO_OUTPUT, demo_overrides, demo_recipe, write_project
 
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
 
-__all__ = ["register"]
 
-
-def register(parser: argparse.ArgumentParser) -> None:
+def register_train(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
         "Train a model by reinforcement learning, with the options of a recipe or of a configuration for verl "
@@ -29,10 +47,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="the file in that directory, without .yaml; key=value then sets options of verl",
     )
-    parser.set_defaults(command=_run, long=True)
+    parser.set_defaults(command=_run_train, long=True)
 
 
-def _run(options: argparse.Namespace, context: Context) -> int:
+def _run_train(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.train_checks import refuse_without_effect
 
     if options.config_path is not None or options.config_name is not None:
@@ -72,3 +90,106 @@ def _from_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
     )
     source = "the recipe of verl's configuration (`turnwise convert` shows it)"
     return checked(result.recipe, source=source), [f"left out: {key}" for key in result.unsupported]
+
+
+def register_sft(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Supervised fine-tuning on the conversations of data.train, with the same tokens and loss masks as in "
+        "`train` (docs/sft.md). docs/recipes.md lists the options of the section `sft`."
+    )
+    add_recipe(parser, example="recipes/sft.yaml", lr="sft.lr")
+    parser.set_defaults(command=_run_sft, long=True)
+
+
+def _run_sft(options: argparse.Namespace, context: Context) -> int:
+    from turnwise.config.sft_checks import refuse_sft_without_effect
+
+    config, notes = load_recipe(options)
+    if (status := run_as_rank(config, context, refuse_sft_without_effect, conversations=False)) is not None:
+        return status
+    # after the recipe was read: its errors show at once, and importing torch takes seconds
+    from turnwise.sft.fine_tune import assemble, fine_tune
+    from turnwise.terminal.train_report import SftReport
+
+    run = assemble(config)
+    run.notes[:0] = notes
+    report = SftReport(context.console, run.activity)
+    resume = resume_command("sft", options, config)
+    return run_to_end(fine_tune(run, report), run, report, context, resume=resume)
+
+
+def register_demo(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Train the tiny language model (0.7M parameters) that is part of turnwise, on arithmetic word problems with a calculator "
+        "and a simulated user. It takes about 70 seconds on two CPU cores and needs no network. The run is written to "
+        f"{DEMO_OUTPUT}."
+    )
+    add_overrides(parser, help="options of the demo's recipe to change, such as train.steps=20")
+    parser.set_defaults(command=_run_demo, long=True)
+
+
+def _run_demo(options: argparse.Namespace, context: Context) -> int:
+    from turnwise.config.recipe import load
+
+    config, notes = load(demo_recipe(), [*demo_overrides(), *options.overrides])
+    from turnwise.terminal.train_report import TrainReport
+    from turnwise.train import assemble, train
+
+    run = assemble(config)
+    run.notes[:0] = notes
+    report = TrainReport(context.console, run.activity)
+    words = [word for word in options.overrides if not word.startswith(("resume=", "replace="))]
+    resume = shlex.join(["turnwise", "demo", *words, "resume=auto"])
+    return run_to_end(train(run, report), run, report, context, resume=resume)
+
+
+_ABOUT = {
+    "recipe.yaml": "the options of the run, with comments",
+    "environment.py": "the environment, a tool and a reward function",
+    "train.jsonl": "rows to train on",
+    "heldout.jsonl": "rows for evaluations",
+    "model": "the tiny model of the demo",
+}
+
+
+def register_init(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Write a starter project: a recipe with comments, an environment, a tool, rows, and the tiny model of the demo. It can "
+        "be trained at once. Existing files are never changed."
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        metavar="DIR",
+        help="the directory; default: the present directory",
+    )
+    parser.add_argument(
+        "--model", metavar="MODEL", help="a model directory or a hub name for the recipe, instead of the demo's model"
+    )
+    parser.set_defaults(command=_run_init)
+
+
+def _run_init(options: argparse.Namespace, context: Context) -> int:
+    paths = write_project(options.folder, model=options.model)
+    model = "model" if options.model is None else options.model
+    commands = {
+        f"turnwise doctor {shlex.quote(model)} --recipe recipe.yaml": "check the model and the recipe",
+        "turnwise train recipe.yaml": "train",
+        "turnwise show runs/first --best 1": "read a conversation",
+        "turnwise eval recipe.yaml --model runs/first": "evaluate the trained model",
+    }
+    enter = [] if options.folder == Path() else [f"  cd {shlex.quote(str(options.folder))}"]
+    files = _aligned({str(path): _ABOUT[path.name] for path in paths})
+    lines = [*files, "\nnext:", *enter, *(f"  {line}" for line in _aligned(commands))]
+    print_lines(context.console, lines)
+    return 0
+
+
+def _aligned(texts: Mapping[str, str]) -> list[str]:
+    width = max(len(name) for name in texts)
+    return [f"{name:<{width}}  {text}" for name, text in texts.items()]

@@ -1,16 +1,24 @@
-"""The result of reading another system's configuration: a recipe, and a report about every given key."""
+"""A recipe from another configuration, with a report; Hydra files without Hydra.
+
+The result of reading another system's configuration: a recipe, and a report about every given key.
+
+Reads YAML files of Hydra and OmegaConf without these packages: mappings, defaults lists, overrides and `${...}`.
+
+Supports the part of both that verl's configurations use. A value that cannot be resolved is reported by its key, never guessed.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
-
-__all__ = ["ConversionReport", "RecipeBuilder", "UnsupportedKey"]
+from turnwise.json_yaml import PlainLoader, parse_yaml, read_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +142,235 @@ class RecipeBuilder(ABC):
     def report(self) -> ConversionReport:
         """The recipe and the report about all keys."""
         return ConversionReport(self.recipe, self.converted, self.unsupported, self.assumptions, self.failing)
+
+
+MISSING = object()
+"""Returned by `at` if there is no value."""
+
+_INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
+_DEEPEST = 20  # nested interpolations
+
+
+class _Yaml(PlainLoader):
+    """YAML as OmegaConf reads it: `1e-6` is a number, a date is a text, and a repeated key is an error."""
+
+
+_Yaml.yaml_implicit_resolvers = {key: list(value) for key, value in PlainLoader.yaml_implicit_resolvers.items()}
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def read_mapping(path: Path, *, what: str) -> dict[str, Any]:
+    """The mapping in a YAML file; `what` names the file's purpose in error messages.
+
+    Raises ConfigError.
+    """
+    tree = _read(path, what)
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"{what} {path} must contain a mapping; it contains {'nothing' if tree is None else repr(tree)[:80]}"
+        )
+    return tree
+
+
+def read_list(path: Path, *, what: str) -> list[Any]:
+    """The list in a YAML file; `what` names the file's purpose in error messages. `${...}` is replaced.
+
+    Raises ConfigError.
+    """
+    entries = _read(path, what)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(
+            f"{what} {path} must contain a list; it contains {'nothing' if not entries else repr(entries)[:80]}"
+        )
+    tree, left = resolved({"entries": entries})
+    if left:
+        raise ConfigError(
+            f"{what} {path}: {left[0]} has an interpolation that cannot be resolved: set the variable it names"
+        )
+    return tree["entries"]
+
+
+def _read(path: Path, what: str) -> Any:
+    try:
+        return _parse(read_text(path, error=ConfigError), where=str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{what} {error}") from None
+
+
+def compose(folder: Path, name: str, *, leaving_out: Callable[[str], bool] = lambda target: False) -> dict[str, Any]:
+    """Read `folder/name.yaml` and merge the files of its defaults list, which are in the same directory.
+
+    A file's own keys override those of its defaults, unless `_self_` has another position in the list, as in Hydra 1.1 and
+    later. Files for which `leaving_out` returns True are not read. Raises ConfigError.
+    """
+    path = folder / (name if name.endswith((".yaml", ".yml")) else f"{name}.yaml")
+    own = read_mapping(path, what="the configuration")
+    tree: dict[str, Any] = {}
+    defaults = own.pop("defaults", None) or []
+    if not isinstance(defaults, list):
+        raise ConfigError(f"{path}: defaults must be a list; it is {defaults!r:.80}")
+    if "_self_" not in defaults:
+        defaults = [*defaults, "_self_"]
+    for entry in defaults:
+        if entry == "_self_":
+            _merge(tree, own)
+            continue
+        for target, package in _default(entry):
+            if leaving_out(target):
+                continue
+            beside = folder / f"{target}.yaml"
+            if not os.path.isfile(beside):
+                raise ConfigError(f"{path}: the defaults list names {target}, but the file {beside} does not exist")
+            part = compose(folder, target, leaving_out=leaving_out)
+            _merge(tree, _under(_package(beside, package), part))
+    return tree
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply overrides as Hydra writes them: `a.b=value`, `+a.b=value`, `++a.b=value`, `~a.b`.
+
+    Raises ConfigError.
+    """
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        *parents, last = key.lstrip("+~").split(".")
+        if not last or (not equals and not key.startswith("~")):
+            raise ConfigError(f"{text!r} is not an override; write key=value, for example trainer.total_epochs=15")
+        node = tree
+        for parent in parents:
+            child = node.get(parent)
+            if child is None:
+                child = node[parent] = {}
+            if not isinstance(child, dict):
+                raise ConfigError(f"{text!r}: {parent} is {child!r:.80} and has no keys")
+            node = child
+        if key.startswith("~"):
+            if last not in node:
+                raise ConfigError(f"{text!r}: the configuration has no key {key[1:]}")
+            del node[last]
+            continue
+        node[last] = _parse(value, where=f"{text!r}: the value")
+
+
+def at(tree: Any, key: str) -> Any:
+    """The value at a dotted key, or `MISSING`."""
+    for part in key.split("."):
+        if isinstance(tree, Mapping) and part in tree:
+            tree = tree[part]
+        elif isinstance(tree, list) and part.isdigit() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return MISSING
+    return tree
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """All values that are not mappings, with their dotted keys."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def resolved(tree: dict[str, Any], fallback: Callable[[str], Any] = lambda key: MISSING) -> tuple[Any, list[str]]:
+    """The tree with `${a.b}`, `${oc.env:NAME,default}` and `${oc.select:a.b,default}` replaced, and the unresolved keys.
+
+    `fallback` gives the value of a key that the tree does not have, or `MISSING`.
+    """
+    left: list[str] = []
+
+    def value_of(expression: str, key: str, depth: int) -> Any:
+        name, colon, rest = expression.partition(":")
+        first, comma, default = rest.partition(",")
+        if colon and name.strip() in ("oc.env", "env"):  # texts, also the defaults, as in OmegaConf
+            text = _parse(default.strip(), where=f"{key}: the default") if comma else MISSING
+            text = str(text) if isinstance(text, int | float) else text
+            return os.environ.get(first.strip(), text)
+        if colon and name.strip() == "oc.select":
+            value: Any = look_up(first.strip(), key, depth)
+        elif colon:
+            return MISSING
+        else:
+            return look_up(expression.strip(), key, depth)
+        return _parse(default.strip(), where=f"{key}: the default") if value is MISSING and comma else value
+
+    def look_up(wanted: str, key: str, depth: int) -> Any:
+        if wanted.startswith("."):  # relative to the mapping of the key; each further dot goes up by one level
+            steps = len(wanted) - len(wanted.lstrip("."))
+            above = key.split(".")[:-steps]
+            wanted = ".".join([*above, wanted.lstrip(".")])
+        value = at(tree, wanted)
+        if value is MISSING or value == "???":
+            value = fallback(wanted)
+        return value if value is MISSING else replace(value, wanted, depth + 1)
+
+    def replace(node: Any, key: str, depth: int = 0) -> Any:
+        if isinstance(node, dict):
+            return {name: replace(value, f"{key}.{name}" if key else str(name), depth) for name, value in node.items()}
+        if isinstance(node, list):
+            return [replace(value, f"{key}.{number}", depth) for number, value in enumerate(node)]
+        if not isinstance(node, str) or "${" not in node or depth > _DEEPEST:
+            return node
+        for _ in range(_DEEPEST):
+            match = _INTERPOLATION.search(node)
+            if match is None:
+                return node
+            value = value_of(match.group(1), key, depth)
+            if value is MISSING:
+                break
+            if match.group(0) == node:
+                return value
+            node = node[: match.start()] + str(value) + node[match.end() :]
+        if key not in left:
+            left.append(key)
+        return node
+
+    return replace(tree, ""), left
+
+
+def _parse(text: str, *, where: str) -> Any:
+    return parse_yaml(text, where=where, error=ConfigError, loader=_Yaml)
+
+
+def _merge(tree: dict[str, Any], other: Mapping[str, Any]) -> None:
+    for key, value in other.items():
+        mine = tree.get(key)
+        if isinstance(mine, dict) and isinstance(value, Mapping):
+            _merge(mine, value)
+        else:
+            tree[key] = dict(value) if isinstance(value, Mapping) else value
+
+
+def _default(entry: Any) -> Iterator[tuple[str, str]]:
+    """The file (without its suffix) and the package of an entry of a defaults list."""
+    if isinstance(entry, str):
+        target, _, package = entry.removeprefix("optional ").lstrip("/").partition("@")
+        yield target, package or ".".join(target.split("/")[:-1])
+    elif isinstance(entry, Mapping):
+        for group, option in entry.items():
+            group, _, package = (
+                str(group).removeprefix("override ").removeprefix("optional ").lstrip("/").partition("@")
+            )
+            if option is not None:
+                yield f"{group}/{option}", package or group.replace("/", ".")
+    else:
+        raise ConfigError(f"the defaults list has an entry {entry!r:.80}; an entry is a name or `group: name`")
+
+
+def _package(path: Path, package: str) -> str:
+    """The package under which a file's keys are put; a `# @package` comment in the file overrides it."""
+    head = read_text(path, error=ConfigError)[:1000]
+    comment = re.search(r"^#\s*@package\s+(\S+)", head, re.MULTILINE)
+    if comment is None:
+        return "" if package == "_global_" else package
+    return {"_global_": "", "_group_": package}.get(comment.group(1), comment.group(1))
+
+
+def _under(package: str, tree: dict[str, Any]) -> dict[str, Any]:
+    for part in reversed(package.split(".") if package else []):
+        tree = {part: tree}
+    return tree

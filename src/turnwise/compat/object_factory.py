@@ -17,7 +17,7 @@ from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 
 __all__ = ["InFront", "ObjectFactory", "end", "messages_of", "number", "opened", "plain", "referred"]
 

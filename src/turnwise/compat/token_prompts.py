@@ -11,9 +11,9 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.chat.base_conversations import PriorConversation
+from turnwise.chat.probes import PriorConversation
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.agents.token_histories import ContextText
+from turnwise.environments.agents.token_agent import ContextText
 from turnwise.errors import Failed, boundary
 from turnwise.types import Message, ToolSchema
 

@@ -34,7 +34,7 @@ from typing import Any
 
 from turnwise.errors import ConfigError
 from turnwise.types import Trajectory, Turn
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 
 __all__ = ["DictReward", "DictTurnReward", "as_dictionary"]
 

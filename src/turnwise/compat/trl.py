@@ -1,4 +1,6 @@
-"""TRL's environments (`environment_factory` of its GRPOTrainer), unchanged.
+"""TRL's environments and reward functions.
+
+TRL's environments (`environment_factory` of its GRPOTrainer), unchanged.
 
     environment:
       use: turnwise.compat.trl:TrlEnvironments
@@ -6,31 +8,233 @@
 
 An environment is a class with `reset(**row)`. Its public methods are tools, and it may have `get_reward()`. A turn without a
 tool call ends the conversation. The behaviour is that of TRL 1.16.
+
+Instances of a class that many conversations use one after the other, as in TRL.
+
+The number of instances may be limited: `self.client = Client(next(urls))` raises StopIteration after the last address. Then
+conversations wait, in order of arrival, until an instance is released. An instance is released after its conversation is
+scored, because reward functions may use it.
+
+TRL's reward functions (`reward_funcs` of its GRPOTrainer), unchanged.
+
+    reward:
+      batch:
+        - {use: turnwise.compat.trl:TrlReward, arguments: {function: my_rewards.py:reward_from_env}}
+
+For a function that returns a reward function, give its arguments:
+
+        - use: turnwise.compat.trl:TrlReward
+          arguments:
+            function: trl.rewards:get_soft_overlong_punishment
+            arguments: {max_completion_len: 1024, soft_punish_cache: 256}
+
+A reward function takes `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with
+an item per conversation, and returns a list of numbers. It may be sync or async. In `reward.batch`, it is called once for all
+conversations of a step, as in TRL; in `reward.group`, once for all conversations of a row. The behaviour is that of TRL 1.16.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from bisect import insort
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
-from turnwise.compat.instance_pool import EXHAUSTED, InstancePool, Lease
 from turnwise.compat.object_factory import InFront, ObjectFactory, end, number, opened
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.errors import ConfigError, boundary, nearest
-from turnwise.types import EnvironmentHandle, Opening, Reply, Row, Turn
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.types import EnvironmentHandle, Failure, Message, Opening, Reply, Row, Trajectory, Turn
+from turnwise.user_code.calls import (
+    conversation_name,
+    conversations_of_step,
+    in_lockstep,
+    scored_together,
+    waiting_for_others,
+)
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.run_in_thread import run_in_thread
-from turnwise.user_code.threaded_object import ThreadedObject, columns_for
+from turnwise.user_code.references import resolve
+from turnwise.user_code.reward_number import number_or_none, reward_number
+from turnwise.user_code.threads import ThreadedObject, columns_for, run_in_thread
 
-__all__ = ["TrlEnvironments"]
+_BATCH = "all conversations"
+_TOGETHER = (
+    "conversations that are scored together need an instance each: provide as many instances as {} has conversations"
+)
+EXHAUSTED: Final = object()
+"""What the function that creates an instance returns if no more can be created."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Waiting:
+    """A conversation that waits for an instance, or for its turn to create one."""
+
+    arrival: int
+    group: str
+    lease: asyncio.Future[Lease]
+
+
+class InstancePool:
+    """The instances of one class. All methods are called in the event loop's thread."""
+
+    def __init__(self, name: str, instances: Iterable[Any]) -> None:
+        self._name = name
+        self._free = list(instances)
+        self._retired: list[Any] = []
+        """Instances with a timed-out tool call that still runs. They are not reused; `drain` returns them."""
+        self._leases: list[Lease] = []
+        self._arrivals = itertools.count()
+        self._waiting: list[_Waiting] = []
+        """In the order of arrival."""
+        self._exhausted = False
+        self._step = 0
+        """`conversations_of_step`."""
+
+    async def lease(self, make: Callable[[], Awaitable[Any]]) -> Lease:
+        """A lease of one instance for the calling conversation. `make` creates an instance, or returns EXHAUSTED.
+
+        Waits if no more instances can be created. Raises Failed if no instance can become free before this conversation ends,
+        and what `make` raises.
+        """
+        arrival = next(self._arrivals)
+        while True:
+            lease = await self._turn(arrival)
+            if lease.ready:
+                return lease
+            with contextlib.ExitStack() as if_it_fails:
+                if_it_fails.callback(lease.give_back, usable=False, closed=True)
+                instance = await make()
+                if_it_fails.pop_all()
+            if instance is not EXHAUSTED:
+                lease.made(instance)
+                return lease
+            self._exhausted = True
+            self._leases.remove(lease)  # it waits at its place in the order of arrival, before later ones are served
+
+    async def _turn(self, arrival: int) -> Lease:
+        """A lease with an instance, or without one if the caller must create one now."""
+        # conversations of one group are scored together, and all conversations if there is a function of the batch
+        in_batch = scored_together.get() == "batch"
+        self._step = 0 if in_lockstep() else conversations_of_step.get()
+        group = _BATCH if in_batch else conversation_name().rpartition("/")[0]
+        if not self._waiting and self._may_lend(group):
+            return self._lend(group)
+        if in_lockstep() and in_batch:
+            raise self._too_few(_TOGETHER.format("the step"))
+        if in_lockstep():
+            raise self._too_few(
+                "with deterministic: true no conversation waits for another: set `max_concurrent` to at most that number"
+            )
+        waiting = _Waiting(arrival, group, asyncio.get_running_loop().create_future())
+        insort(self._waiting, waiting, key=attrgetter("arrival"))
+        self._serve()
+        try:
+            with waiting_for_others():
+                return await waiting.lease
+        except asyncio.CancelledError:
+            if waiting.lease.done() and not waiting.lease.cancelled() and waiting.lease.exception() is None:
+                waiting.lease.result().give_back(usable=True)
+            raise
+        finally:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+                self._serve()
+
+    def drain(self) -> list[Any]:
+        """Remove and return all instances that no conversation uses. The caller must close them."""
+        drained = [*self._free, *self._retired]
+        self._free, self._retired = [], []
+        return drained
+
+    def _lend(self, group: str) -> Lease:
+        lease = Lease(self, group, self._free.pop() if self._free else None)
+        self._leases.append(lease)
+        return lease
+
+    def _may_lend(self, group: str) -> bool:
+        """Whether a conversation of the group, the next one in order of arrival, may get an instance or create one now.
+
+        If the batch is scored together, a step needs all its instances at the same time. So no conversation of a later step
+        may get the last instance before one of an earlier step, whose constructor runs longer and then fails. Therefore, after
+        the conversations of the first step, no conversation gets an instance while a constructor runs.
+        """
+        steps_overlap = group == _BATCH and self._step > 0
+        if steps_overlap and len(self._leases) >= self._step and not all(lease.ready for lease in self._leases):
+            return False
+        return bool(self._free) or not self._exhausted
+
+    def _serve(self) -> None:
+        """Give free instances to waiting conversations. Raise an error in conversations that would wait forever."""
+        while self._waiting and self._may_lend(self._waiting[0].group):
+            waiting = self._waiting.pop(0)
+            if not waiting.lease.done():
+                waiting.lease.set_result(self._lend(waiting.group))
+        groups = {waiting.group for waiting in self._waiting}
+        if _BATCH in groups and 0 < self._step <= len(self._leases):
+            return  # the waiting conversations belong to later steps: the present step can be scored without them
+        # a group, or the batch, is scored after all its conversations have ended; so waiting and ended conversations can block
+        # each other
+        if all(lease.ended and lease.group in groups for lease in self._leases):
+            for waiting in self._waiting:
+                if not waiting.lease.done():
+                    waiting.lease.set_exception(self._too_few(_TOGETHER.format(self._scored(groups))))
+            self._waiting.clear()
+
+    def _scored(self, groups: set[str]) -> str:
+        if _BATCH not in groups:
+            return "the group"
+        return f"the step ({self._step})" if self._step else "the step"
+
+    def _too_few(self, reason: str) -> Failed:
+        count = sum(lease.ready for lease in self._leases) + len(self._free)
+        message = f"no more than {count} instances of {self._name} can be created (StopIteration), and {reason}"
+        return Failed(Failure("environment", message))
+
+
+class Lease:
+    """The right of one conversation to use an instance, until it is released."""
+
+    def __init__(self, pool: InstancePool, group: str, instance: Any) -> None:
+        self._pool = pool
+        self.group = group
+        self.instance = instance
+        self.new = False
+        """Whether the instance was created for this conversation."""
+        self.ended = False
+
+    def played(self) -> None:
+        """The conversation has ended, and its group is not scored yet."""
+        self.ended = True
+        self._pool._serve()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has an instance. Otherwise the instance is being created."""
+        return self.instance is not None
+
+    def made(self, instance: Any) -> None:
+        """The instance was created for this conversation."""
+        self.instance = instance
+        self.new = True
+        self._pool._serve()
+
+    def give_back(self, *, usable: bool, closed: bool = False) -> None:
+        """Return the instance. It is reused if `usable`; otherwise `drain` returns it, unless it is `closed` already."""
+        pool = self._pool
+        pool._leases.remove(self)
+        if self.instance is not None and (usable or not closed):
+            (pool._free if usable else pool._retired).append(self.instance)
+        pool._serve()
+
 
 _COLUMN = "environment"
 _NO_TOOLS = ("reset", "get_reward", "close")
@@ -285,3 +489,150 @@ def _content(result: Any) -> Any:
         if len(texts) + len(images) == len(result):
             return ToolResponse(text="\n".join(texts) if texts else None, image=images or None)
     return str(result)
+
+
+_Rewards = list[float | TypeError | None]
+"""One item for each trajectory. None: the function does not apply. An error fails its trajectory."""
+_KEY = "reward.batch.arguments.function"
+_GIVEN = {"prompts", "completions", "completion_ids", "environments"}
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+
+
+class TrlReward:
+    """Converts a TRL reward function to a reward function of the batch or of a group.
+
+    None and NaN mean that the function does not apply to a conversation. Values that it logs with `log_extra` are recorded in
+    the `info` of the last turn of each trajectory; those that it logs with `log_metric` are metrics of the trajectories.
+    """
+
+    def __init__(self, function: str | Callable[..., Any], *, arguments: Mapping[str, Any] | None = None) -> None:
+        """`function` is a function or a reference to a function. If `arguments` are given, it is called with them and must
+        return the reward function.
+
+        Raises ConfigError if the reward function cannot be called as TRL calls it, or needs the state of TRL's trainer.
+        """
+        reward = resolve(function, key=_KEY) if isinstance(function, str) else function
+        if arguments is not None:
+            reward = _constructed(reward, arguments)
+        self.__name__ = getattr(reward, "__name__", type(reward).__name__)
+        if not callable(reward):
+            raise ConfigError(
+                f"{_KEY}: {function} is a {type(reward).__name__}; it must be a function of prompts, completions and columns"
+            )
+        parameters = inspect.signature(reward).parameters.values()
+        self._all_columns = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        self._names = {parameter.name for parameter in parameters}
+        if not self._all_columns and not self._names & _GIVEN:
+            raise ConfigError(
+                f"{_KEY}: {self.__name__}({', '.join(parameter.name for parameter in parameters)}) has none of the parameters "
+                f"{', '.join(sorted(_GIVEN))}, so it is not a reward function of TRL. If it returns a reward function, give its "
+                f"arguments: arguments: {{function: ..., arguments: {{...}}}}"
+            )
+        self._needs_environments = any(
+            parameter.name == "environments" and parameter.default is parameter.empty for parameter in parameters
+        )
+        if "trainer_state" in self._names:
+            raise ConfigError(
+                f"{_KEY}: {self.__name__} has the parameter trainer_state, the state of TRL's trainer, which "
+                f"turnwise does not have: remove the parameter"
+            )
+        self._function = reward
+
+    def __call__(self, trajectories: Sequence[Trajectory]) -> _Rewards | Awaitable[_Rewards]:
+        arguments = self._arguments(trajectories)
+        values = self._function(
+            **{name: value for name, value in arguments.items() if self._all_columns or name in self._names}
+        )
+        return self._awaited(values) if inspect.isawaitable(values) else self._numbers(values)
+
+    async def _awaited(self, values: Awaitable[Any]) -> _Rewards:
+        return self._numbers(await values)
+
+    def _numbers(self, values: Any) -> _Rewards:
+        who = f"the reward function {self.__name__}"
+        if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+            raise TypeError(
+                f"{who} gave {values!r:.80}; it must return a list with a number, or None, for each conversation"
+            )
+        return [number_or_none(value, who) for value in values]
+
+    def _arguments(self, trajectories: Sequence[Trajectory]) -> dict[str, Any]:
+        def log_extra(column: str, values: Iterable[Any]) -> None:
+            for trajectory, value in zip(trajectories, values, strict=True):
+                _last_info(trajectory)[column] = value
+
+        def log_metric(name: str, value: float) -> None:
+            for trajectory in trajectories:
+                trajectory.metrics[name] = reward_number(value, f"log_metric({name!r})")
+
+        prompts, completions = zip(*(_parted(trajectory) for trajectory in trajectories), strict=True)
+        names = dict.fromkeys(
+            name for trajectory in trajectories for name in trajectory.row.fields if name not in _NOT_COLUMNS
+        )
+        arguments: dict[str, Any] = {
+            name: [trajectory.row.fields.get(name) for trajectory in trajectories] for name in names
+        }
+        returned = [_returned_fields(trajectory) for trajectory in trajectories]
+        for name in dict.fromkeys(name for fields in returned for name in fields):
+            arguments[name] = [fields.get(name) for fields in returned]
+        arguments |= {
+            "prompts": list(prompts),
+            "completions": list(completions),
+            "completion_ids": [_completion_ids(trajectory) for trajectory in trajectories],
+            "log_extra": log_extra,
+            "log_metric": log_metric,
+        }
+        handles = [trajectory.environment for trajectory in trajectories]
+        if all(handle is not None for handle in handles):
+            arguments["environments"] = [handle.instance for handle in handles if handle is not None]
+        elif self._needs_environments:
+            raise TypeError(
+                f"{self.__name__} needs `environments`, and the recipe's environment provides none; use "
+                f"turnwise.compat.trl:TrlEnvironments"
+            )
+        return arguments
+
+
+def _returned_fields(trajectory: Trajectory) -> Mapping[str, Any]:
+    """The further fields that a `rollout_func` returned (`turnwise.compat.trl_rollout`)."""
+    info = trajectory.turns[-1].info if trajectory.turns else {}
+    return info.get("agent", {}).get("fields", {})
+
+
+def _constructed(factory: Any, arguments: Mapping[str, Any]) -> Any:
+    """The reward function that `factory` returns for the arguments. Raises ConfigError if it raises an exception."""
+    name = getattr(factory, "__name__", type(factory).__name__)
+    try:
+        with boundary("reward"):
+            return factory(**arguments)
+    except Failed as failed:
+        raise ConfigError(f"{_KEY}: {name} with the arguments {dict(arguments)}: {failed.failure.message}") from failed
+
+
+def _parted(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
+    """The prompt and the completion: the messages before the model's first turn, and the messages from that turn on.
+
+    As in TRL, the model's texts are complete (reasoning included) without tools, and parsed with tools.
+    """
+    turns = {id(turn.message): turn for turn in trajectory.turns}
+    messages = trajectory.messages
+    first = next((n for n, message in enumerate(messages) if id(message) in turns), len(messages))
+    completion = [dict(message) for message in messages[first:]]
+    if not trajectory.tools:
+        for message, copy in zip(messages[first:], completion, strict=True):
+            if (turn := turns.get(id(message))) is not None:
+                copy["content"] = turn.text
+    return [dict(message) for message in messages[:first]], completion
+
+
+def _completion_ids(trajectory: Trajectory) -> list[int]:
+    """The tokens of the last segment, from the first sampled token on."""
+    if not trajectory.segments:
+        return []
+    segment = trajectory.segments[-1]
+    first = next((n for n, turn in enumerate(segment.turn) if turn >= 0), len(segment))
+    return list(segment.token_ids[first:])
+
+
+def _last_info(trajectory: Trajectory) -> dict[str, Any]:
+    return trajectory.turns[-1].info if trajectory.turns else {}

@@ -23,15 +23,20 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 from turnwise.compat.token_prompts import TokenPrompts
-from turnwise.environments.agents.token_agent import TokenAgentEnvironment, TokenAgentResult, TokenCall, TokenModel
-from turnwise.environments.agents.token_histories import ReturnedSequence
+from turnwise.environments.agents.token_agent import (
+    ReturnedSequence,
+    TokenAgentEnvironment,
+    TokenAgentResult,
+    TokenCall,
+    TokenModel,
+)
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool, Toolbox, copy_containers
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Row, SamplingChange, Turn
-from turnwise.user_code.object_references import resolve
-from turnwise.user_code.run_in_thread import run_in_thread
+from turnwise.user_code.references import resolve
+from turnwise.user_code.threads import run_in_thread
 
 __all__ = ["TrlRollout", "generate_rollout_completions"]
 

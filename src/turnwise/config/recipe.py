@@ -1,29 +1,400 @@
-"""Reads a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
+"""Reads a recipe, and explains unknown names with the nearest known ones.
+
+Reads a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
 
 `load` applies overrides, inserts environment variables (`${NAME}`, `${NAME:-default}`), and validates the result against the
 schema. The error lists all problems, with the most similar name for each unknown key.
+
+Option names of TRL, verl and ms-swift with the turnwise option for each, for hints in error messages.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from turnwise.config.data import LoraSection
 from turnwise.config.environment_values import insert_values
-from turnwise.config.known_names import called_here, value_hint
-from turnwise.config.named_section import name_of, named_sections, shared_options
 from turnwise.config.resume_rules import RULES
-from turnwise.config.schema import Config, Section
+from turnwise.config.schema import Config, LoraSection
+from turnwise.config.section import Section, name_of, named_sections, shared_options
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.local_paths import no_file
 
-__all__ = ["checked", "load", "schema_problems", "with_overrides"]
+CALLED: dict[str, tuple[str, ...]] = {
+    "train.lr": ("learning_rate",),
+    "train.lr_schedule": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
+    "train.warmup_steps": ("lr_warmup_steps",),
+    "train.steps": ("max_steps", "total_training_steps"),
+    "train.epochs": ("num_train_epochs", "num_epochs", "total_epochs"),
+    "train.batch_size": ("train_batch_size", "rollout_batch_size"),
+    "train.group_size": ("num_generations", "n", "rollout_n", "num_return_sequences"),
+    "train.minibatches": ("num_mini_batches",),
+    "train.ppo_epochs": ("num_iterations", "num_ppo_epochs", "update_epochs"),
+    "train.micro_batch_tokens": ("ppo_max_token_len_per_gpu",),
+    "loss.kl_coef": ("beta", "kl_loss_coef", "kl_beta"),
+    "reward.kl.coef": ("init_kl_coef",),
+    "reward.kl.target": ("target_kl",),
+    "reward.kl.horizon": ("kl_horizon",),
+    "reference.path": ("ref_model", "reference_model", "ref_model_path", "ref_path"),
+    "reference.sync_every": ("ref_model_sync_steps",),
+    "reference.sync_weight": ("ref_model_mixup_alpha",),
+    "loss.entropy_coef": ("entropy_coeff", "entropy_bonus"),
+    "loss.clip_low": ("clip_ratio_low", "epsilon_low"),
+    "loss.clip_high": ("epsilon_high", "clip_ratio_high"),
+    "loss.kl_estimator": ("kl_loss_type",),
+    "correction.level": ("rollout_is",),
+    "correction.high": (
+        "rollout_importance_sampling_threshold", "rollout_is_threshold", "vllm_importance_sampling_clip_max",
+    ),
+    "correction.low": ("vllm_importance_sampling_clip_min",),
+    "correction.normalize_weights": ("rollout_is_batch_normalize",),
+    "correction.reject.level": ("rollout_rs",),
+    "correction.reject.high": ("rollout_rs_threshold",),
+    "correction.off_policy_sequence_mask_delta": ("off_policy_mask_threshold",),
+    "loss.dual_clip": ("clip_ratio_c", "delta"),
+    "loss.name": ("loss_mode", "policy_loss"),
+    "loss.level": ("importance_sampling_level",),
+    "loss.tau_positive": ("tau_pos", "sapo_temperature_pos"),
+    "loss.tau_negative": ("tau_neg", "sapo_temperature_neg"),
+    "train.max_grad_norm": ("grad_clip", "gradient_clipping", "clip_grad_norm"),
+    "train.optimizer.name": ("optim", "optimizer_type"),
+    "train.betas": ("adam_betas",),
+    "loss.normalizer": ("loss_agg_mode", "loss_average"),
+    "loss.constant_length": ("loss_scale_factor",),
+    "train.max_staleness": ("max_off_policyness", "max_head_offpolicyness", "max_async_level", "async_steps", "max_lag"),
+    "train.group_timeout": ("rollout_timeout", "group_deadline"),
+    "train.replace_failed": ("resample_failed",),
+    "limits.turns": ("max_turns", "num_turns", "max_assistant_turns"),
+    "limits.tokens_per_turn": ("max_new_tokens", "max_tokens"),
+    "limits.response_tokens": ("max_response_length",),
+    "limits.context": ("max_length", "max_model_len", "max_seq_length", "max_context_length"),
+    "model.path": ("model_name_or_path", "model_name", "model_id", "pretrained_model_name_or_path"),
+    "model.gradient_checkpointing": (
+        "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
+    ),
+    "model.lora": ("lora", "peft_config", "peft"),
+    "model.lora.rank": ("lora_rank", "lora_r"),
+    "model.lora.alpha": ("lora_alpha",),
+    "model.lora.target_modules": ("target_modules", "lora_target_modules"),
+    "model.lora.rslora": ("use_rslora",),
+    "model.lora.dora": ("use_dora",),
+    "model.dtype": ("torch_dtype",),
+    "model.autocast": ("bf16", "amp"),
+    "data.train": ("dataset", "dataset_name", "train_files", "train_file", "train_dataset"),
+    "data.eval": ("val_files", "eval_dataset", "val_dataset", "validation_files", "test_files"),
+    "data.columns": ("column_mapping",),
+    "data.system_prompt": ("system",),
+    "data.weights": ("interleave_prob", "probabilities", "mixture_weights", "data_weights"),
+    "data.curriculum": ("curriculum_sampler",),
+    "train.dynamic_sampling": ("max_resample_times",),
+    "train.overlong_filter": ("mask_truncated_completions", "overlong_filtering", "filter_overlong"),
+    "data.shuffle": ("shuffle_dataset",),
+    "data.max_rows": ("max_samples", "train_max_samples"),
+    "reward.trajectory": ("reward_functions",),
+    "credit.name": ("adv_estimator", "advantage_estimator"),
+    "credit.gamma": ("discount", "discount_factor"),
+    "credit.lam": ("gae_lambda", "lambda"),
+    "critic.lr": ("critic_lr", "value_lr", "learning_rate_critic"),
+    "critic.clip": ("cliprange_value", "value_clip", "vf_clip", "clip_range_vf"),
+    "critic.path": ("value_model", "value_model_path", "critic_model_path"),
+    "critic.warmup_steps": ("critic_warmup", "value_pretrain_steps"),
+    "credit.turn_gamma": ("high_level_gamma",),
+    "credit.whiten": ("whiten_advantages",),
+    "credit.omega": ("step_advantage_w",),
+    "checkpoint.every": ("save_steps", "save_freq"),
+    "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "engine.tensor_parallel": (
+        "tensor_parallel_size", "tensor_model_parallel_size", "vllm_tensor_parallel_size", "tp_size",
+    ),
+    "engine.data_parallel": ("data_parallel_size", "vllm_data_parallel_size", "dp_size"),
+    "engine.sleep": ("vllm_enable_sleep_mode", "enable_sleep_mode", "free_cache_engine"),
+    "engine.name": ("rollout_backend",),
+    "engine.url": ("base_url", "api_base", "openai_base_url"),
+    "eval.samples_per_row": ("num_trials", "n_samples", "num_return_samples"),
+    "eval.every": ("eval_steps", "test_freq"),
+    "environment": ("env",),
+    "tools": ("function_tool",),
+    "tokenization_sanity_check": ("tokenization_sanity_check_mode", "sanity"),
+    "tool_format": ("tool_call_parser", "tool_parser"),
+    "sampling.stop": ("stop_words", "stop_strings"),
+    "max_concurrent": ("max_num_seqs", "max_concurrency"),
+    "cluster.fsdp": ("fsdp", "fsdp_config"),
+    "output": ("output_dir", "default_local_dir", "save_path"),
+    "replace": ("overwrite_output_dir",),
+    "deterministic": ("full_determinism",),
+}  # fmt: skip
+"""For each option of turnwise: names in other libraries of an option whose values have the same meaning.
+
+A name whose values mean something else belongs into `DIFFERENT`: a value that is copied would make another training.
+"""
+
+DIFFERENT: dict[str, tuple[str, ...]] = {
+    "train.warmup_steps is a number of steps: write the ratio times train.steps": ("warmup_ratio", "lr_warmup_steps_ratio"),
+    "it counts conversations of one device, and train.batch_size counts rows of a step: write per_device_train_batch_size x "
+    "gradient_accumulation_steps x devices / num_generations": ("per_device_train_batch_size",),
+    "it is a number of rows, and train.minibatches is the number of parts of a step: write train_batch_size / "
+    "ppo_mini_batch_size": ("ppo_mini_batch_size", "mini_batch_size"),
+    "train.minibatches is the number of optimizer steps on the conversations of a step: write steps_per_generation / "
+    "gradient_accumulation_steps": ("steps_per_generation",),
+    "one optimizer step is on all conversations of a step (train.minibatches: 1), and memory is limited by "
+    "train.micro_batch_tokens, the tokens of a forward pass, which does not change the result: leave it out": (
+        "gradient_accumulation_steps", "micro_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
+        "use_dynamic_bsz",
+    ),
+    "the KL term of the loss is on if loss.kl_coef is above 0": ("use_kl_loss",),
+    "the KL divergence is in the reward if reward.kl.coef is above 0": ("kl_in_reward", "use_kl_in_reward"),
+    "write reward.kl.estimator=k1 for kl, k2 for mse, k3 for low_var_kl": ("kl_penalty",),
+    "a constant coefficient is reward.kl.coef; an adaptive one also has reward.kl.target and reward.kl.horizon": ("kl_ctrl",),
+    "with an adapter, the reference model is the model without it: write reference.source=adapter_off": ("disable_adapter",),
+    "there is a reference model if loss.kl_coef or reward.kl.coef is above 0: leave it out": ("create_reference_model",),
+    "the reference model follows the policy if reference.sync_every is a number of steps": ("sync_ref_model",),
+    "it is both bounds of PPO clipping: write loss.clip_low and loss.clip_high": ("epsilon", "clip_ratio", "cliprange"),
+    "write loss.kl_estimator=k3_corrected": ("use_bias_correction_kl",),
+    "the section correction has other values (docs/losses.md): token_truncate is correction.action=truncate, and token_mask "
+    "is correction.action=mask": (
+        "rollout_importance_sampling_mode", "vllm_importance_sampling_mode",
+    ),
+    "the section is called correction, with other options (docs/losses.md); `turnwise convert` converts it": (
+        "rollout_correction",
+    ),
+    "correction.decoupled is the opposite: write correction.decoupled=false for bypass_mode=true": ("bypass_mode",),
+    "write train.optimizer.offload=cpu": ("optimizer_offload", "offload_optimizer", "cpu_offload"),
+    "write both decay rates: train.betas=[<adam_beta1>,<adam_beta2>]": ("adam_beta1", "adam_beta2"),
+    "losses are in loss.name, and how a loss is averaged is in loss.normalizer (docs/losses.md)": ("loss_type",),
+    "train.max_staleness is a number of steps: write 1 to sample the next step during training": (
+        "async_generate", "async_training",
+    ),
+    "it is a share of conversations, and train.max_staleness is the age of the weights in steps: write at least 1": (
+        "staleness_threshold",
+    ),
+    "write train.dynamic_sampling, the number of times that groups without reward differences are replaced in a step": (
+        "dynamic_sample", "filter_groups", "filter_zero_std",
+    ),
+    "it also counts the first batch: write train.dynamic_sampling=<max_num_gen_batches - 1>": ("max_num_gen_batches",),
+    "limits.turns counts turns of the model: write one more than the number of user turns": ("max_user_turns",),
+    "limits.turns counts turns of the model: write one more than the number of tool rounds": ("max_tool_calling_iterations",),
+    "limits.tokens_per_turn is the limit of a turn, and limits.response_tokens that of all tokens after the prompt, tool results "
+    "included": ("max_completion_length",),
+    "rows with longer prompts are left out with data.max_prompt_tokens (prompts are never cut); limits.context is the limit of "
+    "the complete conversation": ("max_prompt_length",),
+    "an adapter is trained if model.lora.rank is set (16 is common)": ("use_peft", "tuner_type", "train_type"),
+    "an adapter to train is in model.lora; a trained adapter is loaded by model.path": ("adapter",),
+    "there is no float16 here: write model.dtype=bfloat16, or model.autocast=true": ("fp16",),
+    "write model.dtype for the parameters, or model.autocast=true for mixed precision in bfloat16": (
+        "precision", "mixed_precision",
+    ),
+    "write data.columns={prompt: <name of the column>}": ("prompt_key",),
+    "a reward function receives each column of the row by the name of its parameter (docs/rewards.md): leave it out": (
+        "reward_fn_key",
+    ),
+    "a column of pass rates is data.curriculum.column, and data.curriculum.low and high say which rows are skipped": (
+        "difficulty", "pass_rate",
+    ),
+    "a function that is written for TRL (lists of completions and columns) is called by reward.batch=[{use: "
+    "turnwise.compat.trl:TrlReward, arguments: {function: file.py:name}}]; a function of one conversation is "
+    "reward.trajectory=[file.py:name]": ("reward_funcs",),
+    "a compute_score function that is written for verl is called by reward.trajectory=[{use: turnwise.compat.verl:CustomScore, "
+    "arguments: {path: file.py, name: compute_score}}]; another function is reward.trajectory=[file.py:name]": (
+        "custom_reward_function", "compute_score", "reward_fn",
+    ),
+    "call the reward model in a function of reward.trajectory, or use turnwise.rewards.http:HttpReward (docs/rewards.md)": (
+        "reward_model",
+    ),
+    "write credit.scale=std for group or true, batch for batch, and none for false (docs/credit.md)": (
+        "scale_rewards", "norm_adv_by_std_in_grpo", "f_norm",
+    ),
+    "rewards are not whitened here; credit.whiten is for advantages": ("whiten_rewards",),
+    "checkpoint.every is a number of steps; null writes checkpoints as often as 3 % of the time allow": ("save_strategy",),
+    "eval.every is a number of steps; 0 evaluates before and after training": ("eval_strategy", "evaluation_strategy"),
+    "the embedded engine has engine.memory_gb, a number of GB and no share; with engine.name=vllm or sglang, write "
+    "engine.arguments={gpu_memory_utilization: 0.5} (sglang: mem_fraction_static)": (
+        "gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static",
+    ),
+    "write engine.sleep=true": ("sleep_level",),
+    "write engine.name=vllm": ("use_vllm",),
+    "for colocate, write engine.name=vllm engine.sleep=true; for a server, engine.url (docs/engines.md)": ("vllm_mode",),
+    "write the name of the environment variable that has the key, not the key: engine.api_key_env=OPENAI_API_KEY": (
+        "api_key", "openai_api_key",
+    ),
+    "conversations have several turns if an environment or tools are set and limits.turns is above 1": ("multi_turn",),
+    "a scheduler of ms-swift is run by environment={use: turnwise.compat.swift:scheduler, arguments: {name: <name>, "
+    "external_plugins: [plugin.py]}} (docs/swift.md)": ("multi_turn_scheduler",),
+    "an interaction of verl is run by the recipe that `turnwise convert` writes (docs/verl.md)": ("interaction",),
+    "a class of TRL is run by environment={use: turnwise.compat.trl:TrlEnvironments, arguments: {environment: file.py:Class}}": (
+        "environment_factory",
+    ),
+    "a tool file of verl is read by the recipe that `turnwise convert` writes (docs/verl.md); tools=[file.py:function] names "
+    "functions": ("tool_config_path",),
+    "write resume=auto; the checkpoint is found in output": ("resume_from_checkpoint", "resume_mode"),
+}  # fmt: skip
+"""For each hint: names of other libraries whose values have another meaning than those of our option. The hint converts them."""
+
+_LOSS_TYPES = {
+    "grpo": "loss.normalizer=trajectory",
+    "bnpo": "loss.normalizer=token",
+    "dapo": "loss.normalizer=token",
+    "dr_grpo": "loss.normalizer=constant loss.constant_length=<max_completion_length>",
+    "cispo": "loss.name=cispo loss.clip_high=<epsilon_high - 1>",
+    "sapo": "loss.name=sapo",
+}
+"""The values of TRL's and ms-swift's `loss_type`. Their `dr_grpo` does not change how rewards are scaled."""
+
+ABSENT: dict[str, tuple[str, ...]] = {
+    "turnwise trains an adapter without dropout, because the engine samples without dropout: leave it out": ("lora_dropout",),
+    "turnwise loads an adapter by the path of its directory: set model.path to it": ("lora_adapter_path", "adapters"),
+    "turnwise trains no adapter on quantised weights: set model.lora.rank and model.dtype=bfloat16": ("qlora",),
+    "turnwise does not quantise weights; model.dtype=bfloat16 halves their memory": (
+        "load_in_4bit", "load_in_8bit", "quantization",
+    ),
+    "experiment trackers are in the section loggers: loggers=[wandb], or a list of mappings with name, project and run": (
+        "report_to", "logger", "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "wandb_project", "project_name",
+        "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",
+    ),
+    "it is a block of verl's configuration, and this command reads the file: `turnwise convert --config-path <its directory> "
+    "--config-name <its name without .yaml> --out recipe.yaml` (docs/verl.md)": ("multiturn",),
+    "the metrics of every step are written: leave it out": ("logging_steps", "logging_strategy", "logging_first_step"),
+    "rollout workers on a Ray cluster are in the section cluster: cluster=ray (docs/cluster.md)": (
+        "ray_init", "ray_kwargs",
+    ),
+    "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
+        "deepspeed", "nnodes", "n_gpus_per_node", "num_processes",
+    ),
+    "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
+        "vf_coef", "value_loss_coef", "value_loss_coeff",
+    ),
+}  # fmt: skip
+"""For each hint: names of other libraries that have no counterpart in turnwise."""
+
+RENAMED: dict[str, str] = {
+    "concurrent": "max_concurrent",
+    "data.limit": "data.max_rows",
+    "data.system": "data.system_prompt",
+    "eval.rows": "eval.max_rows",
+    "eval.samples": "eval.samples_per_row",
+    "reward.seconds": "reward.timeout",
+    "rollout.rows": "rollout.max_rows",
+    "rollout.samples": "rollout.samples_per_row",
+    "sanity": "tokenization_sanity_check",
+    "sft.batch_rows": "sft.batch_size",
+    "sft.eval_rows": "sft.max_eval_rows",
+    "sft.record_rows": "sft.max_recorded_rows",
+    "sft.loss_average": "sft.normalizer",
+    "sft.schedule": "sft.lr_schedule",
+    "train.clip_high": "loss.clip_high",
+    "train.clip_low": "loss.clip_low",
+    "train.entropy_coef": "loss.entropy_coef",
+    "train.group": "train.group_size",
+    "train.kl_coef": "loss.kl_coef",
+    "train.loss_average": "loss.normalizer",
+    "train.overlap": "train.max_staleness",
+    "train.rows": "train.batch_size",
+    "train.schedule": "train.lr_schedule",
+}
+"""Options of earlier versions of turnwise, and their present names."""
+
+VALUES: dict[str, dict[str, str]] = {
+    "credit.name": {
+        "reinforce_plus_plus": "credit.name=reinforce_pp",
+        "reinforce_plus_plus_baseline": "credit.name=reinforce_pp_baseline",
+        "grpo_vectorized": "credit.name=grpo",
+        "rloo_vectorized": "credit.name=rloo",
+        "dr_grpo": "credit.name=grpo credit.scale=none",
+        "turn_ppo": "credit.name=turn_gae",
+        "bi_level_gae": "credit.name=bilevel_gae",
+        "gigpo_mean_norm": "credit.name=gigpo",
+        "gigpo_mean_std_norm": "credit.name=gigpo credit.scale=std",
+    },
+    "loss.name": {
+        "grpo": "loss.name=ppo_clip loss.normalizer=trajectory",
+        "bnpo": "loss.name=ppo_clip loss.normalizer=token",
+        "dapo": "loss.name=ppo_clip loss.normalizer=token loss.clip_high=0.28",
+        "vanilla": "loss.name=ppo_clip",
+        "dr_grpo": "loss.name=ppo_clip loss.normalizer=constant loss.constant_length=<tokens> credit.scale=none",
+        "gpg": "loss.name=reinforce",
+    },
+}
+"""Values of other libraries, and the options of turnwise with the same meaning."""
+
+VALUES_THERE: dict[str, dict[str, str]] = {
+    "loss_type": _LOSS_TYPES,
+    "loss_agg_mode": {
+        "token-mean": "loss.normalizer=token",
+        "seq-mean-token-mean": "loss.normalizer=trajectory",
+        "seq-mean-token-sum": "loss.normalizer=constant loss.constant_length=1",
+    },
+    "adv_estimator": VALUES["credit.name"],
+    "advantage_estimator": VALUES["credit.name"],
+    "loss_mode": VALUES["loss.name"],
+    "optim": {
+        "adamw_torch": "train.optimizer.name=adamw",
+        "adamw_torch_fused": "train.optimizer.name=adamw",
+        "adamw_hf": "train.optimizer.name=adamw",
+        "adamw_8bit": "train.optimizer.name=adamw_8bit",
+        "adamw_bnb_8bit": "train.optimizer.name=adamw_8bit",
+        "paged_adamw_8bit": "train.optimizer.name=adamw_8bit",
+    },
+    "kl_loss_type": {
+        "kl": "loss.kl_estimator=k1",
+        "mse": "loss.kl_estimator=k2",
+        "low_var_kl": "loss.kl_estimator=k3",
+    },
+    "lr_scheduler_type": {"constant_with_warmup": "train.lr_schedule=constant"},
+    "scale_rewards": {"group": "credit.scale=std", "batch": "credit.scale=batch", "none": "credit.scale=none"},
+}
+"""For options of other libraries: their values, and the options of turnwise with the same meaning."""
+
+RENAMED_ARGUMENTS: dict[str, dict[str, str]] = {
+    "turnwise.environments.users:ModelledUser": {
+        "exchanges": "max_user_turns",
+        "speaker": "chat_model",
+        "stop": "stop_phrase",
+        "system": "system_prompt",
+        "system_column": "system_prompt_column",
+    },
+}
+"""Arguments of turnwise's own classes in earlier versions, and their present names."""
+
+_CALLED = {name: option for option, names in CALLED.items() for name in names}
+_HINTS = {name: hint for hints in (ABSENT, DIFFERENT) for hint, names in hints.items() for name in names}
+
+
+def renamed_arguments(reference: str, arguments: Iterable[str]) -> str:
+    """A hint for a message: `; speaker is called chat_model here`, or the empty text if no argument was renamed."""
+    names = RENAMED_ARGUMENTS.get(reference, {})
+    return "".join(f"; {name} is called {names[name]} here" for name in arguments if name in names)
+
+
+def value_hint(option: str, value: str) -> str:
+    """A hint for a message about a value of another library: `; write loss.name=ppo_clip`, or an empty text."""
+    here = VALUES.get(option, {}).get(value)
+    return "" if here is None else f"; write {here}"
+
+
+def called_here(name: str, *, value: object = None, section: str = "", options: frozenset[str] = frozenset()) -> str:
+    """A hint for a message: `; it is called train.lr here`, or an empty text for an unknown name.
+
+    `value` is what the recipe gives for the name: it may have another name here, too. `section` is the section of the recipe
+    that contains the name, and `options` are its options. If the option exists in that section, too, the hint names it there
+    (`sft.lr`, not `train.lr`).
+    """
+    name = name.replace("-", "_").lower()
+    if (new := RENAMED.get(f"{section}.{name}" if section else name)) is not None:
+        return f"; it is called {new} here"
+    if isinstance(value, str) and (here := VALUES_THERE.get(name, {}).get(value)) is not None:
+        return f"; write {here}"
+    if (hint := _HINTS.get(name)) is not None:
+        return f"; {hint}"
+    option = _CALLED.get(name)
+    if option is None:
+        return ""
+    last = option.rpartition(".")[2]
+    return f"; it is called {f'{section}.{last}' if section and last in options else option} here"
+
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""

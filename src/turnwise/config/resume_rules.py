@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from turnwise.config.environment_values import same_value, with_digests
-from turnwise.config.schema import Config, Use
-from turnwise.config.section import Section
+from turnwise.config.schema import Config
+from turnwise.config.section import Section, Use
 from turnwise.errors import ConfigError, RunError, nearest
 
 __all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "option_values", "refuse_unknown_names"]

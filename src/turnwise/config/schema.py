@@ -1,84 +1,452 @@
-"""The schema of a recipe: every option, its default and its meaning.
+"""`Config` and the sections about data, conversations, rewards, evaluation and the record.
+
+The schema of a recipe: every option, its default and its meaning.
 
 There is one schema, and docs/recipes.md lists the options from it. Each module beside this one has some of the sections; this
 module puts them together as `Config`. `recipe` reads recipe files; `train_checks` and `sft_checks` refuse options without
 effect.
+
+The sections `model` and `data` of a recipe.
+
+The sections of a recipe that say what answers the model: environment, tools, MCP servers.
+
+The section `reward` of a recipe.
+
+The section `record` of a recipe: which conversations a run writes down, and how.
+
+The sections `loggers` and `trace` of a recipe: where metrics and conversations are sent, besides the run's directory.
+
+The section `health` of a recipe: monitors that warn of a training run that goes wrong, or stop it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.config.cluster import ClusterSection
-from turnwise.config.correction import CorrectionSection
-from turnwise.config.credit import AnyCredit, AutoCreditSection, CreditSection
-from turnwise.config.critic import CriticSection
-from turnwise.config.data import DataSection, ModelSection
-from turnwise.config.environment import EnvironmentUse, McpSection, ToolCallsSection, ToolUse
-from turnwise.config.environment_values import Origins, with_references
-from turnwise.config.generation import (
+from turnwise.config.algorithm import (
+    AnyCredit,
+    AutoCreditSection,
+    CispoSection,
+    CorrectionSection,
+    CriticSection,
+    GspoSection,
+    PpoClipSection,
+    ReferenceSection,
+    ReinforceSection,
+    SapoSection,
+    SftSection,
+    TrainSection,
+    steps_of_epochs,
+)
+from turnwise.config.engines import (
+    ClusterSection,
     EvaluationSamplingSection,
     LimitsSection,
     LocalEngineSection,
     OpenAIEngineSection,
+    RolloutServerSection,
     SamplingSection,
     ScriptedEngineSection,
+    SglangEngineSection,
+    VllmEngineSection,
 )
-from turnwise.config.health import HealthSection
-from turnwise.config.loggers import LoggerSection, TraceSection
-from turnwise.config.loss import CispoSection, GspoSection, PpoClipSection, ReinforceSection, SapoSection
-from turnwise.config.named_section import by_name
-from turnwise.config.optimization import OptimizationSection, SftSection, TrainSection, steps_of_epochs
-from turnwise.config.record import RecordSection
-from turnwise.config.reference import ReferenceSection
-from turnwise.config.rewards import RewardSection, RewardUse
-from turnwise.config.rollout_server import RolloutServerSection
-from turnwise.config.section import NonEmpty, Positive, Section, Use, changed_options
-from turnwise.config.server_engines import ServerEngineSection, SglangEngineSection, VllmEngineSection
+from turnwise.config.environment_values import Origins, with_references
+from turnwise.config.section import (
+    NonEmpty,
+    NotNegative,
+    Positive,
+    Seconds,
+    Section,
+    Use,
+    by_name,
+    expand_reference,
+    short_for,
+)
 from turnwise.errors import nearest
 
-__all__ = [
-    "LOSS_MASKS",
-    "OVERRIDABLE_CHECKS",
-    "CheckpointSection",
-    "ClusterSection",
-    "Config",
-    "CreditSection",
-    "CriticSection",
-    "DataSection",
-    "EnvironmentUse",
-    "EvaluationSamplingSection",
-    "EvaluationSection",
-    "HealthSection",
-    "LimitsSection",
-    "LocalEngineSection",
-    "McpSection",
-    "ModelSection",
-    "OpenAIEngineSection",
-    "OptimizationSection",
-    "RecordSection",
-    "ReferenceSection",
-    "RewardSection",
-    "RewardUse",
-    "RolloutSection",
-    "RolloutServerSection",
-    "SamplingSection",
-    "ScriptedEngineSection",
-    "Section",
-    "ServerEngineSection",
-    "SftSection",
-    "SglangEngineSection",
-    "ToolCallsSection",
-    "ToolUse",
-    "TrainSection",
-    "Use",
-    "VllmEngineSection",
-    "changed_options",
+_USUAL_RANK = 16
+"""The rank of `model.lora: true`."""
+
+
+class LoraSection(Section):
+    """A LoRA adapter: small matrices that are added to the layers of the model are trained, and the model's own weights are
+    frozen."""
+
+    rank: Positive | None = None
+    """The rank of a LoRA adapter, which is trained instead of the model's weights (docs/memory.md). A larger rank has more
+    parameters; 16 is common. Null: there is no adapter, and all weights are trained."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """The scale of the adapter: the product of its two matrices is multiplied by `model.lora.alpha` / `model.lora.rank`."""
+    target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    """The linear layers that get an adapter: their names, or the ends of their names, such as `[q_proj, v_proj]`. Null: all
+    linear layers except the output layer."""
+    rslora: bool = False
+    """Whether the scale of the adapter is `model.lora.alpha` / the square root of `model.lora.rank` (rank-stabilised LoRA)
+    instead of `model.lora.alpha` / `model.lora.rank`."""
+    dora: bool = False
+    """Whether the adapter also trains the length of each weight vector (DoRA). This is slower."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`lora: true` is an adapter with the usual rank, and `lora: 8` one with this rank."""
+        if isinstance(value, bool):
+            return {"rank": _USUAL_RANK} if value else {}
+        return {"rank": value} if isinstance(value, int) else value
+
+
+class ModelSection(Section):
+    """The model that is trained."""
+
+    path: NonEmpty
+    """The model to train: a model directory, or a name on the Hugging Face hub."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """The data type of the model's parameters. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
+    `train.optimizer.master_weights` is changed."""
+    device: NonEmpty = "auto"
+    """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
+    autocast: bool = False
+    """Whether matrix products are computed in bfloat16 while the parameters stay in float32 (mixed precision), in training and
+    in the embedded engine. This is faster on GPUs, and on CPUs with bfloat16 instructions. Gradients, the optimizer, the output
+    layer and log-probabilities use float32; the engine keeps a bfloat16 copy of the other weights."""
+    gradient_checkpointing: bool = False
+    """Whether the backward pass computes the activations inside each layer again, instead of keeping them in memory. A training
+    step then needs much less memory and about a third more time; the result is the same."""
+    chat_template_kwargs: dict[NonEmpty, Any] = {}
+    """Further arguments of the chat template, such as `{enable_thinking: false}` for Qwen3 (docs/tokens.md). A row's column
+    `chat_template_kwargs` has arguments for this row, which replace those of the same name. An argument that the template never
+    reads is an error."""
+    lora: LoraSection = LoraSection()
+
+    _expand = short_for("path")
+
+    @model_validator(mode="after")
+    def _autocast_needs_float32(self) -> Self:
+        if self.autocast and self.dtype == "bfloat16":
+            raise PydanticCustomError(
+                "autocast",
+                "model.autocast=true has no effect with model.dtype=bfloat16, because then everything is computed in bfloat16: "
+                "remove one of them",
+            )
+        return self
+
+    @property
+    def exact(self) -> bool:
+        """Whether everything is computed in float32: trainer and engine then give the same log-probabilities up to rounding."""
+        return self.dtype == "float32" and not self.autocast
+
+
+class CurriculumSection(Section):
+    """Skips rows that are too hard or too easy for the model at present. The pass rate of a row is the mean reward of its last
+    group of trajectories. A row without a pass rate is never skipped. By default, `low` and `high` are null and no row is
+    skipped."""
+
+    low: float | None = None
+    """Rows with at most this pass rate are too hard and are skipped. Null: no row is too hard."""
+    high: float | None = None
+    """Rows with at least this pass rate are too easy and are skipped. Null: no row is too easy."""
+    keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """The probability that a row that is too hard or too easy is used nevertheless, so that its pass rate is measured again."""
+    column: NonEmpty | None = None
+    """The column of the data with the pass rate of each row before training, for example measured with `turnwise rollout`. Null:
+    a row has no pass rate until its first group has ended."""
+
+
+class DataSection(Section):
+    """The data of a run. Each conversation starts from a row of the data."""
+
+    train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]
+    """The training rows: a .jsonl or .parquet file, a directory saved by `datasets`, or a name on the Hugging Face hub; or a
+    list of these. `empty:64` is 64 rows without columns, for environments that write the prompts themselves."""
+    eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
+    split: NonEmpty = "train"
+    """The split of `data.train` to use, if `data.train` is a data set with splits."""
+    eval_split: NonEmpty = "test"
+    """The split of `data.eval` to use, if `data.eval` is a data set with splits."""
+    subset: NonEmpty | None = None
+    """The configuration to use, if a data set of the Hugging Face hub has several configurations. Null: its default
+    configuration."""
+    columns: dict[str, str] = {}
+    """New names for columns of the data. With `{prompt: question}`, the column `question` of the data is used as the column
+    `prompt`."""
+    system_prompt: str | None = None
+    """A system message to add to prompts that have no system message. Null: no system message is added."""
+    weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
+    """The weights of the data sets if `data.train` is a list: `[2, 1]` takes two rows of the first data set for each row of the
+    second. Each data set is shuffled and repeated separately. Null: all rows are used as one data set."""
+    curriculum: CurriculumSection = CurriculumSection()
+    shuffle: bool = True
+    """Whether rows are used in random order, with a new order in each pass over the data. False: in the order of the data."""
+    max_rows: Positive | None = None
+    """The number of rows to use from each of `data.train` and `data.eval`, counted from the first row. Null: all rows."""
+    max_prompt_tokens: Positive | None = None
+    """The largest number of tokens of a prompt, counted after the chat template is applied, without the schemas of tools. Rows
+    with longer prompts are not used. Null: all rows are used."""
+    return_multi_modal_inputs: bool | None = None
+    """For rows with images: true runs the processor on each row once, at the start, and keeps the tensors with the row (as
+    `multi_modal_inputs`). False or null: each conversation processes its own images."""
+
+
+class EnvironmentUse(Use):
+    """A reference to an environment."""
+
+    thread: bool = False
+    """Whether the environment's `async` methods run in a thread, one for each conversation, so that they may block."""
+
+
+class ToolUse(Section):
+    """A tool: a typed function, or a class whose public methods are tools. Instead of `{use: text}` you can write only the
+    text."""
+
+    use: NonEmpty
+    """The function or class: `package.module:name` or `path/to/file.py:name`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the class's constructor, which is called for each conversation."""
+    timeout: Seconds | None = None
+    """The time limit of each attempt of a call, in seconds. Null: the tool's own limit, or 30 seconds."""
+    retries: Annotated[int, Field(ge=0)] | None = None
+    """The number of further attempts after an exception that is not a ValueError. Null: the tool's own number, or 0."""
+    retry_timeouts: bool | None = None
+    """Whether a call that timed out is attempted again, too. Null: the tool's own setting, or false."""
+    thread: bool | None = None
+    """Whether async functions run in threads, so that they may block. Null: the tool's own setting, or false."""
+
+    _expand = model_validator(mode="before")(expand_reference)
+
+
+class McpSection(Section):
+    """Tools of MCP servers."""
+
+    servers: NonEmpty | None = None
+    """A JSON file with `mcpServers`: the MCP servers whose tools the model may call. Null: no MCP servers."""
+    select: list[str] | None = None
+    """The names of the tools to offer. Null: all tools of the servers."""
+    use: NonEmpty = "turnwise.environments.mcp:McpServers"
+    """The class that calls the MCP servers: the default, or a reference to a subclass of it that converts results differently."""
+    timeout: Seconds = 30.0
+    """The time limit of each attempt of a call to an MCP server, in seconds."""
+    retries: Annotated[int, Field(ge=0)] = 0
+    """The number of further attempts if the connection to an MCP server is lost during a call."""
+    retry_timeouts: bool = False
+    """Whether a call to an MCP server that timed out is attempted again, too."""
+    start_timeout: Seconds = 30.0
+    """The time that an MCP server has to start and to answer for the first time, in seconds."""
+
+
+class ToolCallsSection(Section):
+    """Options that hold for all tools."""
+
+    describe: Literal["template", "system"] = "template"
+    """Who shows the tools to the model. `template`: the chat template. `system`: where the template does not show tools, their
+    schemas are written into the system message, in the form of `tool_format`."""
+    max_parallel_calls: Positive | None = None
+    """The most tool calls that are run in one turn; each further call gets an error as its result. Null: all calls are run."""
+    max_tool_response_length: Positive | None = None
+    """The longest text of a tool result, in characters or tokens (`tool_calls.tool_response_unit`); longer texts are truncated.
+    Null: texts are truncated at a million characters."""
+    tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
+    """Where text is removed from a tool result that is too long. `left` keeps the end of the text, `right` keeps the beginning,
+    `middle` keeps half of the allowed length from the beginning and half from the end."""
+    tool_response_unit: Literal["characters", "tokens"] = "characters"
+    """The unit of `tool_calls.max_tool_response_length`."""
+
+
+class RewardUse(Use):
+    """A reference to a reward function or to a class. An instance of the class is created once, with `arguments`, and is called
+    like a function."""
+
+    weight: float = 1.0
+    """The factor by which the function's result is multiplied before it is added to the reward."""
+    name: NonEmpty | None = None
+    """The function's name in metrics and records. Null: the name after the colon of the reference."""
+
+
+class KlRewardSection(Section):
+    """The KL divergence of the policy from the reference model as a part of the reward, instead of a term of the loss
+    (docs/losses.md). An estimate of the divergence is subtracted from the reward before advantages are computed: for each token
+    with `credit.name` `gae`, `bilevel_gae` or `reinforce_pp`; for each turn, as the sum over its tokens, with other
+    estimators. The metrics of rewards do not contain it."""
+
+    coef: NotNegative = 0.0
+    """The weight of the KL divergence in the reward. 0: the reward has no KL divergence. The reference model is that of the
+    section `reference`."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """The estimator of the KL divergence in the reward, from `d`, the log-probability of a token under the policy minus its
+    log-probability under the reference model. `k1`: d; only with this estimator is the gradient that of the KL divergence. `k2`:
+    d^2 / 2. `k3`: exp(-d) + d - 1."""
+    target: Annotated[float, Field(gt=0)] | None = None
+    """The KL divergence of a token, in nats, that an adaptive coefficient aims at. `reward.kl.coef` is then the coefficient of
+    the first step; it rises while the divergence is above the target, and falls while it is below. Null: the coefficient is
+    constant."""
+    horizon: Positive = 10000
+    """How slowly an adaptive coefficient changes: the number of conversations in which it changes by at most a factor of about
+    1.2."""
+
+
+class RewardSection(Section):
+    """Reward functions. Their results are added to the rewards that the environment gives."""
+
+    trajectory: list[RewardUse] = []
+    """Reward functions of one trajectory. Each function is called for each conversation, when the conversation has ended, and
+    returns a number. The names of its parameters choose its arguments, such as `trajectory`, `completion` or a column of the row
+    (docs/rewards.md)."""
+    turns: list[RewardUse] = []
+    """Reward functions of one turn. Each function is called for each turn of a conversation and returns a number. It can have the
+    parameters `turn` and `index`, and all parameters of a function in `reward.trajectory`."""
+    group: list[RewardUse] = []
+    """Reward functions of a group. Each function is called once for each row. Its arguments are lists with one item for each
+    trajectory of the row that did not fail, such as `trajectories` or `completions`. It returns a list of numbers. None in the
+    list: the function does not apply to this trajectory."""
+    batch: list[RewardUse] = []
+    """Reward functions of the batch. Each function is called once for all trajectories that did not fail of a training step, an
+    evaluation or a rollout, when all conversations have ended. It has the parameters and the result of a function in
+    `reward.group`."""
+    kl: KlRewardSection = KlRewardSection()
+    timeout: Seconds | None = 120.0
+    """The time limit of reward functions, in seconds. Async functions: one limit for all functions of a trajectory and its turns
+    together, and one limit for each call of a function of a group or of the batch. Sync functions: one limit for each call. A
+    call that exceeds its limit is interrupted and fails. Null: no limit."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`reward: [f.py:g]`, or `reward: f.py:g`, is short for functions of one trajectory."""
+        if isinstance(value, str):
+            value = [value]
+        return {"trajectory": value} if isinstance(value, list | tuple) else value
+
+
+class RecordSection(Section):
+    """Which conversations are written to the files of a run (docs/record.md). Metrics are always complete."""
+
+    every: Positive = 1
+    """The number of training steps between two steps whose conversations are recorded: with 10, those of the steps 1, 10, 20 and
+    so on, and of the last step. 1: the conversations of all steps are recorded."""
+    best_and_worst: Positive | None = None
+    """How many conversations of each group of a training step are recorded: this number with the highest rewards, this number
+    with the lowest rewards, and at most this number of conversations that failed. Null: all conversations of a group are
+    recorded."""
+    compression: Literal["none", "gzip"] = "none"
+    """How `trajectories.jsonl` and `eval_trajectories.jsonl` are compressed. `gzip`: the files are about 15 times smaller, and
+    their names end in `.jsonl.gz`. All commands of turnwise read them, and decompress only a part of the file for one
+    conversation."""
+    trainer_logprobs: bool = True
+    """Whether the trainer's log-probability of each trained token is recorded beside the engine's, so that `turnwise view` can
+    show their ratio."""
+
+
+class LoggerSection(Section):
+    """An experiment tracker that receives the metrics of the run. Instead of `{name: wandb}` you can write only `wandb`."""
+
+    name: Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
+    """The tracker: `tensorboard`, `wandb`, `mlflow`, `trackio` or `swanlab`. Each needs the extra of its name, such as
+    `pip install 'turnwise[wandb]'`."""
+    project: NonEmpty | None = None
+    """The project (mlflow: the experiment). Null: `turnwise`. Tensorboard has no projects: its files are in
+    `<output>/tensorboard`."""
+    run: NonEmpty | None = None
+    """The name of the run. Null: the name of the directory `output`."""
+    conversations: Annotated[int, Field(ge=0)] = 8
+    """The number of conversations of each step and each evaluation that are sent, as a table where the tracker has tables. 0:
+    none."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of the tracker's own start function: `wandb.init`, `trackio.init`, `swanlab.init`,
+    `MlflowClient` (such as `tracking_uri`), `SummaryWriter`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+class TraceSection(Section):
+    """Traces: for sampled conversations, a tree of timed spans (turns, engine calls, tool calls) for a tracing system."""
+
+    backend: Literal["jsonl", "mlflow", "weave", "otlp"] | None = None
+    """The tracing system: `jsonl` (the file `traces.jsonl` of the run), `mlflow`, `weave`, or `otlp` (OpenTelemetry; the address
+    is in the environment variable OTEL_EXPORTER_OTLP_ENDPOINT). Null: no traces."""
+    conversations: Positive = 8
+    """The number of conversations of each step that are traced: the first ones of the step."""
+    project: NonEmpty | None = None
+    """The project (mlflow: the experiment; otlp: the service's name). Null: `turnwise`."""
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Above = Annotated[float, Field(gt=0)]
+
+Monitor = Literal[
+    "zero_std",
+    "tool_use",
+    "entropy",
+    "duplicates",
+    "length",
+    "ratio",
+    "mismatch",
+    "kl",
+    "reward_correlation",
+    "failed",
+    "constant_reward",
 ]
+
+
+class HealthSection(Section):
+    """Monitors of a training run. Each compares a metric with a limit, and warns once in a run (docs/health.md)."""
+
+    window: Positive = 10
+    """The number of latest steps whose mean is compared with the limits. `tool_use`, `entropy` and `length` compare this mean
+    with the mean of the same number of steps at the start of the run."""
+    zero_std: Share | None = 0.95
+    """The largest share of groups without reward differences (`groups/zero_std`). Null: no warning."""
+    tool_use: Share | None = 0.2
+    """The smallest number of tool calls of a conversation, as a share of the number in the first steps (`tool_calls/mean`). Null:
+    no warning."""
+    entropy: Share | None = 0.05
+    """The smallest entropy of the policy, as a share of the entropy in the first steps (`entropy`). A policy that has collapsed
+    gives the same answers again and again. Null: no warning."""
+    duplicates: Share | None = 0.99
+    """The largest share of conversations whose answers equal those of another conversation of the group (`groups/duplicates`).
+    Null: no warning."""
+    length: Annotated[float, Field(gt=1)] | None = 3.0
+    """The largest number of sampled tokens of a conversation, as a multiple of the number in the first steps (`tokens/sampled`).
+    Null: no warning."""
+    ratio: Above | None = 20.0
+    """The largest value of `ratio/max_deviation`: the difference from 1 of the probability ratio of trainer to engine. Null: no
+    warning."""
+    mismatch: Above | None = 0.1
+    """The largest KL divergence of the trainer's policy from the engine's, in nats (`correction/k3`). It is only known with
+    `correction.action`. Null: no warning."""
+    kl: Above | None = 1.0
+    """The largest KL divergence in nats (metric `kl`): from the reference model with `loss.kl_coef`, otherwise from the policy
+    that sampled. Null: no warning."""
+    reward_correlation: Annotated[float, Field(ge=-1, le=1)] | None = -0.5
+    """The smallest correlation of two parts of the reward (`reward/correlation`). A negative correlation means that a
+    conversation that gets more of one part gets less of the other. Null: no warning."""
+    failed: Share | None = 0.2
+    """The largest share of conversations that fail with an error (`failed`). Null: no warning."""
+    constant_reward: Positive | None = 3
+    """The number of steps at the start of a run after which there is a warning if all conversations of each row had the same
+    reward in all of these steps. Null: no warning."""
+    stop: list[Monitor] = []
+    """The monitors that stop the run, such as `[zero_std, failed]`. A checkpoint is written, and the exit status is 1. The other
+    monitors only warn."""
+
+    @model_validator(mode="after")
+    def _stops_have_limits(self) -> HealthSection:
+        for name in self.stop:
+            if getattr(self, name) is None:
+                raise PydanticCustomError(
+                    "health_stop",
+                    "stop contains {name}, and {name} is null, which turns this monitor off: give it a limit, or remove it from "
+                    "stop",
+                    {"name": name},
+                )
+        return self
+
 
 OVERRIDABLE_CHECKS = (
     "headers",

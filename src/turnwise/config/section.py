@@ -1,23 +1,19 @@
-"""The base class of the sections of a recipe, and types that several sections share."""
+"""The base class of sections, types of options, and sections that are chosen by name.
+
+The base class of the sections of a recipe, and types that several sections share.
+
+Sections of a recipe that are chosen by name, such as `engine` and `loss`. Each name has its own options.
+
+A class for each name has a field `name` with one possible value. Options that several names share are in a common base class.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
-
-__all__ = [
-    "NonEmpty",
-    "NotNegative",
-    "Positive",
-    "Seconds",
-    "Section",
-    "Use",
-    "changed_options",
-    "expand_reference",
-    "short_for",
-]
 
 
 def _not_empty(text: str) -> str:
@@ -71,3 +67,34 @@ class Use(Section):
     """Keyword arguments. For a class or an environment: of the constructor; for a function: of each call."""
 
     _expand = model_validator(mode="before")(expand_reference)
+
+
+def by_name(default: str) -> Discriminator:
+    """Choose the class of a section by its `name`; `default` where the recipe gives none."""
+    return Discriminator(
+        lambda value: value.get("name", default) if isinstance(value, Mapping) else getattr(value, "name", None)
+    )
+
+
+def named_sections(config: type[Section]) -> dict[str, dict[str, type[Section]]]:
+    """For each section that is chosen by name: its class for each name."""
+    found = {key: list(_classes(field.annotation)) for key, field in config.model_fields.items()}
+    return {key: {name_of(cls): cls for cls in classes} for key, classes in found.items() if len(classes) > 1}
+
+
+def name_of(cls: type[Section]) -> str:
+    """The value of `name` that chooses the class."""
+    return get_args(cls.model_fields["name"].annotation)[0]
+
+
+def shared_options(first: type[Section], second: type[Section]) -> set[str]:
+    """The options that two classes of a section inherit from the same base class."""
+    bases = [base for base in first.__mro__ if issubclass(second, base) and issubclass(base, Section)]
+    return {name for base in bases for name in base.model_fields}
+
+
+def _classes(annotation: Any) -> Iterator[type[Section]]:
+    if isinstance(annotation, type) and issubclass(annotation, Section) and "name" in annotation.model_fields:
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _classes(argument)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from turnwise.config.cluster_checks import cluster_problems
-from turnwise.config.optimization import SftSection
-from turnwise.config.schema import Config, LocalEngineSection
+from turnwise.config.algorithm import SftSection
+from turnwise.config.engine_checks import cluster_problems
+from turnwise.config.engines import LocalEngineSection
+from turnwise.config.schema import Config
 from turnwise.config.section import Section, changed_options
 from turnwise.config.train_checks import (
     Problem,

@@ -1,32 +1,288 @@
-"""Refuses, at start-up, options of a recipe that have no effect in a training run or that contradict each other."""
+"""Options without effect, and contradictions, in a training run.
+
+Refuses, at start-up, options of a recipe that have no effect in a training run or that contradict each other.
+
+Which estimator a recipe uses, and the options of `credit` that have no effect or contradict the rest of the recipe.
+
+Options of the section critic that have no effect or contradict the rest of the recipe.
+
+Options of the KL divergence and of the reference model that have no effect or contradict the rest of the recipe.
+
+Refuses options of the section `record` that have no effect in a training run.
+
+Refuses options of the section `health` that have no effect in a training run.
+"""
 
 from __future__ import annotations
 
-from turnwise.config.cluster_checks import cluster_problems
-from turnwise.config.credit_checks import WITHOUT_REWARD, credit_problems
-from turnwise.config.critic_checks import critic_problems
-from turnwise.config.engine_checks import refuse_engine
-from turnwise.config.health_checks import health_problems
-from turnwise.config.kl_checks import kl_problems
-from turnwise.config.loss import LossSection
-from turnwise.config.optimization import OptimizerSection
-from turnwise.config.record_checks import record_problems
-from turnwise.config.schema import LOSS_MASKS, Config, DataSection, LocalEngineSection
+from turnwise.config import algorithm as sections
+from turnwise.config.algorithm import LossSection, OptimizerSection
+from turnwise.config.engine_checks import cluster_problems, refuse_engine
+from turnwise.config.engines import LocalEngineSection
+from turnwise.config.schema import LOSS_MASKS, Config, DataSection
 from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
 
-__all__ = [
-    "Problem",
-    "deterministic_device_problem",
-    "eval_split_problem",
-    "file_problems",
-    "refuse_without_effect",
-    "refuse_without_reward",
-    "run_problems",
-    "training_warnings",
-    "weight_problems",
-]
+WITHOUT_REWARD = (
+    "turnwise.environments.environment:SingleTurn",
+    "turnwise.environments.users:ScriptedUser",
+    "turnwise.environments.users:ModelledUser",
+)
+"""Built-in environments that never give a reward."""
+
+_NEEDS_CRITIC = (
+    sections.GaeSection,
+    sections.TurnGaeSection,
+    sections.CriticCreditSection,
+    sections.BilevelGaeSection,
+)
+_WITHOUT_GROUP = (*_NEEDS_CRITIC, sections.RemaxSection, sections.ReinforcePpSection)
+"""Estimators that do not compare the conversations of a row."""
+_OF_TURN_REWARDS = (sections.MtGrpoSection, sections.IgpoSection)
+
+
+def chosen_estimator(config: Config) -> sections.Estimator:
+    """The section of the recipe's estimator. `auto` is `turn_return` if turns can have rewards or penalties, else `grpo`."""
+    section = config.credit
+    if not isinstance(section, sections.AutoCreditSection):
+        return section
+    if turns_can_have_rewards(config) or (config.limits.turns > 1 and config.reward.kl.coef > 0):
+        return sections.TurnReturnSection(scale=section.scale)
+    return sections.GrpoSection(scale=section.scale)
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the recipe's estimator needs the values of a critic."""
+    return isinstance(chosen_estimator(config), _NEEDS_CRITIC)
+
+
+def turns_can_have_rewards(config: Config) -> bool:
+    """Whether a turn before the last can have a reward, as far as the recipe shows it."""
+    return config.limits.turns > 1 and (bool(config.reward.turns) or environment_may_reward(config))
+
+
+def credit_problems(config: Config) -> list[tuple[bool, str]]:
+    """Problems of the section credit: whether the recipe has the problem, and the error message for it."""
+    section = chosen_estimator(config)
+    return [*_group_problems(config, section), *_need_problems(config, section), *_idle_problems(config, section)]
+
+
+def _group_problems(config: Config, section: sections.Estimator) -> list[tuple[bool, str]]:
+    size = config.train.group_size
+    without_baseline = (
+        isinstance(section, sections.SharedSection | sections.DiscountedSection) and section.baseline == "none"
+    )
+    alone = isinstance(section, _WITHOUT_GROUP) or without_baseline
+    return [
+        (
+            size < 2 and not alone,
+            f"train.group_size={size} is too small: credit.name={section.name} compares the trajectories of one row. Set "
+            f"train.group_size to 2 or more",
+        )
+    ]
+
+
+def _need_problems(config: Config, section: sections.Estimator) -> list[tuple[bool, str]]:
+    """What the estimator needs and the recipe does not have."""
+    reward = config.reward
+    functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
+    parts = len(functions) + environment_may_reward(config)
+    return [
+        (
+            isinstance(section, sections.GdpoSection) and parts < 2,
+            f"credit.name=gdpo needs two parts of the reward to normalise, and the recipe has {parts}: add a reward function, or "
+            f"set credit.name=grpo",
+        ),
+        (
+            isinstance(section, _OF_TURN_REWARDS) and not turns_can_have_rewards(config),
+            f"credit.name={section.name} needs rewards of turns: limits.turns must be above 1, and the recipe must have a "
+            f"function in reward.turns, tools, or an environment that gives rewards. For one reward of the conversation set "
+            f"credit.name=grpo",
+        ),
+        (
+            isinstance(section, sections.TurnPotentialSection)
+            and config.environment.use in WITHOUT_REWARD
+            and not reward.turns,
+            f"credit.name=turn_potential needs scores in turn.info: environment={config.environment.use} sets none, and the "
+            f"recipe has no function in reward.turns that could. Use an environment that sets them, or set credit.name=grpo",
+        ),
+    ]
+
+
+def _idle_problems(config: Config, section: sections.Estimator) -> list[tuple[bool, str]]:
+    """Options that change nothing with the rest of the recipe."""
+    one_turn = config.limits.turns == 1
+    of_turns = (
+        sections.TurnReturnSection,
+        sections.DiscountedSection,
+        sections.KevinSection,
+        sections.GigpoSection,
+        sections.TurnPotentialSection,
+    )
+    changed = [
+        name
+        for name in ("gamma", "decay")
+        if name in type(section).model_fields and getattr(section, name) != type(section).model_fields[name].default
+    ]
+    return [
+        (
+            one_turn and isinstance(section, of_turns) and bool(changed),
+            f"credit.{next(iter(changed), '')} has no effect with limits.turns=1, because there are no later turns: remove it, "
+            f"or raise limits.turns",
+        )
+    ]
+
+
+def environment_may_reward(config: Config) -> bool:
+    """Whether the environment or a tool may give rewards."""
+    return config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
+
+
+def critic_problems(config: Config) -> list[tuple[bool, str]]:
+    """Whether the recipe has a problem, and the error message for it."""
+    critic, train = config.critic, config.train
+    changed = next(iter(changed_options(critic)), None)
+    one_step = train.minibatches == 1 and train.ppo_epochs == 1
+    return [
+        (
+            changed is not None and not needs_critic(config),
+            f"critic.{changed} has no effect with credit.name={chosen_estimator(config).name}, which needs no critic: remove it, "
+            f"or set credit.name to gae, turn_gae, critic or bilevel_gae",
+        ),
+        (
+            one_step and "clip" in changed_options(critic),
+            "critic.clip has no effect with one optimizer step a batch: estimates do not move before the step. Remove it, "
+            "or set train.minibatches or train.ppo_epochs",
+        ),
+        (
+            train.known_steps is not None and critic.warmup_steps >= train.known_steps,
+            f"critic.warmup_steps={critic.warmup_steps} must be less than train.steps={train.known_steps}: the policy would not "
+            f"be trained",
+        ),
+    ]
+
+
+def needs_reference(config: Config) -> bool:
+    """Whether the recipe measures the KL divergence from a reference model, in the loss or in the reward."""
+    return config.loss.kl_coef > 0 or config.reward.kl.coef > 0
+
+
+def kl_problems(config: Config) -> list[tuple[bool, str]]:
+    """Whether the recipe has a problem, and the error message for it."""
+    loss, kl = config.loss, config.reward.kl
+    changed = next((name for name in changed_options(kl) if name != "coef"), None)
+    return [
+        (
+            loss.kl_coef == 0 and loss.kl_estimator != "k3",
+            f"loss.kl_estimator={loss.kl_estimator} has no effect without a KL term: set loss.kl_coef, or remove it",
+        ),
+        (
+            kl.coef == 0 and changed is not None,
+            f"reward.kl.{changed} has no effect without a KL divergence in the reward: set reward.kl.coef, or remove it",
+        ),
+        (
+            kl.target is None and changed == "horizon",
+            f"reward.kl.horizon={kl.horizon} has no effect with a constant coefficient: set reward.kl.target, or remove it",
+        ),
+        (
+            kl.coef > 0 and isinstance(config.credit, sections.GdpoSection),
+            "credit.name=gdpo normalises each part of the reward, so reward.kl.coef would have no effect: set loss.kl_coef "
+            "instead, or another credit.name",
+        ),
+        *_reference_problems(config),
+    ]
+
+
+def _reference_problems(config: Config) -> list[tuple[bool, str]]:
+    steps = config.train.known_steps
+    reference, adapter = config.reference, config.model.lora.rank is not None
+    changed = next(iter(changed_options(reference)), None)
+    return [
+        (
+            changed is not None and not needs_reference(config),
+            f"reference.{changed} has no effect without a KL divergence: set loss.kl_coef or reward.kl.coef, or remove it",
+        ),
+        (
+            reference.path is not None and reference.source != "auto",
+            f"reference.source={reference.source} has no effect with reference.path={reference.path}: remove one of them",
+        ),
+        (
+            reference.source == "adapter_off" and not adapter,
+            "reference.source=adapter_off needs an adapter, and the recipe trains all weights: set model.lora.rank, or remove "
+            "reference.source",
+        ),
+        (
+            reference.sync_every is None and "sync_weight" in changed_options(reference),
+            "reference.sync_weight has no effect without reference.sync_every: set it, or remove reference.sync_weight",
+        ),
+        (
+            reference.sync_every is not None and adapter,
+            "reference.sync_every changes the weights of the reference model, and with model.lora.rank the policy is these "
+            "weights and an adapter: remove one of them",
+        ),
+        (
+            reference.sync_every is not None and steps is not None and reference.sync_every >= steps,
+            f"reference.sync_every={reference.sync_every} must be less than train.steps={steps}: the reference "
+            f"model would not change",
+        ),
+    ]
+
+
+def record_problems(config: Config) -> list[tuple[bool, str]]:
+    """Each possible problem: whether the recipe has it, and the error message."""
+    kept, size, every = config.record.best_and_worst, config.train.group_size, config.record.every
+    steps = config.train.known_steps
+    return [
+        (
+            kept is not None and 2 * kept >= size,
+            f"record.best_and_worst={kept} has no effect: it records the {kept} best and the {kept} worst conversations of a "
+            f"group, and a group has {size} (train.group_size). Set a smaller number, or remove it",
+        ),
+        (
+            every > 1 and steps is not None and steps <= 2,
+            f"record.every={every} has no effect with train.steps={steps}: the first step and the last step are "
+            f"always recorded. Remove it",
+        ),
+    ]
+
+
+def health_problems(config: Config) -> list[tuple[bool, str]]:
+    """Each possible problem: whether the recipe has it, and the error message."""
+    health, train, reward = config.health, config.train, config.reward
+    steps = train.known_steps
+    used = {*changed_options(health), *health.stop}
+    functions = len([*reward.trajectory, *reward.turns, *reward.group, *reward.batch])
+    others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
+    with_window = used - {"constant_reward", "stop", "window"}
+    compared = used & {"tool_use", "entropy", "length"}
+    alone = next((name for name in ("zero_std", "duplicates") if name in used), None)
+    return [
+        (
+            "mismatch" in used and config.correction.action is None,
+            "health.mismatch has no effect without correction.action, which computes the metric correction/k3: set "
+            "correction.action, or remove health.mismatch",
+        ),
+        (
+            alone is not None and train.group_size == 1,
+            f"health.{alone} has no effect with train.group_size=1, because it compares the conversations of a group: remove it",
+        ),
+        (
+            "reward_correlation" in used and functions + others < 2,
+            "health.reward_correlation has no effect, because the reward has only one part: remove it",
+        ),
+        (
+            bool(with_window | used & {"window"}) and steps is not None and health.window > steps,
+            f"health.window={health.window} is larger than train.steps={steps}, so no monitor would have an effect: set "
+            f"health.window to a smaller number",
+        ),
+        (
+            bool(compared) and steps is not None and 2 * health.window > steps,
+            f"health.{next(iter(sorted(compared)), '')} compares the last {health.window} steps (health.window) with the first, "
+            f"and train.steps={steps} is less than both together: set health.window to a smaller number",
+        ),
+    ]
+
 
 Problem = tuple[bool, str]
 """Whether the recipe has the problem, and the error message for it."""

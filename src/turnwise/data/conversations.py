@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.data.absent_values import AbsentValues, DroppedNulls
-from turnwise.data.media import with_media
-from turnwise.data.messages import clean_message
-from turnwise.data.rows import SourceRecord, build_rows, with_template_arguments
+from turnwise.data.rows import SourceRecord, build_rows, clean_message, with_media, with_template_arguments
 from turnwise.errors import DataError, nearest
 from turnwise.json_yaml import parse_json
 from turnwise.types import Message, Row, ToolSchema

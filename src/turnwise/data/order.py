@@ -1,15 +1,30 @@
-"""The order in which a run uses its rows: shuffled epochs, and several data sets with weights."""
+"""Which row comes next: shuffled epochs, weights, curriculum, the rows that were used.
+
+The order in which a run uses its rows: shuffled epochs, and several data sets with weights.
+
+Chooses the rows of a run one after the other, and knows which of them were used.
+
+The order of the rows depends on the seed only. A checkpoint stores a `DataState`: which rows were trained on, and which were
+started and have to be started again. Knows nothing of conversations.
+
+Chooses the rows of a step by their pass rates: rows that are too hard or too easy for the model are mostly skipped.
+
+A group whose trajectories all fail or all succeed has no reward differences and teaches nothing. The pass rate of a row is the
+mean reward of its last group, so a row is skipped only after it was used once, or if the data gives an initial pass rate.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
-from turnwise.errors import ConfigError
-from turnwise.types import Row
-
-__all__ = ["Order", "RowOrder", "WeightedOrder", "weighted_order"]
+from turnwise.errors import ConfigError, DataError
+from turnwise.types import Group, Row
+from turnwise.user_code.reward_number import reaches
 
 
 class Order:
@@ -103,3 +118,181 @@ def weighted_order(rows: Sequence[Row], weights: Mapping[str, float], *, seed: i
             f"raise that limit, or remove the data set"
         )
     return WeightedOrder(list(lengths.values()), [weights[source] for source in lengths], seed=seed, shuffle=shuffle)
+
+
+PassRates = Mapping[str, float]
+"""The last known pass rate of each row that has one, by `Row.id`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curriculum:
+    """Which rows are skipped.
+
+    Example: `Curriculum(low=0.0, high=1.0, keep=0.1, seed=0)` skips nine of ten uses of a row whose last conversations all had
+    the reward 0, or all had the reward 1.
+    """
+
+    low: float
+    """Rows with at most this pass rate are too hard."""
+    high: float
+    """Rows with at least this pass rate are too easy."""
+    keep: float
+    """The probability that such a row is used all the same, so that its pass rate is measured again. Above 0."""
+    seed: int
+
+    def skips(self, row: Row, place: int, rates: PassRates) -> bool:
+        """Whether the row is skipped at this place in the order of rows. Depends on the arguments and the seed only."""
+        rate = rates.get(row.id)
+        if rate is None or not (reaches(self.low, rate) or reaches(rate, self.high)):
+            return False
+        return random.Random(f"{self.seed}:curriculum:{place}").random() >= self.keep
+
+
+def pass_rates_of(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean reward of each group, by the id of its row. Failed trajectories do not count."""
+    rewards = {
+        group.row.id: [t.reward for t in group.trajectories if t.reward is not None and not t.failed]
+        for group in groups
+    }
+    return {row: statistics.fmean(values) for row, values in rewards.items() if values}
+
+
+def initial_pass_rates(rows: Sequence[Row], column: str | None) -> dict[str, float]:
+    """The pass rates in a column of the data. Rows where it is null have none.
+
+    Raises DataError if a row lacks the column, or if a value is not a number.
+    """
+    rates: dict[str, float] = {}
+    if column is None:
+        return rates
+    for row in rows:
+        if column not in row.fields:
+            raise DataError(
+                f"data.curriculum.column={column}: row {row.id!r} has no such column; its columns are: "
+                f"{', '.join(sorted(row.fields)) or 'none'}"
+            )
+        rate = row.fields[column]
+        if rate is None:
+            continue
+        if isinstance(rate, bool) or not isinstance(rate, int | float):
+            raise DataError(
+                f"data.curriculum.column={column}: row {row.id!r} has {rate!r:.80}; a pass rate must be a number, such as 0.25"
+            )
+        rates[row.id] = float(rate)
+    return rates
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenRow:
+    """The use of a row for one group."""
+
+    position: int
+    """The position in the order of the rows. A row has one position in each epoch."""
+    step: int
+    """The training step that the row was chosen for, counted from 0. An asynchronous run may train on it in another step."""
+    place: int
+    """The number of rows that were chosen for this step before."""
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of the ids of the group and its trajectories, such as `3.0:` for the first row of the third step."""
+        return f"{self.step + 1}.{self.place}:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataState:
+    """Which rows were used: the rows before `position` that are not `unfinished` were trained on, replaced or skipped."""
+
+    position: int = 0
+    """The first position that was not considered yet."""
+    unfinished: Sequence[ChosenRow] = ()
+    """Rows whose groups were started, and that no finished step has used. A resumed run starts them again."""
+    places: Mapping[int, int] = field(default_factory=dict)
+    """How many rows were chosen for each step that is not finished, counted from 0."""
+    pass_rates: PassRates = field(default_factory=dict)
+    """The pass rate of each row that has one. Empty without a curriculum."""
+
+    @classmethod
+    def read(cls, place: Mapping[str, Any], pass_rates: PassRates) -> DataState:
+        """The state that `written` has written into a checkpoint. `pass_rates` are those of a new run."""
+        return cls(
+            position=place.get("position", 0),
+            unfinished=tuple(ChosenRow(*numbers) for numbers in place.get("unfinished", ())),
+            places={int(step): count for step, count in place.get("places", {}).items()},
+            pass_rates={**pass_rates, **place.get("pass_rates", {})},
+        )
+
+    def written(self, *, curriculum: bool) -> dict[str, Any]:
+        """The state as JSON, for a checkpoint."""
+        written: dict[str, Any] = {"position": self.position}
+        if self.unfinished:
+            written["unfinished"] = [[row.position, row.step, row.place] for row in self.unfinished]
+        if self.places:
+            written["places"] = {str(step): count for step, count in self.places.items()}
+        if curriculum:
+            written["pass_rates"] = dict(self.pass_rates)
+        return written
+
+
+class RowSource:
+    """Chooses rows. First those that a stopped run has left unfinished, then new ones in order."""
+
+    def __init__(self, rows: Sequence[Row], order: RowOrder, curriculum: Curriculum | None, state: DataState) -> None:
+        self.rows = rows
+        self.order = order
+        self.curriculum = curriculum
+        """Which rows are skipped; None skips no row."""
+        self.position = state.position
+        self.again = list(state.unfinished)
+        """Rows of the stopped run that were not started again yet."""
+        self.places = dict(state.places)
+        self.pass_rates = state.pass_rates
+        self.skipped = 0
+        """How many rows were skipped."""
+
+    def next_rows(self, count: int, steps: Iterable[int]) -> list[tuple[ChosenRow, Row]]:
+        """The next `count` rows. `steps` is the training step of each, counted from 0; rows that are started again keep theirs.
+
+        Rows that the curriculum skips are passed over. If it skips all rows of an entire pass, the next rows are used as they
+        come: a step always has its rows.
+        """
+        chosen: list[tuple[ChosenRow, Row]] = []
+        last = self.position + len(self.rows)
+        for step in steps:
+            if len(chosen) == count:
+                break
+            if self.again:
+                again = self.again.pop(0)
+                chosen.append((again, self._row(again.position)))
+                continue
+            while self._skips(last):
+                self.skipped += 1
+                self.position += 1
+            place = self.places[step] = self.places.get(step, 0) + 1
+            chosen.append((ChosenRow(self.position, step, place - 1), self._row(self.position)))
+            self.position += 1
+        return chosen
+
+    def state(self, unfinished: Iterable[ChosenRow], *, step: int) -> DataState:
+        """The state after `step` finished steps, with the rows that were started and not used."""
+        return DataState(
+            position=self.position,
+            unfinished=(*unfinished, *self.again),
+            places={number: count for number, count in self.places.items() if number >= step},
+            pass_rates=self.pass_rates,
+        )
+
+    def update_pass_rates(self, groups: Sequence[Group]) -> None:
+        """Store the pass rates of finished groups."""
+        if self.curriculum is not None:
+            self.pass_rates = {**self.pass_rates, **pass_rates_of(groups)}
+
+    def _row(self, position: int) -> Row:
+        ((_, index),) = self.order.take(position, 1)
+        return self.rows[index]
+
+    def _skips(self, last: int) -> bool:
+        """Whether the curriculum skips the row at the present position. It skips none from the position `last` on."""
+        if self.curriculum is None or self.position >= last:
+            return False
+        return self.curriculum.skips(self._row(self.position), self.position, self.pass_rates)

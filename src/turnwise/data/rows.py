@@ -1,13 +1,27 @@
-"""Reads data sets into rows, and maps their columns.
+"""Reads data sets into rows: columns, prompt messages, images in columns.
+
+Reads data sets into rows, and maps their columns.
 
 Reads jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). All rows are checked at start-up: a defective
 row raises an error with its number before the run starts.
+
+Inserts the images and videos of a row (columns `images` and `videos`) into its messages.
+
+The placeholders are `<image>` and `<video>` in a text, and an empty part such as `{"type": "image"}` in a list of parts. If no
+message has a placeholder, the images or videos are inserted at the start of the first user message, as in ms-swift and TRL.
+This module resolves paths and checks the headers of images. It decodes no pixels and does not store the contents of files.
+
+Checks a message of a data set and converts it to the form that the rest of turnwise uses.
+
+That form is OpenAI's: `role`, `content` as a text or a list of parts, `tool_calls` with arguments as a mapping. This module
+does not depend on rows, templates or loss weights.
 """
 
 from __future__ import annotations
 
 import gzip
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -15,16 +29,217 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.data.absent_values import AbsentValues, DroppedNulls
-from turnwise.data.media import with_media
-from turnwise.data.messages import clean_message
+from turnwise.data.images import media_kind, media_value, probe_image, recorded_path
 from turnwise.errors import DataError, nearest
-from turnwise.json_yaml import parse_json
+from turnwise.json_yaml import half_character, parse_json
 from turnwise.local_paths import looks_like_path, no_file
 from turnwise.types import Message, Row
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.live_objects import is_live, live_object
+from turnwise.user_code.references import is_live, live_object
 
-__all__ = ["FILES", "SourceRecord", "build_rows", "read_rows", "records", "with_template_arguments"]
+COLUMNS = {"image": "images", "video": "videos"}
+"""Column names by kind of media."""
+
+_PLACEHOLDER = re.compile("(<image>|<video>)")
+
+
+def with_media(
+    messages: Sequence[Message], fields: Mapping[str, Any], *, place: str, folder: Path | None
+) -> tuple[list[Message], dict[str, Any]]:
+    """The messages with the row's images and videos inserted, and the fields with absolute paths.
+
+    Example: `[{"role": "user", "content": "<image>What is it?"}]` and `{"images": ["a.png"]}` give a message of the parts
+    `{"type": "image", "image": "/data/a.png"}` and `{"type": "text", "text": "What is it?"}`.
+
+    Raises DataError if the number of placeholders differs from the number of images or videos, or a file is missing or
+    unreadable.
+    """
+    media = {
+        kind: [
+            _checked(kind, value, f"{place}: {kind} {n}", folder) for n, value in enumerate(_list(fields[column]), 1)
+        ]
+        for kind, column in COLUMNS.items()
+        if fields.get(column) is not None
+    }
+    messages = _marked(messages, {kind: len(values) for kind, values in media.items()})
+    unused = {kind: iter(values) for kind, values in media.items()}
+    places = dict.fromkeys(media, 0)
+    result: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        if not isinstance(content, list) and not (media and isinstance(content, str) and _PLACEHOLDER.search(content)):
+            result.append(message)
+            continue
+        parts: list[Any] = []
+        for part in _parts(content, split=bool(media)):
+            kind = media_kind(part)
+            if kind is None:
+                parts.append(part)
+            elif (value := media_value(part)) is not None:
+                parts.append({"type": kind, kind: _checked(kind, value, f"{place}: {kind} of a message", folder)})
+            else:
+                places[kind] = places.get(kind, 0) + 1
+                parts.append({"type": kind, kind: next(unused.get(kind, iter(())), None)})
+        result.append({**message, "content": parts})
+    for kind, count in places.items():
+        have = len(media.get(kind, ()))
+        if count != have:
+            column = COLUMNS[kind]
+            raise DataError(
+                f"{place}: the column {column!r} and the prompt do not match: {have} in the column, {count} placeholders in "
+                f"the prompt. Write <{kind}> into the prompt for each of them, or add a content part {{'type': {kind!r}}}"
+            )
+    return result, {**fields, **{COLUMNS[kind]: values for kind, values in media.items()}}
+
+
+def _marked(messages: Sequence[Message], counts: Mapping[str, int]) -> Sequence[Message]:
+    """The messages with placeholders added to the first user message, for each kind of media without a placeholder."""
+    contents = [content for message in messages if isinstance(content := message.get("content"), str | list)]
+    all_parts = [part for content in contents for part in _parts(content, split=True)]
+    empty = [kind for part in all_parts if (kind := media_kind(part)) is not None and media_value(part) is None]
+    places = [{"type": kind} for kind, count in counts.items() if kind not in empty for _ in range(count)]
+    user = (
+        n
+        for n, message in enumerate(messages)
+        if message.get("role") == "user" and isinstance(message.get("content"), str | list)
+    )
+    if not places or (first := next(user, None)) is None:
+        return messages
+    parts = [*places, *_parts(messages[first]["content"], split=False)]
+    return [*messages[:first], {**messages[first], "content": parts}, *messages[first + 1 :]]
+
+
+def _parts(content: Any, *, split: bool) -> Iterator[Mapping[str, Any]]:
+    """The content as parts. If `split` is set, placeholders in texts become empty parts."""
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
+        # in parquet, each part has the keys of all parts; absent values are null
+        part = {key: value for key, value in part.items() if value is not None} if isinstance(part, Mapping) else part
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not split or not isinstance(text, str) or not _PLACEHOLDER.search(text):
+            yield part if isinstance(part, Mapping) else {"type": "text", "text": part}
+            continue
+        for piece in _PLACEHOLDER.split(text):
+            if piece in ("<image>", "<video>"):
+                yield {"type": piece[1:-1]}
+            elif piece:
+                yield {"type": "text", "text": piece}
+
+
+def _list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _checked(kind: str, value: Any, where: str, folder: Path | None) -> Any:
+    """The value for the message: paths are made absolute, other values are unchanged.
+
+    Raises DataError if the image or video is missing, or the image is unreadable.
+    """
+    if kind == "image":
+        probe_image(value, where=where, folder=folder)
+        return _absolute(value, folder)
+    if isinstance(value, Mapping):
+        value = media_value({"type": "video", **value})
+    if isinstance(value, list | tuple) and value:
+        return [_checked("image", frame, f"{where}, frame {n}", folder) for n, frame in enumerate(value, 1)]
+    if not isinstance(value, str | Path) or not str(value):
+        raise DataError(f"{where} is {value!r:.80}; a video is a path, or a list of frames (images)")
+    path = _absolute(str(value).removeprefix("file://"), folder)
+    if not os.path.isfile(path):
+        raise DataError(f"{where}: there is no video file {path}")
+    return path
+
+
+def _absolute(value: Any, folder: Path | None) -> Any:
+    """A relative path as an absolute path. It is relative to the folder of the data file."""
+    if isinstance(value, Mapping):
+        if value.get("bytes") is None and value.get("path") is not None:
+            return _absolute(value["path"], folder)
+        return value
+    if not isinstance(value, str | Path) or str(value).startswith(("data:", "file://")):
+        return value
+    path = Path(os.path.expanduser(recorded_path(value, folder)))
+    return str(path if path.is_absolute() or folder is None else (folder / path).absolute())
+
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_PARTS = ("text", "image", "image_url", "video", "video_url")
+
+
+def clean_message(message: Any, where: str, absent: AbsentValues) -> Message:
+    """The message without null keys, and with the arguments of calls as mappings, of which `absent` drops nulls. Error messages
+    begin with `where`.
+
+    Raises DataError if the role is unknown, the content is neither a text nor a list of known parts, a call has no name, or
+    its arguments are not an object.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f'{where} is {message!r:.80}; a message is {{"role": ..., "content": ...}}')
+    # in parquet, each message has the keys of all messages; absent values are null
+    kept = {key: value for key, value in message.items() if value is not None}
+    role = kept["role"]
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {role!r}{nearest(role, ROLES)}; the roles are: {', '.join(ROLES)}")
+    calls = kept.pop("tool_calls", None)
+    if calls:
+        if role != "assistant" or not isinstance(calls, list):
+            raise DataError(
+                f"{where}: `tool_calls` must be a list of calls in an assistant message; it is {calls!r:.80}"
+            )
+        kept["tool_calls"] = [_call(call, n, where, absent) for n, call in enumerate(calls)]
+    kept["content"] = _content(kept, where)
+    if (problem := half_character(kept)) is not None:
+        raise DataError(f"{where} cannot be encoded: {problem}")
+    return kept
+
+
+def _content(message: Message, where: str) -> Any:
+    content = message.get("content")
+    if content is None:
+        if message["role"] == "assistant" and message.get("tool_calls"):
+            return ""
+        raise DataError(f"{where} (role {message['role']!r}) has no content; write a text, or remove the message")
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else []
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if not kinds or any(kind not in _PARTS for kind in kinds):
+        raise DataError(
+            f"{where} has the content {content!r:.80}; content is a text, or a list of parts of the types {', '.join(_PARTS)}"
+        )
+    texts = [part.get("text") for part in content if part["type"] == "text"]
+    if not all(isinstance(text, str) for text in texts):
+        raise DataError(f'{where} has a part without a text in {content!r:.80}; it is {{"type": "text", "text": ...}}')
+    if message["role"] != "assistant":
+        return content
+    if len(texts) != len(content):
+        raise DataError(
+            f"{where}: an assistant message contains only text, and this message has the part {content!r:.80}"
+        )
+    return "".join(texts)
+
+
+def _call(call: Any, number: int, where: str, absent: AbsentValues) -> dict[str, Any]:
+    """A call in the OpenAI format, with its arguments as a mapping: templates would encode a JSON text as JSON again."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(
+            f'{where} has a call {call!r:.80}; a call is {{"type": "function", "function": {{"name": ..., "arguments": ...}}}}'
+        )
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        arguments = parse_json(
+            arguments or "{}",
+            where=f"{where}: the arguments of {function['name']!r}: this text",
+            error=DataError,
+        )
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise DataError(f"{where}: the arguments of {function['name']!r} must be an object; they are {arguments!r:.80}")
+    return {
+        "id": str(call.get("id") or f"call_{number}"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": absent.arguments(function["name"], arguments or {})},
+    }
+
 
 _OWN_PROMPT = (
     ". Rows without a prompt are for environments that write it, such as turnwise.compat.trl:TrlEnvironments; a class of your "

@@ -15,8 +15,8 @@ from turnwise.environments.environment import Environment, environment, user_mes
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import TemplateError
 from turnwise.rewards.turn_weights import TurnWeighting
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_group
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.types import Message, MismatchKind, Opening, Reply, Row, Sampling, Trajectory, Turn
 
 __all__ = ["completion_of", "cost", "masked"]

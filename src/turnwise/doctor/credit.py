@@ -21,8 +21,8 @@ from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import TrajectoryReward, TurnReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import custom
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.training.batch import Batch, pack
 from turnwise.training.options import Normalization
 from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Segment, Trajectory, Turn
@@ -91,7 +91,7 @@ def _wrong_advantages(group: Sequence[Trajectory]) -> str | None:
     width = max((abs(reward - mean) for reward, _ in pairs), default=0.0)
     most = max((abs(gain) for _, gain in pairs), default=0.0)
     expected = [most * (reward - mean) / width if width else 0.0 for reward, _ in pairs]
-    if not all(_close(gain, other) for (_, gain), other in zip(pairs, expected, strict=True)):
+    if not all(_equal(gain, other) for (_, gain), other in zip(pairs, expected, strict=True)):
         return (
             f"the rewards {[reward for reward, _ in pairs]} have the advantages {[gain for _, gain in pairs]}, which must be "
             f"proportional to the rewards minus their mean"
@@ -180,7 +180,7 @@ def _single(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
-def _close(value: float, other: float) -> bool:
+def _equal(value: float, other: float) -> bool:
     return abs(value - other) <= 1e-6 * max(1.0, abs(other))
 
 

@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection
+from turnwise.config.engines import OpenAIEngineSection, ScriptedEngineSection
+from turnwise.config.schema import Config
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.options import fine_tunes, take_effect
-from turnwise.doctor.preflight import openings, template_checks
 from turnwise.doctor.recipe import conversations, rewards, row_arguments
+from turnwise.doctor.template import openings, template_checks
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Row, Sampling
@@ -65,7 +66,7 @@ def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Chec
     if model is not None:
         from turnwise.doctor.weights import round_trip
 
-        sampling = build.sampling(config) if config is not None else Sampling()
+        sampling = assembly.sampling(config) if config is not None else Sampling()
         yield _tried("log-probs", lambda: round_trip(model, renderer, sampling))
     elif reason:
         yield Check("log-probs", "note", reason)
@@ -78,20 +79,22 @@ def _of_template(renderer: Renderer, directory: template.Directory, config: Conf
     rows: list[Row] = []
     if config is not None and not fine_tunes(config) and config.tools:
         with contextlib.suppress(TurnwiseError):  # the check `rows` reports it
-            rows = build.rows(config)
+            rows = assembly.rows(config)
     yield from template_checks(renderer, config, directory=directory, rows=rows)
 
 
 def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterator[Check]:
     if fine_tunes(config):
         yield (check := _tried("rows", lambda: conversations(config)))
-        read = build.conversations(config) if check.status != "fail" else []
+        read = assembly.conversations(config) if check.status != "fail" else []
         if any(row.chat_template_kwargs for row in read):
             yield _tried("arguments", lambda: row_arguments(config, read, renderer))
         return
     try:
-        rows = build.rows(config)
-        held_out = build.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
+        rows = assembly.rows(config)
+        held_out = (
+            assembly.rows(config, held_out=True, limit=config.eval.max_rows) if config.data.eval is not None else []
+        )
     except TurnwiseError as error:
         yield wrong("rows", error)
         return
@@ -116,13 +119,13 @@ def _memory(path: str, config: Config, memory_gb: float | None) -> Check:
 
 
 def _rule(config: Config | None) -> TurnWeighting | None:
-    return None if config is None else build.turn_weighting(config)
+    return None if config is None else assembly.turn_weighting(config)
 
 
 def _renderer(path: str, config: Config | None) -> Renderer:
     if config is None:
         return Renderer.from_pretrained(path)
-    return build.renderer(config, path)
+    return assembly.renderer(config, path)
 
 
 def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | None, str]:
@@ -149,7 +152,7 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
 
     if config is None:
         return load_model(ModelOptions(path=path, dtype="float32", device="auto")), ""
-    return load_model(build.model_options(config, path)), ""
+    return load_model(assembly.model_options(config, path)), ""
 
 
 def _weights_gb(path: str) -> float | None:

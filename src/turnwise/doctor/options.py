@@ -11,18 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args, get_origin
 
-from turnwise import build
-from turnwise.config.correction import CorrectionSection, RejectionSection
-from turnwise.config.credit import ESTIMATORS
-from turnwise.config.loss import LOSSES
-from turnwise.config.schema import Config, OpenAIEngineSection, ScriptedEngineSection, Use
-from turnwise.config.section import Section, changed_options
+from turnwise import assembly
+from turnwise.config.algorithm import ESTIMATORS, LOSSES, CorrectionSection, RejectionSection
+from turnwise.config.engines import OpenAIEngineSection, ScriptedEngineSection
+from turnwise.config.schema import Config
+from turnwise.config.section import Section, Use, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
@@ -31,13 +30,13 @@ __all__ = ["EFFECTS", "fine_tunes", "options_of", "schema", "take_effect"]
 
 def _rates(config: Config) -> list[float]:
     if config.train.epochs is not None:
-        config = config.with_known_steps(len(build.rows(config)))
+        config = config.with_known_steps(len(assembly.rows(config)))
     steps = config.train.total_steps
-    return [build.learning_rate(config.train, step, steps=steps) for step in range(steps)]
+    return [assembly.learning_rate(config.train, step, steps=steps) for step in range(steps)]
 
 
 def _optimization(config: Config) -> list[Any]:
-    return [build.loss_config(config), build.normalization(config.loss), build.optimizer_config(config.train)]
+    return [assembly.loss_config(config), assembly.normalization(config.loss), assembly.optimizer_config(config.train)]
 
 
 def _advantages(config: Config) -> list[Any]:
@@ -58,7 +57,7 @@ def _advantages(config: Config) -> list[Any]:
         Group(id="g", row=_ROW, trajectories=trajectories[:2] + shorter, baseline=greedy),
         Group(id="h", row=_ROW, trajectories=[replace(trajectory) for trajectory in trajectories], baseline=greedy),
     ]
-    build.credit(config, build.scorer(config))(groups)
+    assembly.credit(config, assembly.scorer(config))(groups)
     return [trajectory.advantages for group in groups for trajectory in group.trajectories]
 
 
@@ -67,7 +66,7 @@ def _weights(config: Config) -> list[float] | str:
     if ":" in config.loss_mask.use:
         return f"{config.loss_mask.use}({config.loss_mask.arguments})"
     trajectory = _trajectory("1")
-    build.turn_weighting(config)(trajectory)
+    assembly.turn_weighting(config)(trajectory)
     return [turn.weight for turn in trajectory.turns]
 
 
@@ -79,7 +78,7 @@ def _streams(config: Config) -> list[Any]:
 
 
 def _rows(config: Config, held_out: bool = False) -> list[Any]:
-    rows = build.rows(config, held_out=held_out)
+    rows = assembly.rows(config, held_out=held_out)
     return [config.data.subset, *((row.id, list(row.messages), dict(row.fields)) for row in rows)]
 
 
@@ -88,7 +87,7 @@ def _held_out(config: Config) -> list[Any]:
 
 
 def _reward_functions(config: Config) -> list[Any]:
-    scorer = build.scorer(config)
+    scorer = assembly.scorer(config)
     reward = config.reward
     pairs = zip(scorer.functions, [*reward.trajectory, *reward.turns, *reward.group, *reward.batch], strict=True)
     return [scorer.timeout, *((function.name, function.weight, use.use, use.arguments) for function, use in pairs)]
@@ -122,16 +121,16 @@ def _trajectory(name: str) -> Trajectory:
 
 
 def _limits(config: Config) -> Limits:
-    return build.limits(config, longest=None)
+    return assembly.limits(config, longest=None)
 
 
 EFFECTS: Mapping[str, Callable[[Config], Any]] = {
-    "model.gradient_checkpointing": build.model_options,
-    **{f"model.lora.{name}": build.model_options for name in ("rank", "alpha", "target_modules", "rslora", "dora")},
+    "model.gradient_checkpointing": assembly.model_options,
+    **{f"model.lora.{name}": assembly.model_options for name in ("rank", "alpha", "target_modules", "rslora", "dora")},
     **{f"data.{name}": _rows for name in ("split", "subset", "columns", "system_prompt", "max_rows")},
     "data.eval_split": _held_out,
     "data.shuffle": _streams,
-    **{f"sampling.{name}": build.sampling for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
+    **{f"sampling.{name}": assembly.sampling for name in ("temperature", "top_p", "top_k", "min_p", "stop")},
     **{
         f"limits.{name}": _limits
         for name in ("turns", "tokens_per_turn", "tokens", "response_tokens", "context", "seconds_per_turn", "seconds")

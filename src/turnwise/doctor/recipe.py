@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.credit import GrpoSection, RlooSection
-from turnwise.config.credit_checks import chosen_estimator
-from turnwise.config.schema import Config, LocalEngineSection
+from turnwise.config.algorithm import GrpoSection, RlooSection
+from turnwise.config.engines import LocalEngineSection
+from turnwise.config.schema import Config
+from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
-from turnwise.doctor.preflight import argument_sets, preflight_rows
+from turnwise.doctor.template import argument_sets, preflight_rows
 from turnwise.engines.engine import Engine
 from turnwise.record.metrics import failures
-from turnwise.rewards.credit.episode import episode_of
+from turnwise.rewards.credit.credit import episode_of
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
@@ -48,7 +49,8 @@ def conversations(config: Config) -> Check:
     Raises TurnwiseError that names the row and the problem.
     """
     counts = [
-        len(build.conversations(config, held_out=held)) for held in (False, True)[: 1 + (config.data.eval is not None)]
+        len(assembly.conversations(config, held_out=held))
+        for held in (False, True)[: 1 + (config.data.eval is not None)]
     ]
     text = f"{counts[0]:,} conversations for training" + "".join(
         f" and {count:,} for evaluation" for count in counts[1:]
@@ -95,19 +97,19 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
 def _lost(groups: Sequence[Group], config: Config) -> str | None:
     estimator = chosen_estimator(config)
     proportional = isinstance(estimator, GrpoSection | RlooSection) and estimator.model_dump().get("scale") != "batch"
-    return lost(groups, build.normalization(config.loss), proportional=proportional)
+    return lost(groups, assembly.normalization(config.loss), proportional=proportional)
 
 
 async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:
     """A few short conversations of the recipe, with rewards, loss mask and credit assignment as in `turnwise train`."""
-    scorer, mask = build.scorer(config), build.turn_weighting(config)
-    credit = build.credit(config, scorer)
+    scorer, mask = assembly.scorer(config), assembly.turn_weighting(config)
+    credit = assembly.credit(config, scorer)
     scorer.refuse_unknown_columns(rows)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
-    async with contextlib.aclosing(build.environment_factory(config, encode=renderer.encode)) as environments:
+    async with contextlib.aclosing(assembly.environment_factory(config, encode=renderer.encode)) as environments:
         engine = _engine(config, renderer, model)
-        build.connect_engine(scorer, engine, renderer)
-        context = build.rollout_context(config, renderer, engine, environments, longest=None)
+        assembly.connect_engine(scorer, engine, renderer)
+        context = assembly.rollout_context(config, renderer, engine, environments, longest=None)
         turns, tokens = min(context.limits.turns, _TURNS), min(context.limits.tokens_per_turn, _TOKENS)
         context = replace(context, limits=replace(context.limits, turns=turns, tokens_per_turn=tokens), lockstep=False)
         score = scorer.scoring_callback(groups)
@@ -134,14 +136,14 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
 def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
     """The recipe's engine. Without a model, or with another engine than the embedded one: given completions."""
     if model is not None and isinstance(config.engine, LocalEngineSection):
-        return build.engine(config, renderer, model)
+        return assembly.engine(config, renderer, model)
     answers = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
-    return build.engine(config, renderer, scripts=answers)
+    return assembly.engine(config, renderer, scripts=answers)
 
 
 def _wrong_sum(scored: Sequence[Trajectory], config: Config) -> str | None:
     """The problem if a reward is not the sum of the turns' rewards and of the functions of trajectories; else None."""
-    scorer = build.scorer(config)
+    scorer = assembly.scorer(config)
     of_turns = {function.name for function in scorer.turns}
     of_trajectory = {function.name for function in (*scorer.trajectory, *scorer.groups, *scorer.batch)}
     for trajectory in scored:

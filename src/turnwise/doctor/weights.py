@@ -14,8 +14,8 @@ from turnwise.doctor.check import Check
 from turnwise.engines.local import LocalEngine
 from turnwise.environments.environment import environment, user_message
 from turnwise.models.distribution import sampling_logits
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Opening, Reply, Row, Sampling, Trajectory, Turn

@@ -1,17 +1,30 @@
-"""The engine protocol: token ids in, sampled token ids and log-probabilities out.
+"""The engine protocol, publishing of weights, and the adapter that batches requests.
+
+The engine protocol: token ids in, sampled token ids and log-probabilities out.
 
 An engine knows nothing of messages, tools, rewards or groups. Batching, caching, routing and retries are behind one method.
+
+Publishing weights: how an engine gets the weights that a learner has changed.
+
+An implementation knows how weights travel (shared memory, disk, a collective operation). The training loop knows only
+`publish`.
+
+An adapter that sends the requests of all running conversations to an engine as one batch.
+
+Used for deterministic runs, and for engines that accept complete batches only. A batch starts when every running conversation
+has sent a request. Its order is the order of the conversations, so no result depends on timing. All conversations wait for the
+slowest one. The rollout loop is the same as without the adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, runtime_checkable
 
 from turnwise.types import Completion, Request
-
-__all__ = ["Engine", "HasContext", "closing", "longest_sequence"]
+from turnwise.user_code.calls import waiting_for_others
 
 
 class Engine(Protocol):
@@ -75,3 +88,152 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
         yield engine
     finally:
         await engine.close()
+
+
+class WeightPublisher(Protocol):
+    """Hands the learner's current weights to the engine."""
+
+    async def begin(self, version: int) -> None:
+        """Before the first conversation: when it returns, the engine is ready and has the learner's weights as `version`.
+
+        Raises EngineError if the engine cannot be started, or cannot take the weights.
+        """
+        ...
+
+    async def before_update(self) -> None:
+        """Before the learner's weights change: the engine may free memory until `publish`. No request is running."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """When it returns, the engine samples with the learner's current weights and reports them as `version`.
+
+        Raises EngineError if the engine cannot take them.
+        """
+        ...
+
+
+@runtime_checkable
+class FreesCache(Protocol):
+    """An engine that can free what is of no use after an update: its KV cache, and copies of weights."""
+
+    def free_cache(self) -> None: ...
+
+
+class SharedWeights:
+    """For an engine that samples on the learner's own parameters: nothing is copied.
+
+    The engine only learns that its weights have changed in place, and forgets its KV cache.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def begin(self, version: int) -> None:
+        await self._engine.start()
+
+    async def before_update(self) -> None:
+        if isinstance(self._engine, FreesCache):
+            self._engine.free_cache()
+
+    async def publish(self, version: int) -> None:
+        await self._engine.load_weights(version)
+
+
+class CopiedWeights(SharedWeights):
+    """For an embedded engine whose model is a copy, because the trained model is divided among several ranks.
+
+    `copy` gives the engine's model the present weights.
+    """
+
+    def __init__(self, engine: Engine, copy: Callable[[], None]) -> None:
+        super().__init__(engine)
+        self._copy = copy
+
+    async def publish(self, version: int) -> None:
+        self._copy()
+        await super().publish(version)
+
+
+class Batched:
+    """Sends the requests of `conversations` to `engine` in batches. A batch does not wait for released conversations."""
+
+    def __init__(self, engine: Engine, conversations: Iterable[str]) -> None:
+        self._engine = engine
+        self._order = {conversation: index for index, conversation in enumerate(conversations)}
+        self._running = set(self._order)
+        """Conversations that are not released."""
+        self._waiting: dict[str, _Pending] = {}
+        """Requests of the next batch, by conversation."""
+        self._batch: asyncio.Task[None] | None = None
+        """The last batch. The event loop keeps only weak references to tasks."""
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def context(self) -> int | None:
+        return longest_sequence(self._engine)
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(self, request: Request) -> Completion:
+        pending = _Pending(request)
+        self._waiting[request.conversation] = pending
+        self._start_if_complete()
+        try:
+            # time until the batch starts, and from this answer until the last one, does not count for deadlines
+            with waiting_for_others():
+                await pending.started.wait()
+            await pending.finished.wait()
+            with waiting_for_others():
+                return await pending.completion
+        finally:
+            self._waiting.pop(request.conversation, None)
+            pending.completion.cancel()  # has no effect on a completion that was returned
+
+    def release(self, conversation: str) -> None:
+        self._engine.release(conversation)
+        self._running.discard(conversation)
+        self._start_if_complete()
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        await self._engine.load_weights(version, weights)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    def _start_if_complete(self) -> None:
+        if self._waiting and self._running <= self._waiting.keys():
+            conversations = sorted(self._waiting, key=lambda conversation: self._order.get(conversation, -1))
+            batch = [self._waiting[conversation] for conversation in conversations]
+            self._waiting = {}
+            self._batch = asyncio.get_running_loop().create_task(self._generate_batch(batch))
+
+    async def _generate_batch(self, batch: list[_Pending]) -> None:
+        results = await asyncio.gather(*(self._generate(pending) for pending in batch), return_exceptions=True)
+        for pending, result in zip(batch, results, strict=True):
+            if pending.completion.done():  # cancelled meanwhile
+                continue
+            if isinstance(result, BaseException):
+                pending.completion.set_exception(result)
+            else:
+                pending.completion.set_result(result)
+
+    async def _generate(self, pending: _Pending) -> Completion:
+        pending.started.set()
+        try:
+            return await self._engine.generate(pending.request)
+        finally:
+            pending.finished.set()
+
+
+class _Pending:
+    """A request and its progress."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.started, self.finished = asyncio.Event(), asyncio.Event()
+        """Set when the engine receives the request, and when it has answered it."""
+        self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

@@ -1,28 +1,80 @@
-"""Loads models with all weights of the checkpoint, and an attention implementation that supports the model; else raises.
+"""Loads models completely or refuses; recomputation; weights as other programs load them, and their fingerprint.
+
+Loads models with all weights of the checkpoint, and an attention implementation that supports the model; else raises.
 
 This is the only place where a model is loaded; `ModelOptions` has its options. transformers fills missing weights with random
 numbers and drops weights that the model does not have. Both would train a different model, so both are refused here, and so are
 weights that are NaN or infinite.
+
+Gradient checkpointing: the backward pass computes the activations inside a layer again, instead of keeping them in memory.
+
+transformers applies its own gradient checkpointing only to layers in training mode, in which layers also use dropout and drop
+the key-value cache. The engine samples from the same model, possibly at the same time, so the mode of a layer cannot be changed
+here. This module therefore wraps the layers' forward: it recomputes while gradients are recorded, and changes nothing
+otherwise. Dropout stays off.
+
+A model's weights in the form in which other programs load them, and the log-probabilities with which they are compared.
+
+A fingerprint of a model's weights: equal for two models whose parameters and buffers are the same, bit by bit.
 """
 
 from __future__ import annotations
 
+import contextvars
+import functools
+import hashlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model
-from turnwise.models.attention import ignored_by_sdpa, set_text_attention
-from turnwise.models.fast_layers import with_fast_layers
-from turnwise.models.lora import LoraOptions, adapter_base, add_adapter, load_adapter, merged
-from turnwise.models.recompute import recompute_layers
+from turnwise.models.cpu import with_fast_layers
+from turnwise.models.lora import (
+    LoraOptions,
+    adapter_base,
+    adapter_weights,
+    add_adapter,
+    has_adapter,
+    load_adapter,
+    merged,
+)
+from turnwise.models.precision import ignored_by_sdpa, set_text_attention
 
-__all__ = ["ModelOptions", "adapt", "load_model", "model_family", "use_complete_attention"]
+
+def recompute_layers(model: Any) -> None:
+    """Keep only the inputs of the model's layers for the backward pass.
+
+    Raises ConfigError if the model does not name its layers (as transformers' `GradientCheckpointingLayer`).
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigError(
+            f"model.gradient_checkpointing: {type(model).__name__} does not support it. Remove it, and set a smaller "
+            f"micro_batch_tokens to save memory"
+        )
+    for layer in layers:
+        layer.forward = functools.partial(_forward, layer.forward)
+
+
+def _forward(forward: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*arguments, **options)
+    # the tree that attention computes is in a context variable, which has another value during the backward pass
+    context = contextvars.copy_context()
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        return context.copy().run(forward, *arguments, **options)
+
+    return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
 
 _log = logging.getLogger(__name__)
 
@@ -186,3 +238,57 @@ def use_complete_attention(model: Any) -> None:
         type(model).__name__,
         ", ".join(ignored),
     )
+
+
+def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """The weights by the names of the checkpoint files of Hugging Face, without copies; of a model with an adapter, the weights
+    of the adapter by peft's names.
+
+    `state` is the model's state dict, if its own tensors are not complete. Of tied weights, the first name stands for all:
+    `model.embed_tokens.weight`, and not `lm_head.weight`.
+    """
+    if has_adapter(model):
+        return adapter_weights(model)
+    from transformers.core_model_loading import revert_weight_conversion
+
+    distinct: dict[str, torch.Tensor] = {}
+    known: set[tuple[Any, ...]] = set()
+    for name, tensor in (model.state_dict() if state is None else state).items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in known or not tensor.numel():
+            known.add(place)
+            distinct[name] = tensor
+    return revert_weight_conversion(model, distinct)
+
+
+@torch.no_grad()
+def largest_logit(model: Any, token_ids: Sequence[int], *, device: torch.device | None = None) -> float:
+    """The largest absolute logit behind each of the tokens. `device` as in `token_logprobs`."""
+    ids_1L = torch.tensor([list(token_ids)], device=device or model.device)
+    return float(model(input_ids=ids_1L, use_cache=False).logits.abs().amax())
+
+
+def token_logprobs(model: Any, token_ids: Sequence[int], *, device: torch.device | None = None) -> list[float]:
+    """`log_softmax(logits)` of each of the tokens after the first, in float32. `device` is that of the pass, if it is not that
+    of the model's parameters."""
+    ids_1L = torch.tensor([list(token_ids)], device=device or model.device)
+    logits_LV = model(input_ids=ids_1L, use_cache=False).logits[0, :-1].float()
+    return logits_LV.log_softmax(-1).gather(-1, ids_1L[0, 1:, None])[:, 0].tolist()
+
+
+def of_model(model: Any) -> str:
+    """SHA-256 over the names, shapes, types and values of the model's parameters and buffers, on any device."""
+    state = model.state_dict()
+    with ThreadPoolExecutor(4) as workers:
+        parts = workers.map(lambda name: _of_tensor(name, state[name]), sorted(state))
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def of_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+    """A line for each tensor, as in `of_model`, for tensors that cannot be in memory together."""
+    return [_of_tensor(name, tensor) for name, tensor in tensors]
+
+
+def _of_tensor(name: str, tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{name} {tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(values.numpy().data).hexdigest()}"

@@ -1,11 +1,14 @@
-"""Facts of a model's config.json that do not need the model. Imports no torch."""
+"""Facts of config.json that need no model: context, vocabulary, bytes of the KV cache.
+
+Facts of a model's config.json that do not need the model. Imports no torch.
+
+The memory of a KV cache: bytes of a token, and the size of the cache of a server on the CPU. Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-
-__all__ = ["context_length", "vocabulary_size"]
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
@@ -23,3 +26,30 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
         return config["vocab_size"]
     text = config.get("text_config")
     return vocabulary_size(text) if isinstance(text, Mapping) else None
+
+
+KV_FACTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
+"""The entries of config.json that say how large a token is."""
+_CPU_MEMORY_GB = 1.0
+_SPARE_TOKENS = 512
+"""Tokens besides one sequence that the smallest KV cache holds: vLLM divides it into blocks, and uses some of them itself."""
+
+
+def kv_token_bytes(config: Mapping[str, Any], dtype: str) -> int:
+    """The bytes of a token in the KV cache of the model with this config.json. `dtype` is a name of torch's."""
+    text = config.get("text_config") or config
+    heads = text["num_attention_heads"]
+    width = text.get("head_dim") or text["hidden_size"] // heads
+    return (
+        2
+        * text["num_hidden_layers"]
+        * (text.get("num_key_value_heads") or heads)
+        * width
+        * (4 if dtype == "float32" else 2)
+    )
+
+
+def cpu_memory_gb(config: Mapping[str, Any], dtype: str, context: int) -> float:
+    """The KV cache in GB of a server on the CPU, unless the recipe gives its size: at least one sequence of `context` tokens must
+    fit into it. vLLM itself would take nine tenths of the machine's memory, and SGLang a fifth."""
+    return max(_CPU_MEMORY_GB, (context + _SPARE_TOKENS) * kv_token_bytes(config, dtype) / 2**30)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import Failed, boundary
-from turnwise.models.fast_layers import with_fast_layers
+from turnwise.models.cpu import with_fast_layers
 from turnwise.models.loading import ModelOptions, adapt, model_family
 from turnwise.models.lora import adapter_base, initialize_magnitudes
 

@@ -1,10 +1,24 @@
-"""A simulation of a training run: conversations, engine replicas, the pacing of the pipeline, and the trainer.
+"""How fast a run would be on other devices, from measured times.
+
+A simulation of a training run: conversations, engine replicas, the pacing of the pipeline, and the trainer.
 
 It is a discrete-event simulation: time jumps from event to event. Conversations are drawn from a measured `MeasuredWorkload`. The
 engine replicas share their speed among the turns that they sample (continuous batching). Groups are started and taken by the
-functions that the real pipeline uses (`rollout/pacing.py`).
+functions that the real pipeline uses (`rollout/pipeline.py`).
 
 What is not modelled: the network, failures, and differences between the weights of early and late steps (longer answers).
+
+Predictions for several numbers of devices, and for synchronous, one-step-off and asynchronous training.
+
+A synchronous run uses all devices for sampling, and then all for training. The other modes divide the devices: some sample while
+the others train. The simulated run has the batch of the recipe, or, with `scale_batch`, as many times the batch as there are
+devices.
+
+A measured workload: how long the turns, the tools and the training steps of a recorded run took.
+
+`measure` reads the record of a run and returns a `MeasuredWorkload`, from which `simulation` draws conversations. The number of
+turns, their tokens and the waiting times of a conversation stay together, because they depend on each other. For the same reason,
+the conversations of a row stay together.
 """
 
 from __future__ import annotations
@@ -12,13 +26,175 @@ from __future__ import annotations
 import heapq
 import random
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, median
 
-from turnwise.planning.workload import ConversationCost, EngineSpeed, MeasuredWorkload
-from turnwise.rollout.pacing import capacity, choose
+import numpy as np
 
-__all__ = ["Setup", "SimulationResult", "simulate"]
+from turnwise.errors import ConfigError, RunError
+from turnwise.record.reader import read, read_lines
+from turnwise.rollout.pipeline import capacity, choose
+from turnwise.types import Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCost:
+    """What a turn needs from the engine and from the environment."""
+
+    prompt_tokens: int
+    """The tokens that the engine has not seen yet: the opening of the conversation, or the reply to the turn before."""
+    sampled_tokens: int
+    environment: float
+    """Seconds of the environment and its tools after the turn."""
+
+
+ConversationCost = tuple[TurnCost, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpeed:
+    """The time of a turn on an engine replica that samples `k` turns at the same time.
+
+    A turn takes `request + prefill * prompt_tokens + sampled_tokens * (token + sharing * k)` seconds.
+    """
+
+    request: float
+    prefill: float
+    token: float
+    sharing: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSpeed:
+    """The time of a training step."""
+
+    per_token: float
+    """Seconds of the training computation for each token of the conversations of the step."""
+    other: float
+    """Seconds of a step in which neither the trainer computes nor waits: records, checkpoints, metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWorkload:
+    """What was measured in a run."""
+
+    groups: Sequence[Sequence[ConversationCost]]
+    """The finished conversations, by row."""
+    engine: EngineSpeed
+    training: TrainingSpeed
+    steps: int
+    """The number of recorded steps that were used."""
+    steps_per_hour: float
+    """The speed of the measured run in these steps."""
+    staleness: int = 0
+    """The largest staleness of a token in these steps. Above 0, engine and trainer have slowed each other down."""
+
+    @property
+    def turns(self) -> float:
+        """Turns of a conversation, on average."""
+        return fmean(len(conversation) for group in self.groups for conversation in group)
+
+
+def measure(run: str | Path) -> MeasuredWorkload:
+    """The workload of a recorded training run.
+
+    The first step is left out if there are more than two: it contains one-time work. Use a run with `train.max_staleness: 0`:
+    its engine and its trainer did not slow each other down.
+
+    Raises RunError if the run has no metrics of training steps, or no times of turns (records of schema 1).
+    """
+    lines = [line for line in read_lines(Path(run) / "metrics.jsonl") if "seconds/train" in line]
+    trajectories = [t for t in read(run) if not t.failed and t.turns and t.step is not None]
+    if not lines or not trajectories:
+        raise RunError(f"{run} has no finished training step to measure; train some steps first: turnwise train RECIPE")
+    if any(turn.started is None for t in trajectories for turn in t.turns):
+        raise RunError(f"{run} has no times of turns (an old record); train some steps with this version of turnwise")
+    first = min(line["step"] for line in lines) if len(lines) > 2 else 0
+    lines = [line for line in lines if line["step"] > first]
+    trajectories = [t for t in trajectories if t.step is not None and t.step > first]
+    tokens = {line["step"]: 0 for line in lines}
+    for trajectory in trajectories:
+        if trajectory.step in tokens:
+            tokens[trajectory.step] += sum(len(segment.token_ids) for segment in trajectory.segments)
+    by_group = groupby(sorted(trajectories, key=lambda t: t.group), key=lambda t: t.group)
+    return MeasuredWorkload(
+        groups=[[conversation_cost(t) for t in group] for _, group in by_group],
+        engine=fit_engine_speed(trajectories),
+        training=_fit_training_speed(lines, tokens),
+        steps=len(lines),
+        steps_per_hour=3600 / max(1e-9, fmean(line["seconds/step"] for line in lines)),
+        staleness=max(int(line.get("staleness/max", 0)) for line in lines),
+    )
+
+
+def conversation_cost(trajectory: Trajectory) -> ConversationCost:
+    """The tokens and the waiting times of each turn of a conversation."""
+    new, sampled = dict.fromkeys(range(len(trajectory.turns)), 0), dict.fromkeys(range(len(trajectory.turns)), 0)
+    for segment in trajectory.segments:
+        context = 0
+        for turn in segment.turn:
+            if turn < 0:
+                context += 1
+            else:
+                new[turn] += context
+                sampled[turn] += 1
+                context = 0
+    return tuple(TurnCost(new[turn.index], sampled[turn.index], turn.seconds_environment) for turn in trajectory.turns)
+
+
+def fit_engine_speed(trajectories: Iterable[Trajectory]) -> EngineSpeed:
+    """Fit `EngineSpeed` to the times of recorded turns by least squares, with coefficients of 0 or more.
+
+    `k` of a turn is the mean number of turns that were in the engine during the turn.
+    """
+    rows, ends = [], []
+    for trajectory in trajectories:
+        for turn, cost in zip(trajectory.turns, conversation_cost(trajectory), strict=True):
+            if turn.started is not None and cost.sampled_tokens:
+                rows.append((cost.prompt_tokens, cost.sampled_tokens, turn.seconds_engine))
+                ends.append((turn.started, turn.started + turn.seconds_engine))
+    prompt, sampled, seconds = np.array(rows, dtype=float).T
+    concurrent = _mean_concurrency(np.array(ends))
+    columns = np.stack([np.ones_like(prompt), prompt, sampled, sampled * concurrent], axis=1)
+    return EngineSpeed(*_least_squares(columns, seconds))
+
+
+def _mean_concurrency(intervals: np.ndarray) -> np.ndarray:
+    """For each interval `[start, end]`, the mean number of intervals that are open during it, itself included."""
+    times = np.concatenate([intervals[:, 0], intervals[:, 1]])
+    changes = np.concatenate([np.ones(len(intervals)), -np.ones(len(intervals))])
+    order = np.argsort(times, kind="stable")
+    times, open_ = times[order], np.cumsum(changes[order])
+    # the integral of the number of open intervals, at each change
+    integral = np.concatenate([[0.0], np.cumsum(open_[:-1] * np.diff(times))])
+    areas = np.interp(intervals[:, 1], times, integral) - np.interp(intervals[:, 0], times, integral)
+    return areas / np.maximum(intervals[:, 1] - intervals[:, 0], 1e-9)
+
+
+def _least_squares(columns: np.ndarray, values: np.ndarray) -> list[float]:
+    """Least squares with coefficients of 0 or more: the most negative coefficient is set to 0 until none is left."""
+    used = list(range(columns.shape[1]))
+    while used:
+        solution = np.linalg.lstsq(columns[:, used], values, rcond=None)[0]
+        if solution.min() >= 0:
+            break
+        used.pop(int(solution.argmin()))
+    else:
+        solution = np.array([])
+    result = [0.0] * columns.shape[1]
+    for place, value in zip(used, solution, strict=True):
+        result[place] = float(value)
+    return result
+
+
+def _fit_training_speed(lines: Sequence[dict], tokens: dict[int, int]) -> TrainingSpeed:
+    """Steps of one run have nearly equal numbers of tokens, so a part that does not depend on them is not known."""
+    per_token = [line["seconds/train"] / max(1, tokens[line["step"]]) for line in lines]
+    other = [max(0.0, line["seconds/step"] - line["seconds/waiting"] - line["seconds/train"]) for line in lines]
+    return TrainingSpeed(per_token=fmean(per_token), other=median(other))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,4 +514,117 @@ def simulate(workload: MeasuredWorkload, setup: Setup) -> SimulationResult:
         staleness_max=simulation.oldest,
         engine_idle=1 - busy / ends[-1],
         trainer_idle=simulation.idle / ends[-1],
+    )
+
+
+SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
+"""The shares of training devices that are compared if no share is given."""
+_MOST_TURNS = 60_000
+"""Turns of a simulated run: larger runs are simulated with fewer devices and a smaller batch, in proportion."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingOptions:
+    """What is predicted."""
+
+    batch_size: int
+    group_size: int
+    max_concurrent: int
+    staleness: int
+    """`train.max_staleness` of the asynchronous mode."""
+    devices: Sequence[int]
+    measured_devices: int = 1
+    """Devices of the measured run: all of them sampled, and all of them trained."""
+    replica_devices: int = 1
+    """Devices of an engine replica (tensor parallel)."""
+    trainer_share: float | None = None
+    """The share of the devices that trains; None: the share with the most steps per hour."""
+    efficiency: float = 1.0
+    """How fast `n` training devices are, compared with `n` times one device."""
+    update_seconds: float = 0.0
+    scale_batch: bool = False
+    steps: int = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRow:
+    """A prediction for one mode and one number of devices."""
+
+    devices: int
+    mode: str
+    engines: int
+    """Devices that sample."""
+    trainers: int
+    """Devices that train."""
+    batch_size: int
+    prediction: SimulationResult
+
+
+def predict_scaling(workload: MeasuredWorkload, options: ScalingOptions) -> Iterator[ScalingRow]:
+    """Predict each mode for each number of devices.
+
+    Raises ConfigError if a number of devices is too small for an engine replica, and one trainer beside it.
+    """
+    for devices in options.devices:
+        if devices < options.replica_devices or (devices < options.replica_devices + 1 and devices > 1):
+            raise ConfigError(
+                f"{devices} devices: a run needs an engine replica ({options.replica_devices} devices) and at least one "
+                f"device that trains; give more devices"
+            )
+        yield _row(workload, options, devices, mode="synchronous", staleness=0, trainers=devices)
+        for mode, staleness in (("one step off", 1), ("asynchronous", options.staleness)):
+            if devices == 1:
+                yield _row(workload, options, 1, mode=mode, staleness=staleness, trainers=1)
+                continue
+            candidates = sorted({_trainers(devices, share, options) for share in _shares(options)})
+            rows = [
+                _row(workload, options, devices, mode=mode, staleness=staleness, trainers=trainers)
+                for trainers in candidates
+            ]
+            yield max(rows, key=lambda row: row.prediction.steps_per_hour)
+
+
+def _shares(options: ScalingOptions) -> Sequence[float]:
+    return SHARES if options.trainer_share is None else (options.trainer_share,)
+
+
+def _trainers(devices: int, share: float, options: ScalingOptions) -> int:
+    """Training devices for a share: the others are complete replicas."""
+    replicas = max(1, round(devices * (1 - share)) // options.replica_devices)
+    return max(1, devices - replicas * options.replica_devices)
+
+
+def _row(
+    workload: MeasuredWorkload, options: ScalingOptions, devices: int, *, mode: str, staleness: int, trainers: int
+) -> ScalingRow:
+    batch_size = options.batch_size * (devices if options.scale_batch else 1)
+    shared = devices == 1
+    engines = devices if mode == "synchronous" or shared else devices - trainers
+    replicas = max(1, engines // options.replica_devices)
+    replicas_measured = max(1, options.measured_devices // options.replica_devices)
+    turns = batch_size * options.group_size * workload.turns
+    # a part of the run: the same number of conversations on a replica
+    steps = max(staleness + 4, min(options.steps, int(_MOST_TURNS / turns)))
+    part = max(1, min(int(steps * turns / _MOST_TURNS), batch_size, replicas))
+    setup = Setup(
+        batch_size=max(1, batch_size // part),
+        group_size=options.group_size,
+        max_staleness=staleness,
+        max_concurrent=max(1, options.max_concurrent * (devices if options.scale_batch else 1) // part),
+        steps=steps,
+        replicas=max(1, replicas // replicas_measured // part),
+        training_speedup=max(trainers / options.measured_devices, 1e-9)
+        * (options.efficiency if trainers > options.measured_devices else 1.0)
+        / part,
+        shared=shared and staleness > 0,
+        update_seconds=options.update_seconds,
+    )
+    found = simulate(workload, setup)
+    return ScalingRow(
+        devices=devices,
+        mode=mode,
+        engines=engines,
+        trainers=trainers,
+        batch_size=batch_size,
+        prediction=replace(found, tokens_per_second=found.tokens_per_second * part),
     )

@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 from turnwise.errors import ConfigError, EngineError
 from turnwise.ray_workers import ray_api
-from turnwise.ray_workers.rank_actor import RankStart
-from turnwise.ray_workers.ray_api import ActorOptions, WorkerLost
+from turnwise.ray_workers.ray_api import ActorOptions, RankStart, WorkerLost
 
 __all__ = ["RankGroupOptions", "RayRanks"]
 

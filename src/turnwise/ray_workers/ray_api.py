@@ -1,4 +1,14 @@
-"""The calls to Ray. No other module imports Ray."""
+"""The calls to Ray, and what Ray calls in its processes.
+
+The calls to Ray. No other module imports Ray.
+
+What Ray calls in the process of a rollout worker. Knows no conversations: it builds a `RolloutWorker` and passes calls on.
+
+What Ray calls in the process that holds the resources of a training rank. The rank itself is a process of its own, which runs
+the command of the user: it has a main thread for signals, an exit status, and a terminal.
+
+Knows processes; knows nothing of training, and nothing of Ray.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +16,211 @@ import asyncio
 import contextlib
 import logging
 import os
+import pty
+import selectors
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import termios
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from turnwise.engines.remote.servers import ProbeAnswer, ProbePrompt
 from turnwise.errors import ConfigError, EngineError, TurnwiseError
-from turnwise.ray_workers.actor import MakeWorker, WorkerActor
-from turnwise.ray_workers.rank_actor import RankActor
+from turnwise.ray_workers.rollout_worker import PackedWeights, RolloutWorker, WorkerInfo
+from turnwise.types import Completion, Request, Sampling
 
-__all__ = [
-    "ActorOptions",
-    "WorkerLost",
-    "answer",
-    "connect",
-    "create_actor",
-    "create_rank",
-    "disconnect",
-    "free_resources",
-    "has_gpus",
-    "kill",
-    "put",
-    "ready",
-    "release",
-    "reserve",
-    "reserved",
-    "result",
-]
+MakeWorker = Callable[[], contextlib.AbstractAsyncContextManager[RolloutWorker]]
+"""Makes the worker in its process. At the end of the context, its engine and environments are closed."""
+
+
+class WorkerActor:
+    """The methods of the actor. They run in one event loop, which the conversations use, too."""
+
+    def __init__(self, make: MakeWorker, directory: str | None) -> None:
+        """`directory` is the directory to which the recipe's paths are relative; None: that of the runtime environment."""
+        self._make = make
+        self._directory = directory
+        self._worker: RolloutWorker | None = None
+        self._ready = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._life: asyncio.Task[None] | None = None
+
+    async def start(self) -> WorkerInfo:
+        """Build the worker. Raises TurnwiseError."""
+        if self._directory is not None:
+            enter_directory(self._directory, "a rollout worker", "cluster.workers.runtime_env.working_dir")
+        ready = asyncio.create_task(self._ready.wait())
+        self._life = asyncio.create_task(self._live())
+        await asyncio.wait([ready, self._life], return_when=asyncio.FIRST_COMPLETED)
+        if self._worker is None:
+            ready.cancel()
+            await self._life  # raises the reason
+        return self._started.info
+
+    async def _live(self) -> None:
+        """Keep the worker until `stop`. One task opens and closes its resources."""
+        async with self._make() as self._worker:
+            self._ready.set()
+            await self._stopping.wait()
+
+    async def run(self, empty: bytes, sampling: Sampling) -> bytes:
+        """See `RolloutWorker.run`."""
+        return await self._started.run(empty, sampling)
+
+    async def generate(self, request: Request) -> Completion:
+        """See `RolloutWorker.generate`."""
+        return await self._started.generate(request)
+
+    async def load_weights(self, weights: PackedWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+        """See `RolloutWorker.load_weights`."""
+        return await self._started.load_weights(weights, probe)
+
+    async def ping(self) -> None:
+        """Answers if the event loop of the conversations is not blocked."""
+
+    async def stop(self) -> None:
+        """Close the engine and the environments. All conversations have ended or were cancelled."""
+        self._stopping.set()
+        if self._life is not None:
+            await self._life
+
+    @property
+    def _started(self) -> RolloutWorker:
+        if self._worker is None:
+            raise EngineError("the rollout worker was not started")
+        return self._worker
+
+
+def enter_directory(directory: str, process: str, option: str) -> None:
+    """Make the directory of the command the present one of this process. Raises ConfigError if the machine does not have it;
+    `option` is that with which Ray copies it."""
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"the machine of {process} has no directory {directory} ({error.strerror}), in which the command was started: "
+            f"share it among the machines, or set {option}"
+        ) from None
+
+
+RAY_ADDRESS = "TURNWISE_RAY_ADDRESS"
+"""The environment variable of a rank with the address of its Ray cluster."""
+_CHUNK = 1 << 16
+_STOP_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStart:
+    """What the process of a rank runs."""
+
+    words: Sequence[str]
+    """The words of the command behind `turnwise`."""
+    environment: Mapping[str, str]
+    """Environment variables besides those of the actor."""
+    terminals: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """The output streams (1 and 2) that are terminals at the command, with their numbers of lines and columns."""
+
+
+class RankActor:
+    """The methods of the actor. They block, and run in threads of their own."""
+
+    def __init__(self, rank: int, address: str, host: str) -> None:
+        """`address` is that of the Ray cluster, and `host` that of this machine."""
+        self._rank = rank
+        self._address = address
+        self._host = host
+        self._store: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._outputs = selectors.DefaultSelector()
+
+    def prepare(self, directory: str | None) -> tuple[str, int]:
+        """Go to the directory of the command, unless it is that of the runtime environment. Returns the address of the store of
+        the ranks, which is on rank 0; port 0 on the other ranks. Raises ConfigError."""
+        if directory is not None:
+            enter_directory(directory, f"trainer rank {self._rank}", "cluster.ranks.runtime_env.working_dir")
+        if self._rank == 0:
+            self._store = socket.create_server((self._host, 0))
+        return self._host, 0 if self._store is None else self._store.getsockname()[1]
+
+    def start(self, command: RankStart) -> str:
+        """Start the process. Returns its place, for messages."""
+        environment = {**os.environ, **command.environment, RAY_ADDRESS: self._address, "PYTHONUNBUFFERED": "1"}
+        inherited: tuple[int, ...] = ()
+        if self._store is not None:
+            inherited = (self._store.fileno(),)
+            environment["TURNWISE_STORE_FD"] = str(self._store.fileno())
+        mine, its = zip(*(_stream(command.terminals.get(number)) for number in (1, 2)), strict=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "turnwise", *command.words],
+            env=environment,
+            pass_fds=inherited,
+            stdin=subprocess.PIPE,  # closed when this process has gone
+            stdout=its[0],
+            stderr=its[1],
+            start_new_session=True,
+        )
+        for number, descriptor in zip((1, 2), mine, strict=True):
+            self._outputs.register(descriptor, selectors.EVENT_READ, number)
+        for descriptor in its:
+            os.close(descriptor)
+        if self._store is not None:
+            self._store.close()
+        return f"{self._host}, process {self._process.pid}"
+
+    def read(self) -> list[tuple[int, bytes]]:
+        """The next output, with the number of its stream; empty if there will be no more. One call at a time."""
+        while self._outputs.get_map():
+            found: list[tuple[int, bytes]] = []
+            for key, _ in self._outputs.select():
+                data = b""
+                with contextlib.suppress(OSError):  # EIO: the other side of a terminal is closed
+                    data = os.read(key.fd, _CHUNK)
+                if data:
+                    found.append((key.data, data))
+                else:
+                    self._outputs.unregister(key.fd)
+                    os.close(key.fd)
+            if found:
+                return found
+        return []
+
+    def wait(self) -> int:
+        """The exit status of the process, after its end. Negative: the signal that has ended it."""
+        return self._started.wait()
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal, if it runs."""
+        self._started.send_signal(number)
+
+    def stop(self) -> None:
+        """End the process at once."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
+
+    @property
+    def _started(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "the rank was not started"
+        return self._process
+
+
+def _stream(terminal: tuple[int, int] | None) -> tuple[int, int]:
+    """A pipe, or a terminal of a size in lines and columns: the descriptor to read from, and the descriptor for the process."""
+    if terminal is None:
+        return os.pipe()
+    mine, its = pty.openpty()
+    termios.tcsetwinsize(its, terminal)
+    attributes = termios.tcgetattr(its)
+    attributes[1] &= ~termios.OPOST  # the terminal of the command adds carriage returns
+    termios.tcsetattr(its, termios.TCSANOW, attributes)
+    return mine, its
+
 
 _log = logging.getLogger(__name__)
 

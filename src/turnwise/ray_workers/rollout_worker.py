@@ -1,27 +1,175 @@
-"""A rollout worker: runs conversations for a trainer in another process, with its own engine and environments.
+"""A rollout worker; weights and images on the way to it.
+
+A rollout worker: runs conversations for a trainer in another process, with its own engine and environments.
 
 Knows the rollout loop and nothing of Ray.
+
+Weights in the form in which Ray's object store keeps them: bytes in numpy arrays, which workers on a machine read without a
+copy.
+
+Images of conversations between the trainer and rollout workers.
+
+The worker gets the files of a row's images with the row. It sends the images that the conversation has shown, without tensors:
+the trainer computes these again with its own image processor, which is the same, and equal images share them.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 import tempfile
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from turnwise.chat.media import MediaProcessor
+from turnwise.data.images import image_file
+from turnwise.data.rows import COLUMNS
 from turnwise.engines.engine import Engine
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.probe import ProbeAnswer, ProbePrompt
-from turnwise.errors import EngineError, Failed, boundary
-from turnwise.ray_workers.packed_weights import PackedWeights, unpack_tensors
-from turnwise.ray_workers.sent_images import pickled, without_tensors
+from turnwise.engines.remote.servers import ProbeAnswer, ProbePrompt
+from turnwise.errors import DataError, EngineError, Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.rollout import rollout
-from turnwise.rollout_server.adapters import LoadAdapter
-from turnwise.types import Completion, Request, Sampling, Trajectory
+from turnwise.rollout_server.wire import LoadAdapter, change_each, processed_again, with_changed_media
+from turnwise.types import Completion, Request, Row, Sampling, Trajectory
 
-__all__ = ["RolloutWorker", "WorkerInfo"]
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor as bytes: numpy has no bfloat16."""
+
+    data: np.ndarray
+    """uint8, one dimension."""
+    dtype: str
+    """The name of torch's type, such as `bfloat16`."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeights:
+    """All weights, or an adapter."""
+
+    version: int
+    tensors: Mapping[str, PackedTensor] | None = None
+    """All weights by the names of the state dict, without tied copies; None for an adapter."""
+    adapter: Mapping[str, bytes] = field(default_factory=dict)
+    """The files of an adapter in peft's format, by their names; empty for all weights."""
+
+
+def pack(version: int, weights: Mapping[str, Any] | Callable[[Path], None]) -> PackedWeights:
+    """Pack a state dict, or an adapter (a function that writes its files into a directory). Tensors on the CPU are not copied."""
+    if not callable(weights):
+        return PackedWeights(version=version, tensors={name: _packed(tensor) for name, tensor in weights.items()})
+    with tempfile.TemporaryDirectory(prefix="turnwise-adapter-") as name:
+        folder = Path(name)
+        weights(folder)
+        return PackedWeights(
+            version=version,
+            adapter={file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()},
+        )
+
+
+def _packed(tensor: Any) -> PackedTensor:
+    import torch
+
+    data = tensor.detach().cpu().contiguous()
+    flat = data.reshape(-1).view(torch.uint8).numpy() if data.numel() else np.zeros(0, np.uint8)
+    return PackedTensor(flat, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+
+
+def unpack_tensors(packed: Mapping[str, PackedTensor]) -> dict[str, Any]:
+    """The tensors of a state dict. They share the memory of the packed tensors, and must not be changed."""
+    import torch
+
+    tensors: dict[str, Any] = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        for name, tensor in packed.items():
+            flat = torch.from_numpy(tensor.data).view(getattr(torch, tensor.dtype))
+            tensors[name] = flat.reshape(tensor.shape)
+    return tensors
+
+
+class ImageFile(bytes):
+    """The contents of an image file of the trainer's machine, in place of its path. In the trainer, it is the path again."""
+
+    path: Any
+    """The image as the trainer's row has it."""
+
+    @classmethod
+    def of(cls, value: Any, *, where: str) -> Any:
+        """The file of an image; an image that is not given as a path stays as it is. Raises DataError."""
+        path = image_file(value, where=where)
+        if path is None:
+            return value
+        try:
+            file = cls(path.read_bytes())
+        except OSError as error:
+            raise DataError(f"{where}: {path} cannot be read ({error.strerror})") from error
+        file.path = value
+        return file
+
+
+def with_files(row: Row) -> Row:
+    """The row with the contents of image files in place of their paths, in messages and columns. Raises DataError."""
+    files: dict[str, Any] = {}
+
+    def opened(value: Any) -> Any:
+        where = f"an image of row {row.id}"
+        if not isinstance(value, str):
+            return ImageFile.of(value, where=where)
+        if value not in files:  # the messages and the columns have the same images
+            files[value] = ImageFile.of(value, where=where)
+        return files[value]
+
+    columns = {
+        column: [change_each(value, opened) for value in values]
+        for column in COLUMNS.values()
+        if isinstance(values := row.fields.get(column), list | tuple)
+    }
+    return replace(row, messages=with_changed_media(row.messages, opened), fields={**row.fields, **columns})
+
+
+def without_tensors(trajectory: Trajectory) -> None:
+    """Remove the tensors of images, in the worker."""
+    for segment in trajectory.segments:
+        segment.media = [replace(item, inputs={}) for item in segment.media]
+
+
+def add_tensors(trajectory: Trajectory, vision: MediaProcessor | None) -> None:
+    """Compute the tensors of images again, in the trainer. Raises EngineError."""
+    for segment in trajectory.segments:
+        where = f"the conversation {trajectory.id}"
+        segment.media = [processed_again(item, segment, vision, where=where) for item in segment.media]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes paths in place of the trainer's image files."""
+
+    def persistent_id(self, obj: Any) -> Any:
+        return (obj.path,) if isinstance(obj, ImageFile) else None
+
+
+class _Unpickler(pickle.Unpickler):
+    def persistent_load(self, pid: Any) -> Any:
+        return pid[0]
+
+
+def pickled(trajectory: Trajectory) -> bytes:
+    """The trajectory of an ended conversation as bytes, without the image files of its row."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(trajectory)
+    return buffer.getvalue()
+
+
+def unpickled(data: bytes) -> Trajectory:
+    """The trajectory that `pickled` has written."""
+    return _Unpickler(io.BytesIO(data)).load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

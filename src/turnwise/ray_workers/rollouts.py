@@ -1,6 +1,14 @@
-"""The trainer's side of the rollout workers: a `Runner` of conversations, and an `Engine` that passes single requests on.
+"""The trainer's side of rollout workers, and their pool.
+
+The trainer's side of the rollout workers: a `Runner` of conversations, and an `Engine` that passes single requests on.
 
 A conversation whose worker is lost runs again from its beginning, with the same seed, on another worker. A request as well.
+
+The rollout workers of a run: starts them, gives them weights, notices lost workers and starts them again.
+
+Knows actors and their weights; does not know conversations.
+
+Which worker runs a conversation: a pure function of the numbers of conversations.
 """
 
 from __future__ import annotations
@@ -9,32 +17,324 @@ import asyncio
 import contextlib
 import logging
 import pickle
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import has_media
 from turnwise.engines.remote.engine import WriteAdapter
-from turnwise.engines.remote.probe import Probe, check_answer
+from turnwise.engines.remote.servers import Probe, ProbeAnswer, ProbePrompt, check_answer
 from turnwise.errors import ConfigError, EngineError, Failed, boundary
 from turnwise.ray_workers import ray_api
-from turnwise.ray_workers.actor import MakeWorker
-from turnwise.ray_workers.packed_weights import pack
-from turnwise.ray_workers.pool import PoolOptions, WorkerPool
-from turnwise.ray_workers.ray_api import WorkerLost, answer
-from turnwise.ray_workers.rollout_worker import WorkerInfo
-from turnwise.ray_workers.sent_images import add_tensors, unpickled, with_files
+from turnwise.ray_workers.ray_api import ActorOptions, MakeWorker, WorkerLost, answer
+from turnwise.ray_workers.rollout_worker import WorkerInfo, add_tensors, pack, unpickled, with_files
 from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout_server.wire import take_over
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
 
-__all__ = ["Losses", "RayOptions", "RayRollouts"]
+_SLACK, _FACTOR = 4, 1.5
+"""A worker is overloaded if it runs more conversations than `_FACTOR` times those of the least busy worker, and `_SLACK` more."""
+
+
+def choose_worker(running: Sequence[int | None], *, most: int, own: int | None) -> int | None:
+    """The index of the worker that runs the next conversation of a group; None if there is no place.
+
+    `running` are the conversations that each worker runs; None for a worker that is not ready. A worker runs at most `most`.
+    `own` is the worker that has run the last conversation of the group: its engine has the prefix that the conversations of a
+    group share. It is chosen again, unless it is overloaded, full or not ready. Else the least busy worker is chosen.
+
+    Example: `choose_worker([3, 1, None], most=10, own=0)` is 0, and `choose_worker([9, 1, None], most=10, own=0)` is 1.
+    """
+    places = {index: count for index, count in enumerate(running) if count is not None and count < most}
+    if not places:
+        return None
+    least = min(places, key=lambda index: (places[index], index))
+    if own is not None and own in places and places[own] <= _FACTOR * places[least] + _SLACK:
+        return own
+    return least
+
+
+_FIRST_STARTS = 3
+"""How often a worker is started at the beginning of a run."""
+_MAX_STARTS = 5
+"""Successful starts of a worker without a finished conversation in between."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
+"""Seconds after a failed start: the pause is doubled after each further failure."""
+_SIGNS = 4
+"""How often a worker is asked for a sign of life in the time after which it is lost."""
+_STOP_SECONDS = 15.0
+"""The time that workers have to close their engines and environments."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolOptions:
+    """How many workers there are, and when a worker counts as lost."""
+
+    count: int
+    actor: ActorOptions
+    start_timeout: float
+    """Seconds until a worker must be ready, and that a conversation waits if no worker is ready."""
+    heartbeat: float
+    """Seconds without a sign of life, after which a worker is lost."""
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """A worker as the trainer sees it. After a loss, it has another actor."""
+
+    number: int
+    actor: Any = None
+    """The handle of the actor; None before the first start."""
+    ready: bool = False
+    """Whether it has the present weights and takes conversations."""
+    running: int = 0
+    """Conversations."""
+    starts: int = 0
+    """Successful starts since the last finished conversation."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: str | None = None
+    """Why it is not started again; None if it runs or will be started."""
+
+    @property
+    def name(self) -> str:
+        return f"rollout worker {self.number}"
+
+
+class WorkerPool:
+    """The workers. `make` gives the function that makes the worker with a number in its process. `check` raises ConfigError if a
+    worker has loaded something else than the trainer."""
+
+    def __init__(
+        self, options: PoolOptions, make: Callable[[int], MakeWorker], check: Callable[[WorkerInfo], None]
+    ) -> None:
+        self.options = options
+        self.workers = [Worker(number) for number in range(options.count)]
+        self.losses = 0
+        """How many workers were lost."""
+        self._make = make
+        self._check = check
+        self._weights: Any = None
+        """The reference of the present weights in the object store; None before the first weights."""
+        self._groups: dict[str, tuple[Worker, int]] = {}
+        """For each group with running conversations: the worker of the last one, and their number."""
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        """Conversations that wait for a place."""
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start all workers and wait until they are ready. Raises EngineError or ConfigError."""
+        if self._tasks:
+            return
+        try:
+            async with asyncio.TaskGroup() as starts:
+                for worker in self.workers:
+                    starts.create_task(self._start_first(worker))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
+
+    @contextlib.asynccontextmanager
+    async def place(self, group: str) -> AsyncIterator[Worker]:
+        """A place for a conversation of a group on a ready worker. Raises EngineError if no worker becomes ready."""
+        worker = await self._place(group)
+        worker.running += 1
+        self._groups[group] = (worker, self._groups.get(group, (worker, 0))[1] + 1)
+        try:
+            yield worker
+        finally:
+            worker.running -= 1
+            last, count = self._groups[group]
+            if count == 1:
+                del self._groups[group]
+            else:
+                self._groups[group] = (last, count - 1)
+            self._wake(1)
+
+    def lose(self, worker: Worker, actor: Any, reason: str) -> None:
+        """Note that an actor of a worker is lost, and start another one. Several conversations report the same loss."""
+        if not worker.ready or worker.actor is not actor:
+            return
+        worker.ready = False
+        self.losses += 1
+        worker.lost.set()
+        _log.warning("%s is lost (%s); its conversations run again on another worker", worker.name, reason)
+        ray_api.kill(actor)
+
+    async def publish(
+        self, weights: Any, probe: ProbePrompt | None = None, check: Callable[[ProbeAnswer], object] | None = None
+    ) -> None:
+        """Give all workers other weights, by their reference in the object store.
+
+        With `probe`, `check` is called with the answer of each server of the workers. If a worker refuses the weights, or `check`
+        raises EngineError, all workers get the previous weights again, and EngineError is raised. A worker that is lost meanwhile
+        gets them when it is started again.
+        """
+        previous, self._weights = self._weights, weights
+        try:
+            answers = await self._load_all(weights, probe)
+            if check is not None:
+                for answered in answers:
+                    check(answered)
+        except (EngineError, ConfigError):
+            self._weights = previous
+            if previous is not None:
+                await self._load_all(previous)
+            raise
+
+    async def close(self) -> None:
+        """Let the workers close their engines and environments, and end them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ready = [worker for worker in self.workers if worker.ready]
+        for worker in ready:
+            worker.ready = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                stopping = [answer(worker.actor.stop.remote()) for worker in ready]
+                for result in await asyncio.gather(*stopping, return_exceptions=True):
+                    if isinstance(result, EngineError):
+                        _log.info("a rollout worker did not stop: %s", result)
+        for worker in self.workers:
+            if worker.actor is not None:
+                ray_api.kill(worker.actor)
+
+    async def _load_all(self, weights: Any, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+        """The answers to a probe. Raises EngineError if a worker refuses the weights."""
+        ready = [worker for worker in self.workers if worker.ready]
+        loads = (self._load(worker, weights, probe) for worker in ready)
+        answers: list[ProbeAnswer] = []
+        for result in await asyncio.gather(*loads, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+            answers += result
+        return answers
+
+    async def _load(self, worker: Worker, weights: Any, probe: ProbePrompt | None) -> list[ProbeAnswer]:
+        actor = worker.actor
+        try:
+            return await answer(actor.load_weights.remote(weights, probe))
+        except WorkerLost as error:
+            self.lose(worker, actor, str(error))
+            return []
+
+    async def _place(self, group: str) -> Worker:
+        """A ready worker with a free place."""
+        deadline: float | None = None
+        loop = asyncio.get_running_loop()
+        while True:
+            own = self._groups.get(group)
+            chosen = choose_worker(
+                [worker.running if worker.ready else None for worker in self.workers],
+                most=self.options.actor.max_concurrent,
+                own=None if own is None else own[0].number,
+            )
+            if chosen is not None:
+                return self.workers[chosen]
+            if any(worker.ready for worker in self.workers):
+                deadline = None  # all workers are full: a conversation will end
+            elif all(worker.problem is not None for worker in self.workers):
+                raise EngineError(f"no rollout worker is left: {self.workers[0].problem}")
+            else:
+                deadline = deadline or loop.time() + self.options.start_timeout
+            waiting = loop.create_future()
+            self._waiting.append(waiting)
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await waiting
+            except TimeoutError:
+                raise EngineError(
+                    f"no rollout worker was ready for cluster.workers.start_timeout={self.options.start_timeout:g} s; each "
+                    f"needs {self.options.actor.text}, and the cluster has free: {ray_api.free_resources()}"
+                ) from None
+            finally:
+                if not waiting.done():
+                    waiting.cancel()
+
+    def _wake(self, count: int) -> None:
+        """Let `count` waiting conversations look for a place."""
+        while count and self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.done():
+                waiting.set_result(None)
+                count -= 1
+
+    async def _start_first(self, worker: Worker) -> None:
+        """Start a worker at the beginning of a run. Its machine may be lost meanwhile: then it is started on another one."""
+        for attempt in range(_FIRST_STARTS):
+            try:
+                return await self._start(worker)
+            except WorkerLost as error:
+                if attempt == _FIRST_STARTS - 1:
+                    raise
+                _log.warning("%s was lost at its start and is started again: %s", worker.name, error)
+                await asyncio.sleep(_FIRST_PAUSE)
+
+    async def _keep(self, worker: Worker) -> None:
+        """Watch a worker, and start it again after each loss."""
+        while True:
+            await self._watch(worker)
+            pause = _FIRST_PAUSE
+            while not worker.ready:
+                if worker.starts >= _MAX_STARTS:
+                    worker.problem = f"{worker.name} was started {_MAX_STARTS} times without finishing a conversation"
+                    _log.warning("%s", worker.problem)
+                    self._wake(len(self._waiting))
+                    return
+                try:
+                    await self._start(worker)
+                except (EngineError, ConfigError) as error:
+                    _log.warning("%s cannot be started: %s", worker.name, error)
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+
+    async def _watch(self, worker: Worker) -> None:
+        """Ask a ready worker for signs of life until it is lost."""
+        actor, seconds = worker.actor, self.options.heartbeat
+        while worker.ready:
+            try:
+                async with asyncio.timeout(seconds):
+                    await answer(actor.ping.remote())
+            except TimeoutError:
+                self.lose(worker, actor, f"no sign of life for cluster.heartbeat={seconds:g} s")
+            except EngineError as error:
+                self.lose(worker, actor, str(error))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds / _SIGNS):
+                    await worker.lost.wait()
+
+    async def _start(self, worker: Worker) -> None:
+        """Start an actor, and give it the present weights. Raises EngineError or ConfigError."""
+        worker.lost.clear()
+        started = False
+        actor = worker.actor = ray_api.create_actor(self._make(worker.number), self.options.actor)
+        try:
+            async with asyncio.timeout(self.options.start_timeout):
+                self._check(await answer(actor.start.remote()))
+                weights = None
+                while weights is not self._weights:  # other weights may be published meanwhile
+                    weights = self._weights
+                    await answer(actor.load_weights.remote(weights))
+            started = True
+        except TimeoutError:
+            raise EngineError(
+                f"{worker.name} was not ready after cluster.workers.start_timeout={self.options.start_timeout:g} s. It needs "
+                f"{self.options.actor.text}; the cluster has free: {ray_api.free_resources()}"
+            ) from None
+        finally:
+            if not started:
+                ray_api.kill(actor)
+        worker.starts += 1
+        worker.ready = True
+        self._wake(self.options.actor.max_concurrent)
+
 
 _ATTEMPTS = 3
 """How often a conversation is started whose worker is lost."""
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,28 @@
-"""Reads the files of a run: trajectories, one by one or by their number, and the objects of other jsonl files.
+"""Reads a run back: trajectories, token texts, data frames.
+
+Reads the files of a run: trajectories, one by one or by their number, and the objects of other jsonl files.
 
 Every defect of a file is a `RunError` with the file and the line. What a line holds is the business of `decode`.
+
+The text of a token id, by the tokenizer of the run that recorded it.
+
+Which turns of the model are behind which messages of the conversation.
+
+A run's metrics and conversations as pandas data frames.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from turnwise.errors import RunError
-from turnwise.json_yaml import parse_json
-from turnwise.record.compression import existing_file, open_lines
-from turnwise.record.decode import decode_trajectory
-from turnwise.record.line_file import LineFile
-from turnwise.types import Trajectory
-
-__all__ = ["RecordedTrajectories", "evaluated_runs", "parse_line", "read", "read_lines", "trajectories_file"]
+from turnwise.config.environment_values import insert_values
+from turnwise.errors import ConfigError, Failed, RunError, boundary
+from turnwise.json_yaml import parse_json, parse_yaml, read_text
+from turnwise.record.lines import LineFile, existing_file, open_lines
+from turnwise.record.trajectory_json import decode_trajectory
+from turnwise.types import Trajectory, Turn
 
 
 def trajectories_file(run_or_file: str | Path) -> Path:
@@ -171,3 +177,134 @@ def parse_line(line: bytes, where: str) -> dict[str, Any]:
 
 def _unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be read: {error.strerror or error}")
+
+
+def token_texts(run: Path) -> Callable[[int], str] | None:
+    """The function from token id to text, by the run's own tokenizer; None if there is no `tokenizer.json`.
+
+    Raises RunError if the tokenizer cannot be read.
+    """
+    from tokenizers import Tokenizer
+
+    file = next((file for file in _tokenizer_files(run) if file.is_file()), None)
+    if file is None:
+        return None
+    try:
+        with boundary("tokenizer"):  # the library raises plain Exception
+            tokenizer = Tokenizer.from_file(str(file))
+    except Failed as failed:
+        raise RunError(f"{file} cannot be read as a tokenizer: {failed.failure.message}") from None
+    return lambda token: tokenizer.decode([token], skip_special_tokens=False) if 0 <= token < 2**32 else "?"
+
+
+def _tokenizer_files(run: Path) -> Iterator[Path]:
+    """Where a run's tokenizer may be: in its newest checkpoint, or in the model that it started from."""
+    yield run / "checkpoint" / "tokenizer.json"
+    yield from sorted(run.glob("checkpoints/step-*/tokenizer.json"), reverse=True)
+    model = recorded_options(run).get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        yield Path(model["path"]).expanduser() / "tokenizer.json"
+
+
+def recorded_options(run: Path) -> Mapping[str, Any]:
+    """The options of a run as plain values, from its `config.yaml`; empty where there is none. `${NAME}` stands for values that
+    came from environment variables, unless they are set here too.
+
+    Raises RunError if the file cannot be read.
+    """
+    config = run / "config.yaml"
+    if not config.is_file():
+        return {}
+    tree = parse_yaml(read_text(config, error=RunError), where=str(config), error=RunError)
+    if not isinstance(tree, dict):
+        return {}
+    try:
+        return insert_values(tree, where=str(config))[0]
+    except ConfigError:  # not set here
+        return tree
+
+
+def turns_of_messages(trajectory: Trajectory) -> list[list[Turn]]:
+    """For each message of `trajectory.messages`, the turns that sampled it, in their order.
+
+    A message of the model has several turns where the environment cut the answer and the model continued it. Turns that were
+    sampled in a previous history, or that were read from a record of schema 1, are found by their message: an environment that
+    replaces the history often keeps some of its messages.
+    """
+    linked: list[list[Turn]] = [[] for _ in trajectory.messages]
+    last, unlinked = len(trajectory.previous_histories), list[Turn]()
+    for turn in trajectory.turns:
+        if turn.history == last and turn.message_index is not None and turn.message_index < len(linked):
+            linked[turn.message_index].append(turn)
+        else:
+            unlinked.append(turn)
+    for turns, message in zip(reversed(linked), reversed(trajectory.messages), strict=True):
+        if not turns and (index := _last(unlinked, message)) is not None:
+            turns.append(unlinked[index])
+            del unlinked[index:]  # the messages before this one are of earlier turns
+    return linked
+
+
+def _last(turns: Sequence[Turn], message: object) -> int | None:
+    return next((index for index in reversed(range(len(turns))) if turns[index].message == message), None)
+
+
+def metrics_frame(run: str | Path) -> Any:
+    """The metrics of a run: one row for each step, one column for each metric, the step as index.
+
+    Raises ConfigError if pandas is not installed, RunError if the file is damaged.
+    """
+    frame = _pandas().DataFrame(list(read_lines(Path(run) / "metrics.jsonl")))
+    return frame.set_index("step") if "step" in frame else frame
+
+
+def trajectories_frame(run: str | Path) -> Any:
+    """The conversations of a run or of a file: one row for each.
+
+    Columns: `id`, `group`, `step`, `row`, `reward`, `stop`, `error`, `turns`, `tool_calls`, `tool_errors`, `sampled_tokens`,
+    `seconds`, `answer`, `messages`; `rewards/<name>` for the parts of the reward; `row/<name>` for the columns of the row.
+
+    Raises ConfigError if pandas is not installed, RunError if the file is missing or damaged.
+    """
+    return _pandas().DataFrame([_values(trajectory) for trajectory in read(run)])
+
+
+def evaluation_frame(directory: str | Path, models: Sequence[str]) -> Any:
+    """The conversations of several models of an evaluation: one row for each, with the name of the model in the column `model`.
+
+    Raises ConfigError if pandas is not installed, RunError if a file is missing or damaged.
+    """
+    return _pandas().DataFrame(
+        [{"model": model, **_values(trajectory)} for model in models for trajectory in read(Path(directory) / model)]
+    )
+
+
+def _values(trajectory: Trajectory) -> dict[str, Any]:
+    calls = [call for turn in trajectory.turns for call in turn.calls]
+    outcomes = [outcome for turn in trajectory.turns for outcome in turn.outcomes]
+    return {
+        "id": trajectory.id,
+        "group": trajectory.group,
+        "step": trajectory.step,
+        "row": trajectory.row.id,
+        "reward": trajectory.reward,
+        "stop": None if trajectory.stop is None else str(trajectory.stop),
+        "error": None if trajectory.error is None else trajectory.error.kind,
+        "turns": len(trajectory.turns),
+        "tool_calls": len(calls),
+        "tool_errors": sum(outcome.error is not None for outcome in outcomes),
+        "sampled_tokens": trajectory.sampled_tokens,
+        "seconds": trajectory.seconds,
+        "answer": trajectory.answer,
+        "messages": trajectory.messages,
+        **{f"rewards/{name}": value for name, value in trajectory.rewards.items()},
+        **{f"row/{name}": value for name, value in trajectory.row.fields.items()},
+    }
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError:
+        raise ConfigError("data frames need the `pandas` package: pip install 'turnwise[pandas]'") from None
+    return pandas

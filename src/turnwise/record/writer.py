@@ -1,7 +1,13 @@
-"""Appends to the files of a run: one JSON object per line.
+"""Appends to the files of a run, and which conversations are kept.
+
+Appends to the files of a run: one JSON object per line.
 
 A file is only appended to. Its checksum is kept up to date, so that a checkpoint can note length and checksum without reading
 the file, and a resumed run can cut the file back to that length.
+
+Which conversations of a training step are recorded.
+
+The choice depends on the step and on the rewards only, so a resumed run records what a run without interruption records.
 """
 
 from __future__ import annotations
@@ -9,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +24,9 @@ import yaml
 
 from turnwise.config.schema import Config
 from turnwise.errors import RunError
-from turnwise.record.compression import compressed_parts, is_compressed
-from turnwise.record.encode import trajectory_line
-from turnwise.record.media_store import MediaStore
+from turnwise.record.lines import compressed_parts, is_compressed
+from turnwise.record.trajectory_json import MediaStore, trajectory_line
 from turnwise.types import Trajectory
-
-__all__ = ["AppendedFile", "replace_file", "trajectory_lines", "write_config", "write_trajectories", "writing"]
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], *, step: int | None = None) -> None:
@@ -108,3 +112,39 @@ def writing(path: Path) -> Iterator[None]:
             f"{error.filename or path} cannot be written: {error.strerror or error}. Earlier steps are complete; free disk "
             f"space or fix the permissions, and resume with resume=auto"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """The options `record.every` and `record.best_and_worst`."""
+
+    every: int = 1
+    """Each so many steps is recorded, and the first step and the last step."""
+    best_and_worst: int | None = None
+    """How many conversations with the highest rewards, with the lowest rewards and with an error are kept of each group."""
+
+    @property
+    def drops(self) -> bool:
+        """Whether a conversation may be dropped."""
+        return self.every > 1 or self.best_and_worst is not None
+
+    def kept(self, trajectories: Sequence[Trajectory], *, step: int, steps: int) -> list[Trajectory]:
+        """The conversations of step `step` of `steps` that are recorded, in their order."""
+        if step % self.every and step not in (1, steps):
+            return []
+        if (count := self.best_and_worst) is None:
+            return list(trajectories)
+        groups: dict[str, list[Trajectory]] = {}
+        for trajectory in trajectories:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+        kept = {id(trajectory) for group in groups.values() for trajectory in _best_and_worst(group, count)}
+        return [trajectory for trajectory in trajectories if id(trajectory) in kept]
+
+
+def _best_and_worst(group: Sequence[Trajectory], count: int) -> list[Trajectory]:
+    """Of equal rewards, the first conversations count as the best, and the last as the worst."""
+    scored = [trajectory for trajectory in group if trajectory.reward is not None]
+    scored.sort(key=lambda trajectory: -(trajectory.reward or 0.0))  # stable
+    unscored = [trajectory for trajectory in group if trajectory.reward is None and not trajectory.failed]
+    failed = [trajectory for trajectory in group if trajectory.failed]
+    return [*scored[:count], *scored[-count:], *unscored[:count], *failed[:count]]

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from turnwise.errors import ConfigError
-from turnwise.services.chat_model import ChatModel, ask_chat_model, given_chat_model
+from turnwise.services.chat import ChatModel, ask_chat_model, given_chat_model
 from turnwise.services.json_service import ServiceError
 from turnwise.types import Message, Sampling, Trajectory
 
@@ -76,7 +76,7 @@ class _ModelGrader:
     Args:
         rubric: The criteria: `{name, description, weight}`; the weight is 1 if it is not given.
         scale: The lowest and the highest score.
-        endpoint: The arguments of `turnwise.services.chat_model:Endpoint`, for a model on an OpenAI-compatible server.
+        endpoint: The arguments of `turnwise.services.chat:Endpoint`, for a model on an OpenAI-compatible server.
         chat_model: A function from messages to a text, or a reference to one. Set this, `endpoint` or `engine`.
         engine: Ask the model of the run itself, with its present weights.
         instructions: The beginning of the system prompt.

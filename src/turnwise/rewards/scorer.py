@@ -15,15 +15,28 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.errors import Failed, boundary
-from turnwise.rewards.arguments import Scored
-from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
-from turnwise.rewards.results import finite_number, list_item, one_per_trajectory
+from turnwise.rewards.functions import (
+    BatchReward,
+    GroupReward,
+    Scored,
+    TrajectoryReward,
+    TurnReward,
+    finite_number,
+    list_item,
+    one_per_trajectory,
+)
 from turnwise.types import Failure, Group, Row, Trajectory
-from turnwise.user_code.calls import call, call_blocking
+from turnwise.user_code.calls import (
+    Interrupted,
+    call,
+    call_blocking,
+    call_within,
+    conversation,
+    conversations_of_step,
+    deadline,
+    scored_together,
+)
 from turnwise.user_code.copies import ConversationCopies
-from turnwise.user_code.deadlines import conversation, deadline
-from turnwise.user_code.scoring_scope import conversations_of_step, scored_together
-from turnwise.user_code.time_limit import Interrupted, call_within
 
 __all__ = ["GroupScoring", "Scorer"]
 

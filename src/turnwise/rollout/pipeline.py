@@ -1,4 +1,6 @@
-"""The pipeline between conversations and training: it starts groups, scores them when they end, and hands them to the trainer.
+"""Starts groups, scores them, hands them to training; how far they may be ahead.
+
+The pipeline between conversations and training: it starts groups, scores them when they end, and hands them to the trainer.
 
 The trainer calls `take` for the groups of the next step and `publish` when it has published new weights. How far the
 conversations are ahead of the trainer depends on `max_staleness` only (`pacing`): with 0, groups are started by `take` and the
@@ -7,6 +9,14 @@ weights change goes on under the new weights.
 
 All tasks belong to the pipeline. When its block is left, they are cancelled and awaited, so that all environments are closed.
 Knows rows, conversations and rewards; does not know how the weights are trained, published or saved.
+
+How far the conversations of a run may be ahead of the trainer: pure functions of counts and versions.
+
+The staleness of a group is the number of training steps from the weights that sampled its first token to the step that trains
+on it. It is bounded by pacing: a group is started only if it can be trained on in time, and a step waits for the groups that no
+later step may train on. No conversation is discarded for its age.
+
+Whether the rewards of a group differ: without differences, most estimators give advantages of 0.
 """
 
 from __future__ import annotations
@@ -16,16 +26,63 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from turnwise.data.row_source import ChosenRow, DataState, RowSource
-from turnwise.rewards.differences import has_reward_differences
+from turnwise.data.order import ChosenRow, DataState, RowSource
 from turnwise.rewards.scorer import GroupScoring, Scorer
 from turnwise.rollout.context import RolloutContext, Runner
-from turnwise.rollout.pacing import capacity, choose
 from turnwise.rollout.rollout import new_group, rollout_groups, runner_of
 from turnwise.types import Failure, Group, Trajectory
 from turnwise.user_code.calls import forget
+from turnwise.user_code.reward_number import equal_rewards
 
-__all__ = ["ActiveGroup", "Pipeline", "PipelineOptions", "TakenGroups", "greedy_group"]
+
+def capacity(*, max_staleness: int, batch_size: int, version: int, steps: int, kept: int, active: int) -> int:
+    """How many groups may be started now.
+
+    This is `(max_staleness + version + 1) * batch_size - (accepted + running)`, from AReaL (arXiv 2505.24298), where
+    `version` is the number of finished training steps, and each of them has used `batch_size` groups. `kept` groups are taken for
+    the step in progress; `active` groups are started and not taken. A run of `steps` steps starts no group that no step can use.
+
+    Example: with batch_size=4 and max_staleness=1, 8 groups are started at the beginning, and 4 more after each step.
+    """
+    groups = min(max_staleness + version + 1, steps) * batch_size
+    return max(0, groups - version * batch_size - kept - active)
+
+
+def choose(
+    latest: Sequence[int], ready: Sequence[bool], *, count: int, version: int, batch_size: int, in_order: bool
+) -> list[int] | None:
+    """Which `count` of the active groups the step takes that trains version `version`; None if it must wait.
+
+    The groups are in the order in which they were started. `latest` is the last version that each may train, and `ready` whether
+    its conversations have ended. The groups with the earliest `latest` are taken first. The step waits if the groups that are
+    left could then not all be trained on in time, at `batch_size` groups a step. With `in_order`, only the first `count` groups
+    are taken.
+
+    Example: `choose([2, 2, 3], [False, True, True], count=1, version=1, batch_size=1, in_order=False)` is `[1]`: the first group
+    can still be taken in the next step.
+    """
+    order = sorted(range(len(latest)), key=lambda index: (latest[index], index))
+    chosen = list(range(count)) if in_order else [index for index in order if ready[index]][:count]
+    if len(chosen) < count or len(latest) < count or not all(ready[index] for index in chosen):
+        return None
+    left = [latest[index] for index in order if index not in set(chosen)]
+    if any(last < version + 1 + number // batch_size for number, last in enumerate(left)):
+        return None
+    return sorted(chosen)
+
+
+def has_reward_differences(group: Group) -> bool:
+    """Whether the trajectories of a group that have a reward differ in it, or in the rewards of their turns, by more than
+    rounding. A trajectory without a reward is not compared: it gets no advantage."""
+    scored = [
+        trajectory for trajectory in group.trajectories if not trajectory.failed and trajectory.reward is not None
+    ]
+    totals = [trajectory.reward for trajectory in scored if trajectory.reward is not None]
+    by_turn = [{turn.index: turn.reward for turn in trajectory.turns} for trajectory in scored]
+    turns = {index for rewards in by_turn for index in rewards}
+    return not equal_rewards(totals) or any(
+        not equal_rewards(rewards.get(index, 0.0) for rewards in by_turn) for index in turns
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,7 @@ from turnwise.engines.remote.http import Failures, HttpLimits, HttpServer, Serve
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.context import RolloutContext, Runner
-from turnwise.rollout_server.adapters import pack_adapter
-from turnwise.rollout_server.images import processor_fingerprint
-from turnwise.rollout_server.recipe import differences
-from turnwise.rollout_server.wire import fill_trajectory, request_body
+from turnwise.rollout_server.wire import differences, fill_trajectory, pack_adapter, processor_fingerprint, request_body
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
 
 __all__ = ["RolloutClient", "ServerOptions", "ServerWeights", "trainer_name"]

@@ -1,41 +1,256 @@
-"""What the rollout server and its client send each other: requests, and finished trajectories as server-sent events.
+"""What server and client send each other: requests, trajectories, images, adapters.
+
+What the rollout server and its client send each other: requests, and finished trajectories as server-sent events.
 
 A trajectory has the form of the record (docs/record.md). Beside it stand the completions of its turns, which are not part of the
 record: with the sampled tokens where the segments do not contain all of them, because the environment cut or excluded some.
+
+Images between a rollout server and its client.
+
+Each image is sent once in each direction, as a PNG file under the hash of its pixels (`data.images.digest`). Messages refer to it
+by `sha256:<hash>`, as in the record. PNG keeps all pixels, and client and server have the same image processor, so the trainer
+computes the same tensors for the model as the server did. The tensors themselves are not sent.
+
+Which options of a recipe the server and the trainer must have in common.
+
+A LoRA adapter as one file: the weights as a safetensors file, with adapter_config.json in its metadata.
+
+So an adapter is sent to a rollout server in the same way as all weights are.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
+import hashlib
+import io
 import json
+import re
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from turnwise.chat.media import MediaProcessor
-from turnwise.errors import EngineError, RunError
-from turnwise.record.decode import decode_trajectory
-from turnwise.record.encode import encode_line, trajectory_record
-from turnwise.rollout_server.images import CollectedImages, PackedRows, ReceivedImages, unpack_row
-from turnwise.types import Completion, LogprobKind, Message, Row, Sampling, Trajectory, Turn
+from turnwise.config.environment_values import same_value, with_digests
+from turnwise.config.schema import Config
+from turnwise.data.images import digest, is_image, load_image, media_kind, media_value
+from turnwise.data.rows import COLUMNS
+from turnwise.errors import DataError, EngineError, RunError, TurnwiseError
+from turnwise.record.trajectory_json import MediaStore, StoredImage, decode_trajectory, encode_line, trajectory_record
+from turnwise.types import Completion, LogprobKind, Media, Message, Row, Sampling, Segment, Trajectory, Turn
 
-__all__ = [
-    "ConversationBody",
-    "LeaseBody",
-    "LeaseIdBody",
-    "RolloutBody",
-    "RowBody",
-    "SamplingBody",
-    "WeightsPathBody",
-    "empty_trajectory",
-    "fill_trajectory",
-    "finished_event",
-    "request_body",
-    "take_over",
-    "with_images",
-]
+MAX_BODY = 256 << 20
+"""Bytes of a request with conversations and their images, at most."""
+_REFERENCE = re.compile(r"sha256:([0-9a-f]{64})")
+_TENSORS = "multi_modal_inputs"
+
+
+def processor_fingerprint(vision: MediaProcessor | None) -> str | None:
+    """SHA-256 of the kind and the files of a model's image processor; None for a text model."""
+    if vision is None:
+        return None
+    hashed = hashlib.sha256(type(getattr(vision.processor, "image_processor", None)).__name__.encode())
+    for file in sorted(vision.files, key=lambda file: file.name):
+        content = file.read_bytes()
+        hashed.update(f"{file.name}:{len(content)}:".encode() + content)
+    return hashed.hexdigest()
+
+
+@dataclass(slots=True)
+class PackedRows:
+    """The client's rows as JSON values, and their images."""
+
+    images: dict[str, bytes] = field(default_factory=dict)
+    """PNG files by the hash of their pixels."""
+    given: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """For each row (by `id(row)`): its images as the row has them, such as a path, by the same hash."""
+
+    def pack(self, row: Row) -> tuple[list[Message], dict[str, Any]]:
+        """The messages and the fields of a row, with references in place of images.
+
+        Raises EngineError if an image cannot be read, a video is a file, or the images are too large for a request.
+        """
+        where, given = f"row {row.id}", self.given.setdefault(id(row), {})
+        try:
+            messages = with_changed_media(row.messages, lambda value: self._reference(value, given, where))
+            fields = {name: value for name, value in row.fields.items() if name != _TENSORS}
+            for column in COLUMNS.values():
+                if isinstance(values := fields.get(column), list | tuple):
+                    fields[column] = [
+                        change_each(value, lambda item: self._reference(item, given, where)) for value in values
+                    ]
+        except DataError as error:
+            raise EngineError(f"{error}. A rollout server cannot run this row") from error
+        size = sum(map(len, self.images.values())) * 4 // 3
+        if size > MAX_BODY:
+            raise EngineError(
+                f"the images of a request have {size >> 20} MiB, and a rollout server takes {MAX_BODY >> 20} MiB: make the "
+                f"images smaller, or, with deterministic=true, train.batch_size"
+            )
+        return messages, fields
+
+    def _reference(self, value: Any, given: dict[str, Any], where: str) -> str:
+        image = load_image(value, where=f"an image of {where}")
+        name = digest(image)
+        given.setdefault(name, value)
+        if name not in self.images:
+            self.images[name] = _png(image)
+        return f"sha256:{name}"
+
+
+def unpack_row(
+    messages: Sequence[Message], fields: Mapping[str, Any], images: Mapping[str, str]
+) -> tuple[list[Message], dict[str, Any]]:
+    """The messages and the fields of a row, with PNG files (bytes) in place of references to `images`, which are in base64.
+
+    Images in messages may also be data URIs. Raises EngineError for paths and unknown references.
+    """
+
+    def opened(value: Any) -> Any:
+        if isinstance(value, str) and (match := _REFERENCE.fullmatch(value)) is not None:
+            return _decoded(images, match.group(1))
+        if isinstance(value, str) and value.startswith("data:image/"):
+            return value
+        raise EngineError(
+            f"an image of a message is {value!r:.80}: it must be sha256:<hash> of an image in `images`, or a data URI. The "
+            f"server opens no files or addresses for its clients"
+        )
+
+    unpacked = dict(fields)
+    for column in COLUMNS.values():
+        if isinstance(values := unpacked.get(column), list):
+            unpacked[column] = [change_each(value, opened) if _is_reference(value) else value for value in values]
+    return with_changed_media(messages, opened), unpacked
+
+
+class CollectedImages(MediaStore):
+    """Collects the images of a trajectory instead of writing them. Images in `known`, which the client has, are left out."""
+
+    def __init__(self, known: Collection[str]) -> None:
+        super().__init__(None)
+        self.files: dict[str, str] = {}
+        """PNG files in base64, by the hash of their pixels."""
+        self._known = known
+
+    def keep(self, image: Any, name: str) -> None:
+        if name not in self._known and name not in self.files:
+            self.files[name] = encoded_png(image)
+
+    def label(self, media: Media) -> dict[str, Any]:
+        for frame in media.source if isinstance(media.source, list) else [media.source]:
+            if is_image(frame):  # an environment may have given it as a path of the server
+                self.keep(frame, digest(frame))
+        return super().label(media)
+
+
+def processed_again(item: Media, segment: Segment, vision: MediaProcessor | None, *, where: str) -> Media:
+    """An image or a video that another process has put into a segment, with the tensors of this process's image processor.
+
+    `item.source` are the pixels: PIL images, or files as bytes. Equal images share their tensors. Raises EngineError if the
+    processor makes another number of placeholders than the segment has.
+    """
+    if vision is None:
+        raise EngineError(f"{where} contains images, and the model of the trainer has no image processor")
+    try:
+        processed = vision.process(item.kind, item.source)
+    except TurnwiseError as error:
+        raise EngineError(f"{where}: {error}") from error
+    tokens = segment.token_ids[item.start : item.start + item.length]
+    if tokens.count(vision.token_ids[item.kind]) != processed.num_placeholders:
+        raise EngineError(
+            f"{where}: the {item.kind} at token {item.start} has {item.length} tokens, and the trainer's image processor makes "
+            f"{processed.num_placeholders} placeholders of it: install the same version of transformers"
+        )
+    return replace(item, source=processed.source, inputs=processed.inputs)
+
+
+class ReceivedImages:
+    """The images of a trajectory from the server. `given` are those of its row, `files` those of the answer.
+
+    Raises EngineError if `files` has another form.
+    """
+
+    def __init__(self, vision: MediaProcessor | None, given: Mapping[str, Any], files: Any, *, where: str) -> None:
+        if not isinstance(files, Mapping):
+            raise EngineError(f"{where}: `images` must be an object of PNG files in base64")
+        self._vision, self._given, self._files, self._where = vision, given, files, where
+
+    def messages(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with images in place of references: as the client's row has them, else PIL images."""
+        return with_changed_media(messages, lambda value: self._image(value) if _is_reference(value) else value)
+
+    def media(self, item: Media, segment: Segment) -> Media:
+        """An image or a video of a segment, with the tensors for the model. Raises EngineError."""
+        frames: list[StoredImage] = item.source if isinstance(item.source, list) else [item.source]
+        images = [self._image(f"sha256:{frame.sha256}") for frame in frames]
+        value = images if isinstance(item.source, list) else images[0]
+        return processed_again(replace(item, source=value), segment, self._vision, where=self._where)
+
+    def _image(self, reference: str) -> Any:
+        match = _REFERENCE.fullmatch(reference)
+        if match is None:
+            raise EngineError(
+                f"{self._where} contains the video file {reference[7:87]!r}: environments must give frames"
+            )
+        name = match.group(1)
+        if name in self._given:
+            return self._given[name]
+        try:
+            return load_image(_decoded(self._files, name), where=f"{self._where}: the image {name[:12]}")
+        except DataError as error:
+            raise EngineError(str(error)) from error
+
+
+def with_changed_media(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    """The messages with `change` applied to each image, and to each frame of a video."""
+    result: list[Message] = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and any(isinstance(part, Mapping) and media_kind(part) for part in content):
+            message = {**message, "content": [_changed_part(part, change) for part in content]}
+        result.append(message)
+    return result
+
+
+def _changed_part(part: Any, change: Callable[[Any], Any]) -> Any:
+    kind = media_kind(part) if isinstance(part, Mapping) else None
+    return part if kind is None else {"type": kind, kind: change_each(media_value(part), change)}
+
+
+def change_each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` of an image, or of each frame of a video."""
+    return [change(frame) for frame in value] if isinstance(value, list | tuple) else change(value)
+
+
+def _is_reference(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_reference, value))
+    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+
+
+def _decoded(images: Mapping[str, Any], name: str) -> bytes:
+    """A file of `images`. Raises EngineError if there is none, or if it is not base64."""
+    try:
+        return base64.b64decode(images[name], validate=True)
+    except KeyError:
+        raise EngineError(f"there is no image sha256:{name} in `images`") from None
+    except (binascii.Error, ValueError, TypeError):
+        raise EngineError(f"the image sha256:{name} is not base64") from None
+
+
+def encoded_png(image: Any) -> str:
+    """A PIL image as a PNG file in base64."""
+    return base64.b64encode(_png(image)).decode()
+
+
+def _png(image: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 class _Body(BaseModel):
@@ -309,3 +524,109 @@ def _share_messages(trajectory: Trajectory) -> None:
         for history in histories[turn.history :]:
             if place < len(history) and history[place] == turn.message:
                 history[place] = turn.message
+
+
+_SECTIONS = (
+    "environment",
+    "tools",
+    "mcp",
+    "tool_calls",
+    "limits",
+    "thinking",
+    "tokenization_sanity_check",
+    "tool_format",
+    "deterministic",
+)
+
+_BLOCKS, _BLOCK_BYTES = 64, 1 << 16
+
+
+def served_options(config: Config) -> dict[str, Any]:
+    """The options that decide about conversations, as plain data by their dotted names.
+
+    The sampling is not among them: the trainer sends it with each request. The engine is the server's own.
+    """
+    plain = with_digests(config.model_dump(mode="json"), config.origins)  # they are sent
+    names = [*_SECTIONS, "max_concurrent"] if config.deterministic else _SECTIONS
+    of_model = {f"model.{name}": plain["model"][name] for name in ("lora", "chat_template_kwargs")}
+    return dict(_flat({**{name: plain[name] for name in names}, **of_model}, ""))
+
+
+def base_weights(config: Config) -> str | None:
+    """A fingerprint of the model's files, if the recipe trains an adapter on it: then only the adapter is sent. Else None.
+
+    Of each file, the size and blocks in equal distances are read, so that large models are no obstacle. For a model on the hub,
+    its name.
+    """
+    if config.model.lora.rank is None:
+        return None
+    folder = Path(config.model.path).expanduser()
+    files = sorted(file for suffix in ("safetensors", "bin") for file in folder.glob(f"*.{suffix}"))
+    if not files:
+        return config.model.path
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}:".encode())
+        with file.open("rb") as opened:
+            for block in range(_BLOCKS):
+                opened.seek(max(size - _BLOCK_BYTES, 0) * block // (_BLOCKS - 1))
+                digest.update(opened.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _flat(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    items: list[tuple[str, Any]] = []
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and name not in ("arguments", "model.chat_template_kwargs"):
+            items += _flat(value, f"{key}.")
+        else:
+            items.append((key, value))
+    return items
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """A line for each option that has another value at the server (`theirs`) than at the trainer (`ours`)."""
+    return [
+        f"{name}={ours.get(name)!r:.80} here, {theirs.get(name)!r:.80} at the server"
+        for name in sorted({*ours, *theirs})
+        if not same_value(ours.get(name), theirs.get(name))
+    ]
+
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_KEY = "adapter_config"
+
+LoadAdapter = Callable[[int, Path], Awaitable[None]]
+"""Loads the adapter in a directory into the engine, as the given version. Raises EngineError or ConfigError."""
+
+
+def pack_adapter(folder: Path, file: Path) -> None:
+    """Write the adapter in a directory (in peft's format) into one file. Raises EngineError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    try:
+        metadata = {"format": "pt", _KEY: (folder / CONFIG_FILE).read_text(encoding="utf-8")}
+        save_file(load_file(folder / WEIGHTS_FILE), file, metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"the adapter cannot be written to {file}: {error}") from error
+
+
+def packed_config(file: Path) -> str | None:
+    """The adapter_config.json of a packed adapter; None if the file has weights that are no adapter.
+
+    Raises OSError or SafetensorError if the file cannot be read.
+    """
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return (opened.metadata() or {}).get(_KEY)
+
+
+def unpack_adapter(file: Path, config: str, folder: Path) -> None:
+    """Write a packed adapter into a directory, in peft's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG_FILE).write_text(config, encoding="utf-8")
+    (folder / WEIGHTS_FILE).write_bytes(file.read_bytes())

@@ -14,22 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from turnwise import build
+from turnwise import assembly
+from turnwise.chat.media import process_row_media
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.row_media import process_row_media
+from turnwise.config.engines import OpenAIEngineSection
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config, OpenAIEngineSection
-from turnwise.engines.recorded import RecordedEngine, RecordedText
+from turnwise.config.schema import Config
+from turnwise.engines.scripted import RecordedEngine, RecordedText
 from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length
-from turnwise.record.encode import encode_line, trajectory_record
 from turnwise.record.reader import RecordedTrajectories, trajectories_file
+from turnwise.record.trajectory_json import encode_line, trajectory_record
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationContext, TextContext
 from turnwise.rollout.rollout import rollout
-from turnwise.services.chat_endpoint import ChatAnswer, ContextFullError
+from turnwise.services.chat import ChatAnswer, ContextFullError
 from turnwise.services.json_service import ServiceError
 from turnwise.types import Completion, Group, Message, Row, Stop, ToolSchema, Trajectory, Turn
 
@@ -88,16 +89,18 @@ async def replay(
     selected = recorded[:] if id is None else recorded.with_id(id)
     if not selected:
         raise RunError(f"no conversation in {file} has the id {id!r}; `turnwise show {run} --last 5` prints some")
-    scorer = build.scorer(config)
+    scorer = assembly.scorer(config)
     _refuse_engine_rewards(scorer)
     if not evaluation:
         _refuse_incomplete_groups(config, scorer)
     needed = _scored_with(scorer, selected, recorded)
-    renderer = None if isinstance(config.engine, OpenAIEngineSection) else build.renderer(config, _source(run, config))
+    renderer = (
+        None if isinstance(config.engine, OpenAIEngineSection) else assembly.renderer(config, _source(run, config))
+    )
     held_out = evaluation or (run / "evaluation.json").is_file()
     new = _empty_copies(needed, _rows(config, renderer, held_out=held_out))
     encode = None if renderer is None else renderer.encode
-    async with contextlib.aclosing(build.environment_factory(config, encode=encode)) as environments:
+    async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
         context_of = _contexts(config, renderer, environments, needed, run)
         await _run_all(config, scorer, needed, new, context_of)
     chosen = {id_of(trajectory) for trajectory in selected}
@@ -164,7 +167,7 @@ def _source(run: Path, config: Config) -> str | Path:
 
 
 def _rows(config: Config, renderer: Renderer | None, *, held_out: bool) -> dict[str, Row]:
-    rows = build.rows(config, held_out=held_out)
+    rows = assembly.rows(config, held_out=held_out)
     if renderer is not None:
         rows = process_row_media(rows, renderer.vision, wanted=config.data.return_multi_modal_inputs)
     return {row.id: row for row in rows}
@@ -184,7 +187,7 @@ def _empty_copies(recorded: Sequence[Trajectory], rows: Mapping[str, Row]) -> li
 def _contexts(
     config: Config,
     renderer: Renderer | None,
-    environments: build.Environments,
+    environments: assembly.Environments,
     recorded: Sequence[Trajectory],
     run: Path,
 ) -> Callable[[Trajectory], ConversationContext]:
@@ -193,8 +196,8 @@ def _contexts(
         return lambda trajectory: TextContext(
             chat=_RecordedChat(trajectory),
             make_environment=environments,
-            sampling=build.sampling(config),
-            limits=build.limits(config, longest=None),
+            sampling=assembly.sampling(config),
+            limits=assembly.limits(config, longest=None),
         )
     names = {id_of(t): [_completion(turn, t, renderer) for turn in t.turns] for t in recorded}
     longest = _longest(_source(run, config))
@@ -206,7 +209,7 @@ def _contexts(
             encode_behind=renderer.encode_continuation,
             stop_token_id=renderer.stop_token_ids[0],
         )
-        return build.rollout_context(
+        return assembly.rollout_context(
             config.model_copy(update={"deterministic": False}), renderer, engine, environments, longest=longest
         )
 

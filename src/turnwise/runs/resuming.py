@@ -14,8 +14,7 @@ from turnwise.errors import RunError, TemplateError
 from turnwise.record.run_directory import RunDirectory
 from turnwise.training import fingerprint
 from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
-from turnwise.training.critic import Critic
-from turnwise.training.learner import Learner
+from turnwise.training.learner import Critic, Learner
 from turnwise.types import Row
 
 __all__ = ["OpenedRun", "open_run"]

@@ -1,34 +1,98 @@
-"""The state of a run, whether it trains or fine-tunes: the finished steps, what they leave behind, and how a run ends."""
+"""The state of a run: inputs, finished steps, loggers, how it ends.
+
+The state of a run, whether it trains or fine-tunes: the finished steps, what they leave behind, and how a run ends.
+
+What a training and a fine-tuning run read at their start: rows, renderer, and the run directory. No weights yet.
+
+Builds the loggers of a recipe: experiment trackers and traces.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from turnwise import build
-from turnwise.config.optimization import OptimizationSection
+from turnwise import assembly
+from turnwise.chat.media import process_row_media
+from turnwise.chat.renderer import Renderer
+from turnwise.config.algorithm import OptimizationSection
 from turnwise.config.schema import Config
 from turnwise.data.order import RowOrder
+from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.errors import RunError
 from turnwise.loggers.logger import Loggers
+from turnwise.loggers.tracers import start_tracer
+from turnwise.loggers.trackers import Start, start_tracker
 from turnwise.record.metrics import template_mismatches
-from turnwise.record.retention import Retention
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.writer import Retention
 from turnwise.rewards.turn_weights import TurnWeighting
-from turnwise.runs.assembly import RunInputs
-from turnwise.terminal.activity import Activity
+from turnwise.runs.resuming import OpenedRun, open_run
+from turnwise.terminal.report import Activity
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
-from turnwise.training.critic import Critic
-from turnwise.training.learner import Learner
+from turnwise.training.learner import Critic, Learner
 from turnwise.training.options import Normalization
 from turnwise.types import Row, Trajectory
 
-__all__ = ["RunState", "checkpoint_due"]
+ReadRows = Callable[[Config, bool], list[Row]]
+"""Reads the training rows, or the held-out rows if the second argument is true."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInputs:
+    """Everything of a run that does not need the model's weights."""
+
+    config: Config
+    """The recipe, with `train.steps` in place of `train.epochs`; `opened.config` is the recipe as it was written."""
+    opened: OpenedRun
+    renderer: Renderer
+    rows: list[Row]
+    held_out: list[Row]
+    """Empty without data.eval."""
+    notes: list[str]
+    """Notes for the person who starts the run: on the chat template, and on rows that are left out."""
+
+
+def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -> RunInputs:
+    """Open the run directory, read the rows, load the tokenizer and check the chat template.
+
+    A resumed run is compared with the run that was started: rows and tokenizer must be the same. Raises TurnwiseError.
+    """
+    opened = open_run(config, kind)
+    rows = read(config, False)
+    held_out = read(config, True) if config.data.eval is not None else []
+    opened.compare_rows(rows)
+    renderer = assembly.renderer(config, opened.source)
+    opened.compare_tokenizer(renderer)
+    tools_in_rows = kind == "sft" and any(row.fields.get("tools") for row in [*rows, *held_out])
+    row_notes = preflight_rows(config, renderer, [*rows, *held_out], tools=tools_in_rows)  # its errors name the row
+    notes = preflight(config, renderer, source=opened.source, tools=tools_in_rows, rows=rows, training=kind == "train")
+    notes += row_notes
+    notes += unread_columns(config, rows) if kind == "train" else []
+    rows, dropped = assembly.drop_long_prompts(config, rows, renderer)
+    held_out, held_out_dropped = assembly.drop_long_prompts(config, held_out, renderer)
+    notes += [*dropped, *(f"held-out rows: {note}" for note in held_out_dropped)]
+    if kind == "train" and len(rows) < config.train.batch_size:
+        notes.append(
+            f"train.batch_size={config.train.batch_size} is more than the {len(rows)} rows of data.train, so a step uses rows "
+            f"more than once: set train.batch_size={len(rows)}, and raise train.group_size for more conversations of each row"
+        )
+    processed = process_row_media([*rows, *held_out], renderer.vision, wanted=config.data.return_multi_modal_inputs)
+    return RunInputs(
+        config=config.with_known_steps(len(rows)),
+        opened=opened,
+        renderer=renderer,
+        rows=processed[: len(rows)],
+        held_out=processed[len(rows) :],
+        notes=notes,
+    )
+
 
 _CHECKPOINT_SHARE = 0.03
 """The share of a run's time that checkpoints may take if the recipe does not say how often they are written."""
@@ -90,7 +154,7 @@ class RunState:
         inputs, opened = self.inputs, self.inputs.opened
         self.notes = [*inputs.notes, *opened.notes]
         self.retention = Retention(self.config.record.every, self.config.record.best_and_worst)
-        self.order = build.row_order(inputs.config, inputs.rows)
+        self.order = assembly.row_order(inputs.config, inputs.rows)
         self.step = self.saved = opened.step
         self.evaluated = opened.number("evaluated", -1)
         if opened.saved is not None:
@@ -119,7 +183,7 @@ class RunState:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the step that comes next."""
-        return build.learning_rate(self.options, self.step, steps=self.steps)
+        return assembly.learning_rate(self.options, self.step, steps=self.steps)
 
     def pack(self, trajectories: Sequence[Trajectory], *, compared: Collection[str] = ()) -> Batch:
         """Pack trajectories into a batch, as the recipe and the learner require. Those with the ids `compared` are in the pass
@@ -162,7 +226,7 @@ class RunState:
         """Log the story of one of the step's conversations, for `TURNWISE_LOG=debug`."""
         if not _log.isEnabledFor(logging.DEBUG):
             return
-        from turnwise.terminal.story import log_conversation  # not in the files of an ordinary step
+        from turnwise.terminal.conversation import log_conversation  # not in the files of an ordinary step
 
         log_conversation(trajectories, decode=self.inputs.renderer.decode, step=self.step + 1)
 
@@ -289,3 +353,36 @@ class RunState:
             self.learner.close()
             self.loggers.close()
             self.directory.release()
+
+
+_PROJECT = "turnwise"
+
+
+def loggers(config: Config, *, step: int) -> Loggers:
+    """The trackers of `loggers` and the traces of `trace`, started. `step` is the number of finished steps of a resumed run.
+
+    Raises ConfigError if a library is not installed, or a tracker does not start.
+    """
+    directory = Path(config.output)
+    started = [
+        start_tracker(
+            use.name,
+            Start(
+                project=use.project or _PROJECT,
+                run=use.run or directory.name,
+                conversations=use.conversations,
+                arguments=use.arguments,
+                directory=directory,
+                options=config.written(),
+                step=step,
+            ),
+        )
+        for use in config.loggers
+    ]
+    trace = config.trace
+    if trace.backend is not None:
+        project = trace.project or _PROJECT
+        started.append(
+            start_tracer(trace.backend, conversations=trace.conversations, project=project, directory=directory)
+        )
+    return Loggers(started)

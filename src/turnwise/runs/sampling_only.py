@@ -1,28 +1,44 @@
-"""What runs without training share: rows, rewards, environments, and the engine or the endpoint that the conversations use.
+"""Conversations without training.
+
+What runs without training share: rows, rewards, environments, and the engine or the endpoint that the conversations use.
 
 `turnwise rollout` and `turnwise eval` are such runs.
+
+Conversations without training: sampled on a recipe's rows with any engine, scored, and written down as they end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from turnwise import build
+from rich.console import Console
+
+from turnwise import assembly
+from turnwise.chat.media import process_row_media
 from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.row_media import process_row_media
-from turnwise.config.schema import Config, OpenAIEngineSection, ServerEngineSection
-from turnwise.doctor.preflight import preflight, preflight_rows, unread_columns
+from turnwise.config.engines import OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
+from turnwise.config.schema import Config
+from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.engines.engine import closing
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, DataError, RolloutError
 from turnwise.models.model_config import context_length
+from turnwise.record.lines import SUFFIX, existing_file, is_compressed
+from turnwise.record.metrics import conversation_metrics, cut_answers, failures, template_mismatches
+from turnwise.record.run_directory import RunLock, refuse_run_directory
+from turnwise.record.writer import write_config, write_trajectories, writing
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationContext
-from turnwise.types import Row, Sampling
-
-__all__ = ["SamplingRun", "conversation_context", "prepare"]
+from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.terminal.conversation import log_conversation
+from turnwise.terminal.report import progress
+from turnwise.types import Group, Row, Sampling, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +60,7 @@ class SamplingRun:
         if self.renderer is None:
             return list(rows), unread
         notes = unread + preflight_rows(self.config, self.renderer, rows)
-        kept, dropped = build.drop_long_prompts(self.config, rows, self.renderer)
+        kept, dropped = assembly.drop_long_prompts(self.config, rows, self.renderer)
         return kept, [*notes, *dropped]
 
     def process(self, rows: Sequence[Row]) -> list[Row]:
@@ -66,19 +82,19 @@ class SamplingRun:
 
 def prepare(config: Config, sampling: Sampling) -> SamplingRun:
     """Read the tokenizer, build the rewards and check the recipe. Raises TurnwiseError."""
-    scorer = build.scorer(config)
+    scorer = assembly.scorer(config)
     if isinstance(config.engine, OpenAIEngineSection):
-        build.refuse_for_endpoint(config, scorer, sampling)
-        renderer, notes = None, build.endpoint_notes(config)
+        assembly.refuse_for_endpoint(config, scorer, sampling)
+        renderer, notes = None, assembly.endpoint_notes(config)
     else:
-        renderer = build.renderer(config)
+        renderer = assembly.renderer(config)
         notes = preflight(config, renderer, source=config.model.path)
     return SamplingRun(config=config, renderer=renderer, scorer=scorer, sampling=sampling, notes=notes)
 
 
 @contextlib.asynccontextmanager
 async def conversation_context(
-    conversations: SamplingRun, *, scripts: build.Scripts | None = None
+    conversations: SamplingRun, *, scripts: assembly.Scripts | None = None
 ) -> AsyncIterator[ConversationContext]:
     """The context of the conversations: environments, and the loaded engine or the endpoint. All are closed at the end.
 
@@ -86,21 +102,131 @@ async def conversation_context(
     """
     config, renderer = conversations.config, conversations.renderer
     encode = None if renderer is None else renderer.encode
-    async with contextlib.aclosing(build.environment_factory(config, encode=encode)) as environments:
+    async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
         if isinstance(config.engine, OpenAIEngineSection):
-            yield build.text_context(config, config.engine, environments, conversations.sampling)
+            yield assembly.text_context(config, config.engine, environments, conversations.sampling)
             return
         assert renderer is not None
-        model = build.engine_model(config)
-        engine = build.engine(config, renderer, model, scripts=scripts)
-        build.connect_engine(conversations.scorer, engine, renderer)
+        model = assembly.engine_model(config)
+        engine = assembly.engine(config, renderer, model, scripts=scripts)
+        assembly.connect_engine(conversations.scorer, engine, renderer)
         if isinstance(config.engine, ServerEngineSection):
-            longest = build.longest_context(config)
+            longest = assembly.longest_context(config)
         else:
             longest = context_length(model.config.to_dict()) if model is not None else None
-        context = build.rollout_context(
+        context = assembly.rollout_context(
             config, renderer, engine, environments, longest=longest, sampled=conversations.sampling
         )
         async with closing(engine):
             await engine.start()
             yield context
+
+
+async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:
+    """Run conversations on the recipe's rows, score them, and write them to `out` in the order of the rows.
+
+    Returns the summary, which is also the only line of `out/metrics.jsonl`. Raises TurnwiseError. If all conversations failed,
+    everything is written, and then RolloutError is raised.
+    """
+    conversations = prepare(config, assembly.sampling(config))
+    _print(console, conversations.notes, style="dim")
+    rows, notes = conversations.keep_rows(assembly.rows(config, limit=config.rollout.max_rows))
+    _print(console, notes, style="dim")
+    rows, weigh_turns = conversations.process(rows), assembly.turn_weighting(config)
+    groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
+    groups, scripts = assign_scripts(config, groups, samples="rollout.samples_per_row")
+    async with conversation_context(conversations, scripts=scripts) as context:
+        started = time.perf_counter()
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        writer = _OrderedWriter(out, trajectories, compressed=config.record.compression == "gzip")
+        score = conversations.scorer.scoring_callback(groups)
+        with progress(console, len(trajectories)) as advance:
+
+            async def done(trajectory: Trajectory) -> None:
+                advance(trajectory.sampled_tokens)
+                for scored in await score(trajectory):
+                    weigh_turns(scored)  # nothing is trained; the record shows what training would use
+                    writer.add(scored)
+
+            await rollout_groups(groups, context, on_finished=done)
+    renderer = conversations.renderer
+    log_conversation(trajectories, decode=None if renderer is None else renderer.decode)
+    warnings = (template_mismatches(trajectories), cut_answers(trajectories, config.limits))
+    _print(console, [warning for warning in warnings if warning is not None], style="yellow")
+    _print(console, failures(groups)[:5], style="red")
+    summary = {
+        "step": 0,
+        "conversations": len(trajectories),
+        **conversation_metrics(groups),
+        "seconds/rollout": round(time.perf_counter() - started, 4),
+    }
+    writer.finish(config, summary)
+    if summary["failed"] == 1.0:
+        raise RolloutError(f"all {len(trajectories)} conversations failed; they are in {out}, with their errors")
+    return summary
+
+
+def assign_scripts(
+    config: Config, groups: Sequence[Group], *, samples: str
+) -> tuple[list[Group], assembly.Scripts | None]:
+    """For the scripted engine: the groups that have scripts, and the script of each trajectory. Else all groups, and None.
+
+    The scripts say how many conversations there are: trajectories without a script are dropped. `samples` is the option for the
+    number of conversations on each row. Raises DataError if there are more scripts than trajectories.
+    """
+    if not isinstance(config.engine, ScriptedEngineSection):
+        return list(groups), None
+    scripts = assembly.read_scripts(config.engine.script)
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    if len(scripts) > len(trajectories):
+        raise DataError(
+            f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with "
+            f"{samples}={len(groups[0].trajectories)} make {len(trajectories)} conversations; the number of "
+            f"scripts and the number of conversations must be equal"
+        )
+    by_id = {trajectory.id: script for trajectory, script in zip(trajectories, scripts, strict=False)}
+    for group in groups:
+        group.trajectories = [trajectory for trajectory in group.trajectories if trajectory.id in by_id]
+    return [group for group in groups if group.trajectories], by_id
+
+
+def _print(console: Console, lines: Sequence[str], *, style: str) -> None:
+    for line in lines:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+class _OrderedWriter:
+    """Writes trajectories in a given order: each as soon as it and all before it have ended."""
+
+    def __init__(self, out: Path, trajectories: Sequence[Trajectory], *, compressed: bool) -> None:
+        self._out = out
+        self._path = out / f"trajectories.jsonl{SUFFIX if compressed else ''}"
+        self._ended: set[str] = set()
+        self._waiting = list(reversed(trajectories))
+        refuse_run_directory(out)
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(out)
+            self._keep_previous()
+
+    def add(self, trajectory: Trajectory) -> None:
+        self._ended.add(trajectory.id)
+        ready: list[Trajectory] = []
+        while self._waiting and self._waiting[-1].id in self._ended:
+            ready.append(self._waiting.pop())
+        with writing(self._out):
+            write_trajectories(self._path, ready)
+
+    def finish(self, config: Config, summary: dict[str, Any]) -> None:
+        with writing(self._out):
+            (self._out / "metrics.jsonl").write_text(json.dumps(summary) + "\n", encoding="utf-8")
+            write_config(self._out / "config.yaml", config)
+        self._lock.release()
+
+    def _keep_previous(self) -> None:
+        """Rename the trajectories of an earlier call instead of overwriting them."""
+        path = existing_file(self._out / "trajectories.jsonl")
+        if path.exists():
+            stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(path.stat().st_mtime))
+            suffix = SUFFIX if is_compressed(path) else ""
+            path.rename(path.with_name(f"trajectories-{stamp}-{time.time_ns() % 10**6}.jsonl{suffix}"))

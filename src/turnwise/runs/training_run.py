@@ -1,35 +1,271 @@
-"""A training run: everything that the loop of `train` needs, assembled from a recipe."""
+"""Everything that the loop of `train` needs: assembly, critic, KL reward, timeline.
+
+A training run: everything that the loop of `train` needs, assembled from a recipe.
+
+The critic in a training run: its values for the trajectories of a step, and its update.
+
+The KL divergence in the reward: what each sampled token costs, because it is more likely than under the reference model.
+
+The timeline of a training step: when its groups ran, what their conversations waited for, and how long the trainer waited
+for the groups (docs/record.md).
+
+Keeps Python's garbage collector fast during a run.
+"""
 
 from __future__ import annotations
 
+import gc
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import math
+import statistics
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any, Literal
 
-from turnwise import build
-from turnwise.config.schema import Config
+from turnwise import assembly
+from turnwise.config.schema import Config, KlRewardSection
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
-from turnwise.data.curriculum import initial_pass_rates
-from turnwise.data.row_source import DataState, RowSource
-from turnwise.engines.publisher import WeightPublisher
+from turnwise.data.order import DataState, RowSource, initial_pass_rates
+from turnwise.engines.engine import WeightPublisher
 from turnwise.errors import ConfigError
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import RolloutContext
-from turnwise.rollout.pipeline import Pipeline, PipelineOptions
-from turnwise.runs.assembly import RunInputs, read_inputs
-from turnwise.runs.critic_training import CriticTraining
-from turnwise.runs.kl_reward import KlReward
-from turnwise.runs.learning_watch import LearningWatch
+from turnwise.rollout.pipeline import ActiveGroup, Pipeline, PipelineOptions, TakenGroups
+from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
-from turnwise.runs.run_state import RunState
-from turnwise.training.learner import Learner
-from turnwise.types import Row
+from turnwise.runs.run_state import RunInputs, RunState, loggers, read_inputs
+from turnwise.training.batch import divide_evenly, logprob_kind
+from turnwise.training.learner import Critic, Learner
+from turnwise.training.losses import kl_numbers
+from turnwise.training.value_batch import ValuePacking, by_turn, pack_states, pack_value_targets, set_values
+from turnwise.training.value_model import explained_variance, mean_value
+from turnwise.types import NOT_SAMPLED, Failure, Group, LogprobKind, Row, Trajectory
 
-__all__ = ["DataState", "TrainingRun", "assemble"]
+__all__ = [
+    "MAX_GROUPS",
+    "CriticMetrics",
+    "CriticTraining",
+    "DataState",
+    "KlReward",
+    "KlRewardMetrics",
+    "TrainingRun",
+    "assemble",
+    "frozen_start_objects",
+    "step_timeline",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticMetrics:
+    """The metrics `critic/<field>` of a training step."""
+
+    loss: float
+    explained_variance: float | None
+    clip_fraction: float
+    grad_norm: float
+    value_mean: float | None
+
+    def named(self) -> dict[str, float | None]:
+        """The metrics by their names in metrics.jsonl."""
+        return {f"critic/{column.name}": getattr(self, column.name) for column in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class CriticTraining:
+    """A critic, and how a recipe uses it."""
+
+    critic: Critic
+    level: Literal["turn", "token"]
+    """Whether the estimator of advantages needs a value before each turn, or before each sampled token."""
+    config: Config
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether the policy is trained in a step, counted from 0; in the steps of `critic.warmup_steps`, it is not."""
+        return step >= self.config.critic.warmup_steps
+
+    async def set_values(self, groups: Sequence[Group]) -> None:
+        """Set `Trajectory.values` of all trajectories that have a reward. Before credit."""
+        trajectories = [
+            trajectory
+            for group in groups
+            for trajectory in group.trajectories
+            if trajectory.reward is not None and not trajectory.failed
+        ]
+        batch = pack_states(trajectories, self._packing())
+        set_values(trajectories, await self.critic.values(batch), self.level)
+
+    async def update(
+        self,
+        groups: Sequence[Group],
+        *,
+        cancellable: bool,
+        on_first_step: Callable[[], None],
+    ) -> CriticMetrics:
+        """Train the critic on the trajectories of a step, with as many optimizer steps as the policy."""
+        options = self.config.train
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories if _has_targets(trajectory)]
+        batches = [
+            pack_value_targets(part, self._packing()) for part in divide_evenly(trajectories, options.minibatches)
+        ]
+        stats = await self.critic.update(
+            batches,
+            lr=self.config.critic.lr,
+            epochs=options.ppo_epochs,
+            cancellable=cancellable,
+            on_first_step=on_first_step,
+        )
+        return CriticMetrics(
+            loss=stats.loss,
+            explained_variance=explained_variance(batches),
+            clip_fraction=stats.clip_fraction,
+            grad_norm=stats.grad_norm,
+            value_mean=mean_value(batches),
+        )
+
+    def _packing(self) -> ValuePacking:
+        required = self.critic.requirements
+        return ValuePacking(
+            level=self.level,
+            micro_batch_tokens=self.config.train.micro_batch_tokens or required.micro_batch_tokens,
+            parallel=required.parallel,
+            share_prompts=required.share_prompts,
+        )
+
+
+def _has_targets(trajectory: Trajectory) -> bool:
+    """Whether the critic is trained on a turn of the trajectory."""
+    return bool(trajectory.returns) and any(turn.weight > 0 for turn in trajectory.turns)
+
+
+_LARGEST_CHANGE = 0.2
+"""The largest relative error of the divergence that changes an adaptive coefficient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KlRewardMetrics:
+    """The metrics `kl_reward/<field>` of a training step."""
+
+    divergence: float | None
+    """Mean over the conversations of the mean estimate of a token, in nats."""
+    penalty: float | None
+    """What is subtracted from the reward of a conversation, on average."""
+    coef: float
+    """The coefficient of this step."""
+
+    def named(self) -> dict[str, float | None]:
+        """The metrics by their names in metrics.jsonl."""
+        return {f"kl_reward/{column.name}": getattr(self, column.name) for column in fields(self)}
+
+
+@dataclass(slots=True)
+class KlReward:
+    """Computes the penalties of `reward.kl`, and adapts their coefficient if the recipe has a target.
+
+    With d, the log-probability of a token under the policy that sampled it minus its log-probability under the reference model,
+    the penalty of the token is `coef` times the estimate of the KL divergence (`training/losses.py`). Tokens of turns that are
+    not trained on have the penalty 0.
+
+    After a step with n conversations, an adaptive coefficient is multiplied by `1 + e * n / horizon`, where e is the relative
+    error of the divergence, `divergence / target - 1`, clipped to [-0.2, 0.2]: Ziegler and others, 2019, arXiv 1909.08593.
+    """
+
+    learner: Learner
+    options: KlRewardSection
+    micro_batch_tokens: int | None
+    """Tokens of a forward pass; None: the learner's default."""
+    coef: float
+    """The coefficient of the next step."""
+
+    async def set_penalties(self, groups: Sequence[Group]) -> KlRewardMetrics:
+        """Set `Trajectory.penalties` of all trajectories that have a reward. Before credit, after the weights of turns.
+
+        A trajectory whose penalty is not finite fails.
+        """
+        trajectories = [
+            trajectory
+            for group in groups
+            for trajectory in group.trajectories
+            if trajectory.reward is not None and not trajectory.failed
+        ]
+        means: list[float] = []
+        for trajectory, estimates in zip(trajectories, await self._estimates(trajectories), strict=True):
+            flat = [number for of_turn in estimates for number in of_turn]
+            if not math.isfinite(sum(flat)):
+                trajectory.fail(_not_finite(self.options))
+                continue
+            trained = [
+                number
+                for turn, of_turn in zip(trajectory.turns, estimates, strict=True)
+                if turn.weight > 0
+                for number in of_turn
+            ]
+            trajectory.penalties = [
+                [self.coef * number if turn.weight > 0 else 0.0 for number in of_turn]
+                for turn, of_turn in zip(trajectory.turns, estimates, strict=True)
+            ]
+            if trained:
+                means.append(statistics.fmean(trained))
+        penalties = [math.fsum(map(math.fsum, t.penalties)) for t in trajectories if not t.failed]
+        metrics = KlRewardMetrics(
+            divergence=statistics.fmean(means) if means else None,
+            penalty=statistics.fmean(penalties) if penalties else None,
+            coef=self.coef,
+        )
+        self._adapt(metrics.divergence, len(means))
+        return metrics
+
+    def _adapt(self, divergence: float | None, conversations: int) -> None:
+        if self.options.target is None or divergence is None:
+            return
+        error = divergence / self.options.target - 1.0
+        error = min(max(error, -_LARGEST_CHANGE), _LARGEST_CHANGE)
+        self.coef *= 1.0 + error * conversations / self.options.horizon
+
+    async def _estimates(self, trajectories: Sequence[Trajectory]) -> list[list[list[float]]]:
+        """For each trajectory and turn, the estimate of the divergence for each sampled token."""
+        required = self.learner.requirements
+        packing = ValuePacking(
+            level="token",
+            micro_batch_tokens=self.micro_batch_tokens or required.micro_batch_tokens,
+            parallel=1,
+            share_prompts=required.share_prompts,
+        )
+        batch = pack_states(trajectories, packing)
+        reference = await self.learner.logprobs(batch, reference=True)
+        reported = [number for t in trajectories for number in _reported(t, required.logprob_kinds)]
+        if any(math.isnan(number) for number in reported):
+            own = await self.learner.logprobs(batch)
+            reported = [o if math.isnan(number) else number for number, o in zip(reported, own, strict=True)]
+        return by_turn(trajectories, kl_numbers(reported, reference, self.options.estimator))
+
+
+def _reported(trajectory: Trajectory, kinds: Collection[LogprobKind]) -> list[float]:
+    """The log-probability that the engine reported for each sampled token, by turn; NaN where its kind cannot be used."""
+    by_turn: list[list[float]] = [[] for _ in trajectory.turns]
+    for segment in trajectory.segments:
+        for turn, logprob in zip(segment.turn, segment.logprobs, strict=True):
+            if turn >= 0:
+                by_turn[turn].append(logprob)
+    return [
+        logprob if logprob_kind(trajectory, turn) in kinds else math.nan
+        for turn, logprobs in zip(trajectory.turns, by_turn, strict=True)
+        for logprob in logprobs
+    ]
+
+
+def _not_finite(options: KlRewardSection) -> Failure:
+    return Failure(
+        "reward",
+        f"the KL divergence from the reference model is not a finite number (reward.kl.estimator={options.estimator}): the "
+        f"reference model gives a token of the conversation almost no probability. Use reward.kl.estimator=k1, or another "
+        f"reference model",
+    )
+
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +274,7 @@ _log = logging.getLogger(__name__)
 class TrainingRun(RunState):
     """A training run, ready to continue after `step` steps."""
 
-    environments: build.Environments
+    environments: assembly.Environments
     """The factory in `context`, which is closed at the end of the run."""
     credit: Credit
     publisher: WeightPublisher
@@ -94,28 +330,28 @@ def assemble(config: Config) -> TrainingRun:
     refuse_without_reward(config)
     for text in training_warnings(config):
         _log.warning("%s", text)
-    scorer, weigh_turns = build.scorer(config), build.turn_weighting(config)
-    credit = build.credit(config, scorer)
+    scorer, weigh_turns = assembly.scorer(config), assembly.turn_weighting(config)
+    credit = assembly.credit(config, scorer)
     inputs = read_inputs(config, "train", _read_rows)
     if inputs.config is not config:
         _refuse_with_known_steps(config, inputs)
         config = inputs.config
-    if (note := build.credit_note(config)) is not None:
+    if (note := assembly.credit_note(config)) is not None:
         inputs.notes.append(note)
     scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
     if (option := config.runs_conversations_elsewhere) is not None:
-        build.refuse_what_needs_conversations_here(scorer, [*inputs.rows, *inputs.held_out], option)
+        assembly.refuse_what_needs_conversations_here(scorer, [*inputs.rows, *inputs.held_out], option)
     opened, renderer = inputs.opened, inputs.renderer
-    environments = build.environment_factory(config, encode=renderer.encode)
-    learner = build.learner(config, opened.source, before_training=opened.before_training)
+    environments = assembly.environment_factory(config, encode=renderer.encode)
+    learner = assembly.learner(config, opened.source, before_training=opened.before_training)
     opened.compare_model(learner)
-    model = build.sampled_model(config, learner, opened.source)
-    critic = None if credit.needs_values is None else build.critic(config, opened.source, learner, opened.critic)
+    model = assembly.sampled_model(config, learner, opened.source)
+    critic = None if credit.needs_values is None else assembly.critic(config, opened.source, learner, opened.critic)
     if critic is not None:
         opened.compare_critic(critic)
-    engine = build.engine(config, renderer, model, updated=True, version=opened.step)
-    build.connect_engine(scorer, engine, renderer)
-    context = build.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
+    engine = assembly.engine(config, renderer, model, updated=True, version=opened.step)
+    assembly.connect_engine(scorer, engine, renderer)
+    context = assembly.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
     data = _data_state(opened, inputs.rows, config)
     opened.begin(learner, critic)
     return TrainingRun(
@@ -125,17 +361,17 @@ def assemble(config: Config) -> TrainingRun:
         options=config.train,
         steps=config.train.total_steps,
         weigh_turns=weigh_turns,
-        loggers=build.loggers(config, step=opened.step),
-        normalization=build.normalization(config.loss),
+        loggers=loggers(config, step=opened.step),
+        normalization=assembly.normalization(config.loss),
         environments=environments,
         credit=credit,
-        publisher=build.publisher(config, engine, learner, model),
+        publisher=assembly.publisher(config, engine, learner, model),
         watch=LearningWatch(config, _finished_steps(opened)),
         kl_reward=_kl_reward(config, learner, opened),
         pipeline=Pipeline(
             context=context,
             scorer=scorer,
-            source=RowSource(inputs.rows, build.row_order(config, inputs.rows), build.curriculum(config), data),
+            source=RowSource(inputs.rows, assembly.row_order(config, inputs.rows), assembly.curriculum(config), data),
             options=_pipeline_options(config, baselines=credit.needs_baseline),
             version=opened.step,
         ),
@@ -196,4 +432,89 @@ def _pipeline_options(config: Config, *, baselines: bool) -> PipelineOptions:
 
 
 def _read_rows(config: Config, held_out: bool) -> list[Row]:
-    return build.rows(config, held_out=held_out, limit=config.eval.max_rows if held_out else None)
+    return assembly.rows(config, held_out=held_out, limit=config.eval.max_rows if held_out else None)
+
+
+MAX_GROUPS = 256
+"""The largest number of groups in the timeline of a step, so that its size is bounded."""
+
+
+def step_timeline(taken: TakenGroups, *, step: int, trained: float) -> dict[str, Any]:
+    """The line of `timeline.jsonl` for a step, counted from 1. `trained` is when the new weights were published, in Unix seconds.
+
+    Of a step with more than `MAX_GROUPS` groups, the groups that ended last are kept.
+    """
+    groups = sorted(taken.active, key=lambda active: active.ended or 0.0)[-MAX_GROUPS:]
+    return {
+        "step": step,
+        "version": step - 1,
+        "asked": round(taken.asked, 3),
+        "taken": round(taken.taken, 3),
+        "trained": round(trained, 3),
+        "waited_for": taken.waited_for,
+        "running": taken.running,
+        "seconds": {
+            "trainer_waiting": round(taken.taken - taken.asked, 3),
+            "training": round(trained - taken.taken, 3),
+            **_waits(trajectory for group in taken.groups for trajectory in group.trajectories),
+        },
+        "omitted": len(taken.active) - len(groups),
+        "groups": [_of_group(active) for active in groups],
+    }
+
+
+def _of_group(active: ActiveGroup) -> dict[str, Any]:
+    columns = [segment.version for trajectory in active.group.trajectories for segment in trajectory.segments]
+    newest = max((max(column, default=NOT_SAMPLED) for column in columns), default=NOT_SAMPLED)
+    return {
+        "id": active.group.id,
+        "position": active.row.position,
+        "started": None if active.started is None else round(active.started, 3),
+        "ended": None if active.ended is None else round(active.ended, 3),
+        "version": active.version,
+        "newest": None if newest == NOT_SAMPLED else newest,
+        "use": "replaced" if active.replaced else "too_small" if active.too_small else "trained",
+        "timed_out": active.timed_out,
+        "seconds": _waits(active.group.trajectories),
+    }
+
+
+def _waits(trajectories: Iterable[Trajectory]) -> dict[str, float]:
+    """What a conversation waited for, in seconds, as means over the conversations: the engine, tools, the environment without its
+    tools, and other things, such as other conversations in the event loop."""
+    parts: dict[str, list[float]] = {"engine": [], "tools": [], "environment": [], "other": []}
+    for trajectory in trajectories:
+        engine = sum(turn.seconds_engine for turn in trajectory.turns)
+        replies = sum(turn.seconds_environment for turn in trajectory.turns)
+        # the calls of a turn may run at the same time
+        tools = sum(
+            min(sum(outcome.seconds for outcome in turn.outcomes), turn.seconds_environment)
+            for turn in trajectory.turns
+        )
+        rest = max(0.0, trajectory.seconds - engine - replies)
+        for values, seconds in zip(parts.values(), (engine, tools, replies - tools, rest), strict=True):
+            values.append(seconds)
+    return {name: round(fmean(values), 3) if values else 0.0 for name, values in parts.items()}
+
+
+_NEW_OBJECTS = 100_000
+"""New objects between two collections, instead of Python's 700 to 2,000. A step's tokens and messages are many objects and no
+garbage: Python's own number takes 1.5 % of the time of a small model's step."""
+
+
+@asynccontextmanager
+async def frozen_start_objects() -> AsyncIterator[None]:
+    """Inside the context, the garbage collector skips all objects that exist when the context begins.
+
+    These are modules, classes and the model: a million objects, which a full collection visits each time, and which stay until
+    the end of the run anyway. Collections are rarer, too. A threshold of 0 stays: it turns the collector off.
+    """
+    gc.collect()
+    gc.freeze()
+    new, *older = gc.get_threshold()
+    gc.set_threshold(new and max(new, _NEW_OBJECTS), *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(new, *older)
+        gc.unfreeze()

@@ -1,26 +1,113 @@
-"""Supervised fine-tuning on given conversations, with the tokens and loss masks of reinforcement learning.
+"""Fine-tuning on given conversations: assembly, loop, lengths.
+
+Supervised fine-tuning on given conversations, with the tokens and loss masks of reinforcement learning.
 
 Each step takes rows, replays their conversations (`replay`), packs a batch, updates the weights, and records the step.
 `assemble` (run.py) builds the run from a recipe.
+
+Assembles a fine-tuning run from a recipe: all objects that the loop of `fine_tune` uses.
+
+The lengths of a recipe's conversations in tokens, for `turnwise plan`. Loads the tokenizer, and no weights.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from turnwise.errors import RolloutError
+from turnwise import assembly
+from turnwise.chat.renderer import Renderer
+from turnwise.config.algorithm import steps_of_epochs
+from turnwise.config.schema import Config, EnvironmentUse
+from turnwise.config.sft_checks import refuse_sft_without_effect
+from turnwise.errors import ConfigError, Failed, RolloutError, boundary
+from turnwise.planning.placement import ConversationTokens
 from turnwise.record.metrics import mean, share
+from turnwise.runs.run_state import RunState, loggers, read_inputs
 from turnwise.sft.replay import problems, replay, weigh
-from turnwise.sft.run import SftRun, assemble
-from turnwise.terminal.sft_report import SftReport
+from turnwise.terminal.train_report import SftReport
 from turnwise.training.batch import Batch, share_saved
 from turnwise.training.learner import UpdateStats
-from turnwise.types import Row, Trajectory
+from turnwise.types import Row, ToolSchema, Trajectory
 
-__all__ = ["SftRun", "assemble", "fine_tune"]
+
+@dataclass(slots=True, kw_only=True)
+class SftRun(RunState):
+    """A fine-tuning run, ready to continue after `step` steps."""
+
+    tools: Sequence[ToolSchema]
+    """The recipe's tools, for rows without a column of tools."""
+    max_tokens: int | None
+    """Maximum number of tokens of a conversation; None: no limit."""
+    recorded: int
+    """The number of conversations in trajectories.jsonl."""
+    without_targets: int = 0
+    """The number of rows since the last trained row, counted per step: a step with a trained row sets it to 0."""
+    evaluation: tuple[Batch, Sequence[Trajectory]] | None = None
+    """The held-out conversations as a packed batch, and their trajectories. Built once: they are the same in each evaluation."""
+
+    def data_position(self) -> dict[str, Any]:
+        return {**RunState.data_position(self), "recorded": self.recorded}
+
+
+def assemble(config: Config) -> SftRun:
+    """Check a recipe, load the model and the data, and build the run. A run in `output` is resumed if the recipe says so.
+
+    Raises TurnwiseError before the first training step.
+    """
+    refuse_sft_without_effect(config)
+    weigh_turns = assembly.turn_weighting(config)
+    inputs = read_inputs(config, "sft", lambda config, held_out: assembly.conversations(config, held_out=held_out))
+    opened, options = inputs.opened, config.sft
+    learner = assembly.sft_learner(config, opened.source)
+    opened.compare_model(learner)
+    limits = assembly.limits(config, longest=learner.context_length)
+    tools = asyncio.run(recipe_tools(config, inputs.renderer))
+    if tools and all("tools" in row.fields for row in [*inputs.rows, *inputs.held_out]):
+        raise ConfigError(
+            "tools and mcp are for rows without a column `tools`, and all rows have this column: remove them from the recipe, "
+            "or the column from the data"
+        )
+    opened.begin(learner)
+    return SftRun(
+        inputs=inputs,
+        learner=learner,
+        options=options,
+        steps=options.steps or steps_of_epochs(options.epochs, len(inputs.rows), options.batch_size),
+        weigh_turns=weigh_turns,
+        loggers=loggers(config, step=opened.step),
+        normalization=assembly.normalization(config.sft),
+        tools=tools,
+        max_tokens=limits.context,
+        recorded=opened.number("recorded"),
+    )
+
+
+async def recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchema]:
+    """The schemas of the recipe's tools, as in training on the same recipe, for rows without a column of tools."""
+    if not config.tools and config.mcp.servers is None:
+        return ()
+    with_tools_only = config.model_copy(
+        update={"environment": EnvironmentUse(use="turnwise.environments.environment:SingleTurn")}
+    )
+    async with contextlib.aclosing(
+        assembly.environment_factory(with_tools_only, encode=renderer.encode)
+    ) as environments:
+        environment = environments()
+        try:
+            with boundary("environment"):
+                question = Row(id="tools", messages=[{"role": "user", "content": "What can you do?"}])
+                return tuple((await environment.begin(question)).tools)
+        except Failed as failed:
+            raise RolloutError(f"the recipe's tools cannot be created: {failed.failure.message}") from failed
+        finally:
+            await environment.close()
+
 
 _log = logging.getLogger(__name__)
 
@@ -153,3 +240,29 @@ def _shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "left_out": share([not trajectory.failed and not trajectory.advantages for trajectory in trajectories]),
         "failed": share([trajectory.failed for trajectory in trajectories]),
     }
+
+
+def conversation_tokens(config: Config, rows: Sequence[Row]) -> list[ConversationTokens]:
+    """The tokens of each conversation, as `turnwise sft` would write and weigh them. A conversation that the chat template cannot
+    write is left out. Raises TurnwiseError if there is no tokenizer."""
+    renderer = assembly.renderer(config, config.model.path)
+    weigh_turns = assembly.turn_weighting(config)
+    replayed = asyncio.run(_replay_rows(config, rows, renderer))
+    return [
+        _tokens(trajectory, weigh(trajectory, weigh_turns, cut=True))
+        for trajectory in replayed
+        if not trajectory.failed
+    ]
+
+
+async def _replay_rows(config: Config, rows: Sequence[Row], renderer: Renderer) -> list[Trajectory]:
+    tools = await recipe_tools(config, renderer)
+    return await replay(rows, renderer, thinking=config.thinking, tools=tools, concurrent=config.max_concurrent)
+
+
+def _tokens(trajectory: Trajectory, counts: bool) -> ConversationTokens:
+    trained = (
+        len(turn.completion.token_ids) for turn in trajectory.turns if turn.completion is not None and turn.weight > 0
+    )
+    longest = max(len(segment.token_ids) for segment in trajectory.segments)
+    return ConversationTokens(longest, sum(trained) if counts else 0)

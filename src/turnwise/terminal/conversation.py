@@ -1,9 +1,21 @@
-"""One recorded conversation as text: messages, tool calls, rewards, and its tokens if wanted."""
+"""A conversation as text, short or complete.
+
+One recorded conversation as text: messages, tool calls, rewards, and its tokens if wanted.
+
+The complete story of one conversation as plain text, for `TURNWISE_LOG=debug` (docs/loggers.md, "Following one conversation").
+
+The story follows the tokens of the conversation: each part of a segment, with its number of tokens, its text, and whether it is
+trained on; for each turn, also what was parsed from it, the results of tool calls, the reward and the answer of the environment.
+Texts are written with a bar at the left and with control characters as escapes.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -11,11 +23,10 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.record.links import turns_of_messages
+from turnwise.record.reader import turns_of_messages
+from turnwise.terminal.report import printable
 from turnwise.terminal.tables import number
 from turnwise.types import Message, Segment, ToolSchema, Trajectory, Turn
-
-__all__ = ["conversation"]
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -102,3 +113,165 @@ def _tokens(
         texts = [] if decode is None else [Text(json.dumps(decode(token), ensure_ascii=False))]
         table.add_row(*cells, *texts, style=style)
     return table
+
+
+CHOICE = "TURNWISE_LOG_CONVERSATION"
+"""The environment variable with the id of the conversation; without it, the first conversation of each step is described."""
+
+_log = logging.getLogger(__name__)
+_MOST_IDS = 12  # tokens whose ids are listed
+_MOST_CHARACTERS = 4000  # of one text
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def log_conversation(trajectories: Sequence[Trajectory], *, decode: Decode | None, step: int | None = None) -> None:
+    """Log the story of one of the trajectories of a step on the level DEBUG.
+
+    The variable TURNWISE_LOG_CONVERSATION has the id of the conversation, such as `2.0:17/0`, or the id without the part for
+    the step, `17/0`. Without it, the first conversation is described. `decode` is None for conversations without tokens.
+    """
+    if not _log.isEnabledFor(logging.DEBUG) or not trajectories:
+        return
+    wanted = os.environ.get(CHOICE)
+    chosen = [t for t in trajectories if wanted is None or t.id == wanted or t.id.endswith(f":{wanted}")]
+    if chosen:
+        _log.debug("%s", "\n".join(story(chosen[0], decode=decode, step=step)))
+    else:
+        ids = ", ".join(trajectory.id for trajectory in trajectories[:8])
+        more = ", ..." if len(trajectories) > 8 else ""
+        _log.debug("%s=%s: no conversation of this step has the id; the ids are: %s%s", CHOICE, wanted, ids, more)
+
+
+def story(trajectory: Trajectory, *, decode: Decode | None, step: int | None = None) -> list[str]:
+    """The lines of the story. `decode` gives the text of token ids, special tokens included."""
+    lines = [f"conversation {trajectory.id}" + ("" if step is None else f" of step {step}")]
+    if trajectory.row.fields:
+        lines.append("row: " + ", ".join(f"{name}={_json(value)}" for name, value in trajectory.row.fields.items()))
+    if trajectory.segments:
+        described: set[int] = set()
+        for number, segment in enumerate(trajectory.segments):
+            lines += _segment(trajectory, segment, number, described, decode)
+        lines += itertools.chain.from_iterable(
+            _turn(trajectory, turn) for turn in trajectory.turns if turn.index not in described
+        )
+    else:
+        lines += _messages(trajectory)
+    lines += _end(trajectory)
+    return [printable(line) for line in lines]
+
+
+def _segment(
+    trajectory: Trajectory, segment: Segment, number: int, described: set[int], decode: Decode | None
+) -> Iterator[str]:
+    """The parts of a segment, in the order of its tokens. Adds its turns to `described`."""
+    several = len(trajectory.segments) > 1
+    begin = 0
+    for index, group in itertools.groupby(segment.turn):
+        end = begin + len(list(group))
+        ids = segment.token_ids[begin:end]
+        where = f"{f'segment {number}, ' if several else ''}tokens {begin} to {end - 1}"
+        if index < 0:
+            name = "opening" if begin == 0 else "context"
+            yield f"{name}: {where}, {_count(ids)}, not trained on; ids {_ids(ids)}"
+            yield from _text(None if decode is None else decode(ids))
+        else:
+            turn = trajectory.turns[index]
+            trained = f"weight {turn.weight:g}: " + ("trained on" if turn.weight else "not trained on")
+            mean = sum(segment.logprobs[begin:end]) / (end - begin)
+            versions = sorted(set(segment.version[begin:end]))
+            yield (
+                f"turn {index}: {where}, {_count(ids)} sampled in {turn.seconds_engine:.2f} s with weights of version "
+                f"{', '.join(map(str, versions))}, mean log-probability {mean:.3f}, {trained}; ids {_ids(ids)}"
+            )
+            if index not in described:
+                described.add(index)
+                yield from _turn(trajectory, turn)
+        begin = end
+
+
+def _turn(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
+    """A turn and the answer to it. The messages of the environment are the next context, so they are not repeated here."""
+    yield from _text(turn.text)
+    cut = "" if turn.kept_tokens is None else f"; the environment kept {turn.kept_tokens} tokens of it"
+    yield f"  ended with finish reason {turn.finish_reason}{cut}"
+    if turn.reasoning:
+        yield "  parsed reasoning:"
+        yield from _text(turn.reasoning)
+    for call in turn.calls:
+        if call.error is not None:
+            yield f"  parsed call {call.id}: not a valid call: {call.error}"
+        else:
+            yield f"  parsed call {call.id}: {call.name}({_json(call.arguments)})"
+    for outcome in turn.outcomes:
+        result = "result:" if outcome.error is None else f"error ({outcome.error}):"
+        yield f"  tool {outcome.name} ({outcome.id}), {outcome.seconds:.2f} s, reward {outcome.reward:g}, {result}"
+        yield from _text(outcome.content)
+    parts = "".join(f", {name} {value:g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
+    advantage = ""
+    if trajectory.advantages:
+        value = trajectory.advantages[turn.index]
+        advantage = f"; advantage {value:+.4g}" if isinstance(value, int | float) else "; an advantage for each token"
+    yield f"  reward {turn.reward:g}{parts}{advantage}; the environment took {turn.seconds_environment:.2f} s"
+
+
+def _messages(trajectory: Trajectory) -> Iterator[str]:
+    """A conversation without tokens: its messages."""
+    for message, turns in zip(trajectory.messages, turns_of_messages(trajectory), strict=True):
+        if turns:
+            for turn in turns:
+                usage = turn.usage
+                tokens = (
+                    "" if usage is None else f"; {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} sampled"
+                )
+                yield f"turn {turn.index}: answered in {turn.seconds_engine:.2f} s{tokens}"
+                yield from _turn(trajectory, turn)
+        elif message.get("role") != "tool":  # results of tools are shown with their turn
+            yield f"message, {message.get('role')}:"
+            content = message.get("content")
+            yield from _text(content if isinstance(content, str) else _json(content))
+
+
+def _end(trajectory: Trajectory) -> Iterator[str]:
+    lengths = [len(segment) for segment in trajectory.segments]
+    trained = sum(
+        index >= 0 and trajectory.turns[index].weight != 0 for segment in trajectory.segments for index in segment.turn
+    )
+    if lengths:
+        yield f"mask: {trained} of {sum(lengths)} tokens in {len(lengths)} segments are trained on"
+    parts = "".join(f", {name} {value:g}" for name, value in trajectory.rewards.items())
+    yield f"reward: {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{parts}"
+    if trajectory.error is not None:
+        yield f"error ({trajectory.error.kind}): {trajectory.error.message}"
+        yield from _text(trajectory.error.traceback or None)
+    if trajectory.template_mismatch:
+        yield f"template mismatch: {trajectory.template_mismatch}"
+    yield f"end: stop reason {trajectory.stop}, {len(trajectory.turns)} turns, {trajectory.seconds:.2f} s"
+
+
+def _text(text: str | None) -> Iterator[str]:
+    """A text with a bar before each line."""
+    if text is None:
+        return
+    shown = text[:_MOST_CHARACTERS]
+    for line in shown.split("\n"):
+        yield f"  | {line}"
+    if len(text) > len(shown):
+        yield f"  ({len(text) - len(shown)} more characters)"
+
+
+def _count(ids: Sequence[int]) -> str:
+    return f"{len(ids)} token" if len(ids) == 1 else f"{len(ids)} tokens"
+
+
+def _ids(ids: Iterable[int]) -> str:
+    """The first and the last token ids."""
+    texts = [str(token) for token in ids]
+    if len(texts) > _MOST_IDS:
+        texts = [*texts[: _MOST_IDS - 4], "...", *texts[-4:]]
+    return " ".join(texts)
+
+
+def _json(value: Mapping[str, Any] | Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}... ({len(text)} characters)"

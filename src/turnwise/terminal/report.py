@@ -1,26 +1,132 @@
-"""What a person sees of a run in the terminal: notes, progress, problems, and where the results are.
+"""Console, progress and activity of a run.
+
+What a person sees of a run in the terminal: notes, progress, problems, and where the results are.
 
 The base of the reports of training and fine-tuning, which say what their steps look like.
+
+A console that is safe for text from models, tools and environments.
+
+Escape sequences can set the title, the clipboard and the colours of a terminal, and hide text. This console prints control
+characters as text (`\x1b`); only its own control sequences reach the terminal.
+
+The present activity of a run, which shows the user during a long step that the run makes progress.
+
+The progress bar of runs without training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import re
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from turnwise.record.run_directory import RunDirectory
-from turnwise.terminal.activity import Activity
 
-__all__ = ["Report", "activity_line", "places"]
+
+class Advance(Protocol):
+    """Counts a finished item of a part of a step."""
+
+    def __call__(self, tokens: int = 0, /) -> None:
+        """`tokens` is the number of tokens that were sampled for the item."""
+        ...
+
+
+@dataclass(slots=True)
+class Activity:
+    """The part of a step that is running. The run writes it; a display reads it, possibly in another thread."""
+
+    label: str = ""
+    """`step 4: conversations`; empty before the first step."""
+    done: int = 0
+    total: int = 0
+    """0 for a part without a count."""
+    tokens: int = 0
+    """The tokens that were sampled for the finished items of the part."""
+    began: float = field(default_factory=time.monotonic)
+    """When the step began, by `time.monotonic`."""
+    part_began: float = field(default_factory=time.monotonic, init=False)
+    _parts: int = field(default=0, init=False)
+
+    def step(self, step: int) -> None:
+        """Record that a step begins. Steps are counted from 1."""
+        self.began = time.monotonic()
+        self.part(step, "conversations")
+
+    def part(self, step: int, name: str, total: int = 0) -> Advance:
+        """Record that a part of a step begins, with `total` items.
+
+        Returns a function to call after each item. It has no effect after another part began: with `train.max_staleness`, the
+        conversations of later steps continue during training.
+        """
+        self.label, self.done, self.total, self.tokens = f"step {step}: {name}", 0, total, 0
+        self.part_began = time.monotonic()
+        self._parts += 1
+        own = self._parts
+
+        def advance(tokens: int = 0, /) -> None:
+            if self._parts == own:
+                self.advance(tokens)
+
+        return advance
+
+    def advance(self, tokens: int = 0, /) -> None:
+        """Count a finished item, for which `tokens` tokens were sampled."""
+        self.done += 1
+        self.tokens += tokens
+
+    def speed(self) -> str:
+        """The sampled tokens per second of the part, such as `1,234 tokens/s`; empty without sampled tokens."""
+        seconds = time.monotonic() - self.part_began
+        return f"{self.tokens / seconds:,.0f} tokens/s" if self.tokens and seconds > 0 else ""
+
+    def text(self) -> str:
+        """The activity as text, such as `step 4: conversations 37 of 128, 1,234 tokens/s, 61 s`."""
+        if not self.label:
+            return ""
+        count = f" {self.done} of {self.total}" if self.total else ""
+        speed = f", {speed}" if (speed := self.speed()) else ""
+        return f"{self.label}{count}{speed}, {time.monotonic() - self.began:.0f} s"
+
+
+class Heartbeat:
+    """Prints a line every `seconds` seconds during a long step, if the console is not a terminal with a live display."""
+
+    def __init__(self, activity: Activity, console: Console, *, seconds: float = 60.0) -> None:
+        self._activity = activity
+        self._console = console
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def __enter__(self) -> None:
+        if not self._console.is_terminal:
+            self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._seconds):
+            if time.monotonic() - self._activity.began >= self._seconds and (text := self._activity.text()):
+                self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
 
 _RECENT = 8
 """Steps that the live display shows, and over which the time of a step is averaged."""
@@ -125,3 +231,61 @@ def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> 
     files = [(directory.shown / file.relative_to(directory.path), description) for file, description in files]
     width = max(len(str(file)) for file, _ in files)
     return Text("\n".join(f"{file!s:<{width}}  {description}" for file, description in files))
+
+
+# C0 without tabulator and line feed, DEL, C1, and characters that change the direction of text
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text with its control characters written as escapes.
+
+    Example: `"\\x1b]0;owned\\x07"` becomes `"\\\\x1b]0;owned\\\\x07"`.
+    """
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+class Terminal(Console):
+    """A rich console that prints control characters as text."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text), style)
+
+    def out(
+        self,
+        *objects: Any,
+        sep: str = " ",
+        end: str = "\n",
+        style: str | Style | None = None,
+        highlight: bool | None = None,
+    ) -> None:
+        texts = [printable(str(value)) for value in objects]
+        super().out(*texts, sep=sep, end=end, style=style, highlight=highlight)
+
+
+@contextlib.contextmanager
+def progress(console: Console, total: int, *, done: int = 0, label: str = "conversations") -> Iterator[Advance]:
+    """Show a bar on a terminal, and a line each minute elsewhere. Yields the function that counts a conversation and its tokens.
+
+    `done` of the `total` conversations have been counted already.
+    """
+    activity = Activity(label=label, total=total, done=done)
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+    )
+    task = bar.add_task(label, total=total, completed=done, speed="")
+
+    def advance(tokens: int = 0, /) -> None:
+        activity.advance(tokens)
+        bar.update(task, advance=1, speed=activity.speed())
+
+    with Heartbeat(activity, console), bar:
+        yield advance

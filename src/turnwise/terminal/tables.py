@@ -1,13 +1,20 @@
-"""Tables and curves of metrics, as text."""
+"""Tables of metrics and of evaluations.
+
+Tables and curves of metrics, as text.
+
+The results of an evaluation as tables: with lines and colours on a terminal, as aligned plain text elsewhere.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-__all__ = ["evaluations_table", "number", "sparkline", "steps_table"]
+from turnwise.record.evaluation import Comparison, Estimate, EvaluationResult, ModelResult, ResultPart
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -62,3 +69,141 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(shown), max(shown)
     scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(_LEVELS[round((value - low) * scale)] for value in shown) + f" {values[0]:.2f} → {values[-1]:.2f}"
+
+
+def print_results(console: Console, result: EvaluationResult) -> None:
+    """Print the results: one row for each model, the comparisons, and the parts by data source and by number of turns."""
+    conversations = "conversation" if result.samples_per_row == 1 else "conversations"
+    title = (
+        f"{result.rows} rows of {result.data}, {result.samples_per_row} {conversations} on each row, seed {result.seed}; "
+        f"passed: reward of at least {result.pass_reward:g}; intervals of {result.confidence:.0%}, clustered by row"
+    )
+    parts_of_models = [part for model in result.models for part in (*model.sources.values(), *model.turns.values())]
+    if any(part.reward.rows < _FEW_ROWS for part in [*result.models, *parts_of_models]):
+        title += f"; *: of fewer than {_FEW_ROWS} rows, so the interval is rough"
+    _line(console, title)
+    _table(console, _models(result))
+    if result.comparisons:
+        _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
+        _table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
+    if any(model.sources for model in result.models):
+        _line(console, "\nby data source:")
+        parts = [(model, source, part) for model in result.models for source, part in model.sources.items()]
+        _table(
+            console, [["model", "source", *_PART], *([m.name, name, *_part(part)] for m, name, part in parts)], keys=2
+        )
+    _line(console, "\nby number of turns:")
+    by_turns = [(model, number, part) for model in result.models for number, part in model.turns.items()]
+    _table(console, [["model", "turns", *_PART], *([m.name, str(n), *_part(part)] for m, n, part in by_turns)], keys=2)
+
+
+_PART = ["conversations", "reward", "pass rate"]
+_FEW_ROWS = 30
+"""Below this number of rows, a number is marked: its interval is rough, because it assumes that means of rows are nearly
+normal."""
+_COMPARED = ["first", "second", "rows", "difference", "better/equal/worse", "p (t-test)", "p (sign flips)"]
+
+
+def _models(result: EvaluationResult) -> list[list[str]]:
+    ks = [k for k in sorted({k for model in result.models for k in model.pass_at}) if k > 1]
+    header = ["model", "reward", "pass rate"]
+    header += [f"pass@{k}" for k in ks] + [f"pass^{k}" for k in ks]
+    header += ["turns", "tokens", "seconds", "failed"]
+    return [header, *(_model(model, ks) for model in result.models)]
+
+
+def _model(model: ModelResult, ks: Sequence[int]) -> list[str]:
+    """The cells of a model. Tokens and seconds are those of one conversation."""
+    passes = [_mean(model.pass_at.get(k)) for k in ks] + [_mean(model.pass_all.get(k)) for k in ks]
+    cost = [_number(model.cost.tokens_per_conversation, 0), _number(model.cost.seconds_per_conversation, 2)]
+    failed = f"{model.failed} of {model.conversations}" if model.failed else "0"
+    return [
+        model.name,
+        _interval(model.reward),
+        _interval(model.pass_rate),
+        *passes,
+        _number(model.turns_mean, 2),
+        *cost,
+        failed,
+    ]
+
+
+def _comparison(comparison: Comparison) -> list[str]:
+    test = comparison.test
+    return [
+        comparison.first,
+        comparison.second,
+        str(test.difference.rows),
+        _interval(test.difference, sign=True),
+        f"{test.better}/{test.equal}/{test.worse}",
+        _number(test.p_t, 4),
+        _number(test.p_sign_flip, 4),
+    ]
+
+
+def _part(part: ResultPart) -> list[str]:
+    return [str(part.conversations), _interval(part.reward), _interval(part.pass_rate)]
+
+
+def _interval(value: Estimate, *, sign: bool = False) -> str:
+    """`0.412 [0.351, 0.473]`; with a star if there are few rows; a dash without rows."""
+    if value.mean is None:
+        return "-"
+    mean = f"{value.mean:+.3f}" if sign else f"{value.mean:.3f}"
+    few = "*" if value.rows < _FEW_ROWS else ""
+    return mean + few if value.low is None or value.high is None else f"{mean} [{value.low:.3f}, {value.high:.3f}]{few}"
+
+
+def _mean(value: Estimate | None) -> str:
+    return "-" if value is None else _number(value.mean, 3)
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
+    """A table whose first row is the header, and whose first `keys` columns say what a row is about.
+
+    On a terminal that is too narrow, the other columns are divided into several tables. Elsewhere, aligned text that is never cut
+    or wrapped.
+    """
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    if console.is_terminal:
+        for part in _fitting(widths, console.width, keys):
+            table = Table()
+            for place in part:
+                key = place < keys
+                table.add_column(
+                    Text(rows[0][place]), justify="left" if key else "right", no_wrap=not key, overflow="fold"
+                )
+            for row in rows[1:]:
+                table.add_row(*(Text(row[place]) for place in part))
+            console.print(table)
+        return
+    for row in rows:
+        cells = [
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        _line(console, "  ".join(cells).rstrip())
+
+
+def _fitting(widths: Sequence[int], space: int, keys: int) -> list[list[int]]:
+    """The columns of each table: the key columns, and as many others as fit into `space` characters, at least one."""
+    border = 3  # a column has a line at its left and a blank at both sides
+    key_width = 1 + sum(width + border for width in widths[:keys])
+    parts: list[list[int]] = []
+    left = 0
+    for place in range(keys, len(widths)):
+        width = widths[place] + border
+        if not parts or width > left:
+            parts.append(list(range(keys)))
+            left = space - key_width
+        parts[-1].append(place)
+        left -= width
+    return parts
+
+
+def _line(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,7 +1,15 @@
-"""What a person sees of a training run: a table of steps, the reward curve, a conversation from the last evaluation."""
+"""Reports and curves of training and fine-tuning.
+
+What a person sees of a training run: a table of steps, the reward curve, a conversation from the last evaluation.
+
+What a person sees of a fine-tuning run: the loss and the speed of its steps, and the curve of the loss.
+
+The curves of a run, drawn to a picture file.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +22,82 @@ from turnwise import types
 from turnwise.config.schema import Config
 from turnwise.record.reader import read_lines
 from turnwise.record.run_directory import RunDirectory
-from turnwise.terminal.activity import Activity
 from turnwise.terminal.conversation import conversation
-from turnwise.terminal.curves import draw_rewards
-from turnwise.terminal.report import Report
+from turnwise.terminal.report import Activity, Report
 from turnwise.terminal.tables import evaluations_table, number, sparkline
 
-__all__ = ["TrainReport"]
+_log = logging.getLogger(__name__)
+
+Lines = Sequence[Mapping[str, Any]]
+"""Lines of metrics.jsonl or evaluations.jsonl."""
+
+
+def draw_rewards(path: Path, metrics: Lines, evaluations: Lines) -> None:
+    """Draw reward, turns and tool use over the steps. If the file cannot be written, a warning is logged."""
+    known = [step for step in metrics if step["reward/mean"] is not None]
+    if not known:
+        return
+    steps = [step["step"] for step in known]
+    figure = _empty_figure(8, 6)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.4))
+    means, widths = [step["reward/mean"] for step in known], [step["reward/std"] for step in known]
+    above.plot(steps, means, color="tab:green", label="training, mean")
+    low, high = zip(*((mean - width, mean + width) for mean, width in zip(means, widths, strict=True)), strict=True)
+    above.fill_between(steps, low, high, color="tab:green", alpha=0.12, label="± one standard deviation")
+    if evaluations:
+        _plot_held_out(above, evaluations, "reward/mean")
+    above.set_ylabel("reward")
+    above.legend(loc="lower right", frameon=False)
+    for name, label in (
+        ("turns/mean", "turns"),
+        ("tool_calls/mean", "tool calls"),
+        ("tool_errors/mean", "tool errors"),
+    ):
+        below.plot(steps, [step[name] for step in known], label=label)
+    below.set_xlabel("step")
+    below.set_ylabel("per conversation")
+    below.legend(loc="lower center", bbox_to_anchor=(0.5, 0.97), ncols=3, frameon=False)
+    _save(figure, (above, below), path)
+
+
+def draw_loss(path: Path, metrics: Lines, evaluations: Lines) -> None:
+    """Draw the loss over the steps. If the file cannot be written, a warning is logged."""
+    known = [step for step in metrics if step["loss"] is not None]
+    if not known:
+        return
+    figure = _empty_figure(8, 4)
+    axes = figure.subplots()
+    axes.plot([step["step"] for step in known], [step["loss"] for step in known], color="tab:green", label="training")
+    held_out = [line for line in evaluations if line["loss"] is not None]
+    if held_out:
+        _plot_held_out(axes, held_out, "loss")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (negative log-likelihood per token)")
+    axes.legend(loc="upper right", frameon=False)
+    _save(figure, (axes,), path)
+
+
+def _empty_figure(width: float, height: float) -> Any:
+    """A figure that needs no display. Not made by pyplot, whose backend belongs to the notebook that calls `turnwise.api`."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _plot_held_out(axes: Any, evaluations: Lines, name: str) -> None:
+    steps, values = [line["step"] for line in evaluations], [line[name] for line in evaluations]
+    axes.plot(steps, values, "o--", color="tab:blue", label="held out")
+
+
+def _save(figure: Any, axes: Sequence[Any], path: Path) -> None:
+    for part in axes:
+        part.grid(alpha=0.25)
+        part.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        _log.warning("the curve could not be written to %s: %s", path, error)
+
 
 _COLUMNS = (
     ("step", "step"),
@@ -104,3 +181,60 @@ def _figure(metrics: Mapping[str, Any], name: str) -> str:
 def _speed(metrics: Mapping[str, Any]) -> str:
     seconds = metrics["seconds/rollout"]
     return f"{metrics['tokens/sampled'] / seconds:,.0f}" if seconds else "-"
+
+
+class SftReport(Report):
+    """Shows a fine-tuning run."""
+
+    def __init__(self, console: Console, activity: Activity | None = None) -> None:
+        super().__init__(console, activity, label="fine-tuning")
+
+    def begin(self, config: Config, *, rows: int, steps: int, done: int, notes: Sequence[str]) -> None:
+        """Print what begins; `done` of the `steps` are finished already."""
+        options = config.sft
+        self.start(
+            f"fine-tuning {config.model.path} on {rows} conversations: {steps} steps of {options.batch_size} "
+            f"({steps * options.batch_size / rows:.3g} epochs), into {config.output}",
+            steps=steps,
+            done=done,
+            notes=notes,
+        )
+        if done == steps:
+            self.print_line("all steps are finished already; for more steps raise sft.steps or sft.epochs")
+
+    def step(self, metrics: Mapping[str, Any], problems: Sequence[str]) -> None:
+        """Show a finished step. Each kind of problem is printed once."""
+        self._problems(f"step {metrics['step']}", problems)
+        left_out = "".join(
+            f"  {name} {metrics[name]:.3f}" for name in ("left_out", "failed", "template_mismatch") if metrics[name]
+        )
+        self.finish_step(metrics, f"step {metrics['step']}  {_figures(metrics)}{left_out}")
+
+    def evaluated(self, summary: Mapping[str, Any], problems: Sequence[str]) -> None:
+        """Print a held-out loss, and the problems of conversations that could not be measured."""
+        self._problems("held out", problems)
+        self.print_line(f"step {summary['step']}: held-out loss {number(summary['loss'])}")
+
+    def end(self, directory: RunDirectory, checkpoint: Path) -> None:
+        """Draw the curve, and print where the results are."""
+        self.close()
+        metrics, evaluations = list(read_lines(directory.metrics)), list(read_lines(directory.evaluations))
+        draw_loss(directory.curve, metrics, evaluations)
+        self.console.print(f"loss {sparkline([step['loss'] for step in metrics if step['loss'] is not None])}")
+        self.print_places(directory, checkpoint, conversations="the first conversations")
+        self.print_line(
+            f"to read the run: turnwise show {directory.shown}; to train further: turnwise train RECIPE model.path={checkpoint}"
+        )
+
+    def figures(self) -> RenderableType:
+        return Text(_figures(self.recent[-1]) if self.recent else "")
+
+    def _problems(self, where: str, problems: Sequence[str]) -> None:
+        for problem in problems:  # `rows 3 and 17: tokens: ...`
+            rows, _, kind = problem.partition(": ")
+            self.print_problem(kind, f"{where}, {rows}: {kind}")
+
+
+def _figures(metrics: Mapping[str, Any]) -> str:
+    speed = metrics["tokens/all"] / max(metrics["seconds/step"], 1e-9)
+    return f"loss {number(metrics['loss'])}  {speed:,.0f} tokens/s"

@@ -1,4 +1,6 @@
-"""Packs trajectories into micro-batches: each sampled token is one target, weighted by its share of the batch's average.
+"""Trajectories become micro-batches: columns, shares of the average, packing.
+
+Packs trajectories into micro-batches: each sampled token is one target, weighted by its share of the batch's average.
 
 Sequences of a micro-batch share their prefixes (packing.py).
 
@@ -6,26 +8,424 @@ The tokens to train on are a flat list of targets: which token, predicted from w
 weight. A sampled token that several sequences share is one *prediction* and several targets, each with its own advantage and
 weight. The weights are those of the batch (normalizer.py), so the division into micro-batches changes memory use and never
 the result.
+
+One segment of a trajectory as numpy columns, up to its last target.
+
+Knows how the turns of a trajectory (weight, advantage, kind of log-probability) become columns with an entry for each token.
+Knows nothing of batches, averages or prefixes that are shared.
+
+How the loss of a batch is averaged over its tokens.
+
+The sum of a batch is divided by numbers of the batch (the batch of one optimizer step), so the division into micro-batches
+does not change the result.
+
+Writes the trainer's log-probabilities into the segments of trajectories, beside those of the engine.
+
+Packs token sequences into micro-batches, which are the inputs of forward passes.
+
+The sequences of a micro-batch form a *prefix tree*: tokens that several sequences have in common from the beginning are computed
+once, whichever groups, trajectories or segments the sequences belong to. This includes sampled tokens: two conversations that
+were sampled identically up to some token share all tokens before the difference. A token sees the tokens of its own sequence, at
+the positions that they have in the sequence, so the result is that of separate rows (`tree.py`).
+
+Some tokens of a sequence are targets. The caller gives the columns with a number for each target (`Targets` for the policy,
+`ValueTargets` for the critic). This module does not read them.
+
+Axis suffixes in this folder: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden dimension,
+H heads, V vocabulary; in tree.py others, which are listed there.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping, Sequence
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 
-from turnwise.training.branch import Branch, branches_of, logprob_kind
-from turnwise.training.normalizer import token_shares, weight_sums
+from turnwise.training.losses import Targets
 from turnwise.training.options import Normalization
-from turnwise.training.packing import MicroBatch, pack_sequences
-from turnwise.training.targets import Targets
-from turnwise.types import Failure, LogprobKind, Trajectory
+from turnwise.training.tree import FlatRow, Tree, shared_prefix
+from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Turn
 
-__all__ = ["Batch", "divide_evenly", "has_gradient", "pack", "share_saved", "stale_without_logprobs"]
+
+def logprob_kind(trajectory: Trajectory, turn: Turn) -> LogprobKind:
+    """The kind of log-probability that the engine reported for a turn."""
+    return turn.completion.logprob_kind if turn.completion is not None else trajectory.logprob_kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branch:
+    """One segment up to its last target, as numpy columns of equal length: one entry for each token."""
+
+    token_ids: np.ndarray
+    turn: np.ndarray
+    version: np.ndarray
+    logprobs: np.ndarray
+    """0 where `known` is false."""
+    known: np.ndarray
+    """Whether the loss can use the log-probability of the token."""
+    advantages: np.ndarray
+    """0 where the token is no target."""
+    weights: np.ndarray
+    """Weight of the token's turn; 0 where the token is no target."""
+    number: int
+    """`Targets.sequence_N` of its tokens."""
+    share: float
+    """Share of a token of weight 1 in the batch's average."""
+    sources: tuple[tuple[str, int], ...]
+    """The segments that it stands for: the id of the trajectory, and the index of the segment."""
+    media: Sequence[Media]
+
+    @property
+    def is_target(self) -> np.ndarray:
+        """Whether the token is trained on."""
+        return self.weights > 0
+
+    def identity(self) -> bytes:
+        """Equal for two branches that differ in nothing but the rounding of log-probabilities, so that one can stand for both."""
+        # media by the tensors themselves: a group shares those of its prompt
+        seen = np.array([(id(media.inputs), media.start) for media in self.media], dtype=np.int64)
+        columns = (self.token_ids, self.turn, self.advantages, self.weights, self.version, self.known, seen)
+        return b"".join(column.tobytes() for column in columns)
+
+
+def branches_of(
+    trajectory: Trajectory, kinds: Collection[LogprobKind], shares: Sequence[float], sequence_numbers: Iterator[int]
+) -> Iterator[Branch]:
+    """The segments of a trajectory that have targets. `shares`: `Branch.share` for each segment.
+
+    Raises ValueError if an advantage per token has another length than its turn has sampled tokens.
+    """
+    turn_weights = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
+    known_turns = np.array([logprob_kind(trajectory, turn) in kinds for turn in trajectory.turns], dtype=bool)
+    columns = zip(trajectory.segments, shares, _token_advantages(trajectory), strict=True)
+    for index, (segment, share, advantages) in enumerate(columns):
+        turn = np.array(segment.turn, dtype=np.int64)
+        weights = np.where(turn >= 0, turn_weights[turn], 0.0)
+        targets = np.flatnonzero(weights)
+        if not len(targets):
+            continue
+        end = int(targets[-1]) + 1  # nothing is predicted from the tokens behind the last target
+        turn, weights = turn[:end], weights[:end]
+        known = known_turns[turn]
+        logprobs = np.array(segment.logprobs[:end], dtype=np.float32)
+        yield Branch(
+            token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
+            turn=turn,
+            version=np.array(segment.version[:end], dtype=np.int64),
+            logprobs=np.where(known, logprobs, np.float32(0.0)),
+            known=known,
+            advantages=np.where(weights > 0, advantages[:end], np.float32(0.0)),
+            weights=weights,
+            number=next(sequence_numbers),
+            share=share,
+            sources=((trajectory.id, index),),
+            media=[media for media in segment.media if media.start < end],
+        )
+
+
+def _token_advantages(trajectory: Trajectory) -> list[np.ndarray]:
+    """The advantage of each token, a float32 column for each segment; 0 where the model did not sample the token.
+
+    Raises ValueError if an entry of `advantages` is a sequence, and its turn has another number of sampled tokens.
+    """
+    turns = [np.array(segment.turn, dtype=np.int64) for segment in trajectory.segments]
+    if all(isinstance(advantage, float | int) for advantage in trajectory.advantages):
+        values = np.array(trajectory.advantages, dtype=np.float32)
+        return [np.where(turn >= 0, values[turn], np.float32(0.0)) for turn in turns]
+    columns = [np.zeros(len(turn), dtype=np.float32) for turn in turns]
+    for index, advantage in enumerate(trajectory.advantages):
+        places = [np.flatnonzero(turn == index) for turn in turns]
+        count = sum(len(place) for place in places)
+        values = np.array([advantage] * count if isinstance(advantage, float | int) else advantage, dtype=np.float32)
+        if len(values) != count:
+            raise ValueError(
+                f"trajectory {trajectory.id}: turn {index} has {count} sampled tokens and {len(values)} advantages; an entry "
+                f"of Trajectory.advantages is one number, or one number for each sampled token of the turn in the segments"
+            )
+        for column, place in zip(columns, places, strict=True):
+            column[place], values = values[: len(place)], values[len(place) :]
+    return columns
+
+
+def weight_sums(trajectory: Trajectory) -> tuple[list[float], int]:
+    """For each segment, the sum of the weights of its sampled tokens; and the number of tokens with a weight above 0."""
+    # counted in the segments: the turn's completion still has the tokens that an environment removed (`Reply.resume`)
+    weights = [turn.weight for turn in trajectory.turns]
+    counts = [_counts(segment) for segment in trajectory.segments]
+    sums = [float(sum(weights[turn] * count for turn, count in segment.items())) for segment in counts]
+    return sums, sum(count for segment in counts for turn, count in segment.items() if weights[turn] > 0)
+
+
+def token_shares(weight_sums: Sequence[Sequence[float]], normalization: Normalization) -> list[list[float]]:
+    """The factor of a token of weight 1 in the loss, for each segment of each trajectory; 0 for segments without weight.
+
+    `weight_sums` has the sum of the weights of the tokens of each segment, for each trajectory that counts in the average:
+
+    - `token`: 1 / the sum of all weights.
+    - `trajectory`: 1 / (the number of trajectories x the sum of the trajectory's weights).
+    - `sequence`: 1 / (the number of segments with weight x the sum of the segment's weights).
+    - `constant`: 1 / (the number of trajectories x `constant_length`). Dr. GRPO, arXiv 2503.20783.
+
+    Example: two segments of 3 and 1 tokens in the first trajectory, one of 4 in the second, all tokens of weight 1::
+
+        weight_sums = [[3, 1], [4]]    token: [[1/8, 1/8], [1/8]]    trajectory: [[1/8, 1/8], [1/8]]
+        sequence: [[1/9, 1/3], [1/12]]    constant, length 10: [[1/20, 1/20], [1/20]]
+
+    Raises ValueError if `constant` has no length above 0.
+    """
+    normalizer, constant_length = normalization.normalizer, normalization.constant_length
+    if normalizer == "constant" and (constant_length is None or constant_length <= 0):
+        raise ValueError(f"the normalizer 'constant' divides by constant_length={constant_length}: it must be above 0")
+    trajectories = len(weight_sums)
+    segments = sum(weight > 0 for sums in weight_sums for weight in sums)
+    total = sum(weight for sums in weight_sums for weight in sums)
+
+    def divisor(sums: Sequence[float], weight: float) -> float:
+        if normalizer == "token":
+            return total
+        if normalizer == "trajectory":
+            return trajectories * sum(sums)
+        return segments * weight if normalizer == "sequence" else trajectories * float(constant_length or 0)
+
+    return [[1.0 / divisor(sums, weight) if weight > 0 else 0.0 for weight in sums] for sums in weight_sums]
+
+
+def _counts(segment: Segment) -> Counter[int]:
+    counts = Counter(segment.turn)
+    del counts[-1]  # tokens that the model did not sample
+    return counts
+
+
+_CUT_TOKENS = 64
+"""A further micro-batch costs as much as this number of tokens, besides the tokens that are in it."""
+_CPU_TOKENS, _LARGE_CPU_TOKENS, _ACCELERATOR_TOKENS = 2048, 3072, 16384
+"""Tokens of a forward pass where the recipe gives no number."""
+
+
+class PackedSequence(Protocol):
+    """A token sequence with targets."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The tokens, up to the last target."""
+        ...
+
+    @property
+    def is_target(self) -> np.ndarray:
+        """Whether a token is a target: one entry for each token."""
+        ...
+
+    @property
+    def media(self) -> Sequence[Media]:
+        """The images and videos in the sequence."""
+        ...
+
+
+class TargetColumns(Protocol):
+    """Tensors with one entry for each target."""
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        ...
+
+
+Packed = TypeVar("Packed", bound=PackedSequence)
+Columns = TypeVar("Columns", bound=TargetColumns)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch(Generic[Columns]):
+    """The input of one forward pass, and its N targets: either rows padded on the right, or one flat row of prefix trees.
+
+    Example: prompt `P P`, completions `a b`, `a c` and `d`, as a tree::
+
+        token_ids_BL = P P a b c d
+        position_BL  = 0 1 2 3 3 2
+        predictions:   a from column 1, d from column 1, b from column 2, c from column 2
+        targets:       a b, a c, d: prediction_N = 0 2 0 3 1
+    """
+
+    token_ids_BL: torch.Tensor
+    position_BL: torch.Tensor
+    tree: Tree | None
+    """The prefix trees of a flat row; None for padded rows."""
+    row_U: torch.Tensor
+    """The row of a prediction."""
+    column_U: torch.Tensor
+    """The column whose logits predict the token."""
+    token_U: torch.Tensor
+    """The token that is predicted. No two predictions are equal in row, column and token."""
+    prediction_N: torch.Tensor
+    """The prediction of each target: an index into the columns with the axis U."""
+    targets: Columns
+    media_B: Sequence[Sequence[Media]] = ()
+    """The images and videos in each row; empty if no row has any."""
+
+    def to(self, device: torch.device) -> MicroBatch[Columns]:
+        """The same on another device."""
+        return MicroBatch(
+            token_ids_BL=self.token_ids_BL.to(device),
+            position_BL=self.position_BL.to(device),
+            tree=None if self.tree is None else self.tree.to(device),
+            row_U=self.row_U.to(device),
+            column_U=self.column_U.to(device),
+            token_U=self.token_U.to(device),
+            prediction_N=self.prediction_N.to(device),
+            targets=self.targets.to(device),
+            media_B=self.media_B,
+        )
+
+
+def default_micro_batch_tokens(device: torch.device, *, large: bool = False) -> int:
+    """Tokens of a forward pass where the recipe gives no number. `large`: of a large model, one micro-batch at a time."""
+    on_cpu = _LARGE_CPU_TOKENS if large else _CPU_TOKENS
+    return on_cpu if device.type == "cpu" else _ACCELERATOR_TOKENS
+
+
+def pack_sequences(
+    sequences: Sequence[Packed],
+    targets: Callable[[Sequence[Packed]], Columns],
+    *,
+    micro_batch_tokens: int,
+    parallel: int = 1,
+    share_prompts: bool = True,
+) -> list[MicroBatch[Columns]]:
+    """Pack sequences into micro-batches of at most `micro_batch_tokens` tokens; a longer sequence is a micro-batch alone.
+
+    `targets` gives the columns of the targets of some sequences, in the order of the sequences and their tokens. `parallel`
+    micro-batches are computed at the same time: there are as many as keep all workers busy, of similar sizes. Sequences with
+    images, and all sequences without `share_prompts`, are rows of their own.
+    """
+    shared = [sequence for sequence in sequences if share_prompts and not sequence.media]
+    separate = [sequence for sequence in sequences if not share_prompts or sequence.media]
+    return [
+        *(_flat_row(part, targets(part)) for part in _divide(shared, micro_batch_tokens, parallel=parallel)),
+        *(_padded_rows(part, targets(part)) for part in _by_length(separate, micro_batch_tokens)),
+    ]
+
+
+def _divide(sequences: Sequence[Packed], micro_batch_tokens: int, *, parallel: int) -> list[list[Packed]]:
+    """Divide sequences into micro-batches, in lexicographic order: the largest micro-batch is the first.
+
+    Neighbors share the longest prefixes in this order. If micro-batches are computed in parallel, the limit is lowered as far as
+    their number allows, so that they have similar sizes and no worker waits for the last one.
+    """
+    # big-endian bytes sort as the token ids themselves
+    ordered = sorted(sequences, key=lambda sequence: sequence.token_ids.astype(">i4").tobytes())
+    if not ordered:
+        return []
+    lengths = np.array([len(sequence.token_ids) for sequence in ordered])
+    neighbors = itertools.pairwise(sequence.token_ids for sequence in ordered)
+    shared = np.array([0, *(shared_prefix(*pair) for pair in neighbors)])
+    cuts, sizes = _cut(lengths, shared, micro_batch_tokens)
+    if parallel > 1 and int((lengths - shared).sum()) > parallel * _CUT_TOKENS:
+        most = -(-len(sizes) // parallel) * parallel
+        low, high = max(sizes) // (2 * parallel), max(sizes)
+        while high - low > _CUT_TOKENS:
+            middle = (low + high) // 2
+            other_cuts, other_sizes = _cut(lengths, shared, middle)
+            if len(other_sizes) <= most:
+                cuts, sizes, high = other_cuts, other_sizes, min(middle, max(other_sizes))
+            else:
+                low = middle
+    parts = [ordered[start:end] for start, end in itertools.pairwise(cuts)]
+    return [parts[index] for index in sorted(range(len(parts)), key=lambda index: -sizes[index])]
+
+
+def _cut(lengths: np.ndarray, shared: np.ndarray, limit: int) -> tuple[list[int], list[int]]:
+    """Where to cut a row of sequences into micro-batches of at most `limit` tokens; a longer sequence is a micro-batch alone.
+
+    `shared` are the tokens that each sequence shares with the sequence before it. Each cut computes the prefix at the cut a
+    second time. The cuts are those with the smallest number of tokens in all micro-batches, by dynamic programming. Returns the
+    cuts, from 0 to the number of sequences, and the tokens of each micro-batch.
+    """
+    # own[j] - own[i]: tokens of the sequences i to j - 1, without the prefixes that they share with the sequence before them
+    own = np.concatenate([[0], np.cumsum(lengths - shared)])
+    # a micro-batch of the sequences i to j - 1 has opening[i] + own[j] tokens
+    opening = lengths - own[1:]
+    cost = np.zeros(len(lengths) + 1, dtype=np.int64)
+    before = np.zeros(len(lengths) + 1, dtype=np.int64)
+    first = 0
+    for end in range(1, len(lengths) + 1):
+        while first < end - 1 and opening[first] + own[end] > limit:
+            first += 1
+        costs = cost[first:end] + opening[first:end]
+        before[end] = first + int(costs.argmin())
+        cost[end] = costs.min() + own[end] + _CUT_TOKENS
+    cuts = [len(lengths)]
+    while cuts[-1]:
+        cuts.append(int(before[cuts[-1]]))
+    cuts.reverse()
+    return cuts, [int(opening[start] + own[end]) for start, end in itertools.pairwise(cuts)]
+
+
+def _by_length(sequences: Sequence[Packed], micro_batch_tokens: int) -> Iterator[list[Packed]]:
+    """Sequences of similar length together, as many as fit into a micro-batch with their padding."""
+    part: list[Packed] = []
+    for sequence in sorted(sequences, key=lambda sequence: -len(sequence.token_ids)):
+        if part and (len(part) + 1) * len(part[0].token_ids) > micro_batch_tokens:
+            yield part
+            part = []
+        part.append(sequence)
+    if part:
+        yield part
+
+
+def _flat_row(sequences: Sequence[PackedSequence], targets: Columns) -> MicroBatch[Columns]:
+    """A single row, in which each common prefix is present once. The sequences are in lexicographic order."""
+    row = FlatRow.of([sequence.token_ids for sequence in sequences])
+    column_N = np.concatenate([places[_columns(one)] for one, places in zip(sequences, row.places, strict=True)])
+    token_N = _target_tokens(sequences)
+    _, first_U, prediction_N = np.unique(column_N << 32 | token_N, return_index=True, return_inverse=True)
+    return MicroBatch(
+        token_ids_BL=torch.from_numpy(row.token_ids[None]),
+        position_BL=torch.from_numpy(row.position[None]),
+        tree=Tree.of(row.runs),
+        row_U=torch.zeros(len(first_U), dtype=torch.int64),
+        column_U=torch.from_numpy(column_N[first_U]),
+        token_U=torch.from_numpy(token_N[first_U]),
+        prediction_N=torch.from_numpy(prediction_N),
+        targets=targets,
+    )
+
+
+def _padded_rows(sequences: Sequence[PackedSequence], targets: Columns) -> MicroBatch[Columns]:
+    """A row for each sequence, padded on the right."""
+    length = max(len(sequence.token_ids) for sequence in sequences)
+    token_ids = np.zeros((len(sequences), length), dtype=np.int64)
+    for row, sequence in zip(token_ids, sequences, strict=True):
+        row[: len(sequence.token_ids)] = sequence.token_ids
+    columns = [_columns(sequence) for sequence in sequences]
+    token_N = _target_tokens(sequences)
+    return MicroBatch(
+        token_ids_BL=torch.from_numpy(token_ids),
+        position_BL=torch.arange(length).expand(len(sequences), length),
+        tree=None,
+        row_U=torch.from_numpy(np.repeat(np.arange(len(sequences)), [len(column) for column in columns])),
+        column_U=torch.from_numpy(np.concatenate(columns)),
+        token_U=torch.from_numpy(token_N),
+        prediction_N=torch.arange(len(token_N)),
+        targets=targets,
+        media_B=[sequence.media for sequence in sequences] if any(sequence.media for sequence in sequences) else (),
+    )
+
+
+def _columns(sequence: PackedSequence) -> np.ndarray:
+    """The places that the targets are predicted from: each is the place of the token before the target."""
+    return np.flatnonzero(sequence.is_target) - 1
+
+
+def _target_tokens(sequences: Sequence[PackedSequence]) -> np.ndarray:
+    return np.concatenate([sequence.token_ids[sequence.is_target] for sequence in sequences])
+
 
 _OVER_TOKENS = Normalization("token")
 
@@ -209,3 +609,30 @@ def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:
         advantage_N=column(lambda branch: branch.advantages),
         weight_N=column(lambda branch: (branch.share * branch.weights).astype(np.float32)),
     )
+
+
+def set_trainer_logprobs(
+    trajectories: Sequence[Trajectory], batches: Sequence[Batch], logprobs: Sequence[Mapping[int, np.ndarray]]
+) -> None:
+    """Set `Segment.trainer_logprobs` of the segments that were in a forward pass. `logprobs` are `UpdateStats.logprobs`.
+
+    Raises ValueError if a sequence has another number of log-probabilities than its segment has targets.
+    """
+    by_id = {trajectory.id: trajectory for trajectory in trajectories}
+    for batch, of_sequences in zip(batches, logprobs, strict=False):
+        for sequence, values in of_sequences.items():
+            for id, index in batch.sources[sequence]:
+                trajectory = by_id[id]
+                weights = np.array([turn.weight for turn in trajectory.turns])
+                trajectory.segments[index].trainer_logprobs = _column(trajectory.segments[index], weights, values)
+
+
+def _column(segment: Segment, turn_weights: np.ndarray, values: np.ndarray) -> array[float]:
+    """A value for each token of the segment. The targets are the tokens of turns with a weight above 0."""
+    turn = np.array(segment.turn, dtype=np.int64)
+    column = np.where(turn >= 0, np.float32(math.nan), np.float32(0.0)).astype(np.float32)
+    targets = np.flatnonzero((turn >= 0) & (turn_weights[turn] > 0))
+    if len(targets) != len(values):
+        raise ValueError(f"a segment has {len(targets)} targets and {len(values)} log-probabilities of the trainer")
+    column[targets] = values
+    return array("f", column.tobytes())

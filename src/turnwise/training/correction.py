@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from turnwise.training.losses import Targets, groups_of, mean_of_groups
 from turnwise.training.options import CorrectionConfig, Rejection
-from turnwise.training.policy_losses import groups_of, mean_of_groups
-from turnwise.training.targets import Targets
 
 __all__ = ["Corrected", "CorrectionSums", "correct", "correction_weights", "kept_tokens"]
 

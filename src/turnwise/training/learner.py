@@ -1,7 +1,14 @@
-"""The learner: the part of a run that owns the model's weights and changes them.
+"""The protocols of learner and critic. No torch.
+
+The learner: the part of a run that owns the model's weights and changes them.
 
 `Learner` is the protocol that training, fine-tuning and checkpoints use. They know nothing else of the model: no parameters,
 no optimizer, no device. `LocalLearner` (local_learner.py) is the implementation in this process. This module imports no torch.
+
+The critic: the part of a run that owns the weights of the value model and changes them.
+
+`Critic` is the protocol that training and checkpoints use. `LocalCritic` (local_critic.py) is the implementation in this process.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from turnwise.training.batch import Batch
-    from turnwise.training.value_batch import StateBatch
-
-__all__ = ["BatchRequirements", "Learner", "PackingRequirements", "UpdateStats"]
+    from turnwise.training.value_batch import StateBatch, ValueBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,4 +188,66 @@ class Learner(Protocol):
 
     def reference_fingerprint(self) -> str | None:
         """The same of the reference model; None if there is none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticStats:
+    """Statistics of one call of `Critic.update`. `loss` and `grad_norm` are means over the optimizer steps."""
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    """Norm of the gradient before clipping."""
+    clip_fraction: float = 0.0
+    """Share of the states whose loss is larger by value clipping, over all optimizer steps."""
+
+
+class Critic(Protocol):
+    """Owns the weights of the value model and changes them. Its methods are called from one event loop, one at a time."""
+
+    @property
+    def requirements(self) -> PackingRequirements:
+        """What batches must look like. It does not change during a run."""
+        ...
+
+    async def values(self, batch: StateBatch, *, on_micro_batch: Callable[[], None] = _nothing) -> list[float]:
+        """The value of each state of the batch: the expected sum of the later rewards. Changes nothing."""
+        ...
+
+    async def update(
+        self,
+        batches: Sequence[ValueBatch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        cancellable: bool = True,
+        on_micro_batch: Callable[[], None] = _nothing,
+        on_first_step: Callable[[], None] = _nothing,
+    ) -> CriticStats:
+        """Take one optimizer step for each batch, `epochs` times over.
+
+        If `cancellable` is true and the call is cancelled before the first optimizer step, the weights are unchanged. Otherwise
+        a cancellation takes effect after the last optimizer step. The callbacks are those of `Learner.update`.
+        """
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the value model into a directory: the model, or only its adapter if it has one, and the value head."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What must be saved besides the model to resume exactly: the state of the optimizer."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        """Resume from what `state` returned, or from the directory that `save_shards` of any number of ranks has written. The
+        weights are loaded with the model."""
+        ...
+
+    def save_shards(self, folder: Path) -> None:
+        """Write what `state` leaves out, because it is divided among several ranks. A critic in one process writes nothing."""
+        ...
+
+    def base_fingerprint(self) -> str | None:
+        """SHA-256 of the frozen weights of a value model with an adapter; None if all its weights are trained."""
         ...

@@ -9,20 +9,26 @@ from typing import Any
 import torch
 
 from turnwise.models.allocator import is_large
+from turnwise.models.cpu import TorchThreads
+from turnwise.models.loading import of_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
-from turnwise.models.torch_threads import TorchThreads
-from turnwise.training.background import StopFlag
-from turnwise.training.critic_update import CriticSums, PassCritic, critic_loss
+from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.forward import shares_prefixes
-from turnwise.training.gradients import Gradients
 from turnwise.training.learner import PackingRequirements
-from turnwise.training.model_fingerprint import of_model
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig
-from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
+from turnwise.training.update import Gradients, StopFlag
 from turnwise.training.value_batch import StatePlaces, ValueTargets
-from turnwise.training.value_forward import ValueForward, new_value_head
-from turnwise.training.value_head import load_head, save_head, trained_parameters
+from turnwise.training.value_model import (
+    CriticSums,
+    PassCritic,
+    ValueForward,
+    critic_loss,
+    load_head,
+    new_value_head,
+    save_head,
+    trained_parameters,
+)
 
 __all__ = ["LocalCritic"]
 
@@ -119,7 +125,7 @@ class LocalCritic(PassCritic):
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         if shards is not None:
-            from turnwise.training.sharded.checkpoint import complete_state  # torch.distributed
+            from turnwise.training.sharded.shards import complete_state  # torch.distributed
 
             state = complete_state(shards, list(trained_parameters(self._model, self._head)))
         self._optimizer.load_state(state)

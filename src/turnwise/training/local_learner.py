@@ -13,24 +13,18 @@ from typing import Any
 import torch
 
 from turnwise.models.allocator import is_large, keep_freed_blocks
-from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.cpu import TorchThreads
+from turnwise.models.loading import ModelOptions, largest_logit, load_model, of_model, published_weights, token_logprobs
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
-from turnwise.models.published_weights import largest_logit, published_weights, token_logprobs
-from turnwise.models.torch_threads import TorchThreads
-from turnwise.training.background import StopFlag
+from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.forward import Forward, shares_prefixes
-from turnwise.training.gradients import Gradients
 from turnwise.training.learner import BatchRequirements
-from turnwise.training.loss import Loss, make_loss
-from turnwise.training.model_fingerprint import of_model
+from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
-from turnwise.training.packing import MicroBatch, default_micro_batch_tokens
-from turnwise.training.policy_update import PassLearner, policy_loss
 from turnwise.training.reference import Reference
-from turnwise.training.targets import Targets
-from turnwise.training.update_sums import UpdateSums
+from turnwise.training.update import Gradients, PassLearner, StopFlag, UpdateSums, policy_loss
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
@@ -208,7 +202,7 @@ class LocalLearner(PassLearner):
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         if shards is not None:
-            from turnwise.training.sharded.checkpoint import complete_state  # torch.distributed
+            from turnwise.training.sharded.shards import complete_state  # torch.distributed
 
             names = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
             state = complete_state(shards, names)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from turnwise.errors import ConfigError
+from turnwise.models.loading import of_model
 from turnwise.models.lora import has_adapter, without_adapter
+from turnwise.training.batch import MicroBatch
 from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.training.model_fingerprint import of_model
-from turnwise.training.packing import MicroBatch
 from turnwise.types import Sampling
 
 __all__ = ["Reference", "reference_model"]

@@ -26,8 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from turnwise.models.attention import set_text_attention, unsupported
-from turnwise.models.autocast import product_dtype
+from turnwise.models.precision import product_dtype, set_text_attention, unsupported
 
 __all__ = ["FlatRow", "FlatRun", "Tree", "shared_prefix", "tree_attention", "use_tree_attention"]
 

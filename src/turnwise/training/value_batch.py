@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from turnwise.training.packing import Columns, MicroBatch, pack_sequences
+from turnwise.training.batch import Columns, MicroBatch, pack_sequences
 from turnwise.types import Media, Trajectory
 
 __all__ = [

@@ -1,10 +1,29 @@
-"""Calls the code of users (environments, tools, reward functions) so that it can neither block nor end a run.
+"""Calls user code so that it can neither block nor end a run: tasks, deadlines, blocked time, results.
+
+Calls the code of users (environments, tools, reward functions) so that it can neither block nor end a run.
 
 Each call runs in a task of its own: a call that cancels itself is a failure of that call, and a call that does not end when it
 is cancelled is abandoned. All calls of one conversation share one `contextvars.Context`. `loop_watch` measures how long a call
 blocks the event loop; that time counts for the deadlines of its own conversation only (`deadlines`).
 
 This module knows nothing of what is called. Sync functions that may block run in threads: `run_in_thread`.
+
+Deadlines that count the time of one conversation only, and the context that its calls share.
+
+Many conversations share one event loop. A deadline is extended by the time for which others blocked the loop, and by the time
+for which the conversation waited for others.
+
+Measures how long the code of users blocks the event loop, and where.
+
+User code runs in stretches: from one `await` to the next. While a stretch runs, no other conversation continues. The time of
+all stretches is added up, and a stretch that blocks the loop for long is reported with its function and line. A thread looks
+at the event loop's stack to find the line.
+
+Which conversations are scored together, for resources that conversations keep until they are scored.
+
+Set by the scorer before the conversations start; their tasks inherit it.
+
+Interrupts sync functions of users that run in the main thread and take too long.
 """
 
 from __future__ import annotations
@@ -12,28 +31,438 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import gc
+import importlib
+import logging
+import math
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextvars import Context
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from contextvars import Context, ContextVar, Token
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TypeVar
 
-from turnwise.errors import Failed, boundary, failed_by
+from turnwise.errors import OWN_CODE, Failed, boundary, failed_by
 from turnwise.types import Failure
-from turnwise.user_code.deadlines import first_end, limits, shareable, shared_context, stopwatch
-from turnwise.user_code.loop_watch import loop_watch
-from turnwise.user_code.time_limit import Interrupted
-
-__all__ = [
-    "call",
-    "call_blocking",
-    "forget",
-    "leave_running",
-    "own_context",
-    "spawn",
-    "wait_for_left",
-]
 
 T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """The code took longer than its time limit. Not an Exception, so that `except Exception` does not catch it."""
+
+
+def call_within(seconds: float | None, function: Callable[[], T]) -> T:
+    """Call a function. Raises Interrupted in the function when `seconds` are over, and again here if the function has caught it.
+
+    Uses SIGALRM. There is no limit in another thread than the main thread, on systems without SIGALRM, if another alarm is
+    set already, and after the function has set an alarm of its own.
+    """
+    if seconds is None or not _IN_POSIX or threading.current_thread() is not threading.main_thread():
+        return function()
+    inside, reached = True, False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal reached
+        reached = True
+        if inside:
+            raise Interrupted
+
+    remaining, interval = signal.setitimer(signal.ITIMER_REAL, 0)
+    if remaining:  # an alarm of other code: it stays as it was
+        signal.setitimer(signal.ITIMER_REAL, remaining, interval)
+        return function()
+    previous = _set_handler(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        result = function()
+    finally:
+        try:
+            inside = False
+        finally:  # also if the alarm goes off in the line above
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            _set_handler(signal.SIGALRM, previous)
+    if reached:
+        raise Interrupted
+    return result
+
+
+_IN_POSIX = hasattr(signal, "SIGALRM")
+
+# `signal.signal` without its conversion of handlers to enums and back, which takes longer than a small reward function
+_set_handler: Callable[[int, Any], Any] = importlib.import_module("_signal").signal
+
+
+BLOCKED = 0.25
+"""Seconds without an `await` after which a call is reported as blocking the event loop."""
+STUCK = 10.0
+"""Seconds after which a call that still blocks the event loop is reported while it does so."""
+_INTERVAL = 0.05
+"""Seconds between two looks of the watching thread."""
+_MAX_REPORTS = 100
+_log = logging.getLogger(__name__)
+
+
+class _CollectorTime:
+    """Seconds that Python's garbage collector has taken in this process, for `gc.callbacks`."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.monotonic()
+        else:
+            self.seconds += time.monotonic() - self._began
+
+
+collector_time = _CollectorTime()
+gc.callbacks.append(collector_time)
+
+
+class Stretch(NamedTuple):
+    """A running stretch of a call."""
+
+    name: str
+    """Of the call."""
+    began: float
+    """`time.monotonic()`."""
+    outer: Stretch | None
+    """The stretch inside which this one began, if any."""
+    thread_time: float
+    """CPU seconds of the event loop's thread when it began."""
+    collected: float
+    """Seconds of garbage collection when it began."""
+    until: float = math.inf
+    """`time.monotonic()` at which a limit of its conversation is over: the call is then interrupted."""
+
+
+class LoopWatch:
+    """How long the code of users has blocked one event loop."""
+
+    def __init__(self) -> None:
+        self.blocked = 0.0
+        """Seconds, of all calls together, short ones included."""
+        self._loop_thread = threading.get_ident()
+        self._running: Stretch | None = None
+        """The innermost stretch that runs now. Read by the watching thread."""
+        self._seen: tuple[Stretch, str] | None = None
+        """The stretch that the watching thread has looked at last, and the line where it was. Written by that thread."""
+        self._reported: set[str] = set()
+        self._watcher: threading.Thread | None = None
+        self._interrupted = 0.0
+        """When the watching thread has last interrupted a call, as `time.monotonic()`."""
+        self._interrupts = _set_interrupt(self)
+
+    def begin(self, name: str, *, until: float = math.inf) -> Stretch:
+        """A stretch of the call `name` begins, which is interrupted at `until`. What is returned is handed to `end`."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="loop-watch", daemon=True)
+            self._watcher.start()
+        stretch = Stretch(name, time.monotonic(), self._running, time.thread_time(), collector_time.seconds, until)
+        self._running = stretch
+        return stretch
+
+    def end(self, stretch: Stretch) -> float:
+        """The stretch has ended. Returns the seconds for which its conversation is responsible."""
+        seconds = time.monotonic() - stretch.began
+        self._running = stretch.outer
+        if stretch.outer is not None:  # the outer stretch includes this time
+            return 0.0
+        self.blocked += seconds
+        # a garbage collection of a large process takes a second, and begins in whichever call allocates next
+        seconds = max(0.0, seconds - (collector_time.seconds - stretch.collected))
+        if seconds >= BLOCKED:
+            # if neither the watching thread ran nor this one computed, the machine was busy with other processes
+            computed = time.thread_time() - stretch.thread_time >= seconds / 2
+            if computed or self._line_of(stretch):
+                self._report(stretch, seconds)
+        return seconds
+
+    def look(self) -> None:
+        """Note the line of the call that blocks the event loop now. Runs in the watching thread."""
+        stretch = self._running
+        if stretch is None:
+            return
+        now = time.monotonic()
+        seconds = now - stretch.began
+        if now >= stretch.until and now - self._interrupted >= _PAUSE and self._interrupts:
+            self._interrupted = now
+            signal.pthread_kill(self._loop_thread, _INTERRUPT)
+        if seconds >= BLOCKED / 2 and (not self._line_of(stretch) or seconds >= STUCK):
+            frame = sys._current_frames().get(self._loop_thread)
+            if frame is not None and self._running is stretch:
+                self._seen = (stretch, _line(frame))
+        if seconds >= STUCK:
+            self._report(stretch, seconds, still=True)
+
+    def interrupt(self, frame: FrameType | None) -> None:
+        """Raise Interrupted in the call that runs now, if its time is over. Runs in the loop's thread, in a signal handler."""
+        stretch = self._running
+        own = frame is not None and frame.f_code.co_filename == __file__
+        if stretch is not None and not own and time.monotonic() >= stretch.until:
+            raise Interrupted
+
+    def _line_of(self, stretch: Stretch) -> str:
+        seen = self._seen
+        return seen[1] if seen is not None and seen[0] is stretch else ""
+
+    def _report(self, stretch: Stretch, seconds: float, *, still: bool = False) -> None:
+        """Log a warning, once for each line."""
+        line = self._line_of(stretch)
+        key = f"{still}{line or stretch.name}"
+        if key in self._reported or len(self._reported) > _MAX_REPORTS:
+            return
+        self._reported.add(key)
+        _log.warning(
+            "%s %s the event loop for %.1f s%s, and all other conversations waited (their deadlines are extended by this "
+            "time). Use `await` instead of blocking calls; or run the code in a thread: write `def` instead of `async def`, set "
+            "environment.thread: true for an environment of turnwise, thread: true for a tool, or write "
+            "`await asyncio.to_thread(function, ...)` around the blocking call (docs/environments.md, Errors)",
+            stretch.name,
+            "has blocked" if still else "blocked",
+            seconds,
+            f" in {line}" if line else "",
+        )
+
+
+def _watch(reference: weakref.ref[LoopWatch]) -> None:
+    while True:
+        time.sleep(_INTERVAL)
+        watch = reference()
+        if watch is None:
+            return
+        watch.look()
+        del watch
+
+
+_INTERRUPT: Any = getattr(signal, "SIGRTMIN", 0) + 5 if hasattr(signal, "SIGRTMIN") else None
+"""The signal that interrupts a call: unlike an exception that is set for a thread, it also ends `time.sleep`. None: not here."""
+_PAUSE = 1.0
+"""Seconds between two interruptions of a call that has caught the first one."""
+
+
+def _set_interrupt(watch: LoopWatch) -> bool:
+    """Let the signal interrupt calls in the event loop of `watch`. Returns False where this is not possible."""
+    if _INTERRUPT is None or threading.current_thread() is not threading.main_thread():
+        return False
+    reference = weakref.ref(watch)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        if (watch := reference()) is not None:
+            watch.interrupt(frame)
+
+    signal.signal(_INTERRUPT, handler)
+    return True
+
+
+_LIBRARIES = tuple({os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")})
+
+
+def _line(innermost: FrameType) -> str:
+    """The innermost line of a user's own code: `solve (tools.py:12)`."""
+    frame: FrameType | None = innermost
+    while frame is not None:
+        file = os.path.realpath(frame.f_code.co_filename)
+        if not file.startswith((*_LIBRARIES, OWN_CODE)):
+            break
+        frame = frame.f_back
+    frame = frame or innermost
+    return f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})"
+
+
+_watches: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch] = weakref.WeakKeyDictionary()
+
+
+def loop_watch() -> LoopWatch:
+    """The watch of the running event loop."""
+    loop = asyncio.get_running_loop()
+    watch = _watches.get(loop)
+    if watch is None:
+        watch = _watches[loop] = LoopWatch()
+    return watch
+
+
+class Stopwatch:
+    """Counts the seconds that do not count for the deadlines of one conversation."""
+
+    __slots__ = ("_waited", "_waiting", "_watch", "blocked", "lockstep", "name")
+
+    def __init__(self, name: str, watch: LoopWatch, *, lockstep: bool) -> None:
+        self.name = name
+        self.lockstep = lockstep
+        self.blocked = 0.0
+        """Seconds for which this conversation blocked the event loop itself."""
+        self._watch = watch
+        self._waited = 0.0
+        """Seconds of finished waiting for others."""
+        self._waiting: list[tuple[float, float]] = []
+        """Nested waits that are going on: when each began, and how long others had blocked the loop by then."""
+
+    def excused(self) -> float:
+        """Seconds until now that do not count: others blocked the event loop, or the conversation waited for others."""
+        waiting = 0.0 if not self._waiting else self._waited_since(self._waiting[0])
+        return self._waited + waiting + self._blocked_by_others()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time inside does not count."""
+        self._waiting.append((time.monotonic(), self._blocked_by_others()))
+        try:
+            yield
+        finally:
+            started = self._waiting.pop()
+            if not self._waiting:  # the outermost wait includes the others
+                self._waited += self._waited_since(started)
+
+    def _blocked_by_others(self) -> float:
+        return self._watch.blocked - self.blocked
+
+    def _waited_since(self, started: tuple[float, float]) -> float:
+        """Seconds of waiting, without those that are excused already because others blocked the event loop."""
+        began, blocked = started
+        return max(0.0, time.monotonic() - began - (self._blocked_by_others() - blocked))
+
+
+_stopwatch: ContextVar[Stopwatch | None] = ContextVar("turnwise_stopwatch", default=None)
+_context: ContextVar[Context | None] = ContextVar("turnwise_context", default=None)
+
+
+class ConversationScope:
+    """All calls inside belong to one conversation: they share a context, and their deadlines count its own time only.
+
+    `lockstep` says that the engine waits until all conversations have sent a request (`engines.batched`).
+    """
+
+    __slots__ = ("_context", "_stopwatch")
+
+    def __init__(self, name: str, *, lockstep: bool = False) -> None:
+        self._stopwatch: Stopwatch | Token[Stopwatch | None] = Stopwatch(name, loop_watch(), lockstep=lockstep)
+        self._context: Token[Context | None] | None = None
+
+    def __enter__(self) -> None:
+        assert isinstance(self._stopwatch, Stopwatch)
+        self._stopwatch = _stopwatch.set(self._stopwatch)
+        context = shareable(contextvars.copy_context())
+        self._context = _context.set(context)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._context is not None
+        assert isinstance(self._stopwatch, Token)
+        _context.reset(self._context)
+        _stopwatch.reset(self._stopwatch)
+
+
+conversation = ConversationScope
+
+
+def shareable(context: Context) -> Context:
+    """The same context, which is from now on the shared one of all calls inside it."""
+    context.run(_context.set, context)
+    return context
+
+
+def shared_context() -> Context | None:
+    """The context that all calls of the caller's conversation share; None outside of conversations."""
+    return _context.get()
+
+
+def stopwatch() -> Stopwatch | None:
+    """The stopwatch of the caller's conversation; None outside of conversations."""
+    return _stopwatch.get()
+
+
+def conversation_name() -> str:
+    """The id of the trajectory whose conversation the caller belongs to; empty outside of conversations."""
+    watch = _stopwatch.get()
+    return "" if watch is None else watch.name
+
+
+def in_lockstep() -> bool:
+    """Whether the caller's conversation must not wait for another one to end, because the other waits for its request."""
+    watch = _stopwatch.get()
+    return watch is not None and watch.lockstep
+
+
+def waiting_for_others() -> contextlib.AbstractContextManager[None]:
+    """Time inside does not count for the deadlines of this conversation."""
+    watch = _stopwatch.get()
+    return contextlib.nullcontext() if watch is None else watch.waiting()
+
+
+class Deadline:
+    """`async with deadline(seconds) as limit:` raises TimeoutError like `asyncio.timeout`, in the conversation's own time.
+
+    None sets no limit.
+    """
+
+    __slots__ = ("_excused", "_loop", "_seconds", "_timeout", "_timer", "_token", "end", "expired")
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._timeout: asyncio.Timeout | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._token: Token[tuple[Deadline, ...]] | None = None
+        self.end = math.inf
+        """When the time is over, in the time of the event loop, without what is excused."""
+        self.expired = False
+        """Whether the time was over."""
+
+    async def __aenter__(self) -> Deadline:
+        if self._seconds is not None:
+            self._timeout = asyncio.timeout(None)
+            await self._timeout.__aenter__()
+            watch = _stopwatch.get()
+            self._loop = asyncio.get_running_loop()
+            self._excused: Callable[[], float] = (lambda: 0.0) if watch is None else watch.excused
+            now = self._loop.time()
+            self.end = now + self._seconds - self._excused()
+            self._token = limits.set((*limits.get(), self))
+            self._timer = self._loop.call_at(now + self._seconds, self._check)
+        return self
+
+    async def __aexit__(self, kind: Any, error: Any, traceback: Any) -> bool | None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._token is not None:
+            limits.reset(self._token)
+        return None if self._timeout is None else await self._timeout.__aexit__(kind, error, traceback)
+
+    def over(self) -> bool:
+        """Whether the time is over now; `expired` then says so too."""
+        self.expired = self.expired or self.end + self._excused() <= self._loop.time()
+        return self.expired
+
+    def _check(self) -> None:
+        """End the block, or look again later if some of the time was excused."""
+        assert self._timeout is not None
+        end = self.end + self._excused()
+        if end > self._loop.time() + 0.001:
+            self._timer = self._loop.call_at(end, self._check)
+        else:
+            self.expired = True
+            self._timeout.reschedule(self._loop.time())
+
+
+deadline = Deadline
+
+limits: ContextVar[tuple[Deadline, ...]] = ContextVar("turnwise_limits", default=())
+"""The deadlines that hold for the caller, outermost first."""
+
+
+def first_end(of: Sequence[Deadline]) -> float:
+    """When the first of these deadlines is over, as `time.monotonic()`, if nothing more is excused until then."""
+    watch = _stopwatch.get()
+    if watch is None or not of:
+        return math.inf
+    return min([limit.end for limit in of]) + watch.excused()
+
 
 GRACE = 1.0
 """Seconds that a cancelled call has to clean up, before it is abandoned."""
@@ -205,3 +634,10 @@ def forget(task: asyncio.Future[Any]) -> None:
     """Mark the exception of a finished task as seen, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
+
+
+scored_together: ContextVar[Literal["group", "batch"]] = ContextVar("scored_together", default="group")
+"""`group`: the conversations of a row. `batch`: all conversations of the step, because of a function in `reward.batch`."""
+conversations_of_step: ContextVar[int] = ContextVar("conversations_of_step", default=0)
+"""The number of conversations of a step, where conversations of later steps run at the same time (`train.max_staleness`). 0: all
+running conversations belong to the same step."""

@@ -20,8 +20,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from turnwise.errors import RunError
-from turnwise.record.compression import existing_file
-from turnwise.record.line_file import LineFile
+from turnwise.record.lines import LineFile, existing_file
 
 __all__ = ["COLUMNS", "ConversationIndex"]
 

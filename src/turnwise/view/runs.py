@@ -1,8 +1,14 @@
-"""What the viewer knows of one run directory: its files, metrics, conversations and images."""
+"""What the viewer knows of a run and of evaluations.
+
+What the viewer knows of one run directory: its files, metrics, conversations and images.
+
+The evaluations of `turnwise eval` whose models are among the runs that the viewer shows.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -10,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import RunError
-from turnwise.record.compression import existing_file
-from turnwise.record.decode import decode_trajectory
+from turnwise.record.evaluation import read_results
+from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_of
-from turnwise.record.reader import parse_line, read_lines
-from turnwise.record.token_texts import recorded_options, token_texts
-from turnwise.sampling import LogprobKind, Sampling
+from turnwise.record.reader import parse_line, read_lines, recorded_options, token_texts
+from turnwise.record.trajectory_json import decode_trajectory
+from turnwise.types import LogprobKind, Sampling
 from turnwise.view.index import ConversationIndex
-
-__all__ = ["FILES", "ViewedRun", "find_runs", "times"]
 
 FILES = {"train": "trajectories.jsonl", "eval": "eval_trajectories.jsonl"}
 """The files of conversations: those of the steps or of a rollout, and those of the evaluations on held-out rows."""
@@ -249,3 +253,21 @@ def times(record: dict[str, Any], number: int) -> dict[str, Any]:
         "stop": record.get("stop"),
         "reward": record.get("reward"),
     }
+
+
+def evaluations(runs: Sequence[ViewedRun]) -> list[dict[str, Any]]:
+    """The contents of `eval.json` beside the runs, with the number of the run of each model (`runs`, by the model's name).
+
+    A file that cannot be read has the key `problem` instead.
+    """
+    folders = dict.fromkeys(run.path.parent for run in runs if (run.path.parent / "eval.json").is_file())
+    return [_evaluation(folder, runs) for folder in folders]
+
+
+def _evaluation(folder: Path, runs: Sequence[ViewedRun]) -> dict[str, Any]:
+    numbers = {run.path.name: number for number, run in enumerate(runs) if run.path.parent == folder}
+    about = {"name": folder.absolute().name, "runs": numbers}
+    try:
+        return {**about, **dataclasses.asdict(read_results(folder / "eval.json"))}
+    except RunError as error:
+        return {**about, "problem": str(error)}

@@ -1,9 +1,19 @@
-"""Serves the viewer's page and its data to a browser on this machine.
+"""The page, served or exported to one file.
+
+Serves the viewer's page and its data to a browser on this machine.
 
 The server listens on 127.0.0.1. Every request needs the token of this server: the address that is printed contains it, and the
 page keeps it in a cookie. Browsers send a cookie to all ports of a machine, so the page has a path of its own that only this
 server names, and the cookie is for that path. Texts of the model are sent as JSON and shown as text: the page runs no script but
 its own (Content-Security-Policy).
+
+The files of the page: its scripts and styles, and the libraries that come with them (`static/vendor`).
+
+The page is made of ES modules, without a build step. The names by which they import libraries are in the import map.
+
+Writes the viewer's page with the data of runs into one HTML file.
+
+The file needs no server and no network: scripts, styles, libraries, data and images are inside.
 """
 
 from __future__ import annotations
@@ -12,15 +22,17 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import json
 import mimetypes
+import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from turnwise.errors import RunError
-from turnwise.serve.http import (
+from turnwise.errors import ConfigError, RunError
+from turnwise.services.http_server import (
     RequestRefused,
     bearer_token,
     equal_secrets,
@@ -29,16 +41,38 @@ from turnwise.serve.http import (
     refuse_foreign_host,
     uvicorn_server,
 )
-from turnwise.view.evaluations import evaluations
-from turnwise.view.page import STATIC, import_map, page
-from turnwise.view.runs import FILES, ViewedRun
+from turnwise.view.runs import FILES, ViewedRun, evaluations, times
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["ViewServer", "application"]
+
+STATIC = (Path(__file__).parent / "static").resolve()
+LIBRARIES = {
+    "preact": "vendor/preact/preact.mjs",
+    "preact/hooks": "vendor/preact/hooks.mjs",
+    "htm": "vendor/htm/htm.mjs",
+    "uplot": "vendor/uplot/uPlot.esm.js",
+    "@tanstack/virtual-core": "vendor/virtual-core/index.js",
+}
+"""The file of each library, by the name under which the scripts import it."""
+
+
+def import_map() -> str:
+    """The import map, as the text between the tags."""
+    return json.dumps({"imports": {name: f"./static/{path}" for name, path in LIBRARIES.items()}})
+
+
+def page() -> str:
+    """The HTML of the page as the server sends it."""
+    scripts = sorted(path for path in STATIC.rglob("*") if path.suffix in (".js", ".mjs"))
+    # all scripts are asked for at once, not only when the script that imports them has arrived
+    links = (f'<link rel="modulepreload" href="static/{path.relative_to(STATIC).as_posix()}">' for path in scripts)
+    text = (STATIC / "index.html").read_text(encoding="utf-8")
+    return text.replace("{{import_map}}", import_map()).replace("{{preload}}", "\n".join(links))
+
 
 _COOKIE = "turnwise_token"
 _SECONDS = 1.0  # between two looks at the files of the runs
@@ -279,3 +313,101 @@ def _guard(token: str) -> Any:
             return await call_next(request)
 
     return Guard
+
+
+_IMAGE = re.compile(r"sha256:([0-9a-f]{64})")
+_RELATIVE = re.compile(r'(\bfrom\s*|\bimport\s*|\bimport\()"(\./[^"]+)"')
+
+
+def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Sequence[str] = ()) -> int:
+    """Write the page with these runs to `file`. Returns its size in bytes.
+
+    It has the latest `most` conversations of each run, or those with the given ids. Raises ConfigError if `most` is not positive
+    or the file cannot be written, RunError if there is no conversation with one of the ids, or a record cannot be read.
+    """
+    if most < 1:
+        raise ConfigError(f"--most is {most}; it must be at least 1")
+    for run in runs:
+        for index in run.indexes.values():  # a damaged record is an error here
+            index.update()
+    parts = [_run(run, most, ids) for run in runs]
+    missing = set(ids) - {found for part in parts for columns in part["columns"].values() for found in columns["id"]}
+    if missing:
+        raise RunError(f"no run has a conversation with the id {min(missing)!r}; turnwise view lists the ids")
+    html = _html({"runs": parts, "evaluations": evaluations(runs)})
+    try:
+        file.write_text(html, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror or error}") from None
+    return len(html.encode())
+
+
+def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
+    """The data of a run. The conversations in it are numbered from 0."""
+    columns: dict[str, Any] = {}
+    conversations: dict[str, dict[int, Any]] = {}
+    images: dict[str, str] = {}
+    for kind in FILES:
+        every = run.indexes[kind].columns()
+        numbers = [n for n, name in enumerate(every["id"]) if name in ids] if ids else range(len(every["id"]))[-most:]
+        columns[kind] = {name: [values[n] for n in numbers] for name, values in every.items()}
+        conversations[kind] = {place: run.conversation(kind, n) for place, n in enumerate(numbers)}
+        for name in set(_IMAGE.findall(json.dumps([c.get("messages") for c in conversations[kind].values()]))):
+            if (path := run.image(name)) is not None:
+                images[name] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    counts = {kind: len(found) for kind, found in conversations.items()}
+    indexed = {kind: {"start": 0, "stop": count, "generation": 0, "ready": True} for kind, count in counts.items()}
+    summary = {**run.summary(), "path": run.name, "conversations": counts, "lines": counts, "indexed": indexed}
+    return {
+        "summary": summary,
+        "metrics": {kind: run.metric_table(kind) for kind in FILES},
+        "columns": columns,
+        "conversations": conversations,
+        "timelines": _timelines(run, conversations["train"]),
+        "images": images,
+    }
+
+
+def _timelines(run: ViewedRun, conversations: dict[int, Any]) -> dict[str, dict[str, Any]]:
+    """The timeline of each step of which a conversation is exported."""
+    steps: dict[str, dict[str, Any]] = {}
+    for number, record in conversations.items():
+        step = record.get("step")
+        if str(step) not in steps:
+            steps[str(step)] = {"conversations": [], "steps": run.steps_until(step)}
+        steps[str(step)]["conversations"].append(times(record, number))
+    return steps
+
+
+def _html(data: dict[str, Any]) -> str:
+    page = (STATIC / "index.html").read_text(encoding="utf-8")
+    styles = "\n".join(
+        (STATIC / name).read_text(encoding="utf-8") for name in ("vendor/uplot/uPlot.min.css", "style.css")
+    )
+    page = re.sub(r'<link rel="stylesheet"[^>]*>\n', "", page)
+    page = page.replace("</head>", f"<style>{styles}</style>\n</head>")
+    imports = json.dumps({"imports": dict(_modules())})
+    page = page.replace("{{import_map}}", imports).replace("{{preload}}\n", "")
+    # "<" is written as an escape: no text of a conversation can end the element
+    inside = json.dumps(data, ensure_ascii=True, allow_nan=False).replace("<", "\\u003c")
+    return page.replace(
+        '<script type="module" src="static/app.js"></script>',
+        f'<script type="application/json" id="export">{inside}</script>\n'
+        '<script type="module">import "turnwise:app.js";</script>',
+    )
+
+
+def _modules() -> Iterator[tuple[str, str]]:
+    """All scripts by the names under which they are imported, as data addresses. Imports of files become such names."""
+    names = {path: name for name, path in LIBRARIES.items()}
+    for file in sorted(path for path in STATIC.rglob("*") if path.suffix in (".js", ".mjs")):
+        relative = file.relative_to(STATIC)
+
+        def named(found: re.Match[str], folder: Path = relative.parent) -> str:
+            path = (folder / found[2]).as_posix()
+            return f'{found[1]}"{names.get(path, f"turnwise:{path}")}"'
+
+        text = _RELATIVE.sub(named, file.read_text(encoding="utf-8"))
+        text = re.sub(r"//# sourceMappingURL=.*", "", text)
+        address = "data:text/javascript;base64," + base64.b64encode(text.encode()).decode()
+        yield names.get(relative.as_posix(), f"turnwise:{relative.as_posix()}"), address

@@ -14,13 +14,13 @@ import pytest
 from gymnasium import spaces
 
 from support.conversations import Says, a_row, call, hold, hold_all
-from turnwise import build
+from turnwise import assembly
 from turnwise.compat.gym import GymEnvironments
 from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 MADE: list[Guess] = []
@@ -396,7 +396,7 @@ def test_a_recipe_names_a_game_and_the_tools_in_front_of_it(tmp_path: Path) -> N
             },
         }
     )
-    environments = build.environment_factory(config)
+    environments = assembly.environment_factory(config)
     trajectory = hold(Says(call("calculator", '{"expression": "1+1"}'), "I take 2"), environments)
     assert [turn.reward for turn in trajectory.turns] == [0.0, 2.0]
     assert trajectory.messages[0]["content"] == "Hi\n\nGo"

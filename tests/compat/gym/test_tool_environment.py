@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, a_row, hold, hold_all
-from turnwise import build
+from turnwise import assembly
 from turnwise.compat.gym import ToolEnvironments
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 MADE: list[Any] = []
@@ -238,5 +238,5 @@ def test_a_recipe_names_the_class_and_its_tools(tmp_path: Path) -> None:
     arguments = {"environment": f"{file}:Env", "tools": {"up": f"{file}:up"}}
     use = {"use": "turnwise.compat.gym:ToolEnvironments", "arguments": arguments}
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, "environment": use})
-    trajectory = hold(Says("a", "end"), build.environment_factory(config))
+    trajectory = hold(Says("a", "end"), assembly.environment_factory(config))
     assert [message["content"] for message in trajectory.messages] == ["Hi", "a", "A", "end"]

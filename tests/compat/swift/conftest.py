@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from turnwise.compat.swift import plugins
-from turnwise.compat.swift.gym import context_managers, envs
 from turnwise.compat.swift.rewards import orms
-from turnwise.compat.swift.scheduler import multi_turns
+from turnwise.compat.swift.schedulers import context_managers, envs, multi_turns
 
 _REGISTRIES: list[dict[str, Any]] = [multi_turns, orms, envs, context_managers, plugins.NAMES["rm_plugins"]]
 _FIRST = [dict(registry) for registry in _REGISTRIES]

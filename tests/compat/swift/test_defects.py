@@ -11,10 +11,9 @@ from typing import Any
 
 from support.conversations import RENDERER, STOP, Says, a_row, hold_all, scripted, spoken
 from support.swift import ASKED, learnt, made, play, whole
-from turnwise.compat.swift.gym import Env, envs
 from turnwise.compat.swift.rewards import ORM, call_reward_once
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
-from turnwise.rollout.limits import Limits
+from turnwise.compat.swift.schedulers import Env, MultiTurnScheduler, envs
+from turnwise.rollout.context import Limits
 from turnwise.types import Stop
 
 

@@ -17,11 +17,10 @@ from support import byte_tokenizer
 from support.conversations import RENDERER, STOP, Says, a_row, completion, hold_all, scripted, spoken
 from support.swift import ASKED, learnt, made, play, whole
 from turnwise.chat.renderer import Renderer
-from turnwise.compat.swift.arguments import from_swift_arguments
-from turnwise.compat.swift.builtin import MathTipsScheduler, ThinkingModelTipsScheduler
+from turnwise.compat.swift.convert import from_swift_arguments
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.compat.swift.schedulers import MathTipsScheduler, MultiTurnScheduler, ThinkingModelTipsScheduler
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 from turnwise.training.batch import pack

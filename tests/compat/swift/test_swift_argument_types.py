@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.compat.swift.argument_types import ARGUMENT_TYPES
-from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
-from turnwise.compat.swift.flags import OPTIONS
+from turnwise.compat.swift.convert import COMPUTED, from_swift_arguments
+from turnwise.compat.swift.read_arguments import ARGUMENT_TYPES, OPTIONS
 from turnwise.errors import ConfigError
 
 FULL = "swift rlhf --rlhf_type grpo --model m --tuner_type full --dataset d.jsonl --use_hf true --max_steps 5 "

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from turnwise.compat.conversion import ConversionReport
-from turnwise.compat.swift.arguments import COMPUTED, from_swift_arguments
-from turnwise.compat.swift.command_line import read_arguments
-from turnwise.compat.swift.flags import ALIASES, CHOICES, FIXED, LISTS, OPTIONS
+from turnwise.compat.swift.convert import COMPUTED, from_swift_arguments
+from turnwise.compat.swift.read_arguments import ALIASES, CHOICES, FIXED, LISTS, OPTIONS, read_arguments
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError

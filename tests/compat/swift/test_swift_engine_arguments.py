@@ -12,8 +12,7 @@ import pytest
 
 from support.swift_client import mirror
 from turnwise.compat.conversion import ConversionReport
-from turnwise.compat.swift.arguments import from_swift_arguments
-from turnwise.compat.swift.serving import from_rollout_arguments
+from turnwise.compat.swift.convert import from_rollout_arguments, from_swift_arguments
 from turnwise.config.engine_checks import refuse_engine
 from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect

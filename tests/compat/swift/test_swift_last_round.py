@@ -10,11 +10,11 @@ import pytest
 
 from support.conversations import a_row
 from support.swift import learnt, play, whole
-from turnwise.build import turn_weighting
+from turnwise.assembly import turn_weighting
 from turnwise.commands.convert import converted
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.compat.swift.schedulers import MultiTurnScheduler
 from turnwise.config.recipe import load
 from turnwise.types import Trajectory
 

@@ -14,20 +14,19 @@ import torch
 
 from support.conversations import Says, a_row, hold, hold_all
 from support.swift import whole
-from turnwise.build import scorer
+from turnwise.assembly import scorer
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.swift import Reward, math_worker, outcomes, scheduler
-from turnwise.compat.swift.math_process import MathProcess
 from turnwise.compat.swift.outcomes import (
     CosineReward,
     Format,
     MathAccuracy,
+    MathProcess,
     ReActFormat,
     RepetitionPenalty,
     SoftOverlong,
 )
-from turnwise.compat.swift.reward_args import RewardArgs
-from turnwise.compat.swift.rewards import arguments_of, orms
+from turnwise.compat.swift.rewards import RewardArgs, arguments_of, orms
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.types import Group, Trajectory
@@ -282,7 +281,7 @@ def test_what_a_reward_class_asks_for_by_name_is_given_and_what_it_lacks_is_repo
 
 
 def test_a_script_gives_reward_functions_the_arguments_that_they_read(tmp_path: Path) -> None:
-    from turnwise.compat.swift.arguments import from_swift_arguments
+    from turnwise.compat.swift.convert import from_swift_arguments
 
     plugin = tmp_path / "plugin.py"
     plugin.write_text(

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from turnwise.compat.swift.reward_args import RewardArgs
-from turnwise.compat.swift.rewards import orms
+from turnwise.compat.swift.rewards import RewardArgs, orms
 
 MIRROR = next(
     (

@@ -14,7 +14,7 @@ from support.swift import ASKED, play, whole
 from turnwise.compat.swift import scheduler
 from turnwise.compat.swift.plugins import NAMES, load, select
 from turnwise.compat.swift.rewards import orms
-from turnwise.compat.swift.scheduler import multi_turns
+from turnwise.compat.swift.schedulers import multi_turns
 from turnwise.errors import ConfigError
 
 PLUGIN = """

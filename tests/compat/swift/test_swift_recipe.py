@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from turnwise.build import environment_factory
+from turnwise.assembly import environment_factory
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect

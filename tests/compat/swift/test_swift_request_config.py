@@ -9,7 +9,7 @@ import pytest
 from support.conversations import Says, spoken
 from support.swift import play, whole
 from turnwise.compat.swift.protocol import RequestConfig
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.compat.swift.schedulers import MultiTurnScheduler
 from turnwise.types import Stop
 
 

@@ -13,11 +13,11 @@ from support.conversations import Says, a_row, hold
 from support.swift import play, whole
 from turnwise.compat.swift import reward, scheduler
 from turnwise.compat.swift.rewards import arguments_of, call_reward_once, orms
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.compat.swift.schedulers import MultiTurnScheduler
 from turnwise.errors import ConfigError
 from turnwise.rewards.functions import TrajectoryReward
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Group, Trajectory
 
 PLUGIN = """

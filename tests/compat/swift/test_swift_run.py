@@ -9,10 +9,16 @@ import pytest
 
 from support.conversations import RENDERER, Says, a_row, hold_all, scripted, spoken
 from support.swift import ASKED, learnt, made, play, whole
-from turnwise.compat.swift.gym import ContextManager, Env, context_managers, envs
 from turnwise.compat.swift.protocol import RequestConfig, RolloutOutput
-from turnwise.compat.swift.scheduler import MultiTurnScheduler, RolloutScheduler
-from turnwise.rollout.limits import Limits
+from turnwise.compat.swift.schedulers import (
+    ContextManager,
+    Env,
+    MultiTurnScheduler,
+    RolloutScheduler,
+    context_managers,
+    envs,
+)
+from turnwise.rollout.context import Limits
 from turnwise.types import Stop
 
 

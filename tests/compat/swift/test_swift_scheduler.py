@@ -13,9 +13,8 @@ from support.conversations import RENDERER, STOP, Says, a_row, call, spoken
 from support.swift import ASKED, learnt, play, whole
 from support.templates import SWITCHES
 from turnwise.chat.renderer import Renderer
-from turnwise.compat.swift.masks import ReturnedTokens, SampledTurn, mask_outputs, mask_turn
-from turnwise.compat.swift.protocol import RolloutOutput
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.compat.swift.protocol import ReturnedTokens, RolloutOutput, SampledTurn, mask_outputs, mask_turn
+from turnwise.compat.swift.schedulers import MultiTurnScheduler
 from turnwise.types import Row, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}

@@ -10,9 +10,14 @@ import pytest
 from support import byte_tokenizer
 from support.conversations import RENDERER, a_row, spoken
 from support.swift import ASKED, learnt, play, whole
-from turnwise.compat.swift.gym import Env, GYMScheduler, envs
-from turnwise.compat.swift.openenv import OpenEnvScheduler, OpenEnvWrapper
-from turnwise.compat.swift.scheduler import MultiTurnScheduler
+from turnwise.compat.swift.schedulers import (
+    Env,
+    GYMScheduler,
+    MultiTurnScheduler,
+    OpenEnvScheduler,
+    OpenEnvWrapper,
+    envs,
+)
 
 HELPERS = """
 from modelscope.preprocessors.templates.utils import Messages

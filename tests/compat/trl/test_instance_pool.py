@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.compat.instance_pool import EXHAUSTED, InstancePool, Lease
-from turnwise.user_code.scoring_scope import conversations_of_step, scored_together
+from turnwise.compat.trl import EXHAUSTED, InstancePool, Lease
+from turnwise.user_code.calls import conversations_of_step, scored_together
 
 
 async def run_steps(chance: random.Random) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from PIL import Image
 
 from support.conversations import Says, a_row, call, hold, hold_all, scripted
 from support.vision import save_vision_model
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, DataError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 MADE: list[Any] = []
@@ -394,7 +394,7 @@ def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path:
             "arguments": {"environment": f"{file}:Env", "arguments": {"word": "goodbye"}},
         },
     }
-    environments = build.environment_factory(Config.model_validate(tree))
+    environments = assembly.environment_factory(Config.model_validate(tree))
     trajectory = hold(Says(call("say") + call("calculator", '{"expression": "1+1"}'), "b"), environments)
     assert tool_texts(trajectory)[0] == "go...(truncated)...ye"
     assert tool_texts(trajectory)[1].startswith(
@@ -406,7 +406,7 @@ def test_a_recipe_names_a_class_and_its_tools_obey_the_recipes_options(tmp_path:
     other.write_text(file.read_text())
     tree["environment"]["arguments"]["environment"] = f"{other}:Env"
     with pytest.raises(ConfigError, match="two tools have the name 'calculator'"):
-        build.environment_factory(Config.model_validate(tree))
+        assembly.environment_factory(Config.model_validate(tree))
 
 
 class SelfSampling:
@@ -438,7 +438,7 @@ def data_owning(tmp_path: Path, train: str, environment: Any) -> Config:
 
 def test_an_environment_that_owns_the_data_writes_the_prompt(tmp_path: Path) -> None:
     place = f"{__file__}:SelfSampling"
-    rows = build.rows(data_owning(tmp_path, "empty:3", place))
+    rows = assembly.rows(data_owning(tmp_path, "empty:3", place))
     assert [(row.id, dict(row.fields)) for row in rows] == [("1", {}), ("2", {}), ("3", {})]
     trajectory = hold(Says(call("increment", '{"step": 2}'), "done"), TrlEnvironments(SelfSampling), row=rows[0])
     assert trajectory.error is None
@@ -449,7 +449,7 @@ def test_an_environment_that_owns_the_data_writes_the_prompt(tmp_path: Path) -> 
 def test_rows_may_have_only_the_column_that_names_the_environment(tmp_path: Path) -> None:
     data = tmp_path / "names.jsonl"
     data.write_text('{"environment": "a"}\n{"environment": "b"}\n')
-    rows = build.rows(
+    rows = assembly.rows(
         data_owning(tmp_path, str(data), {"a": f"{__file__}:SelfSampling", "b": f"{__file__}:SelfSampling"})
     )
     factory = TrlEnvironments({"a": SelfSampling, "b": SelfSampling})
@@ -464,6 +464,6 @@ def test_a_missing_prompt_is_refused_where_nobody_writes_it(tmp_path: Path) -> N
     assert "the row has no prompt, and SelfSampling.reset returned None" in silent.error.message
     plain = Config.model_validate({"model": {"path": "m"}, "data": {"train": "empty:3"}})
     with pytest.raises(DataError, match=r"has no column 'prompt'.*writes_prompt = True"):
-        build.rows(plain)
+        assembly.rows(plain)
     with pytest.raises(DataError, match="write empty:N"):
-        build.rows(data_owning(tmp_path, "empty:none", f"{__file__}:SelfSampling"))
+        assembly.rows(data_owning(tmp_path, "empty:none", f"{__file__}:SelfSampling"))

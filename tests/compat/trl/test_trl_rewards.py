@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from support.conversations import Says, a_row, call, hold_all
-from turnwise import build
-from turnwise.compat.trl import TrlEnvironments
-from turnwise.compat.trl_rewards import TrlReward
+from turnwise import assembly
+from turnwise.compat.trl import TrlEnvironments, TrlReward
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.rewards.functions import BatchReward, GroupReward
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Group, Trajectory
 
 ROOM = Limits(turns=8, tokens_per_turn=400)
@@ -110,17 +109,17 @@ def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
     tree: dict[str, Any] = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
 
     def recipe(name: str) -> Config:
-        use = {"use": "turnwise.compat.trl_rewards:TrlReward", "arguments": {"function": f"{tmp_path / 'r.py'}:{name}"}}
+        use = {"use": "turnwise.compat.trl:TrlReward", "arguments": {"function": f"{tmp_path / 'r.py'}:{name}"}}
         return Config.model_validate({**tree, "reward": {"group": [use]}})
 
-    (reward,) = build.scorer(recipe("tagged")).groups
+    (reward,) = assembly.scorer(recipe("tagged")).groups
     assert reward.name == "tagged"
     with pytest.raises(ConfigError, match="by_state has the parameter trainer_state"):
-        build.scorer(recipe("by_state"))
+        assembly.scorer(recipe("by_state"))
     with pytest.raises(ConfigError, match=r"maker\(most\) has none of the parameters .* give its arguments"):
-        build.scorer(recipe("maker"))
+        assembly.scorer(recipe("maker"))
     with pytest.raises(ConfigError, match="has no 'missing'"):
-        build.scorer(recipe("missing"))
+        assembly.scorer(recipe("missing"))
 
 
 def test_in_the_batch_a_function_is_called_once_with_all_rows_of_a_step_and_log_metric_is_a_metric() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.conversations import CUE, Says, a_row, a_table, spoken
-from turnwise.compat.trl_rewards import TrlReward
+from turnwise.compat.trl import TrlReward
 from turnwise.compat.trl_rollout import TrlRollout
 from turnwise.errors import ConfigError
 from turnwise.rollout.rollout import new_group, rollout_groups

@@ -78,7 +78,7 @@ def save(path: Path, *rows: dict[str, Any]) -> None:
 
 def use(function: str, **arguments: Any) -> dict[str, Any]:
     made = {"arguments": arguments} if arguments else {}
-    return {"use": "turnwise.compat.trl_rewards:TrlReward", "arguments": {"function": function, **made}}
+    return {"use": "turnwise.compat.trl:TrlReward", "arguments": {"function": function, **made}}
 
 
 def games(path: Path, **options: Any) -> dict[str, Any]:

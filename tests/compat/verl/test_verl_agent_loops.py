@@ -13,7 +13,7 @@ import pytest
 from support.conversations import CUE, RENDERER, STOP, Says, a_row, a_table, call, spoken
 from turnwise.compat.verl import Conversations, verl_names
 from turnwise.errors import ConfigError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Row, Stop, Trajectory
 

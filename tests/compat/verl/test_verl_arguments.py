@@ -12,11 +12,11 @@ import yaml
 
 from compat.verl.verl_files import an_interaction, written
 from rewards.credit.test_credit_peers import source
-from turnwise import build
+from turnwise import assembly
 from turnwise.cli import main
 from turnwise.commands.convert import converted as convert_command
 from turnwise.compat.conversion import ConversionReport
-from turnwise.compat.verl.arguments import from_verl_arguments
+from turnwise.compat.verl.convert import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
 from turnwise.config.recipe import checked
 from turnwise.config.schema import Config
@@ -858,10 +858,10 @@ def test_several_files_are_one_data_set(grpo: list[str], rows: str, tmp_path: Pa
     config = whole(found)
     assert (config.data.train, config.data.eval) == ([rows, str(other)], [str(other), rows])
     assert config.train.steps == 3 * (11 // 4)
-    read = build.rows(config)
+    read = assembly.rows(config)
     assert [row.id for row in read] == [str(n) for n in range(1, 12)]
     assert read[-1]["extra_info"]["index"] == 7
-    assert len(build.rows(config, held_out=True)) == 11
+    assert len(assembly.rows(config, held_out=True)) == 11
 
 
 def test_overlong_prompts_are_left_out(grpo: list[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from compat.verl.verl_files import a_tool, an_interaction, names, schema, set_up, user_module, written
 from support.conversations import a_row, call, hold
-from turnwise.build import environment_factory
+from turnwise.assembly import environment_factory
 from turnwise.compat.verl import Conversations
 from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from compat.verl.verl_files import no_verl_left
-from turnwise.compat.verl import BaseInteraction, BaseTool, ToolResponse, reward_score, verl_names
+from turnwise.compat.verl import BaseInteraction, BaseTool, ToolResponse, helpers, verl_names
 from turnwise.compat.verl.names import NAMES
 from turnwise.errors import ConfigError
 
@@ -219,7 +219,7 @@ def test_what_replaces_a_lent_function_is_seen_by_the_classes_that_use_it() -> N
             assert asyncio.run(made.calculate_score("i")) == 0.25
         replaced.assert_called_once_with("", "7", method="strict", format_score=0.0, score=1.0)
         assert asyncio.run(made.calculate_score("i")) == 0.0
-        assert importlib.import_module("verl.utils.reward_score.gsm8k").compute_score is reward_score.compute_score
+        assert importlib.import_module("verl.utils.reward_score.gsm8k").compute_score is helpers.compute_score
 
 
 def test_a_name_that_a_lent_module_does_not_have_says_what_it_has() -> None:

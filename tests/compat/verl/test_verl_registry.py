@@ -9,13 +9,12 @@ import pytest
 
 from compat.verl.verl_files import PLUGINS, a_tool, an_interaction, written
 from turnwise.compat.verl import BaseInteraction, verl_names
-from turnwise.compat.verl.boxed import last_boxed_only_string, remove_boxed
-from turnwise.compat.verl.hdfs_io import copy, copy_to_local, exists, makedirs
-from turnwise.compat.verl.registry import (
+from turnwise.compat.verl.files import (
     get_interaction_class,
     initialize_interactions_from_config,
     initialize_tools_from_config,
 )
+from turnwise.compat.verl.helpers import copy, copy_to_local, exists, last_boxed_only_string, makedirs, remove_boxed
 from turnwise.errors import ConfigError
 
 BASE = {"class_name": "verl.interactions.base.BaseInteraction", "config": {"mine": 3}}

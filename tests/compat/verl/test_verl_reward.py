@@ -11,17 +11,17 @@ import pytest
 
 from compat.verl.verl_files import a_tool, an_interaction, set_up, user_module
 from support.conversations import a_row, call, hold
-from turnwise.build import scorer
+from turnwise.assembly import scorer
 from turnwise.compat.verl import CustomBatchScore, CustomScore, data_source_score
+from turnwise.compat.verl.helpers import compute_score, extract_solution
 from turnwise.compat.verl.reward import num_turns
-from turnwise.compat.verl.reward_score import compute_score, extract_solution
 from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, Failed
-from turnwise.record.encode import trajectory_record
 from turnwise.record.metrics import conversation_metrics
-from turnwise.rollout.limits import Limits
+from turnwise.record.trajectory_json import trajectory_record
+from turnwise.rollout.context import Limits
 from turnwise.types import Group, Row, Trajectory
 
 FUNCTIONS = """

@@ -16,7 +16,7 @@ import pytest
 from compat.verl.verl_files import PLUGINS, a_tool, an_interaction, names, set_up, user_module
 from support.conversations import Says, a_row, a_table, call, hold, hold_all
 from turnwise.errors import ConfigError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout
 from turnwise.types import Row, Stop
 

@@ -17,13 +17,13 @@ import engine_env
 import pytest
 
 from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_of
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.schema import Config
 from turnwise.engines.remote import guard
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.probe import Probe
+from turnwise.engines.remote.servers import Probe
+from turnwise.models.loading import token_logprobs
 from turnwise.models.lora import save_adapter
-from turnwise.models.published_weights import token_logprobs
 from turnwise.types import LogprobKind
 
 SLOW = "while kill -STOP $0; do sleep 0.2; kill -CONT $0; sleep 0.005; done"
@@ -69,7 +69,7 @@ class Server(Subject):
             "max_concurrent": 64,
             "output": f"{self._folder.name}/{output}",
         }
-        engine = build.engine(Config.model_validate(recipe), self.renderer, self.model)
+        engine = assembly.engine(Config.model_validate(recipe), self.renderer, self.model)
         assert isinstance(engine, RemoteEngine)
         return engine
 

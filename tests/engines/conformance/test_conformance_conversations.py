@@ -12,8 +12,8 @@ from engines.conformance.test_conformance_weights import publish_changed
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import checked_answer
-from turnwise.rollout.limits import Limits
-from turnwise.rollout.rollout import RolloutContext, new_group, rollout_groups
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Row, Sampling, Stop, Trajectory
 
 LINES = (MODEL.parent / "train.jsonl").read_text(encoding="utf-8").splitlines()

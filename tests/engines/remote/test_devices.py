@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import checked
-from turnwise.engines.remote.devices import devices_of_servers
 from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.server_process import devices_of_servers
 from turnwise.errors import ConfigError
 
 MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
@@ -43,7 +43,7 @@ def started(tmp_path: Path, engine: dict[str, Any], **sections: Any) -> list[dic
         **sections,
     }
     config = checked(tree, source="test")
-    made = build.engine(config, build.renderer(config), object())
+    made = assembly.engine(config, assembly.renderer(config), object())
     assert isinstance(made, RemoteEngine)
     processes = [replica.process for replica in made._replicas.all if replica.process is not None]
     shown: list[dict[str, Any]] = []
@@ -133,7 +133,7 @@ def test_devices_that_do_not_fit_are_refused(
         tree["engine"].pop("python")
     config = checked(tree, source="test")
     with pytest.raises(ConfigError, match=message):
-        build.engine(config, build.renderer(config), object())
+        assembly.engine(config, assembly.renderer(config), object())
 
 
 @pytest.mark.parametrize("option", [{"devices": [0]}, {"data_parallel": 2}])
@@ -145,4 +145,4 @@ def test_devices_are_refused_on_the_cpu(option: dict[str, Any]) -> None:
     }
     config = checked(tree, source="test")
     with pytest.raises(ConfigError, match=r"engine\.devices and engine\.data_parallel need GPUs"):
-        build.engine(config, build.renderer(config), object())
+        assembly.engine(config, assembly.renderer(config), object())

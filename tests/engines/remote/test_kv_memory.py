@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.engines.remote.kv_memory import cpu_memory_gb, kv_token_bytes
+from turnwise.models.model_config import cpu_memory_gb, kv_token_bytes
 
 CONFIG = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": 3}
 

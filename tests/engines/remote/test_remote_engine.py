@@ -19,13 +19,12 @@ import torch
 from support.fake_server import CONTEXT, STOP, VOCAB, FakeApi, FakeServer, fake_servers, rule
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
-from turnwise.engines.remote.probe import Probe
-from turnwise.engines.remote.replicas import Replica
 from turnwise.engines.remote.server_process import python_path
+from turnwise.engines.remote.servers import Probe, Replica
 from turnwise.engines.remote.weights import WeightFiles
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
-from turnwise.user_code.deadlines import conversation, deadline
+from turnwise.user_code.calls import conversation, deadline
 
 LIMITS = HttpLimits(connect=2, answer=5, idle=0.5, retries=0, failing=0)
 WEIGHTS = {"weight": torch.ones(3)}

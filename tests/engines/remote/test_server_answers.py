@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.errors import EngineError
@@ -111,7 +111,7 @@ def engine_on(replies: Replies) -> RemoteEngine:
         },
         source="test",
     )
-    engine = build.engine(config, build.renderer(config), None)
+    engine = assembly.engine(config, assembly.renderer(config), None)
     assert isinstance(engine, RemoteEngine)
     for replica in engine._replicas.all:
         replica.server.limits = replace(replica.server.limits, failing=0)

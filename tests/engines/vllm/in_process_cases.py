@@ -17,15 +17,15 @@ import torch
 
 from engines.conformance.reference import reference_logprobs
 from engines.conformance.subjects import MODEL, change, load_model, state_of
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.probe import Probe
+from turnwise.engines.remote.servers import Probe
 from turnwise.engines.remote.weights import WeightFiles
 from turnwise.engines.vllm.in_process import InProcessServer
 from turnwise.errors import EngineError
-from turnwise.models.published_weights import token_logprobs
+from turnwise.models.loading import token_logprobs
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 PROMPT = [5, 17, 300, 44, 45]
@@ -49,7 +49,7 @@ class Cases:
             "output": str(folder),
         }
         self.model = load_model()
-        engine = build.engine(Config.model_validate(recipe), Renderer.from_pretrained(MODEL), self.model)
+        engine = assembly.engine(Config.model_validate(recipe), Renderer.from_pretrained(MODEL), self.model)
         assert isinstance(engine, RemoteEngine)
         self.engine = engine
         (replica,) = engine._replicas.all
@@ -137,7 +137,7 @@ class Cases:
         warnings: list[str] = []
         handler = logging.Handler()
         handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
-        logging.getLogger("turnwise.engines.remote.replicas").addHandler(handler)
+        logging.getLogger("turnwise.engines.remote.servers").addHandler(handler)
         (core,) = multiprocessing.active_children()
         core.kill()
         completion = await running

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from support.vision import save_vision_model
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.replicas import Replica
+from turnwise.engines.remote.servers import Replica
 from turnwise.engines.vllm.api import sampling_params
 from turnwise.errors import ConfigError
 from turnwise.types import Sampling
@@ -36,7 +36,7 @@ def recipe(engine: dict[str, Any] | None = None, **sections: Any) -> Any:
 
 def replicas_of(engine: dict[str, Any] | None = None, *, trained: bool = True, **sections: Any) -> list[Replica]:
     config = recipe(engine, **sections)
-    built = build.engine(config, build.renderer(config), object() if trained else None)
+    built = assembly.engine(config, assembly.renderer(config), object() if trained else None)
     assert isinstance(built, RemoteEngine)
     return built._replicas.all
 
@@ -82,7 +82,7 @@ def test_a_started_server_gets_the_options_of_the_recipe(tmp_path: Path) -> None
     assert len(token) > 30
     assert token not in " ".join(arguments)
     assert first.server._headers == {"Authorization": f"Bearer {token}"}
-    assert str(Path(build.__file__).parents[2]) in environment["PYTHONPATH"]
+    assert str(Path(assembly.__file__).parents[2]) in environment["PYTHONPATH"]
 
 
 def test_a_server_on_the_cpu_leaves_memory_to_the_trainer_and_holds_one_sequence(tmp_path: Path) -> None:
@@ -127,11 +127,11 @@ def test_given_servers_are_used_with_their_token(monkeypatch: pytest.MonkeyPatch
 def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as_it_says(tmp_path: Path) -> None:
     options = {"weight_folder": str(tmp_path / "w"), "check_weights_every": 4, "sleep": True}
     config = recipe(options, model={"device": "cuda"})
-    engine = build.engine(config, build.renderer(config), object())
+    engine = assembly.engine(config, assembly.renderer(config), object())
     assert isinstance(engine, RemoteEngine)
     assert engine._files is not None
     assert engine._files._folder == tmp_path / "w"
-    publisher: Any = build.publisher(config, engine, object())  # pyright: ignore[reportArgumentType]
+    publisher: Any = assembly.publisher(config, engine, object())  # pyright: ignore[reportArgumentType]
     assert [update for update in range(10) if publisher._probe.due(update)] == [0, 1, 2, 4, 8]
     assert publisher._probe.tolerance == 1e-4
     assert publisher._sleeper is engine
@@ -139,7 +139,7 @@ def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as
 
 def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
     config = recipe({"weight_transfer": "collective"})
-    engine = build.engine(config, build.renderer(config), object())
+    engine = assembly.engine(config, assembly.renderer(config), object())
     assert isinstance(engine, RemoteEngine)
     weights = {"weight": torch.ones(3), "other": torch.zeros(2, 2)}
     assert engine._files is not None
@@ -159,7 +159,7 @@ def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
 def test_sleep_is_refused_on_the_cpu(name: str) -> None:
     config = recipe({"sleep": True, "name": name})
     with pytest.raises(ConfigError, match=r"engine\.sleep=true needs a GPU.*model\.device=cpu"):
-        build.engine(config, build.renderer(config), object())
+        assembly.engine(config, assembly.renderer(config), object())
 
 
 def test_a_server_for_a_vision_model_takes_normalized_pixels(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_server_for_a_vision_model_takes_normalized_pixels(tmp_path: Path) -> 
 
 def test_the_engine_in_this_process_needs_vllm_here() -> None:
     config = recipe({"mode": "in_process"})
-    engine = build.engine(config, build.renderer(config), None)
+    engine = assembly.engine(config, assembly.renderer(config), None)
     with pytest.raises(ConfigError, match=r"engine\.mode=in_process needs vLLM in the environment"):
         asyncio.run(engine.start())
 
@@ -204,7 +204,7 @@ def test_what_has_no_effect_or_cannot_be_served_is_refused(
     engine: dict[str, Any], sections: dict[str, Any], message: str
 ) -> None:
     config = recipe(engine, **sections)
-    for refuse in (refuse_without_effect, lambda config: build.engine(config, build.renderer(config), None)):
+    for refuse in (refuse_without_effect, lambda config: assembly.engine(config, assembly.renderer(config), None)):
         with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
             refuse(config)
 
@@ -212,7 +212,7 @@ def test_what_has_no_effect_or_cannot_be_served_is_refused(
 def test_a_model_without_a_directory_is_refused(tmp_path: Path) -> None:
     config = recipe(model={"path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"needs model\.path to be a directory with a config\.json"):
-        build.longest_context(config)
+        assembly.longest_context(config)
 
 
 def test_only_the_given_tokens_and_texts_end_a_turn() -> None:

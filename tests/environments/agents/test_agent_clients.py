@@ -14,7 +14,7 @@ from support.conversations import CUE, RENDERER, Says, a_row, call, hold_all, sp
 from support.templates import THINKS
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"

@@ -19,14 +19,14 @@ from test_agent_clients import held, held_all, led, openai_client
 
 from support import byte_tokenizer
 from support.conversations import RENDERER, Says, a_row, hold
-from turnwise import build
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.schema import Config
 from turnwise.environments.agents import AgentFunction, Program
 from turnwise.environments.agents.proxy import ProxyLease
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
-from turnwise.rollout.limits import Limits
+from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.runs.sampling_only import conversation_context, prepare
 from turnwise.types import Trajectory
@@ -200,9 +200,9 @@ def test_the_recipe_gives_agents_the_check_of_its_model(model: Path, tmp_path: P
     config = Config.model_validate(recipe)
 
     async def run() -> Trajectory:
-        run = prepare(config, build.sampling(config))
+        run = prepare(config, assembly.sampling(config))
         async with conversation_context(run) as context:
-            group = new_group(build.rows(config, held_out=False, limit=None)[0], size=1, seed=0)
+            group = new_group(assembly.rows(config, held_out=False, limit=None)[0], size=1, seed=0)
             return (await rollout_group(group, context)).trajectories[0]
 
     trajectory = asyncio.run(run())

@@ -12,8 +12,8 @@ from support.conversations import CUE, Says, call, spoken
 from support.templates import SWITCHES
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
-from turnwise.environments.agents.chat_request import tool_call
-from turnwise.environments.agents.continuation import Relation, continuation
+from turnwise.environments.agents.environment import Relation, continuation
+from turnwise.environments.agents.requests import tool_call
 from turnwise.types import Edit, Message, Trajectory
 
 USER: Message = {"role": "user", "content": "Hi"}

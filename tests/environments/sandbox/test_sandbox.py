@@ -18,9 +18,8 @@ import turnwise
 from support.conversations import Says, a_row, call, hold
 from support.jails import needs_jail
 from turnwise.environments.sandbox import Bounds, PythonSession, Ran, Sandbox, SandboxError, code_interpreter
-from turnwise.environments.sandbox.jail import find_jail
+from turnwise.environments.sandbox.jail import MACHINES, filter_program, find_jail
 from turnwise.environments.sandbox.python import _shared
-from turnwise.environments.sandbox.seccomp import MACHINES, filter_program
 from turnwise.environments.tools.toolbox import Toolbox, Tools
 from turnwise.errors import ConfigError
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from turnwise.rewards.credit import critic, outcome, published, turns
-from turnwise.rewards.credit.episode import Episode
+from turnwise.rewards.credit import critic, outcome, turns
+from turnwise.rewards.credit.credit import Episode
 
-FOLDER = (outcome, turns, published, critic)
+FOLDER = (outcome, turns, turns, critic)
 ESTIMATORS = [(module, name) for module in FOLDER for name in module.__all__ if name != "Baseline"]
 
 

@@ -13,7 +13,9 @@ import torch
 
 from support.conversations import a_row
 from training.test_batch import gradients
-from turnwise.rewards.credit import Credit, critic, outcome, published, states, turns
+from turnwise.rewards.credit import Credit, critic, outcome, turns
+from turnwise.rewards.credit import credit as states
+from turnwise.rewards.credit import turns as published
 from turnwise.training.batch import pack
 from turnwise.types import Failure, Group, LogprobKind, Sampling, Segment, Trajectory, Turn
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from turnwise.rewards.credit import critic, outcome, turns
-from turnwise.rewards.credit.episode import Batch, Episode
+from turnwise.rewards.credit.credit import Batch, Episode
 
 MIRROR = next((folder / ".mirror" for folder in Path(__file__).parents if (folder / ".mirror").is_dir()), Path("none"))
 """Bare git directories `<owner>+<name>/repo`, if there are any."""

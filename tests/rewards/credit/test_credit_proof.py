@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from turnwise.rewards.credit import critic, outcome, published, turns
+from turnwise.rewards.credit import critic, outcome, turns
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
@@ -98,8 +98,8 @@ def test_a_mean_that_contains_the_conversation_itself_scales_the_gradient(size: 
         (partial(turns.turn_return, scale="none"), 0.175),
         (partial(turns.kevin, gamma=1.0, scale="none"), 0.175),
         (partial(turns.gigpo, gamma=1.0), 2 * 0.175),  # the sum of two terms, each of them right
-        (partial(published.mt_grpo, scale="none"), -0.01875),
-        (partial(published.igpo, normalise="joint", scale="none"), -0.0035714),
+        (partial(turns.mt_grpo, scale="none"), -0.01875),
+        (partial(turns.igpo, normalise="joint", scale="none"), -0.0035714),
     ],
     ids=["grpo", "turn_return", "kevin", "gigpo", "mt_grpo", "igpo, joint"],
 )

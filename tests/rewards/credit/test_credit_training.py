@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from support.conversations import a_row
 from support.recipes import save_recipe
-from turnwise import build
+from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.config.schema import Config
 from turnwise.errors import RolloutError
@@ -232,6 +232,6 @@ def test_a_turn_that_a_limit_cut_needs_no_score() -> None:
         "credit": {"name": "turn_potential", "scale": "none"},
     }
     config = Config.model_validate(section)
-    build.credit(config, build.scorer(config))([group])
+    assembly.credit(config, assembly.scorer(config))([group])
     assert (cut.error, cut.advantages) == (None, [0.5])
     assert (scored.error, scored.advantages) == (None, [-0.25])

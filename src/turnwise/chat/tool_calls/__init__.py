@@ -6,11 +6,7 @@ finds the format of a chat template from the template itself; if no named format
 the template writes. docs/tool_calls.md lists the formats and their behaviour for common mistakes.
 """
 
-from turnwise.chat.tool_calls.describe import describe_tools, undescribed
-from turnwise.chat.tool_calls.formats import FORMATS, by_name, detect, find_format
-from turnwise.chat.tool_calls.json_formats import Hermes
-from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
-from turnwise.chat.tool_calls.reasoning import (
+from turnwise.chat.reasoning import (
     KNOWN,
     MARKS,
     ReasoningBlock,
@@ -18,7 +14,10 @@ from turnwise.chat.tool_calls.reasoning import (
     reasoning_blocks,
     split_reasoning,
 )
-from turnwise.chat.tool_calls.response_template import FromResponseTemplate
+from turnwise.chat.tool_calls.describe import describe_tools, undescribed
+from turnwise.chat.tool_calls.formats import FORMATS, FromResponseTemplate, by_name, detect, find_format
+from turnwise.chat.tool_calls.json_formats import Hermes
+from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
 
 __all__ = [
     "FORMATS",

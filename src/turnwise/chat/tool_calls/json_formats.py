@@ -1,30 +1,59 @@
-"""Formats whose arguments are JSON: Hermes and Qwen, Cohere, Mistral, DeepSeek, Kimi.
+"""Formats whose arguments are JSON: Hermes, Qwen, Llama 3, Harmony, Mistral, DeepSeek, Kimi, Cohere.
+
+Formats whose arguments are JSON: Hermes and Qwen, Cohere, Mistral, DeepSeek, Kimi.
 
 A call ends where its JSON value ends, so a closing mark inside a string does not end it.
 
 Malformed calls: if the JSON cannot be decoded, or the name is missing, the call becomes a `ToolCall` with an error, and parsing
 continues after the next closing mark or before the next opening mark, whichever comes first. In a list of calls, parsing
 continues with the next item. A missing closing mark is accepted at the end of the text and before the next call.
+
+Llama 3's format: a JSON object with name and parameters, without marks.
+
+    {"name": "search", "parameters": {"query": "weather"}}
+
+Every JSON object in the text is examined. It is a call if it has a name and no keys but those of a call, or if its name is that
+of a tool on offer. OpenAI's shape, `{"type": "function", "function": {...}}`, is read as the object inside. An object inside any
+other value is content.
+
+Malformed calls: text that is no JSON is a malformed call only if it begins like a call (`{"name":`); otherwise it is content.
+Parsing continues at the next line, `;` or `<|python_tag|>` that is followed by the beginning of a call.
+
+Harmony, the format of gpt-oss: a turn consists of messages with headers.
+
+    <|start|>assistant<|channel|>analysis<|message|>I need the weather.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "weather"}<|call|>
+
+The text of a turn begins after the generation prompt `<|start|>assistant`. A message with a recipient (`to=`) is a call, on any
+channel. Of the other messages, those on the channel `analysis` are reasoning, the others content.
+
+Malformed calls: if `<|message|>` is missing or the body is no JSON object, the message is a malformed call, and parsing continues
+with the next message. Text without a header is content.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from turnwise.chat.tool_calls.json_text import arguments_of, decode, name_and_arguments
+from turnwise.chat.reasoning import KNOWN, ReasoningMarks, join_pieces
 from turnwise.chat.tool_calls.parsing import (
     MalformedCall,
     MarkedFormat,
     ParsedCalls,
+    ParsedText,
+    arguments_of,
+    assign_ids,
+    decode,
+    malformed_call,
+    name_and_arguments,
     skip_space,
+    tool_names,
     well_formed_call,
     with_written_id,
 )
 from turnwise.types import ToolCall, ToolSchema
-
-__all__ = ["Cohere2", "DeepSeek", "Hermes", "JsonFormat", "Kimi", "Mistral", "NameThenJson"]
 
 
 class JsonFormat(MarkedFormat):
@@ -246,3 +275,169 @@ class Kimi(NameThenJson):
         r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<{}:\"']+)(?::\d+)?)"
         r"\s*(?:<\|tool_call_argument_begin\|>|(?=<\|tool_call_end\|>))"
     )
+
+
+_LLAMA3_BEGINS = r"\{\s*[\"'](?:name|type|function)[\"']\s*:"
+_CALL = re.compile(_LLAMA3_BEGINS)
+# possessive and with a look-behind, so that a run of white space is scanned once and not from each of its characters
+_NEXT = re.compile(rf"(?:(?<!\s)[^\S\n]*+\n|;|<\|python_tag\|>)\s*+(?={_LLAMA3_BEGINS})")
+_SEPARATOR = re.compile(r"\s*;\s*(?=\{)|(?:\s*<\|e(?:om|ot)_id\|>)?")
+_ARGUMENTS = ("parameters", "arguments")
+_OF_A_CALL = {"name", "type", "id", "index", *_ARGUMENTS}
+_AROUND_A_CALL = {"type", "id", "index", "function"}
+_NESTED = 1000
+"""Characters to skip when a value is nested too deep: scanning again after each bracket would take quadratic time."""
+
+
+class Llama3(MarkedFormat):
+    """Llama 3.1 and later: `{"name": ..., "parameters": {...}}`.
+
+    Several calls are separated by `;`, or are in a list; `<|python_tag|>` may precede them.
+    """
+
+    name = "llama3"
+    example = '{"name": "<tool>", "parameters": {...}}'
+
+    def __init__(self, example: str | None = None) -> None:
+        """`example` replaces the call in error messages, if a template writes another shape."""
+        if example is not None:
+            self.example = example
+
+    opening_pattern = r"<\|python_tag\|>\s*(?=[\[{])|\{(?=\s*[\"'])|\[(?=\s*\{)"
+
+    def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
+        begin = mark.end() if mark[0][0] == "<" else mark.start()
+        try:
+            value, end = decode(text, begin)
+        except MalformedCall as problem:
+            return self._skip_malformed(text, begin, problem)
+        items = value if isinstance(value, list) else [value]
+        known = tool_names(tools)
+        items = [_inner(item) for item in items]
+        if not items or not all(_is_call(item, known) for item in items):
+            return [], end  # content; objects inside it are not examined
+        return [self._call(item, text[begin:end]) for item in items], self._separated(text, end)
+
+    def _call(self, value: Any, written: str) -> ToolCall:
+        try:
+            if (key := next((key for key in value if key not in _OF_A_CALL), None)) and not _has_arguments(value):
+                raise MalformedCall(f'"parameters" is missing: put {key!r} into "parameters"', 0)
+            return well_formed_call(*name_and_arguments(value, argument_keys=_ARGUMENTS), written)
+        except MalformedCall as problem:
+            return self.malformed(problem, written)
+
+    def _skip_malformed(self, text: str, begin: int, problem: MalformedCall) -> ParsedCalls:
+        inside = skip_space(text, begin + 1) if text.startswith("[", begin) else begin
+        further = begin + (_NESTED if problem.give_up else 1)
+        if not _CALL.match(text, inside):
+            return [], max(problem.at, further)
+        if inside > begin:
+            return [], further if problem.give_up else inside  # a list with a malformed call: parse each item by itself
+        following = _NEXT.search(text, further)
+        end = following.start() if following else len(text)
+        return [self.malformed(problem, text[begin:end])], following.end() if following else end
+
+    def _separated(self, text: str, end: int) -> int:
+        """The index after a call and after the separator that may follow it."""
+        separator = _SEPARATOR.match(text, end)
+        return separator.end() if separator else end
+
+
+def _inner(value: Any) -> Any:
+    """The object inside OpenAI's shape; any other value unchanged."""
+    if isinstance(value, dict) and value.keys() <= _AROUND_A_CALL and isinstance(value.get("function"), dict):
+        return value["function"]
+    return value
+
+
+def _is_call(value: Any, known: Collection[str]) -> bool:
+    if not isinstance(value, dict) or "name" not in value:
+        return False
+    if value.keys() <= _OF_A_CALL:
+        return True
+    name = value["name"]
+    return name in known if known and isinstance(name, str) else _has_arguments(value)
+
+
+def _has_arguments(value: Mapping[str, Any]) -> bool:
+    return any(key in value for key in _ARGUMENTS)
+
+
+_ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
+_PLAIN_TEXT_ENDS = re.compile(rf"{_ENDS.pattern}|(?=<\|channel\|>)")
+_HARMONY_BEGINS = re.compile(r"\s*(?:<\|(?:start|channel|message)\|>|to=[^\s<]+\s*<\|)")
+_HEADER = re.compile(r"[^<]*(?:<\|(?:start|channel|constrain)\|>[^<]*)*(?P<message><\|message\|>)?")
+_TO = re.compile(r"\bto=(?:functions\.)?(?P<name>[^\s<]+)")
+_CHANNEL = re.compile(r"<\|channel\|>(?P<name>\w+)")
+_AFTER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)")
+
+
+class Harmony:
+    """gpt-oss: messages with headers."""
+
+    name = "harmony"
+    example = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
+
+    def parse(
+        self,
+        text: str,
+        *,
+        first_id: int = 0,
+        thinking: bool = False,
+        tools: Sequence[ToolSchema] = (),
+        marks: ReasoningMarks = KNOWN,
+    ) -> ParsedText:
+        content: list[str] = [""]
+        reasoning: list[str] = [""]
+        channels = {
+            "analysis",
+            *(channel_mark["name"] for opening, _ in marks.own if (channel_mark := _CHANNEL.search(opening))),
+        }
+        calls: list[ToolCall] = []
+        at = self._body(text, 0, reasoning) if thinking else 0
+        while at < len(text):
+            header = _HEADER.match(text, at) if _HARMONY_BEGINS.match(text, at) else None
+            if header is None:  # text without a header
+                at = self._body(text, at, content, ends=_PLAIN_TEXT_ENDS)
+                continue
+            to, channel = _TO.search(header[0]), _CHANNEL.search(header[0])
+            if to is not None:
+                call, at = self._call(text, header, to["name"])
+                calls.append(call)
+            else:
+                is_reasoning = channel is not None and channel["name"] in channels
+                at = self._body(text, header.end(), reasoning if is_reasoning else content)
+        return ParsedText(
+            content=join_pieces([*content, ""]),
+            reasoning=join_pieces([*reasoning, ""]),
+            calls=assign_ids(calls, first_id),
+        )
+
+    def _body(self, text: str, at: int, into: list[str], *, ends: re.Pattern[str] = _ENDS) -> int:
+        """Append the text of the message at `at` to `into`, and return the index of the next message."""
+        first, last = _end(text, at, ends)
+        into.append(text[at:first])
+        return last
+
+    def _call(self, text: str, header: re.Match[str], name: str) -> tuple[ToolCall, int]:
+        begin = header.end()
+        try:
+            if header["message"] is None:
+                raise MalformedCall("<|message|> is missing after the header", begin)
+            if missing := _AFTER.match(text, begin):
+                return well_formed_call(name, {}, ""), missing.end()
+            value, end = decode(text, skip_space(text, begin))
+            arguments = arguments_of(value)
+            after = _AFTER.match(text, end)
+            if after is None:
+                raise MalformedCall(f"{text[end : end + 20]!r} follows the JSON; write <|call|> there", end)
+            return well_formed_call(name, arguments, text[begin:end]), after.end()
+        except MalformedCall as problem:
+            first, last = _end(text, begin)
+            return malformed_call(problem, text[begin:first], example=self.example, name=name), last
+
+
+def _end(text: str, at: int, ends: re.Pattern[str] = _ENDS) -> tuple[int, int]:
+    """The start and the end of the closing mark of the message around `at`."""
+    end = ends.search(text, at)
+    return end.span() if end else (len(text), len(text))

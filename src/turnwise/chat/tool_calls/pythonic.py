@@ -22,11 +22,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from turnwise.chat.tool_calls.json_text import refuse_unwritable
 from turnwise.chat.tool_calls.parsing import (
     MalformedCall,
     MarkedFormat,
     ParsedCalls,
+    refuse_unwritable,
     skip_space,
     tool_names,
     well_formed_call,

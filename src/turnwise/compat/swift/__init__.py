@@ -12,8 +12,7 @@ reward:
 
 from __future__ import annotations
 
-from turnwise.compat.swift.arguments import from_swift_arguments
-from turnwise.compat.swift.factory import scheduler
-from turnwise.compat.swift.reward_functions import Reward, reward
+from turnwise.compat.swift.convert import from_swift_arguments
+from turnwise.compat.swift.plugins import Reward, reward, scheduler
 
 __all__ = ["Reward", "from_swift_arguments", "reward", "scheduler"]

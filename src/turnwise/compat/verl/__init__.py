@@ -4,11 +4,10 @@ In a recipe, `turnwise.compat.verl:Conversations` is the environment; `turnwise 
 verl's configuration. Within `with verl_names():`, code that imports from verl can be loaded without verl.
 """
 
-from turnwise.compat.verl.base import BaseInteraction, BaseTool
+from turnwise.compat.verl.base import BaseInteraction, BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from turnwise.compat.verl.conversation import Conversations
 from turnwise.compat.verl.names import verl_names
 from turnwise.compat.verl.reward import CustomBatchScore, CustomScore, data_source_score
-from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 __all__ = [
     "BaseInteraction",

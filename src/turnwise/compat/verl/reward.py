@@ -12,13 +12,13 @@ from numbers import Real
 from typing import Any
 
 from turnwise.compat.object_factory import plain
-from turnwise.compat.verl.calls import call, takes
+from turnwise.compat.verl.base import call, takes
+from turnwise.compat.verl.helpers import GRADED, compute_score
 from turnwise.compat.verl.names import verl_names
-from turnwise.compat.verl.reward_score import GRADED, compute_score
 from turnwise.errors import ConfigError
 from turnwise.types import Stop, Trajectory
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.object_references import resolve
+from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import reward_number
 
 __all__ = ["CustomBatchScore", "CustomScore", "data_source_score", "num_turns"]

@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 from uuid import uuid4
 
-import turnwise.compat.verl.reward_score as reward_score
-from turnwise.compat.verl.base import BaseInteraction, BaseTool
-from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+import turnwise.compat.verl.helpers as reward_score
+from turnwise.compat.verl.base import BaseInteraction, BaseTool, OpenAIFunctionToolSchema, ToolResponse
 from turnwise.data.images import load_image
 from turnwise.data.numeric_answers import final_answer, same_number, truth
 from turnwise.errors import ConfigError, nearest

@@ -15,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
+from turnwise.chat.reasoning import KNOWN, ReasoningMarks
 from turnwise.chat.tool_calls.formats import by_name
 from turnwise.chat.tool_calls.parsing import ParsedText, assign_ids, malformed_call, well_formed_call
-from turnwise.chat.tool_calls.reasoning import KNOWN, ReasoningMarks
-from turnwise.compat.verl.agent_data import FunctionCall
+from turnwise.compat.verl.base import FunctionCall, OpenAIFunctionToolSchema
 from turnwise.compat.verl.files import load_class
 from turnwise.compat.verl.names import verl_names
-from turnwise.compat.verl.schemas import OpenAIFunctionToolSchema
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import ToolCall, ToolSchema
@@ -37,7 +36,7 @@ __all__ = [
     "with_parser",
 ]
 
-T = TypeVar("T", bound="type[ToolParser]")
+ParserClass = TypeVar("ParserClass", bound="type[ToolParser]")
 
 
 class ToolParser(ABC):
@@ -69,10 +68,10 @@ class ToolParser(ABC):
         return cls._registry[name](tokenizer)
 
     @classmethod
-    def register(cls, name: str) -> Callable[[T], T]:
+    def register(cls, name: str) -> Callable[[ParserClass], ParserClass]:
         """Register a class under a name, which `multi_turn.format` gives."""
 
-        def decorator(subclass: T) -> T:
+        def decorator(subclass: ParserClass) -> ParserClass:
             cls._registry[name] = subclass
             return subclass
 
@@ -91,8 +90,8 @@ class _Format(ToolParser):
         schemas = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
         parsed = by_name(self.format_name).parse(text, tools=schemas)
         calls = [call for call in parsed.calls if call.error is None]
-        for call in calls:
-            text = text.replace(call.text, "", 1)
+        for one in calls:
+            text = text.replace(one.text, "", 1)
         arguments = [json.dumps(dict(call.arguments), ensure_ascii=False) for call in calls]
         return text, [
             FunctionCall(name=call.name, arguments=written, tool_call_id=call.written_id or None)

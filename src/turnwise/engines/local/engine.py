@@ -13,20 +13,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from turnwise.engines.local.batch import RunningBatch
-from turnwise.engines.local.core import EngineCore
-from turnwise.engines.local.forward import choose_forward
-from turnwise.engines.local.kv_cache import KVCache
-from turnwise.engines.local.prefix_cache import PrefixCache
-from turnwise.engines.local.requests import PendingRequest, RequestLimits
-from turnwise.engines.local.scheduler import Stats
-from turnwise.engines.local.vision import VisionForward, VisionPrompt
-from turnwise.engines.remote.weight_shapes import refuse_weights
+from turnwise.engines.local.cache import KVCache, PrefixCache
+from turnwise.engines.local.forward import VisionForward, VisionPrompt, choose_forward
+from turnwise.engines.local.scheduler import EngineCore, PendingRequest, RequestLimits, RunningBatch, Stats
+from turnwise.engines.remote.weights import refuse_weights
 from turnwise.errors import EngineError
 from turnwise.models.allocator import is_large
+from turnwise.models.cpu import TorchThreads
+from turnwise.models.loading import published_weights
 from turnwise.models.lora import has_adapter
-from turnwise.models.published_weights import published_weights
-from turnwise.models.torch_threads import TorchThreads
 from turnwise.types import Completion, Request
 
 __all__ = ["LARGE_CACHE", "LocalEngine"]

@@ -1,29 +1,43 @@
-"""The interface between the engine and the model's forward pass, and the choice of an implementation.
+"""The model's own forward over the rows of the cache, with images; the choice of the pass.
+
+The interface between the engine and the model's forward pass, and the choice of an implementation.
 
 The engine passes tokens, positions and KV rows, and receives logits. Implementations: the fused pass reads the parameters
 of Llama-like models, the generic pass runs any decoder of transformers, and the vision pass runs models with images.
+
+Runs any decoder of transformers with keys and values over the rows of the KV cache, through the model's own forward.
+
+Knows how transformers uses a cache, and masks of four dimensions. Refuses models that keep another kind of state from token
+to token (recurrent models, linear attention) and encoder-decoder models.
+
+The forward pass for models with images: prompts that hold images, and the positions of the tokens after them.
+
+The prefix cache compares tokens only. So each placeholder of an image is replaced by a negative key, computed from the
+contents of the image: two conversations share a prefix only where both tokens and images are the same. The model's own
+forward computes an entire image in the pass that prefills its placeholders; no later pass needs the image.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from turnwise.engines.local.kv_cache import KVCache, KVShape
-from turnwise.engines.local.prefix_index import NOTHING_SHARED, SharedPrefix
+from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix
 from turnwise.errors import EngineError, Failed, boundary
-from turnwise.models.attention import narrow_window
-from turnwise.models.autocast import autocast as bfloat16_autocast
-from turnwise.models.autocast import output_layer_in_float32
+from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, narrow_window, output_layer_in_float32
+from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.models.vision import VisionAdapter
-
-__all__ = ["CachedForward", "choose_forward", "logit_difference"]
+from turnwise.types import Media
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +95,7 @@ def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedF
 
     Raises EngineError for a model that cannot be run over a KV cache.
     """
-    from turnwise.engines.local.fused import FusedForward
-    from turnwise.engines.local.fused_support import unsupported_reason
-    from turnwise.engines.local.generic import GenericForward
-    from turnwise.engines.local.vision import VisionForward
+    from turnwise.engines.local.fused import FusedForward, unsupported_reason
 
     reason = unsupported_reason(model)
     if autocast:
@@ -155,3 +166,393 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast
 def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.device) -> torch.Tensor:
     ids_1T = torch.from_numpy(tokens_T).to(device).unsqueeze(0)
     return model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False).logits[0, -1].float()
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
+"""Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""
+
+
+class GenericForward:
+    """Keys and values of a layer are two cache tensors, because their shapes may differ."""
+
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
+        self._copy = Bfloat16Linears(model) if autocast else None
+        self._model: PreTrainedModel = model if self._copy is None else self._copy.model
+        self._config = model.config.get_text_config()
+        self._layer_types = _layer_types(model)
+        self._kv_shapes = _probe_kv_shapes(model)
+        self._device = next(model.parameters()).device
+        self._dtype = torch.bfloat16 if autocast else next(model.parameters()).dtype
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        return self._kv_shapes
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return self._dtype
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        if self._copy is not None and self._copy.freed:
+            self._copy.refresh()
+        # not torch.inference_mode: a model may create tables here (rotary embeddings) that it also trains with later
+        training = [module for module in self._model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.no_grad(), autocast(self._device, self._copy is not None):
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def reload_parameters(self, *, changed: bool = True) -> None:
+        # the model's own forward reads its parameters: only copies have to be made again
+        if self._copy is not None:
+            self._copy.refresh(force=changed)
+
+    def free_copies(self) -> None:
+        if self._copy is not None:
+            self._copy.free()
+
+    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+        longest = max(len(tokens) for tokens in tokens_N)
+        padded_NT = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in tokens_N])
+        self._run(kv, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
+
+    def decode(
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
+    ) -> torch.Tensor:
+        return self._run(kv, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
+
+    def _run(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        lengths_N: np.ndarray,
+        tokens_NT: np.ndarray,
+        *,
+        model_inputs: Mapping[str, Any] | None = None,
+        position_3NT: np.ndarray | None = None,
+        logits_to_keep: int | torch.Tensor = 1,
+    ) -> torch.Tensor:
+        """Run right-padded tokens; returns float32 logits [N, V] of the last column, or [N, K, V] of the columns
+        `logits_to_keep`.
+
+        `model_inputs` are arguments of the model's forward, token ids included (None: only the token ids). `position_3NT`
+        are position ids on three axes (None: the index in the sequence).
+        """
+        steps_T = np.arange(tokens_NT.shape[1])
+        index_NT = starts_N[:, None] + steps_T
+        length = int((starts_N + lengths_N).max())
+        valid_NT = steps_T < lengths_N[:, None]
+        contiguous = np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0])
+        view = _RowView(
+            rows_N=self._tensor(rows_N),
+            rows=slice(int(rows_N[0]), int(rows_N[-1]) + 1) if contiguous else None,
+            write_rows_M=self._tensor(rows_N[np.nonzero(valid_NT)[0]]),
+            write_index_M=self._tensor(index_NT[valid_NT]),
+            valid=tuple(self._tensor(part) for part in np.nonzero(valid_NT)),
+            length=length,
+        )
+        # padding is computed and not used, but its position must be within the model's tables
+        position_ids = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
+        if model_inputs is None:
+            model_inputs = {"input_ids": self._tensor(tokens_NT.astype(np.int64))}
+        output = self._model(
+            **model_inputs,
+            position_ids=self._tensor(position_ids),
+            attention_mask=self._mask(index_NT, length),
+            past_key_values=_RowCache(kv, view),
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        )
+        return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
+
+    def _mask(self, index_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
+        """The additive mask [N, 1, T, L]; a mask for each layer type if the model has several."""
+        keys_L = np.arange(length)
+        causal_NTL = keys_L <= index_NT[:, :, None]
+        masks = {}
+        for layer_type in set(self._layer_types):
+            visible_NTL = causal_NTL
+            if layer_type == "sliding_attention":
+                visible_NTL = causal_NTL & (keys_L > index_NT[:, :, None] - self._config.sliding_window)
+            visible = self._tensor(visible_NTL).unsqueeze(1)
+            zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
+            masks[layer_type] = zeros.masked_fill_(~visible, torch.finfo(self._dtype).min)
+        return masks[self._layer_types[0]] if len(masks) == 1 and not self._takes_masks_by_type() else masks
+
+    def _takes_masks_by_type(self) -> bool:
+        return "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowView:
+    """Where one pass writes and reads in the cache. M counts the tokens of the pass without padding."""
+
+    rows_N: torch.Tensor
+    rows: slice | None
+    """The rows as a slice, if they are contiguous: reading them then copies nothing."""
+    write_rows_M: torch.Tensor
+    write_index_M: torch.Tensor
+    valid: tuple[torch.Tensor, ...]
+    """Indices (n, t) of the M tokens in the padded batch."""
+    length: int
+    """Tokens of the longest row, new tokens included."""
+
+
+class _RowLayer(CacheLayerMixin):
+    """The keys and values of one layer, with the interface of transformers' cache layers."""
+
+    def __init__(self, view: _RowView, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self._view = keys, values, view
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the tensors exist."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Write the new keys and values [N, K, T, D] and return those of the rows so far [N, K, L, D]."""
+        return self._write_and_read(self.keys, key_states), self._write_and_read(self.values, value_states)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._view.length, 0
+
+    def get_seq_length(self) -> int:
+        return self._view.length
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def _write_and_read(self, tensor: torch.Tensor | None, states_NKTD: torch.Tensor) -> torch.Tensor:
+        assert tensor is not None
+        view = self._view
+        states_MKD = states_NKTD.transpose(1, 2)[view.valid].to(tensor.dtype)
+        tensor[0].transpose(1, 2)[view.write_rows_M, view.write_index_M] = states_MKD
+        window = tensor[0, :, :, : view.length]
+        return window.index_select(0, view.rows_N) if view.rows is None else window[view.rows]
+
+
+class _RowCache(Cache):
+    """The rows of one pass, as transformers' cache."""
+
+    def __init__(self, kv: KVCache, view: _RowView) -> None:
+        pairs = zip(kv.tensors[::2], kv.tensors[1::2], strict=True)
+        super().__init__(layers=[_RowLayer(view, keys, values) for keys, values in pairs])
+
+
+def _layer_types(model: PreTrainedModel) -> list[str]:
+    """The attention type of each layer. Raises EngineError if a layer has no attention over keys and values."""
+    config = model.config.get_text_config()
+    layer_types = list(getattr(config, "layer_types", None) or [])
+    if not layer_types:
+        sliding = getattr(config, "sliding_window", None) is not None
+        layer_types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
+    if unknown or model.config.is_encoder_decoder:
+        problem = f"layers of the type {', '.join(unknown)}" if unknown else "an encoder"
+        raise _unsupported(model, f"it has {problem}, and the cache holds keys and values of decoders only")
+    return layer_types
+
+
+def _probe_kv_shapes(model: PreTrainedModel) -> tuple[KVShape, ...]:
+    """Run three tokens to see what the model caches: the shapes of keys and of values of each layer, in turn."""
+    if model.config._attn_implementation not in WITH_4D_MASK:
+        raise EngineError(
+            f"the model's attention is {model.config._attn_implementation}, which takes no mask of four dimensions. "
+            'Load the model with attn_implementation="sdpa"'
+        )
+    if model.config._attn_implementation != "eager" and (ignored := ignored_by_sdpa(model)):
+        raise EngineError(
+            f"{type(model).__name__} uses {', '.join(ignored)} in its attention, which {model.config._attn_implementation} "
+            'ignores. Load the model with attn_implementation="eager"'
+        )
+    ids = torch.zeros((1, 3), dtype=torch.long, device=next(model.parameters()).device)
+    with torch.no_grad():
+        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+    cache = output.get("past_key_values")
+    if not isinstance(cache, Cache):
+        raise _unsupported(model, "it returns no key-value cache (a recurrent model?)")
+    shapes = []
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise _unsupported(model, f"one of its layers caches a {type(layer).__name__}, not keys and values")
+        assert layer.keys is not None
+        assert layer.values is not None
+        for states in (layer.keys, layer.values):
+            shapes.append(KVShape(parts=1, heads=states.shape[1], head_dim=states.shape[3]))
+    return tuple(shapes)
+
+
+def _unsupported(model: PreTrainedModel, reason: str) -> EngineError:
+    return EngineError(
+        f"the embedded engine cannot run {type(model).__name__}: {reason}. Use another model, or serve this model with another "
+        f"engine"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class VisionPrompt:
+    """A prompt with images."""
+
+    token_ids_N: np.ndarray
+    """Token ids as the model knows them."""
+    keys_N: np.ndarray
+    """The same, with a negative key in place of each placeholder: a function of the image and of the index in the image."""
+    media: Sequence[Media]
+    position_3N: np.ndarray
+    position_offset: int
+    """Position of a token after the prompt, less its index in the sequence."""
+
+    def snap_to_image_edge(self, stop: int, start: int = -1) -> int:
+        """The last index up to `stop` that is not inside an image; the end of the image if that is not after `start`."""
+        for image in self.media:
+            if image.start < stop < image.start + image.length:
+                return image.start if image.start > start else image.start + image.length
+        return stop
+
+    def media_between(self, start: int, stop: int) -> list[Media]:
+        """The images that begin from index `start` to before `stop`."""
+        return [image for image in self.media if start <= image.start < stop]
+
+
+class VisionForward(GenericForward):
+    """The generic forward, for models whose prompts may hold images."""
+
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
+        super().__init__(model, autocast=autocast)
+        adapter = VisionAdapter.of(self._model)
+        assert adapter is not None, "the model has no images"
+        self._adapter = adapter
+        self._image_keys = WeakTensorKeyDictionary()
+        self._verified = False
+
+    def make_prompt(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> VisionPrompt:
+        """Compute keys and positions of a prompt with images.
+
+        Raises EngineError if the prompt ends with an image, or an image is not where its placeholders are.
+        """
+        keys_N, token_types_N = token_ids_N.astype(np.int32), self._adapter.token_types(token_ids_N, media)
+        for image in media:
+            span = np.arange(image.start, image.start + image.length)
+            if image.start < 0 or image.start + image.length >= len(token_ids_N) or not token_types_N[span[0]]:
+                raise EngineError(
+                    f"the request has an {image.kind} at tokens {image.start} to {image.start + image.length - 1} of "
+                    f"{len(token_ids_N)}; its placeholders must be there, followed by at least one more token"
+                )
+            placeholders = span[token_types_N[span] > 0]
+            keys_N[placeholders] = self._keys_of(image, len(placeholders))
+        position_3N = self._adapter.position_ids(token_ids_N, media)
+        return VisionPrompt(
+            token_ids_N, keys_N, tuple(media), position_3N, int(position_3N.max()) + 1 - len(token_ids_N)
+        )
+
+    def prefill_with_images(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        tokens_N: Sequence[np.ndarray],
+        prompts_N: Sequence[VisionPrompt | None],
+    ) -> None:
+        """`prefill` for sequences of which some have images; the tokens of those are keys.
+
+        Raises EngineError if, with images, the model computes other logits over the cache than in a single pass.
+        """
+        if not self._verified:
+            self._verify(next(prompt for prompt in prompts_N if prompt is not None))
+            self._verified = True
+        lengths_N = np.array([len(tokens) for tokens in tokens_N])
+        token_NT = np.zeros((len(tokens_N), int(lengths_N.max())), dtype=np.int64)
+        token_types_NT = np.zeros_like(token_NT)
+        position_3NT = np.zeros((3, *token_NT.shape), dtype=np.int64)
+        media: list[Media] = []
+        for row, (tokens, start, prompt) in enumerate(zip(tokens_N, starts_N, prompts_N, strict=True)):
+            stop, new = int(start) + len(tokens), slice(len(tokens))
+            token_NT[row, new] = tokens
+            position_3NT[:, row, new] = np.arange(start, stop)
+            if prompt is None:
+                continue
+            # after the prompt, there may be tokens that were sampled before the request was preempted
+            prompt_ids = prompt.token_ids_N[start:stop]
+            in_prompt = slice(len(prompt_ids))
+            token_NT[row, in_prompt] = prompt_ids
+            token_types_NT[row, in_prompt] = self._adapter.token_types(prompt.token_ids_N, prompt.media)[start:stop]
+            position_3NT[:, row, new] += prompt.position_offset
+            position_3NT[:, row, in_prompt] = prompt.position_3N[:, start:stop]
+            media += prompt.media_between(int(start), stop)
+        with self._adapter.forward_inputs(self._tensor(token_NT), self._tensor(token_types_NT), media) as model_inputs:
+            axes = self._axes(position_3NT)
+            self._run(kv, rows_N, starts_N, lengths_N, token_NT, model_inputs=model_inputs, position_3NT=axes)
+
+    def decode_after_images(
+        self, kv: KVCache, rows_B: np.ndarray, index_B: np.ndarray, tokens_B: np.ndarray, offsets_B: np.ndarray
+    ) -> torch.Tensor:
+        """`decode` for requests with images before: positions are the index in the sequence plus `offsets_B`."""
+        position_3BT = np.tile((index_B + offsets_B)[:, None], (3, 1, 1))
+        ones_B = np.ones_like(rows_B)
+        return self._run(kv, rows_B, index_B, ones_B, tokens_B[:, None], position_3NT=position_3BT)
+
+    def _axes(self, position_3NT: np.ndarray) -> np.ndarray | None:
+        """None for a model whose position is the index in the sequence."""
+        return position_3NT if self._adapter.uses_mrope else None
+
+    def _keys_of(self, image: Media, count: int) -> np.ndarray:
+        """A negative key for each of the image's placeholders: a hash of all outputs of the processor for the image."""
+        tensors = [value for value in image.inputs.values() if isinstance(value, torch.Tensor)]
+        if (keys := self._image_keys.get(tensors[0])) is None or len(keys) != count:
+            content = hashlib.shake_128()
+            for name, value in sorted(image.inputs.items()):
+                content.update(name.encode())
+                if isinstance(value, torch.Tensor):
+                    content.update(value.contiguous().view(torch.uint8).numpy().tobytes())
+                else:
+                    content.update(repr(value).encode())
+            words = np.frombuffer(content.digest(4 * count), dtype=np.uint32)
+            keys = self._image_keys[tensors[0]] = -2 - (words >> 2).astype(np.int32)
+        return keys
+
+    def _verify(self, prompt: VisionPrompt) -> None:
+        """Compare logits over the cache with the model's own pass, on a prompt with images.
+
+        They differ if the model uses another mask for images, for example bidirectional attention.
+        """
+        token_1T, media = prompt.token_ids_N[None].astype(np.int64), prompt.media
+        token_types_1T = self._adapter.token_types(prompt.token_ids_N, media)[None]
+        kv = KVCache(self.kv_shapes, dtype=self._dtype, device=self._device, budget_bytes=1 << 40)
+        kv.resize(1, token_1T.shape[1])
+        zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
+        # the first token of an image: its logits show whether it attends to the tokens after it
+        keep = self._tensor(np.array([*(image.start for image in media[:8]), token_1T.shape[1] - 1]))
+        with self._adapter.forward_inputs(self._tensor(token_1T), self._tensor(token_types_1T), media) as model_inputs:
+            cache_KV = self._run(
+                kv,
+                zero,
+                zero,
+                length,
+                token_1T,
+                model_inputs=model_inputs,
+                position_3NT=self._axes(prompt.position_3N[:, None]),
+                logits_to_keep=keep,
+            )[0]
+            # in a pass of its own, the model computes the positions too, and may need further inputs for that
+            others = {
+                name: value for name, value in self._adapter.merge_inputs(media).items() if name not in model_inputs
+            }
+            own_KV = self._model(**model_inputs, **others, use_cache=False, logits_to_keep=keep).logits[0].float()
+        difference, scale = (cache_KV - own_KV).abs().max().item(), max(1.0, own_KV.abs().max().item())
+        limit = scale * (1e-3 if self._dtype == torch.float32 else 1e-1)
+        if not difference <= limit:  # also if the difference is NaN
+            raise EngineError(
+                f"{type(self._model).__name__} computes other logits over the cache of the embedded engine when the prompt "
+                f"holds an image (they differ by {difference:.3g}, more than {limit:.3g}): its images do not attend as text "
+                f"does. Use another model, or serve this model with another engine"
+            )

@@ -1,4 +1,6 @@
-"""Starts waiting requests: gives each a slot in the cache, reuses the longest cached prefix, and prefills the rest.
+"""Continuous batching: admission, prefill, one decode step, sampling.
+
+Starts waiting requests: gives each a slot in the cache, reuses the longest cached prefix, and prefills the rest.
 
 No token is prefilled twice. A request continues the slot of its conversation, or copies the longest prefix that another slot
 holds. If a request shares a longer prefix with another request of the same round, it waits for the next round. Example: 16
@@ -6,24 +8,151 @@ prompts with a common system prompt, 8 samples each. Round 1 prefills one prompt
 15 prompts; round 3 starts the other samples by copying.
 
 Knows the queue and the cache. Does not know how tokens are sampled.
+
+The synchronous part of the engine: one step starts waiting requests and samples one token for each running request.
+
+Knows the order of work in a step. Does not know the event loop (`engine`), the order in which requests start (`scheduler`),
+the memory of the cache (`prefix_cache`, `kv_cache`), the model's family (`forward`) or sampling (`sampler`).
+
+The running requests as arrays: the last token of each, its sampled tokens, and when it stops.
+
+Knows sampled tokens and stop conditions. Does not know the model or where keys and values lie. Work for each token is done
+on entire arrays; only a request that ends, or that has stop texts, is handled individually.
+
+A request on its way through the engine: what was asked for, what has been sampled so far, and whether it can be served.
+
+Knows requests and limits. Does not know the queue, the cache or the model.
+
+Samples tokens: one number of a counter-based random stream for each token, and the inverse of the distribution.
+
+Knows logits and sampling options. Does not know requests: the random number of a token depends only on (seed, index of the
+token in the completion), so a request samples the same tokens whatever else is in the batch.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import count
 
 import numpy as np
+import torch
 
-from turnwise.engines.local.forward import CachedForward
-from turnwise.engines.local.prefix_cache import FREE, PrefixCache, PrefixMatch
-from turnwise.engines.local.requests import PendingRequest
-from turnwise.engines.local.vision import VisionForward, VisionPrompt
-from turnwise.models.torch_threads import TorchThreads
+from turnwise.engines.local.cache import FREE, PrefixCache, PrefixMatch, SharedPrefix
+from turnwise.engines.local.forward import CachedForward, VisionForward, VisionPrompt
+from turnwise.errors import EngineError
+from turnwise.models.cpu import TorchThreads
+from turnwise.models.distribution import sampling_logits
+from turnwise.types import Completion, LogprobKind, Request, Sampling
 
-__all__ = ["Scheduler", "Stats"]
+
+@dataclass(frozen=True, slots=True)
+class PartialCompletion:
+    """The tokens that a request has sampled so far, as columns [N]."""
+
+    token_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    raw_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+
+    def completion(self, finish_reason: str, *, prompt_tokens: int, cached_tokens: int) -> Completion:
+        """The finished completion of a prompt with `prompt_tokens` tokens, of which `cached_tokens` were in the cache."""
+        return Completion(
+            token_ids=self.token_ids.tolist(),
+            logprobs=self.logprobs.tolist(),
+            versions=self.versions.tolist(),
+            finish_reason="stop" if finish_reason == "stop" else "length",
+            logprob_kind=LogprobKind.SAMPLED,
+            raw_logprobs=self.raw_logprobs.tolist(),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=cached_tokens,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class PendingRequest:
+    """A request from the call of `generate` until its future is resolved: waiting or running."""
+
+    request: Request
+    prompt_N: np.ndarray
+    """Token ids; placeholders of images are replaced by the negative keys of `VisionPrompt`."""
+    vision_prompt: VisionPrompt | None
+    """The images in the prompt."""
+    max_tokens: int
+    """Tokens that may be sampled: `Sampling.max_tokens`, or the rest of the context if that is less."""
+    future: asyncio.Future[Completion]
+    partial: PartialCompletion = field(default_factory=PartialCompletion)
+    """Tokens sampled before the request was preempted."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the cache when the request started; None before the start."""
+    arrival: int = field(default_factory=count().__next__)
+    """Order of arrival."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """The prompt, and the tokens sampled before the request was preempted."""
+        if not len(self.partial.token_ids):
+            return self.prompt_N
+        return np.concatenate([self.prompt_N, self.partial.token_ids.astype(np.int32)])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The requests that an engine can serve."""
+
+    context: int
+    """The largest number of tokens in a conversation."""
+    vocab_size: int
+    cache_tokens: int
+    """Tokens that fit into the memory budget of the KV cache."""
+    token_bytes: int
+    """Bytes that a token takes in the KV cache."""
+    can_decode: bool
+    """Whether the engine can turn token ids into text, which stop texts need."""
+
+    def max_tokens(self, prompt_N: np.ndarray, sampling: Sampling) -> int:
+        """The number of tokens that may be sampled after the prompt. Raises EngineError if this request can never be served."""
+        self._check_prompt(prompt_N)
+        length = len(prompt_N)
+        if sampling.max_tokens < 1 or sampling.temperature < 0:
+            raise EngineError(
+                f"max_tokens is {sampling.max_tokens} and temperature {sampling.temperature}: max_tokens must be at least 1, "
+                "and temperature must not be negative (0 is greedy)"
+            )
+        if length >= self.context:
+            raise EngineError(
+                f"the prompt has {length} tokens and the context {self.context}: no token can be sampled after it. "
+                "Shorten the conversation (limits.context), or raise the engine's context"
+            )
+        if sampling.stop and not self.can_decode:
+            raise EngineError(
+                f"the request stops at the texts {list(sampling.stop)}, and this engine cannot turn tokens into text: create "
+                "it with LocalEngine(..., decode=tokenizer.decode), or use stop_token_ids"
+            )
+        max_tokens = min(sampling.max_tokens, self.context - length)
+        needed = length + max_tokens
+        if needed > self.cache_tokens:
+            gigabytes = needed * self.token_bytes / 2**30
+            raise EngineError(
+                f"the prompt has {length} tokens and may be continued by {max_tokens}, but the cache has room for "
+                f"{self.cache_tokens} at most. Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
+            )
+        return max_tokens
+
+    def _check_prompt(self, prompt_N: np.ndarray) -> None:
+        if len(prompt_N) == 0:
+            raise EngineError(
+                "the prompt is empty: it must have at least one token, such as the token that begins a text"
+            )
+        if prompt_N.min() < 0 or prompt_N.max() >= self.vocab_size:
+            raise EngineError(
+                f"the prompt contains token ids from {prompt_N.min()} to {prompt_N.max()}; the model has 0 to "
+                f"{self.vocab_size - 1}. The tokenizer must be the model's own"
+            )
+
 
 MIN_COPY_TOKENS = 8
 """A prefix is copied from another slot if it saves at least this many tokens of prefill."""
@@ -240,3 +369,348 @@ class Scheduler:
         """The end of the next chunk; an image is never divided."""
         stop = min(prompt.end, start + PREFILL_CHUNK_TOKENS)
         return stop if prompt.vision_prompt is None else prompt.vision_prompt.snap_to_image_edge(stop, start)
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_WORD = (1 << 64) - 1
+
+
+def _splitmix64(state: np.ndarray) -> np.ndarray:
+    """The output function of splitmix64 (Steele et al., 2014) on uint64; the multiplications overflow on purpose."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def random_stream(seed: int) -> np.uint64:
+    """The start of the random stream of `seed`; hashed, so that neighbouring seeds are unrelated."""
+    return _splitmix64(np.array([seed & _WORD], dtype=np.uint64) ^ _STEP)[0]
+
+
+def uniforms(streams_B: np.ndarray, indices_B: np.ndarray) -> np.ndarray:
+    """The `indices_B`-th numbers of `streams_B`: float32 in [0, 1)."""
+    words_B = _splitmix64(streams_B + (indices_B.astype(np.uint64) + np.uint64(1)) * _STEP)
+    return (words_B >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTensors:
+    """The sampling options of a batch, as tensors [B]."""
+
+    unfiltered: bool
+    """Whether every request samples from softmax(logits): temperature 1 and no filter."""
+    greedy_B: torch.Tensor | None
+    """Which requests take the most probable token; None if none does."""
+    temperature_B: torch.Tensor
+    """1 for greedy requests, whose sampled token is not used."""
+    top_k_B: torch.Tensor
+    top_p_B: torch.Tensor
+    min_p_B: torch.Tensor
+
+    @classmethod
+    def of(cls, samplings: Sequence[Sampling], device: torch.device) -> SamplingTensors:
+        """Collect the options of a batch."""
+        greedy = [sampling.temperature == 0 for sampling in samplings]
+        return cls(
+            unfiltered=all(sampling.temperature == 1 and not sampling.filtered for sampling in samplings),
+            greedy_B=torch.tensor(greedy, device=device) if any(greedy) else None,
+            temperature_B=torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=device),
+            top_k_B=torch.tensor([sampling.top_k for sampling in samplings], device=device),
+            top_p_B=torch.tensor([sampling.top_p for sampling in samplings], device=device),
+            min_p_B=torch.tensor([sampling.min_p for sampling in samplings], device=device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """One token for each request."""
+
+    tokens_B: np.ndarray
+    logprobs_B: np.ndarray
+    """Under the distribution that was sampled from; 0 for greedy requests."""
+    raw_logprobs_B: np.ndarray
+    """Under softmax(logits)."""
+
+
+def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B: np.ndarray) -> SampledTokens:
+    """Sample one token for each row of float32 logits [B, V], with one uniform random number each."""
+    raw_BV = logits_BV.log_softmax(dim=-1)
+    if options.unfiltered:
+        tokens_B1 = _inverse_cdf(raw_BV.exp(), uniforms_B)
+        raw_B = raw_BV.gather(1, tokens_B1).squeeze(1).cpu().numpy()
+        return SampledTokens(tokens_B1.squeeze(1).cpu().numpy(), raw_B, raw_B)
+    filtered_BV = sampling_logits(
+        logits_BV,
+        temperature_N=options.temperature_B,
+        top_k_N=options.top_k_B,
+        top_p_N=options.top_p_B,
+        min_p_N=options.min_p_B,
+    )
+    logprobs_BV = filtered_BV.log_softmax(dim=-1)
+    tokens_B1 = _inverse_cdf(logprobs_BV.exp(), uniforms_B)
+    logprobs_B1 = logprobs_BV.gather(1, tokens_B1)
+    if options.greedy_B is not None:
+        greedy_B1 = options.greedy_B.unsqueeze(1)
+        tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), tokens_B1)
+        logprobs_B1 = logprobs_B1.masked_fill(greedy_B1, 0.0)
+    raw_B1 = raw_BV.gather(1, tokens_B1)
+    return SampledTokens(*(column.squeeze(1).cpu().numpy() for column in (tokens_B1, logprobs_B1, raw_B1)))
+
+
+def _inverse_cdf(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor:
+    """The first token [B, 1] at which the cumulative probability exceeds the uniform number."""
+    cumulative_BV = probs_BV.cumsum(dim=-1)
+    # scale the uniform number to the actual sum, which is only about 1 after rounding, and stay just below the sum: at the
+    # sum, searchsorted would return V, or a token of probability 0
+    below_total_B1 = cumulative_BV[:, -1:] * (1.0 - 2.0**-23)
+    target_B1 = torch.from_numpy(uniforms_B).to(probs_BV.device).unsqueeze(1) * below_total_B1
+    return torch.searchsorted(cumulative_BV, target_B1, right=True)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStep:
+    """The batch of one decode step, in ascending order of KV rows.
+
+    Used for all steps until a request joins, leaves or is moved to another row.
+    """
+
+    slots_B: np.ndarray
+    rows_B: np.ndarray
+    layout: int
+    """`PrefixCache.layout` when `rows_B` was read."""
+    stop_token_ids_BK: np.ndarray
+    """Padded with -1."""
+    max_tokens_B: np.ndarray
+    sampling: SamplingTensors
+    shared: SharedPrefix
+    """The leading tokens that requests have in common."""
+    stop_text_requests: Sequence[tuple[int, int]]
+    """(slot, index in the batch) of the requests that stop at a text."""
+    position_offsets_B: np.ndarray | None
+    """Position of a token less its index in the sequence; None if it is 0 for all requests (no images)."""
+
+
+class RunningBatch:
+    """The running requests, by slot. Arrays with the suffix S are indexed by slot."""
+
+    def __init__(self, num_slots: int, decode: Callable[[Sequence[int]], str] | None, device: torch.device) -> None:
+        self._decode, self._device = decode, device
+        self.requests: dict[int, PendingRequest] = {}
+        """The running request of each slot."""
+        self.step: DecodeStep | None = None
+        """The next decode step; None if requests joined or left since the last step."""
+        self._last_token_S = np.zeros(num_slots, dtype=np.int64)
+        self._num_sampled_S = np.zeros(num_slots, dtype=np.int64)
+        # arrays [S, N] in the order of the fields of PartialCompletion
+        self._sampled = [np.zeros((num_slots, 64), dtype) for dtype in (np.int64, np.float32, np.float32, np.int64)]
+        self._uniforms_SN = np.zeros((num_slots, 64), dtype=np.float32)
+
+    def add(self, slot: int, request: PendingRequest) -> None:
+        """The request runs from now on. The cache holds all its tokens but the last, which is the next input."""
+        self.requests[slot] = request
+        self.step = None
+        while request.max_tokens > self._uniforms_SN.shape[1]:
+            self._sampled = [np.concatenate([column, np.zeros_like(column)], axis=1) for column in self._sampled]
+            self._uniforms_SN = np.concatenate([self._uniforms_SN, self._uniforms_SN], axis=1)
+        self._uniforms_SN[slot, : request.max_tokens] = uniforms(
+            np.array([random_stream(request.request.seed)]), np.arange(request.max_tokens)
+        )
+        partial = request.partial
+        num_sampled = len(partial.token_ids)
+        for column, values in zip(
+            self._sampled, (partial.token_ids, partial.logprobs, partial.raw_logprobs, partial.versions), strict=True
+        ):
+            column[slot, :num_sampled] = values
+        self._num_sampled_S[slot] = num_sampled
+        self._last_token_S[slot] = partial.token_ids[-1] if num_sampled else request.prompt_N[-1]
+
+    def remove(self, slot: int) -> tuple[PendingRequest, PartialCompletion]:
+        """Take out the request of a slot, with the tokens that it has sampled."""
+        self.step = None
+        num_sampled = self._num_sampled_S[slot]
+        partial = PartialCompletion(*(column[slot, :num_sampled].copy() for column in self._sampled))
+        return self.requests.pop(slot), partial
+
+    def make_step(self, slots: Sequence[int], rows_B: np.ndarray, *, layout: int, shared: SharedPrefix) -> DecodeStep:
+        """The next decode step: `slots` are all running slots, in the order of their KV rows."""
+        requests = [self.requests[slot] for slot in slots]
+        samplings = [request.request.sampling for request in requests]
+        offsets = [request.vision_prompt.position_offset if request.vision_prompt else 0 for request in requests]
+        width = max(len(sampling.stop_token_ids) for sampling in samplings)
+        stop_token_ids = [
+            [*sampling.stop_token_ids, *[-1] * (width - len(sampling.stop_token_ids))] for sampling in samplings
+        ]
+        self.step = DecodeStep(
+            slots_B=np.array(slots),
+            rows_B=rows_B,
+            layout=layout,
+            stop_token_ids_BK=np.array(stop_token_ids, dtype=np.int64),
+            max_tokens_B=np.array([request.max_tokens for request in requests]),
+            sampling=SamplingTensors.of(samplings, self._device),
+            shared=shared,
+            stop_text_requests=[
+                (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
+            ],
+            position_offsets_B=np.array(offsets) if any(offsets) else None,
+        )
+        return self.step
+
+    def input_tokens(self, step: DecodeStep) -> np.ndarray:
+        """The last token [B] of each request: the input of the step."""
+        return self._last_token_S[step.slots_B]
+
+    def uniforms(self, step: DecodeStep) -> np.ndarray:
+        """The uniform random numbers [B] to sample the next tokens with."""
+        return self._uniforms_SN[step.slots_B, self._num_sampled_S[step.slots_B]]
+
+    def append(self, step: DecodeStep, sampled: SampledTokens, version: int) -> list[tuple[int, str]]:
+        """Append one sampled token to each request. Returns (slot, finish reason) of the requests that end with it."""
+        slots_B, num_sampled_B = step.slots_B, self._num_sampled_S[step.slots_B]
+        for column, values in zip(
+            self._sampled, (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, version), strict=True
+        ):
+            column[slots_B, num_sampled_B] = values
+        self._last_token_S[slots_B] = sampled.tokens_B
+        self._num_sampled_S[slots_B] = num_sampled_B + 1
+        stopped_B = (step.stop_token_ids_BK == sampled.tokens_B[:, None]).any(axis=1)
+        for slot, index in step.stop_text_requests:
+            stopped_B[index] |= self._ends_with_stop_text(slot)
+        finished = np.flatnonzero(stopped_B | (num_sampled_B + 1 >= step.max_tokens_B))
+        return [(int(slots_B[index]), "stop" if stopped_B[index] else "length") for index in finished]
+
+    def _ends_with_stop_text(self, slot: int) -> bool:
+        """Whether the newest token completes one of the request's stop texts."""
+        stop_texts = self.requests[slot].request.sampling.stop
+        # a token is at least one byte, so this many tokens cover the longest text; 8 more, because decoding may begin inside
+        # a character
+        tail = max(len(text.encode()) for text in stop_texts) + 8
+        num_sampled = int(self._num_sampled_S[slot])
+        assert self._decode is not None
+        text = self._decode(self._sampled[0][slot, max(0, num_sampled - tail) : num_sampled].tolist())
+        return any(stop_text in text for stop_text in stop_texts)
+
+
+COMPACT_AFTER = 16
+"""Moving a row costs as much as reading this number of rows in vain (measured; more with a long common prefix)."""
+
+
+class EngineCore:
+    """Waiting and running requests, the cache, and the model."""
+
+    def __init__(
+        self, forward: CachedForward, cache: PrefixCache, batch: RunningBatch, *, threads: TorchThreads, version: int
+    ) -> None:
+        self.forward, self.cache, self.batch, self.threads = forward, cache, batch, threads
+        self.stats = Stats()
+        self.scheduler = Scheduler(cache, forward, threads, self.stats)
+        self.version = version
+        """The version of the weights."""
+        self._unused_reads = 0
+        """Rows that attention has read in vain since rows were moved together."""
+
+    def add(self, request: PendingRequest) -> None:
+        """Put the request into the queue."""
+        self.scheduler.waiting.append(request)
+
+    def abort(self, request: PendingRequest) -> None:
+        """Remove the request, waiting or running; nothing happens if it has finished."""
+        if request in self.scheduler.waiting:
+            self.scheduler.waiting.remove(request)
+        for slot, running in self.batch.requests.items():
+            if running is request:
+                self.batch.remove(slot)
+                self.cache.finish_request(slot)
+                return
+
+    def reset(self) -> None:
+        """Remove all requests and clear the cache."""
+        self.scheduler.waiting.clear()
+        for slot in list(self.batch.requests):
+            self.batch.remove(slot)
+        self.cache.clear()
+
+    def use_weights(self, version: int) -> None:
+        """The model's weights have changed: nothing that was computed before is reused by a later request."""
+        self.version = version
+        self.forward.reload_parameters()
+        self.cache.invalidate()
+        self.batch.step = None
+
+    def step(self) -> int:
+        """Start waiting requests, sample one token for each running request, and resolve the futures of those that end.
+
+        Returns how many ended. Raises whatever the model raises; the state is then undefined until `reset`.
+        """
+        with self.forward.inference():
+            for slot, request in self.scheduler.admit():
+                self.batch.add(slot, request)
+            if not self.batch.requests:
+                raise EngineError(f"no slot for any of {len(self.scheduler.waiting)} waiting requests")
+            step = self._next_step()
+            fed_B, positions_B, sampled = self._decode(step)
+        self.cache.tokens_SC[step.slots_B, positions_B] = fed_B
+        self.cache.length_S[step.slots_B] = positions_B + 1
+        self._unused_reads += int(step.rows_B[-1]) + 1 - len(step.rows_B)
+        self.stats.decode_steps += 1
+        self.stats.sampled_tokens += len(fed_B)
+        finished = self.batch.append(step, sampled, self.version)
+        for slot, finish_reason in finished:
+            request, partial = self.batch.remove(slot)
+            self.cache.finish_request(slot)
+            if not request.future.done():
+                completion = partial.completion(
+                    finish_reason, prompt_tokens=len(request.prompt_N), cached_tokens=request.cached_tokens or 0
+                )
+                request.future.set_result(completion)
+        return len(finished)
+
+    def _next_step(self) -> DecodeStep:
+        """The step for the requests that run now; every row has room for one more token."""
+        step = self.batch.step
+        if step is None or step.layout != self.cache.layout or self._should_compact(step.rows_B):
+            step = self._make_step()
+        if int(self.cache.length_S[step.slots_B].max()) >= self.cache.kv.capacity:
+            self._grow_rows()
+            step = self._make_step()
+        return step
+
+    def _make_step(self) -> DecodeStep:
+        """A step for the requests that run now, in the order of their rows."""
+        cache, running = self.cache, list(self.batch.requests)
+        if self._should_compact(cache.row_S[running]):
+            with self.threads.during("compact", len(running)):
+                cache.compact(running)
+            self._unused_reads = 0
+        running.sort(key=lambda slot: cache.row_S[slot])
+        return self.batch.make_step(
+            running, cache.row_S[running], layout=cache.layout, shared=cache.shared_prefix(np.array(running))
+        )
+
+    def _should_compact(self, rows_B: np.ndarray) -> bool:
+        """Whether to move the running rows together: attention also reads the unused rows in between. Not before this has cost
+        as much as moving does, because the next turn of a conversation often uses such a row again."""
+        moving = int((rows_B >= len(rows_B)).sum())
+        return 0 < moving * COMPACT_AFTER <= self._unused_reads
+
+    def _grow_rows(self) -> None:
+        """Make room for one more token in each running row; if there is not enough memory, preempt the latest requests."""
+        running = sorted(self.batch.requests, key=lambda slot: -self.batch.requests[slot].arrival)
+        capacity = int(self.cache.length_S[running].max()) + 1
+        preempted = self.cache.ensure_capacity(capacity, preemptible=running[:-1])
+        assert preempted is not None, "a single request always fits: RequestLimits.max_tokens has checked it"
+        for slot in preempted:
+            request, request.partial = self.batch.remove(slot)
+            self.scheduler.waiting.appendleft(request)
+            self.stats.preemptions += 1
+
+    def _decode(self, step: DecodeStep) -> tuple[np.ndarray, np.ndarray, SampledTokens]:
+        """Run the last token of each request and sample the next. Returns the input tokens, their positions, the samples."""
+        kv, forward = self.cache.kv, self.forward
+        fed_B, positions_B = self.batch.input_tokens(step), self.cache.length_S[step.slots_B]
+        with self.threads.during("decode", len(fed_B)):
+            if step.position_offsets_B is not None and isinstance(forward, VisionForward):
+                logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, step.position_offsets_B)
+            else:
+                logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared)
+            sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step))
+        return fed_B, positions_B, sampled

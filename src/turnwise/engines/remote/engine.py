@@ -15,16 +15,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from turnwise.engines.remote.checks import check_part
 from turnwise.engines.remote.http import Failures, HttpServer, ServerFailed, ServerLost
-from turnwise.engines.remote.partial import JoinedCompletion
-from turnwise.engines.remote.probe import Probe, ProbeAnswer, ProbePrompt, check_answer
-from turnwise.engines.remote.replicas import Replica, Replicas
-from turnwise.engines.remote.server_api import ServerApi, ServerInfo
+from turnwise.engines.remote.servers import (
+    JoinedCompletion,
+    Probe,
+    ProbeAnswer,
+    ProbePrompt,
+    Replica,
+    Replicas,
+    ServerApi,
+    ServerInfo,
+    check_answer,
+    check_part,
+)
 from turnwise.engines.remote.weights import WeightStore, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
-from turnwise.user_code.deadlines import waiting_for_others
+from turnwise.user_code.calls import waiting_for_others
 
 __all__ = ["RemoteEngine", "WriteAdapter"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.engines.remote.engine import WriteAdapter
-from turnwise.engines.remote.probe import Probe
+from turnwise.engines.remote.servers import Probe
 
 _PROMPT, _SAMPLED = 8, 16
 """Tokens of a probe."""

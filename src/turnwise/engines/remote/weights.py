@@ -1,32 +1,44 @@
-"""Weights on their way to servers: files that a server reads, in shared memory or on a disk, or copies that are broadcast.
+"""Weights on their way to servers: files, copies, broadcasts, shapes.
+
+Weights on their way to servers: files that a server reads, in shared memory or on a disk, or copies that are broadcast.
 
 The weights of an update stay until the next weights have arrived, so that a server can get them again after a failed update or
 a restart.
+
+Names and shapes of a model's weights, and the check that an update has all of them.
+
+Used by the trainer, and inside vLLM's workers, where only the source of turnwise is on the path: needs no other packages.
+
+Tensors from the trainer to the workers of a server by broadcasts of torch.distributed: gloo on CPUs, NCCL between GPUs.
+
+Each server has a group of its own: the trainer has rank 0, the workers have the ranks 1 to n. The group is independent of other
+groups of both programs. It is made in the same way as SGLang makes its group for weight updates. This module is imported in the
+trainer and in vLLM's workers; it needs torch only.
+
+The trainer's groups with the workers of several servers, over which weights are broadcast.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
+import json
 import os
+import secrets
 import shutil
+import socket
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+from urllib.parse import urlsplit
 
+from turnwise.engines.remote.http import ServerLost
 from turnwise.errors import EngineError
-
-__all__ = [
-    "WeightCopies",
-    "WeightFiles",
-    "WeightStore",
-    "WeightUpdate",
-    "checksum_of",
-    "checksum_of_tensors",
-]
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "turnwise-weights-"
@@ -221,3 +233,208 @@ def _writing(path: Path) -> Iterator[None]:
             f"weights for the engine's servers cannot be written to {path}: {error}. Set engine.weight_folder to a directory "
             f"with more free space"
         ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class WeightShapes:
+    """The names and the shapes of all weights of a model."""
+
+    shapes: Mapping[str, Sequence[int]]
+
+    def check(self, given: Mapping[str, Sequence[int]]) -> None:
+        """Raise EngineError if an update does not have all of these weights, with these shapes, and no others.
+
+        The weights of an output layer may be missing or added: tied embeddings have one name in a file.
+        """
+        tied = {"lm_head.weight"}
+        missing = sorted(self.shapes.keys() - given.keys() - tied)
+        unknown = sorted(given.keys() - self.shapes.keys() - tied)
+        other = sorted(name for name, shape in given.items() if list(self.shapes.get(name, shape)) != list(shape))
+        refuse_weights(
+            missing, unknown, other, rule="An update must have all weights of the model that the server serves"
+        )
+
+
+def refuse_weights(missing: Sequence[str], unknown: Sequence[str], other_shape: Sequence[str], *, rule: str) -> None:
+    """Raise EngineError if one of these lists has names of weights. `rule` says what an update must have."""
+    for names, problem in (
+        (missing, "are missing"),
+        (unknown, "are not the model's"),
+        (other_shape, "have another shape"),
+    ):
+        if names:
+            raise EngineError(
+                f"{len(names)} of the weights {problem}: {', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. {rule}"
+            )
+
+
+def read_shapes(files: Sequence[Path]) -> WeightShapes:
+    """The names and shapes in the headers of safetensors files."""
+    return WeightShapes(
+        {
+            name: entry["shape"]
+            for file in files
+            for name, entry in read_header(file)[0].items()
+            if name != "__metadata__"
+        }
+    )
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and the position of the first tensor's bytes."""
+    with file.open("rb") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        return json.loads(stream.read(size)), 8 + size
+
+
+Backend = Literal["gloo", "nccl"]
+_JOIN_SECONDS = 120.0
+"""The longest time until all members have joined a group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAddress:
+    """Where the members of a group meet. All members give the same values."""
+
+    address: str
+    """The trainer's address, as the workers reach it."""
+    port: int
+    name: str
+    size: int
+    """The number of members: the trainer, and the workers of the server."""
+    backend: Backend
+
+
+def join(where: GroupAddress, rank: int, *, seconds: float = _JOIN_SECONDS) -> Any:
+    """Become a member of a group: a `torch.distributed.ProcessGroup`. Returns when all members have joined.
+
+    Raises torch.distributed.DistError, RuntimeError or ValueError if that takes longer than `seconds`.
+    """
+    from torch.distributed import distributed_c10d as c10d
+    from torch.distributed.rendezvous import rendezvous
+
+    limit = timedelta(seconds=seconds)
+    method = f"tcp://{where.address}:{where.port}"
+    store, _, _ = next(rendezvous(method, rank, where.size, timeout=limit))
+    store.set_timeout(limit)
+    group, _ = c10d._new_process_group_helper(
+        where.size,
+        rank,
+        [],
+        c10d.Backend(where.backend),
+        c10d.PrefixStore(where.name, store),
+        group_name=c10d.GroupName(where.name),
+        timeout=limit,
+    )
+    c10d._world.pg_group_ranks[group] = {index: index for index in range(where.size)}  # pyright: ignore[reportArgumentType]
+    return group
+
+
+def leave(group: Any) -> None:
+    """End the membership. Broadcasts that still wait for other members are given up."""
+    from torch.distributed import destroy_process_group
+
+    destroy_process_group(group)
+
+
+class TrainerGroup:
+    """The trainer's end of a group with the workers of one server. Raises RuntimeError if the group fails."""
+
+    def __init__(self, group: Any, where: GroupAddress) -> None:
+        self._group = group
+        self.where = where
+
+    @classmethod
+    async def create(
+        cls, server: str, workers: int, backend: Backend, invite: Callable[[GroupAddress], Awaitable[Any]]
+    ) -> TrainerGroup:
+        """Make a group with the `workers` of a server at the URL `server`. `invite` lets the workers join, and returns then."""
+        where = GroupAddress(
+            address=_own_address(server),
+            port=_free_port(),
+            name=f"turnwise-{secrets.token_hex(4)}",
+            size=1 + workers,
+            backend=backend,
+        )
+        joining = asyncio.ensure_future(asyncio.to_thread(join, where, 0))
+        try:
+            await invite(where)
+        except BaseException:
+            joining.cancel()
+            raise
+        return cls(await joining, where)
+
+    async def send(self, tensors: Iterable[Any], receive: Coroutine[Any, Any, Any]) -> Any:
+        """Broadcast tensors, in order, while `receive` lets the workers receive them. Returns the result of `receive`.
+
+        `tensors` are on the CPU; NCCL sends copies on the GPU.
+        """
+        import torch
+
+        receiving = asyncio.ensure_future(receive)
+        try:
+            device = "cpu" if self.where.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
+            sent = [tensor.to(device) for tensor in tensors]
+            waiting = [self._group.broadcast(tensor, 0) for tensor in sent]
+            result = await receiving
+        finally:
+            receiving.cancel()
+        for work in waiting:
+            work.wait()
+        return result
+
+    def close(self) -> None:
+        """Leave the group."""
+        leave(self._group)
+
+
+def _own_address(server: str) -> str:
+    """The address of this machine as the machine of a server reaches it."""
+    host = urlsplit(server).hostname or "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # sends nothing: it only chooses a route
+        except OSError:  # a name without an address, such as that of the engine in this process
+            return "127.0.0.1"
+        return probe.getsockname()[0]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+class TrainerGroups:
+    """A `TrainerGroup` for each server, by the server's URL. A group that failed is left; the next update makes a new group."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend: Backend = backend
+        self._groups: dict[str, TrainerGroup] = {}
+
+    async def open(self, server: str, workers: int, invite: Callable[[GroupAddress], Awaitable[Any]]) -> GroupAddress:
+        """The group with a server, made now if there is none. `invite` as in `TrainerGroup.create`."""
+        if server not in self._groups:
+            self._groups[server] = await TrainerGroup.create(server, workers, self.backend, invite)
+        return self._groups[server].where
+
+    async def send(self, server: str, tensors: Iterable[Any], receive: Coroutine[Any, Any, Any]) -> Any:
+        """See `TrainerGroup.send`. The group must be open. Raises ServerLost if a worker has gone."""
+        try:
+            return await self._groups[server].send(tensors, receive)
+        except BaseException as error:
+            self.drop(server)
+            if isinstance(error, RuntimeError):  # a broadcast failed: a worker has gone
+                raise ServerLost(f"{server} was lost during the broadcast of weights: {error}") from error
+            raise
+
+    def drop(self, server: str) -> None:
+        """Leave the group with a server."""
+        group = self._groups.pop(server, None)
+        if group is not None:
+            group.close()
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for server in list(self._groups):
+            self.drop(server)

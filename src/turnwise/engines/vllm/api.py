@@ -1,8 +1,17 @@
-"""The HTTP requests of a vLLM server: token ids in, token ids and log-probabilities out, and weight updates.
+"""The requests of a vLLM server: tokens, images, weights.
+
+The HTTP requests of a vLLM server: token ids in, token ids and log-probabilities out, and weight updates.
 
 Tokens: `/inference/v1/generate`, as a stream. Weights: `/pause`, `/collective_rpc` to `worker.WeightReceiver` (or
 `/v1/load_lora_adapter`), `/update_weight_version` and `/resume`. The second group exists only if the server was started with
 VLLM_SERVER_DEV_MODE=1.
+
+Images of a request in the form that vLLM takes: hashes, positions of the placeholders, and processed tensors.
+
+vLLM 0.32 takes a processed image as base64 of msgpack (`vllm.v1.serial_utils`): for each input of the model the data
+[dtype, shape, bytes] and a field, which says how vLLM puts the images of several requests together.
+
+Weight updates through calls of `worker.WeightReceiver`, the same for servers and for the engine in this process.
 """
 
 from __future__ import annotations
@@ -10,24 +19,141 @@ from __future__ import annotations
 import base64
 import io
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+import struct
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache, partial
 from typing import Any
 
-from turnwise.engines.remote.checks import expected_form
-from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
-from turnwise.engines.remote.ownership import Owner
-from turnwise.engines.remote.partial import Part
-from turnwise.engines.remote.server_api import ServerInfo
-from turnwise.engines.remote.weights import WeightUpdate
-from turnwise.engines.vllm.images import image_features
-from turnwise.engines.vllm.weights import WeightSender
+from turnwise.engines.remote.images import checked_images, content_hash, tensor_bytes
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
+from turnwise.engines.remote.weights import Backend, TrainerGroups, WeightUpdate
 from turnwise.errors import EngineError
-from turnwise.types import LogprobKind, Request, Sampling
+from turnwise.types import LogprobKind, Media, Request, Sampling
 
-__all__ = ["ADAPTER", "MODEL", "Labels", "VllmApi", "sampling_params"]
+_RAW = 3
+"""vLLM's code of the msgpack extension for the bytes of a tensor."""
+
+
+def image_features(request: Request) -> dict[str, Any] | None:
+    """The field `features` of a request; None without images. Raises EngineError for images that vLLM does not take."""
+    images = checked_images(request, "vllm")
+    if not images:
+        return None
+    encoded = [_encode(image) for image in images]
+    return {
+        "mm_hashes": {"image": [content for content, _ in encoded]},
+        "mm_placeholders": {"image": [{"offset": image.start, "length": image.length} for image in images]},
+        "kwargs_data": {"image": [data for _, data in encoded]},
+    }
+
+
+@cache
+def _encodings() -> MutableMapping[Any, tuple[str, str]]:
+    """Hash and encoding of images, by their tensors of pixels. A conversation sends its images again with each turn."""
+    from torch.utils.weak import WeakTensorKeyDictionary
+
+    return WeakTensorKeyDictionary()
+
+
+def _encode(image: Media) -> tuple[str, str]:
+    """The hash of an image, and its tensors as base64."""
+    known = _encodings()
+    pixels, grid = image.inputs["pixel_values"], image.inputs["image_grid_thw"]
+    if pixels not in known:
+        flat = {"keep_on_cpu": False, "slices": [[0, len(pixels), None]], "dim": 0}
+        item = {
+            "pixel_values": {"data": _tensor(pixels), "field": ["flat", flat]},
+            "image_grid_thw": {"data": _tensor(grid[0]), "field": ["batched", {"keep_on_cpu": True}]},
+        }
+        known[pixels] = content_hash(image.inputs), base64.b64encode(_msgpack(item)).decode()
+    return known[pixels]
+
+
+def _tensor(tensor: Any) -> list[Any]:
+    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), tensor_bytes(tensor)]
+
+
+def _msgpack(value: Any) -> bytes:
+    """msgpack of nested dictionaries, lists, texts, integers, booleans and None; bytes become vLLM's extension for tensors."""
+    match value:
+        case None:
+            return b"\xc0"
+        case bool():
+            return b"\xc3" if value else b"\xc2"
+        case int():
+            return struct.pack(">Bq", 0xD3, value)
+        case str():
+            return struct.pack(">BI", 0xDB, len(value.encode())) + value.encode()
+        case bytes():
+            return struct.pack(">BIb", 0xC9, len(value), _RAW) + value
+        case list():
+            return struct.pack(">BI", 0xDD, len(value)) + b"".join(map(_msgpack, value))
+        case dict():
+            return struct.pack(">BI", 0xDF, len(value)) + b"".join(
+                _msgpack(part) for pair in value.items() for part in pair
+            )
+        case _:
+            raise TypeError(f"{type(value).__name__} has no msgpack form here")
+
+
+WorkerCall = Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]]
+"""Calls a method of `worker.WeightReceiver` in all workers of a server, with these arguments. Returns one result of each."""
+
+
+class WeightSender:
+    """Sends updates to the workers of servers, as the owner of the servers' weights (`Owner.name`). `lease` is the time in
+    seconds after which another owner may take over. `backend` is that of broadcasts."""
+
+    def __init__(self, owner: str, lease: float, backend: Backend) -> None:
+        self._claim = {"owner": owner, "lease": lease}
+        self._groups = TrainerGroups(backend)
+
+    async def claim(self, server: str, call: WorkerCall) -> None:
+        """Become the owner of the weights of the server at this URL."""
+        self._groups.drop(server)  # the workers are new if the server was started again
+        await _all(server, call("turnwise_claim", self._claim))
+
+    async def send(self, server: str, update: WeightUpdate, call: WorkerCall) -> None:
+        """Replace the weights of all workers. Raises EngineError if they have the previous weights, ServerLost if they do not."""
+        if update.tensors is None:
+            arguments = {**self._claim, "path": str(update.path), "checksum": update.checksum}
+            results = await _all(server, call("turnwise_load", arguments))
+        else:
+            results = await self._broadcast(server, update.tensors, update.checksum, call)
+        for result in results:
+            if result.get("checksum") != update.checksum:
+                raise EngineError(f"{server} has loaded other weights than those of the trainer: it reports {result}")
+
+    def close(self) -> None:
+        """Leave all groups."""
+        self._groups.close()
+
+    async def _broadcast(
+        self, server: str, tensors: Mapping[str, Any], checksum: str, call: WorkerCall
+    ) -> list[dict[str, Any]]:
+        weights = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+        ]
+        workers = await _all(server, call("turnwise_expect", {**self._claim, "weights": weights}))
+        await self._groups.open(
+            server,
+            len(workers),
+            lambda where: _all(server, call("turnwise_join", {**self._claim, "address": asdict(where)})),
+        )
+        arguments = {"weights": weights, "checksum": checksum, "backend": self._groups.backend}
+        return await self._groups.send(server, tensors.values(), _all(server, call("turnwise_receive", arguments)))
+
+
+async def _all(server: str, call: Awaitable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The results of all workers. Raises EngineError if one reports an error."""
+    results = await call
+    for result in results:
+        if "error" in result:
+            raise (ServerLost if result.get("broken") else EngineError)(f"{server}: {result['error']}")
+    return results
+
 
 MODEL = "policy"
 """The name under which a server that turnwise starts serves the model."""

@@ -13,17 +13,12 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
-from turnwise.engines.remote.collective import Backend
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.ownership import Owner
-from turnwise.engines.remote.partial import Part
-from turnwise.engines.remote.server_api import ServerInfo
 from turnwise.engines.remote.server_process import python_path
-from turnwise.engines.remote.weights import WeightUpdate
-from turnwise.engines.vllm.api import ADAPTER, Labels, sampling_params
-from turnwise.engines.vllm.images import image_features
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo
+from turnwise.engines.remote.weights import Backend, WeightUpdate
+from turnwise.engines.vllm.api import ADAPTER, Labels, WeightSender, image_features, sampling_params
 from turnwise.engines.vllm.launch import VllmLaunch, engine_arguments
-from turnwise.engines.vllm.weights import WeightSender
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import LogprobKind, Request
 

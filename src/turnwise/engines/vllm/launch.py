@@ -7,10 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from turnwise.engines.remote.devices import visible
 from turnwise.engines.remote.http import HttpLimits, HttpServer
-from turnwise.engines.remote.replicas import Replica
-from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token, python_path
+from turnwise.engines.remote.server_process import (
+    ServerCommand,
+    ServerProcess,
+    free_port,
+    new_token,
+    python_path,
+    visible,
+)
+from turnwise.engines.remote.servers import Replica
 from turnwise.engines.vllm.api import MODEL
 
 __all__ = ["HEALTH", "VllmLaunch", "engine_arguments", "on_cpu", "started_replicas"]

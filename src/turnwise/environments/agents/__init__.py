@@ -3,7 +3,6 @@
 `Program` starts a command for each conversation, `AgentFunction` calls a function. docs/agents.md explains both.
 """
 
-from turnwise.environments.agents.function import AgentFunction
-from turnwise.environments.agents.program import Program
+from turnwise.environments.agents.agents import AgentFunction, Program
 
 __all__ = ["AgentFunction", "Program"]

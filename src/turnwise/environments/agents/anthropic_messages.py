@@ -6,18 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from turnwise.environments.agents.chat_completions import pieces
-from turnwise.environments.agents.chat_request import (
+from turnwise.environments.agents.requests import (
     AgentAnswer,
     ChatRequest,
     Refused,
     content_text,
+    forced_parameters,
     function_tool,
     image_part,
     json_object,
     offered_tools,
+    sampling_change,
     tool_call,
 )
-from turnwise.environments.agents.parameters import forced_parameters, sampling_change
 from turnwise.types import Message, ToolSchema
 
 __all__ = ["AnthropicMessages"]

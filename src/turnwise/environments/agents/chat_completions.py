@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from turnwise.environments.agents.chat_request import (
+from turnwise.environments.agents.requests import (
     AgentAnswer,
     ChatRequest,
     Refused,
     content_text,
+    forced_parameters,
     function_tool,
     offered_tools,
+    sampling_change,
     template_arguments,
     tool_call,
 )
-from turnwise.environments.agents.parameters import forced_parameters, sampling_change
 from turnwise.types import Message, ToolSchema
 
 __all__ = ["ChatCompletions", "openai_error"]

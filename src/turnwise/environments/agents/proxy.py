@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from turnwise.environments.agents.anthropic_messages import AnthropicMessages
 from turnwise.environments.agents.chat_completions import ChatCompletions, openai_error
-from turnwise.environments.agents.chat_request import AgentAnswer, ChatRequest, Refused
-from turnwise.environments.agents.conversation import AgentConversation
+from turnwise.environments.agents.requests import AgentAnswer, AgentConversation, ChatRequest, Refused
 from turnwise.environments.agents.responses import Responses
-from turnwise.environments.threaded_environment import ThreadLoop
+from turnwise.environments.environment import ThreadLoop
 from turnwise.errors import Failed, boundary
 from turnwise.json_yaml import lone_surrogate
-from turnwise.serve.http import RequestRefused, bearer_token, json_body, listen, missing_library, uvicorn_server
+from turnwise.services.http_server import (
+    RequestRefused,
+    bearer_token,
+    json_body,
+    listen,
+    missing_library,
+    uvicorn_server,
+)
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

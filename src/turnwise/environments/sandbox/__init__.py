@@ -4,8 +4,8 @@
 programs to a SandboxFusion server.
 """
 
-from turnwise.environments.sandbox.bounds import Bounds, Ran, SandboxError
 from turnwise.environments.sandbox.fusion import SandboxFusion
+from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError
 from turnwise.environments.sandbox.python import PythonSession, Sandbox, code_interpreter
 
 __all__ = ["Bounds", "PythonSession", "Ran", "Sandbox", "SandboxError", "SandboxFusion", "code_interpreter"]

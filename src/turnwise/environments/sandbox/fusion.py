@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.environments.sandbox.bounds import Ran, SandboxError
+from turnwise.environments.sandbox.process import Ran, SandboxError
 from turnwise.errors import ConfigError
 from turnwise.services.json_service import service
 

@@ -17,17 +17,16 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from turnwise.environments.sandbox.bounds import Bounds, Ran, SandboxError
 from turnwise.environments.sandbox.jail import (
     WORK,
     boot_arguments,
+    filter_program,
     find_jail,
     first_process,
     interpreter,
     scratch_file,
 )
-from turnwise.environments.sandbox.process import run
-from turnwise.environments.sandbox.seccomp import filter_program
+from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
 from turnwise.environments.tools.tool import requires
 from turnwise.errors import ConfigError
 

@@ -4,9 +4,8 @@
 `Truncation` the rule that shortens long results.
 """
 
-from turnwise.environments.tools.result import ToolResponse
+from turnwise.environments.tools.result import ToolResponse, Truncation
 from turnwise.environments.tools.tool import Tool, Toolbox, requires
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.environments.tools.truncation import Truncation
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation", "requires"]

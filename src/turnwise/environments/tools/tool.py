@@ -17,15 +17,14 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
-from turnwise.environments.tools.result import Answer, Result, failed, read_result
+from turnwise.environments.tools.result import Answer, Result, Truncation, failed, read_result
 from turnwise.environments.tools.schema import Arguments, FromSchema, WrongArguments, schema_of
-from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
 from turnwise.user_code.calls import call as call_user_code
+from turnwise.user_code.calls import deadline
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.deadlines import deadline
-from turnwise.user_code.run_in_thread import run_in_thread
+from turnwise.user_code.threads import run_in_thread
 
 __all__ = ["Tool", "Toolbox", "requires"]
 

@@ -15,14 +15,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from turnwise.environments.environment import Environment, FinalReply, FinalReward, SingleTurn
-from turnwise.environments.tools.result import Answer, ToolResponse, failed
+from turnwise.environments.tools.result import Answer, ToolResponse, Truncation, failed
 from turnwise.environments.tools.tool import Tool, Toolbox
-from turnwise.environments.tools.truncation import Truncation
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolSchema, Turn
-from turnwise.user_code.calls import call, own_context, spawn
-from turnwise.user_code.deadlines import deadline, limits
-from turnwise.user_code.run_in_thread import run_in_thread
+from turnwise.user_code.calls import call, deadline, limits, own_context, spawn
+from turnwise.user_code.threads import run_in_thread
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
 

@@ -7,5 +7,5 @@ In the examples of the estimators, `rounded` rounds all numbers to three decimal
 """
 
 from turnwise.rewards.credit.credit import Credit as Credit
-from turnwise.rewards.credit.episode import Episode as Episode
+from turnwise.rewards.credit.credit import Episode as Episode
 from turnwise.rewards.credit.outcome import grpo as grpo

@@ -13,8 +13,7 @@ import itertools
 from collections.abc import Sequence
 from itertools import chain
 
-from turnwise.rewards.credit.episode import Batch, Episode, ValueEstimates
-from turnwise.rewards.credit.statistics import return_to_go, whitening
+from turnwise.rewards.credit.credit import Batch, Episode, ValueEstimates, return_to_go, whitening
 
 __all__ = ["bilevel_gae", "critic", "gae", "turn_gae"]
 

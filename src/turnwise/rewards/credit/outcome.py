@@ -8,8 +8,16 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from turnwise.rewards.credit.episode import Advantages, Batch, Episode
-from turnwise.rewards.credit.statistics import Scale, centred, divisors, leave_one_out, whitening
+from turnwise.rewards.credit.credit import (
+    Advantages,
+    Batch,
+    Episode,
+    Scale,
+    centred,
+    divisors,
+    leave_one_out,
+    whitening,
+)
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
 
 __all__ = ["gdpo", "gpg", "grpo", "opo", "reinforce_pp_baseline", "remax", "rloo"]

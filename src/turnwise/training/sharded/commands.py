@@ -1,12 +1,18 @@
-"""The commands that rank 0 sends to all ranks. Each rank runs the same command on its own part of the learner.
+"""The commands of rank 0, and the ranks that follow.
+
+The commands that rank 0 sends to all ranks. Each rank runs the same command on its own part of the learner.
 
 A command is sent with pickle, from one process of the training to the others.
+
+The process of a rank that follows rank 0, from its start to its end.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +21,17 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from turnwise.training.background import StopFlag
-from turnwise.training.critic_update import CriticSums
+from turnwise.errors import ConfigError
+from turnwise.training.batch import MicroBatch
 from turnwise.training.learner import PackingRequirements
-from turnwise.training.packing import MicroBatch
-from turnwise.training.sharded import checkpoint
-from turnwise.training.sharded.critic_shard import CriticShard
-from turnwise.training.sharded.model_shard import ModelShard, ShardReport
-from turnwise.training.sharded.options import CriticOptions, ShardOptions
-from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.options import CriticOptions, RankOptions, ShardOptions
+from turnwise.training.sharded import shards
+from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.sharded_model import complete
-from turnwise.training.update_sums import UpdateSums
+from turnwise.training.sharded.shards import CriticShard, ModelShard, ShardReport
+from turnwise.training.update import StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces
-
-__all__ = ["Part", "Rank", "RankCommand", "follow"]
-
+from turnwise.training.value_model import CriticSums
 
 Part = Literal["policy", "critic"]
 """The model that a command is for."""
@@ -244,7 +246,7 @@ class SaveShards:
     part: Part = "policy"
 
     def run(self, rank: Rank) -> None:
-        checkpoint.save(rank.part(self.part), self.folder)
+        shards.save(rank.part(self.part), self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,7 +257,7 @@ class LoadShards:
     part: Part = "policy"
 
     def run(self, rank: Rank) -> None:
-        checkpoint.load(rank.part(self.part), self.folder)
+        shards.load(rank.part(self.part), self.folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +268,7 @@ class LoadComplete:
     part: Part = "policy"
 
     def run(self, rank: Rank) -> None:
-        checkpoint.load_complete(rank.part(self.part), self.state)
+        shards.load_complete(rank.part(self.part), self.state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,3 +290,28 @@ def follow(ranks: Ranks) -> None:
         if isinstance(command, Finish):
             return
         command.run(rank)
+
+
+def follow_rank_0(options: RankOptions) -> int:
+    """Connect to rank 0 and run its commands until it ends the training. Returns the exit status."""
+    ranks = Ranks(options)
+
+    def lost(rank: LostRank) -> None:
+        _say(f"rank {ranks.rank} ends: {rank}")
+        os._exit(1)  # the main thread may wait in a collective operation
+
+    ranks.liveness.on_lost = lost
+    try:
+        follow(ranks)
+    except ConfigError:
+        return 1  # rank 0 has the same error, and reports it
+    except RuntimeError as error:
+        ranks.liveness.report(error)
+        _say(f"rank {ranks.rank} ends: {error}")
+        return 1
+    ranks.close()
+    return 0
+
+
+def _say(text: str) -> None:
+    print(f"turnwise: {text}", file=sys.stderr, flush=True)

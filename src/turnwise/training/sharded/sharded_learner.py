@@ -1,44 +1,162 @@
-"""The learner on rank 0 of several ranks: it implements `Learner` by commands that all ranks run.
+"""Rank 0: learner and critic by commands.
+
+The learner on rank 0 of several ranks: it implements `Learner` by commands that all ranks run.
 
 The training loop and the state of the run do not know that there are several ranks.
+
+The critic on rank 0 of several ranks: it implements `Critic` by commands that all ranks run.
+
+Rank 0 among the ranks: it sends commands to all ranks, and finds out that a rank was lost. Knows nothing of models.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from turnwise.errors import RunError
+from turnwise.models.loading import published_weights
 from turnwise.models.lora import save_adapter
-from turnwise.models.published_weights import published_weights
-from turnwise.training.background import StopFlag
-from turnwise.training.learner import BatchRequirements
-from turnwise.training.loss import make_loss
-from turnwise.training.packing import MicroBatch
-from turnwise.training.policy_update import PassLearner
+from turnwise.training.batch import MicroBatch
+from turnwise.training.learner import BatchRequirements, PackingRequirements
+from turnwise.training.losses import Targets, make_loss
+from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.commands import (
     Accumulate,
     Build,
+    BuildCritic,
     ComputeTokenLogprobs,
     FindLargestLogit,
     Fingerprint,
+    Finish,
     GatherWeights,
+    LoadComplete,
+    LoadShards,
     MeasureLogprobs,
+    MeasureValues,
     MixReference,
     OptimizerStep,
+    Part,
+    Rank,
+    RankCommand,
     SaveShards,
     StreamWeights,
 )
-from turnwise.training.sharded.leader import Leader
-from turnwise.training.sharded.model_shard import ShardReport
-from turnwise.training.sharded.options import ShardOptions
-from turnwise.training.sharded.ranks import Ranks
-from turnwise.training.targets import Targets
-from turnwise.training.update_sums import UpdateSums
+from turnwise.training.sharded.ranks import LostRank, Ranks
+from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
+from turnwise.training.update import PassLearner, StopFlag, UpdateSums
+from turnwise.training.value_batch import StatePlaces, ValueTargets
+from turnwise.training.value_model import CriticSums, PassCritic, save_head
 
-__all__ = ["ShardedLearner"]
+_ABORT = 15.0
+"""Seconds until an operation must have ended that was aborted."""
+
+
+class Leader:
+    """Runs commands on all `ranks`, one at a time.
+
+    If a rank is lost, the running command raises RunError, and so do all later commands.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank = Rank(ranks)
+        self._turn = threading.Lock()
+        """A cancelled update still runs in its thread until its micro-batch ends; other commands wait for it."""
+        self._lost: RunError | None = None
+        ranks.liveness.on_lost = self._notice
+
+    def _notice(self, rank: LostRank) -> None:
+        """A rank gives no sign of life: end the operation that waits for it. Called in a thread of its own."""
+        self._lost = self._lost or _error(rank)
+        self.rank.ranks.abort()
+        if self._turn.acquire(timeout=_ABORT):
+            self._turn.release()  # the next command raises the error
+            return
+        print(f"turnwise: {self._lost}", file=sys.stderr, flush=True)
+        os._exit(1)  # the operation cannot be ended; nothing else may run with half of it done
+
+    def run(self, command: RankCommand) -> Any:
+        """Run a command on all ranks. Returns rank 0's result."""
+        return self.run_each([command] * self.rank.ranks.size)
+
+    def run_each(self, commands: Sequence[RankCommand]) -> Any:
+        """Run a command on each rank: the same operation, on the data of the rank."""
+        with self._turn:
+            if self._lost is not None:
+                raise self._lost
+            try:
+                return self.rank.ranks.scatter(commands).run(self.rank)
+            except RuntimeError as error:  # torch's error for a lost connection and for a time limit
+                if self._lost is not None:
+                    raise self._lost from error
+                lost = self.rank.ranks.liveness.lost()
+                self._lost = _error(lost) if lost is not None else RunError(_unknown(error))
+                raise self._lost from error
+
+    def run_shared(
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        command: Callable[[Sequence[MicroBatch[Any]], int], RankCommand],
+        stop: StopFlag,
+        on_micro_batch: Callable[[], None] = lambda: None,
+    ) -> Any:
+        """Share micro-batches out, and run a command on each rank. `command` receives the micro-batches of the rank, and the
+        number of rounds."""
+        shares = self.shares(micro_batches)
+        rounds = max(len(share) for share in shares)
+        self.rank.stop, self.rank.on_micro_batch = stop, on_micro_batch
+        return self.run_each([command([micro_batches[index] for index in share], rounds) for share in shares])
+
+    def measure(
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        command: Callable[[Sequence[MicroBatch[Any]], int], RankCommand],
+        stop: StopFlag,
+        on_micro_batch: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """As `run_shared`, with a command that returns a result for each micro-batch of each rank: the results in the order of
+        the micro-batches; an empty list if `stop` was set."""
+        of_ranks = self.run_shared(micro_batches, command, stop, on_micro_batch)
+        results = {
+            index: result
+            for share, of_rank in zip(self.shares(micro_batches), of_ranks, strict=True)
+            for index, result in zip(share, of_rank, strict=False)
+        }
+        return [results[index] for index in range(len(micro_batches))] if len(results) == len(micro_batches) else []
+
+    def shares(self, micro_batches: Sequence[MicroBatch[Any]]) -> list[list[int]]:
+        """The indexes of the micro-batches of each rank."""
+        return share_out([micro.token_ids_BL.numel() for micro in micro_batches], self.rank.ranks.size)
+
+    def load_state(self, state: Mapping[str, Any], shards: Path | None, part: Part) -> None:
+        """Resume from the directory that any number of ranks has written, or without one from the state of one process."""
+        self.run(LoadComplete(dict(state), part) if shards is None else LoadShards(shards.absolute(), part))
+
+    def close(self) -> None:
+        """End the other ranks. Nothing is done if a rank was lost."""
+        if self._lost is None:
+            self.run(Finish())
+            self.rank.ranks.close()
+
+
+def _error(lost: LostRank) -> RunError:
+    return RunError(
+        f"{lost}. The other ranks cannot go on without it: start the same command again with resume=auto, which continues after "
+        f"the newest checkpoint"
+    )
+
+
+def _unknown(error: RuntimeError) -> str:
+    return (
+        f"the ranks could not compute together: {error}. If a rank needed longer than cluster.timeout, raise it; start the same "
+        f"command again with resume=auto"
+    )
 
 
 class ShardedLearner(PassLearner):
@@ -132,3 +250,61 @@ class ShardedLearner(PassLearner):
 
     def close(self) -> None:
         self.leader.close()
+
+
+class ShardedCritic(PassCritic):
+    """A `Critic` on all ranks, which the learner's `leader` commands. Raises what `ShardedLearner` raises."""
+
+    def __init__(self, leader: Leader, options: CriticOptions) -> None:
+        self._leader = leader
+        self._requirements: PackingRequirements = leader.run(BuildCritic(options))
+
+    @property
+    def requirements(self) -> PackingRequirements:
+        return self._requirements
+
+    def measure(
+        self, micro_batches: Sequence[MicroBatch[StatePlaces]], on_micro_batch: Callable[[], None], stop: StopFlag
+    ) -> list[torch.Tensor]:
+        """See `PassCritic.measure`."""
+        return self._leader.measure(
+            micro_batches, lambda mine, rounds: MeasureValues(mine, rounds, len(micro_batches)), stop, on_micro_batch
+        )
+
+    def accumulate(
+        self, micro_batches: Sequence[MicroBatch[ValueTargets]], on_micro_batch: Callable[[], None], stop: StopFlag
+    ) -> CriticSums:
+        """See `PassCritic.accumulate`."""
+        return self._leader.run_shared(
+            micro_batches,
+            lambda mine, rounds: Accumulate(mine, rounds, len(micro_batches), "critic"),
+            stop,
+            on_micro_batch,
+        )
+
+    def step(self, lr: float) -> float:
+        """See `PassCritic.step`."""
+        return self._leader.run(OptimizerStep(lr, "critic"))
+
+    def save(self, folder: Path) -> None:
+        shard, gathered = self._leader.rank.critic, self._leader.run(GatherWeights(part="critic"))
+        weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
+        head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
+        if shard.trains_adapter:
+            save_adapter(shard.model, folder, weights)
+        else:
+            shard.model.save_pretrained(folder, state_dict=weights)
+        save_head(head, folder)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: `save_shards` writes it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        self._leader.load_state(state, shards, "critic")
+
+    def save_shards(self, folder: Path) -> None:
+        self._leader.run(SaveShards(folder.absolute(), "critic"))
+
+    def base_fingerprint(self) -> str | None:
+        return self._leader.rank.critic.base_fingerprint

@@ -1,0 +1,88 @@
+"""Builds the objects of a recipe: environment, tools, rewards, engine, rows and values. Use `from turnwise import build`.
+
+Every object that a recipe names is imported and checked here, before a run begins.
+"""
+
+from turnwise.assembly.conversations import (
+    Environments,
+    EnvironmentSource,
+    endpoint_notes,
+    environment_factory,
+    evaluation_sampling,
+    limits,
+    refuse_for_endpoint,
+    renderer,
+    rollout_context,
+    sampling,
+    text_context,
+    tool_schemas,
+)
+from turnwise.assembly.data import conversations, curriculum, drop_long_prompts, row_order, rows
+from turnwise.assembly.engines import (
+    Scripts,
+    conversation_host,
+    engine,
+    engine_model,
+    longest_context,
+    publisher,
+    read_scripts,
+    refuse_what_needs_conversations_here,
+    scripted_engine,
+)
+from turnwise.assembly.learners import (
+    critic,
+    learner,
+    learning_rate,
+    loss_config,
+    model_options,
+    normalization,
+    optimizer_config,
+    rank_options,
+    sampled_model,
+    sft_learner,
+)
+from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
+
+__all__ = [
+    "EnvironmentSource",
+    "Environments",
+    "Scripts",
+    "connect_engine",
+    "conversation_host",
+    "conversations",
+    "credit",
+    "credit_note",
+    "critic",
+    "curriculum",
+    "drop_long_prompts",
+    "endpoint_notes",
+    "engine",
+    "engine_model",
+    "environment_factory",
+    "evaluation_sampling",
+    "learner",
+    "learning_rate",
+    "limits",
+    "longest_context",
+    "loss_config",
+    "model_options",
+    "normalization",
+    "optimizer_config",
+    "publisher",
+    "rank_options",
+    "read_scripts",
+    "refuse_for_endpoint",
+    "refuse_what_needs_conversations_here",
+    "renderer",
+    "rollout_context",
+    "row_order",
+    "rows",
+    "sampled_model",
+    "sampling",
+    "scorer",
+    "scripted_engine",
+    "sft_learner",
+    "text_context",
+    "tool_schemas",
+    "turn_weighting",
+]

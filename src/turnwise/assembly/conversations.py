@@ -1,0 +1,483 @@
+"""What a conversation needs: environment, tools, renderer, sampling, limits, context.
+
+The environment of a recipe: checked once, then built for each conversation and wrapped in the recipe's tools (`Tools`).
+
+The tools of a recipe: functions, classes and MCP servers, and the options that hold for all of them.
+
+Builds the objects that all conversations of a recipe share: the renderer and the rollout context.
+
+Builds the context of conversations with an OpenAI-compatible endpoint, and refuses options that need tokens.
+
+Plain values of a recipe: sampling and limits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise import types
+from turnwise.assembly.references import close_tried, close_tried_environment, named_callable
+from turnwise.chat.renderer import Renderer
+from turnwise.config.engines import OpenAIEngineSection
+from turnwise.config.schema import Config, ToolUse
+from turnwise.config.section import changed_options
+from turnwise.engines.engine import Engine
+from turnwise.environments.environment import Environment, EnvironmentFactory, MessageCheck, ThreadedEnvironment
+from turnwise.environments.mcp import McpServers
+from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools, Truncation
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.ray_workers.rollouts import RayRollouts
+from turnwise.rewards.judge import UsesEngine
+from turnwise.rewards.scorer import Scorer
+from turnwise.rollout.context import Limits, RolloutContext, TextContext
+from turnwise.rollout_server.client import RolloutClient
+from turnwise.services.chat import ChatEndpoint, EndpointOptions
+from turnwise.types import Sampling, ToolSchema
+from turnwise.user_code.references import resolve
+
+
+def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
+    """The tool that a recipe names. A class is a toolbox: one instance is built to check that construction works.
+
+    Raises ConfigError.
+    """
+    target = resolve(use.use, key=key)
+    options = {name: value for name, value in use.model_dump(exclude={"use", "arguments"}).items() if value is not None}
+    if isinstance(target, type):
+        return _toolbox(target, use.arguments, options, key=key)
+    if use.arguments:
+        raise ConfigError(
+            f"{key}: {use.use} is a {type(target).__name__}, and only classes take arguments in a recipe (the model gives those "
+            f"of a function): remove `arguments`"
+        )
+    if isinstance(target, Tool):
+        return dataclasses.replace(target, **options)
+    if isinstance(target, Toolbox):
+        return dataclasses.replace(
+            target, tools=tuple(dataclasses.replace(method, **options) for method in target.tools)
+        )
+    if not callable(target):
+        raise ConfigError(
+            f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"
+        )
+    return Tool.of(target, **options)
+
+
+def tool_schemas(config: Config) -> list[ToolSchema]:
+    """The schemas of the tools that the recipe names, without those of MCP servers. Nothing is built. Raises ConfigError."""
+    schemas: list[ToolSchema] = []
+    for number, use in enumerate(config.tools):
+        target = resolve(use.use, key=f"tools.{number}")
+        if isinstance(target, Toolbox):
+            schemas += [method.schema for method in target.tools]
+        elif isinstance(target, type):
+            schemas += [method.schema for method in Toolbox.of(target, arguments=use.arguments).tools]
+        elif isinstance(target, Tool) or callable(target):
+            schemas.append((target if isinstance(target, Tool) else Tool.of(target)).schema)
+    return schemas
+
+
+def _toolbox(target: type, arguments: dict[str, Any], options: dict[str, Any], *, key: str) -> Toolbox:
+    thread = bool(options.pop("thread", False))
+    box = Toolbox.of(target, arguments=arguments, **options)
+    if thread:
+        box = _threaded(box)
+    _check_construction(box, key=key)
+    return box
+
+
+def _threaded(box: Toolbox) -> Toolbox:
+    """The toolbox with its async methods in threads. Raises ConfigError if it has no async method."""
+    tools = [
+        dataclasses.replace(method, thread=True) if inspect.iscoroutinefunction(method.function) else method
+        for method in box.tools
+    ]
+    if not any(method.thread for method in tools):
+        raise ConfigError(
+            f"thread=True of {box.name} has no effect: all its methods are sync, and sync methods always run in threads; remove "
+            f"it"
+        )
+    return dataclasses.replace(box, tools=tuple(tools))
+
+
+def _check_construction(box: Toolbox, *, key: str) -> None:
+    """Build one instance and close it, so that an error is raised before the first conversation. Raises ConfigError."""
+    try:
+        with boundary("tool"):
+            instance = box.make()
+            if box.closes:
+                close_tried(instance.close)
+    except Failed as failed:
+        raise ConfigError(f"{key}: {box.name} cannot be created: {failed.failure.message}") from failed
+
+
+def mcp_servers(config: Config) -> McpServers | None:
+    """The MCP servers of the recipe, not started yet; None if it names no servers. Raises ConfigError."""
+    options = config.mcp
+    if options.servers is None:
+        return None
+    kind = resolve(options.use, key="mcp.use")
+    if not (isinstance(kind, type) and issubclass(kind, McpServers)):
+        raise ConfigError(f"mcp.use: {options.use} must be a subclass of turnwise.environments.mcp:McpServers")
+    return kind.from_file(options.servers, start_timeout=options.start_timeout)
+
+
+def truncation(config: Config, encode: Callable[[str], Sequence[int]] | None) -> Truncation | None:
+    """The truncation of long tool responses; None keeps the default. `encode` gives a text's token ids."""
+    options = config.tool_calls
+    if options.max_tool_response_length is None:
+        return None
+    return Truncation(
+        options.max_tool_response_length,
+        side=options.tool_response_truncate_side,
+        unit=options.tool_response_unit,
+        encode=encode,
+    )
+
+
+def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -> None:
+    """Refuse options of tools that have no effect, such as a truncation without any tool. Raises ConfigError."""
+    mcp, calls = changed_options(config.mcp), changed_options(config.tool_calls)
+    if config.environment.use != Config.model_fields["environment"].default.use:
+        calls = [name for name in calls if name != "describe"]  # other environments may offer tools in their openings
+    if mcp and config.mcp.servers is None:
+        raise ConfigError(f"mcp.{mcp[0]} has no effect without mcp.servers: set mcp.servers, or remove it")
+    if calls and not config.tools and config.mcp.servers is None and not environment_has_tools:
+        raise ConfigError(f"tool_calls.{calls[0]} has no effect without tools: set tools or mcp.servers, or remove it")
+    of_truncation = [name for name in calls if name.startswith("tool_response_")]
+    if of_truncation and config.tool_calls.max_tool_response_length is None:
+        raise ConfigError(
+            f"tool_calls.{of_truncation[0]} has no effect without tool_calls.max_tool_response_length: set that option, or "
+            f"remove this one"
+        )
+
+
+PutInFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
+
+
+@runtime_checkable
+class EnvironmentSource(Protocol):
+    """An object that a recipe can name instead of an environment. It is built once per run and makes the environments."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools of its environments. They are checked before the run."""
+        ...
+
+    def make(self, in_front: PutInFront) -> Environment:
+        """A new environment. `in_front(tools, environment)` wraps an environment in these tools and the recipe's tools."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the resources that its environments share."""
+        ...
+
+
+@runtime_checkable
+class UsesContext(Protocol):
+    """An EnvironmentSource whose environments need what the run's conversations share, such as the renderer and the limits."""
+
+    def use_context(self, context: RolloutContext) -> RolloutContext:
+        """Called before the first conversation with a context. Returns the context that the conversations get, usually the
+        same."""
+        ...
+
+
+@runtime_checkable
+class ChecksMessages(Protocol):
+    """An `EnvironmentSource` whose environments refuse messages of others, such as the requests of agents, before the session
+    fails at them."""
+
+    def use_check(self, check: MessageCheck) -> None:
+        """Use this check in all environments that are made later."""
+        ...
+
+
+class Environments:
+    """Makes the environment of each conversation. Holds shared resources, such as MCP servers, until `aclose`."""
+
+    def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
+        self._make = make
+        self._shared = shared
+
+    def __call__(self) -> Environment:
+        return self._make()
+
+    def use_context(self, context: RolloutContext) -> RolloutContext:
+        """The context of the conversations, after the environment source has seen it."""
+        for resource in self._shared:
+            if isinstance(resource, UsesContext):
+                context = resource.use_context(context)
+            if isinstance(resource, ChecksMessages):
+                resource.use_check(context.renderer.check_messages)
+        return context
+
+    async def aclose(self) -> None:
+        """Close the shared resources. Must be called after the last conversation, also if the run fails."""
+        for resource in self._shared:
+            if resource is not None:
+                await resource.aclose()
+
+
+def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]] | None = None) -> Environments:
+    """The factory of the recipe's environments, each wrapped in the recipe's tools.
+
+    `encode` gives the token ids of a text; it is needed to truncate texts of tools by tokens. Raises ConfigError if a
+    reference is wrong, the object is not an environment, an option has no effect, or an MCP server cannot be reached.
+
+    If conversations run in other processes (`Config.runs_conversations_elsewhere`), nothing is built.
+    """
+    if (option := config.runs_conversations_elsewhere) is not None:
+        return Environments(lambda: _elsewhere(option))
+    constructor = named_callable(config.environment, key="environment")
+
+    tools = [tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
+    source, environment_tools = _check_environment(config, constructor, tools)
+    refuse_unused_tool_options(config, environment_has_tools=bool(environment_tools))
+    max_parallel_calls, cut = config.tool_calls.max_parallel_calls, truncation(config, encode)
+    servers = mcp_servers(config)
+    if servers is not None:
+        tools += _mcp_tools(config, servers, [*tools, *environment_tools])
+
+    def in_front(more: Sequence[Tool | Toolbox], then: Environment) -> Environment:
+        all_tools = [*tools, *more]
+        return Tools(all_tools, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if all_tools else then
+
+    if source is not None:
+        return Environments(lambda: source.make(in_front), servers, source)
+    if config.environment.thread:
+        return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers)
+    return Environments(lambda: in_front((), constructor()), servers)
+
+
+def _elsewhere(option: str) -> Environment:
+    raise ConfigError(f"with {option}, the environments are in other processes: remove it to make environments here")
+
+
+def _check_environment(
+    config: Config, make: Callable[[], Any], tools: Sequence[Tool | Toolbox]
+) -> tuple[EnvironmentSource | None, Sequence[Tool]]:
+    """Build one environment and close it. Returns the object if it is an EnvironmentSource, and that source's tools.
+
+    Raises ConfigError.
+    """
+    name = config.environment.use
+    try:
+        with boundary("environment"):
+            built = make()
+            source = built if isinstance(built, EnvironmentSource) else None
+            environment_tools = source.tools() if source is not None else ()
+            Tools([*tools, *environment_tools])  # refuses two tools of one name
+    except Failed as failed:
+        raise ConfigError(f"environment: {name} cannot be created: {failed.failure.message}") from failed
+    if source is not None:
+        if config.environment.thread:
+            raise ConfigError(
+                f"environment.thread has no effect with {name}, which runs the methods of other classes: remove it. To run a "
+                f"blocking method in a thread, write `def` instead of `async def`"
+            )
+        return source, environment_tools
+    if not isinstance(built, Environment):
+        missing = [method for method in ("begin", "step", "close") if not hasattr(built, method)]
+        if inspect.isasyncgen(built) or inspect.isgenerator(built):
+            raise ConfigError(
+                f"environment: {name} is a generator function without decorator: write @environment above it (from turnwise "
+                f"import environment)"
+            )
+        raise ConfigError(
+            f"environment: {name} creates a {type(built).__name__} without {', '.join(missing)}; an environment has async "
+            f"methods begin(row), step(turn) and close(), or is an async generator function with @environment"
+        )
+    close_tried_environment(built.close, name)
+    return None, ()
+
+
+def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Toolbox]) -> list[Tool]:
+    """The tools that the MCP servers offer. Raises ConfigError, with the servers stopped."""
+    options = config.mcp
+    try:
+        offered = servers.tools(
+            options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
+        )
+        Tools([*others, *offered])  # refuses two tools of one name
+    except ConfigError:
+        servers.close()
+        raise
+    return list(offered)
+
+
+def sampling(config: Config) -> types.Sampling:
+    """The distribution that training and rollouts sample from."""
+    options = config.sampling
+    return types.Sampling(
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        stop=tuple(options.stop),
+    )
+
+
+def evaluation_sampling(config: Config) -> types.Sampling:
+    """The distribution that evaluations sample from: `eval.sampling`, with null values taken from `sampling`."""
+    changed = {name: value for name, value in config.eval.sampling.model_dump().items() if value is not None}
+    return dataclasses.replace(sampling(config), **changed)
+
+
+def limits(config: Config, *, longest: int | None) -> Limits:
+    """The recipe's limits. `longest` is the longest context that the model allows, in tokens; None if it is unknown.
+
+    Raises ConfigError if the recipe asks for a longer context.
+    """
+    options = config.limits.model_dump()
+    if longest is not None:
+        if options["context"] is not None and options["context"] > longest:
+            raise ConfigError(
+                f"limits.context={options['context']} is more than the model's longest context, {longest} tokens: lower it"
+            )
+        options["context"] = options["context"] or longest
+    return Limits(**options)
+
+
+def renderer(config: Config, source: str | Path | None = None) -> Renderer:
+    """The renderer of the model in `source`, which is model.path unless given (a resumed run has its own copy).
+
+    Raises TemplateError.
+    """
+    return Renderer.from_pretrained(
+        source or config.model.path,
+        sanity=config.tokenization_sanity_check,
+        tool_format=config.tool_format,
+        chat_template_kwargs=config.model.chat_template_kwargs,
+        describe_tools=config.tool_calls.describe,
+        unchecked=config.override_checks,
+    )
+
+
+def rollout_context(
+    config: Config,
+    renderer: Renderer,
+    engine: Engine,
+    environments: Environments,
+    *,
+    longest: int | None,
+    sampled: Sampling | None = None,
+) -> RolloutContext:
+    """The shared context of the recipe's conversations. `longest` is the model's longest context in tokens, if known; `sampled`
+    is the distribution that the conversations sample from, if it is not that of training.
+
+    Raises ConfigError if the recipe's limits exceed it.
+    """
+    context = RolloutContext(
+        engine=engine,
+        renderer=renderer,
+        make_environment=environments,
+        sampling=sampled or sampling(config),
+        limits=limits(config, longest=longest),
+        thinking=config.thinking,
+        max_concurrent=config.max_concurrent,
+        lockstep=config.deterministic,
+        make_runner=engine.make_runner if isinstance(engine, RolloutClient | RayRollouts) else None,
+        runner_supports_lockstep=not isinstance(engine, RayRollouts),
+    )
+    return environments.use_context(context)
+
+
+_OF_TEMPLATES = ("thinking", "tool_format", "tokenization_sanity_check")
+
+
+def text_context(
+    config: Config, options: OpenAIEngineSection, environments: Environments, sampling: Sampling
+) -> TextContext:
+    """The shared context of the recipe's conversations with the endpoint `options`.
+
+    Raises ConfigError if an option is invalid, or the environment variable of the key is not set.
+    """
+    endpoint = EndpointOptions(
+        url=options.url,
+        model=options.model or config.model.path,
+        api_key_env=options.api_key_env,
+        request=options.request,
+        timeout=options.timeout,
+        retries=options.retries,
+        max_concurrent=config.max_concurrent,
+        requests_per_minute=options.requests_per_minute,
+        tokens_per_minute=options.tokens_per_minute,
+    )
+    return TextContext(
+        chat=ChatEndpoint(endpoint),
+        max_tokens_field=options.max_tokens_field,
+        chat_template_kwargs=config.model.chat_template_kwargs,
+        make_environment=environments,
+        sampling=sampling,
+        limits=limits(config, longest=None),
+        max_concurrent=config.max_concurrent,
+    )
+
+
+def refuse_for_endpoint(config: Config, scorer: Scorer, sampling: Sampling) -> None:
+    """Refuse options that an endpoint cannot follow, because they need tokens or are not in the OpenAI protocol.
+
+    Raises ConfigError.
+    """
+    uses_engine = [
+        reward.name
+        for reward in scorer.functions
+        if isinstance(reward.function, UsesEngine) and reward.function.wants_engine
+    ]
+    calls = config.tool_calls
+    problems = [
+        (
+            sampling.top_k > 0,
+            f"top_k={sampling.top_k} is not in the OpenAI protocol: set eval.sampling.top_k=0 or sampling.top_k=0; if the server "
+            f"knows the field, set engine.request={{top_k: {sampling.top_k}}}",
+        ),
+        (
+            sampling.min_p > 0,
+            f"min_p={sampling.min_p:g} is not in the OpenAI protocol: set eval.sampling.min_p=0 or sampling.min_p=0; if the "
+            f"server knows the field, set engine.request={{min_p: {sampling.min_p:g}}}",
+        ),
+        (
+            config.deterministic,
+            "deterministic=true cannot be combined with engine.name=openai, because an endpoint gives no such guarantee: remove "
+            "one of them",
+        ),
+        (
+            config.data.max_prompt_tokens is not None,
+            "data.max_prompt_tokens needs the model's tokenizer, which engine.name=openai does not have: remove it",
+        ),
+        (
+            config.data.return_multi_modal_inputs is not None,
+            "data.return_multi_modal_inputs has no effect with engine.name=openai, which gets text only: remove it",
+        ),
+        (
+            calls.max_tool_response_length is not None and calls.tool_response_unit == "tokens",
+            "tool_calls.tool_response_unit=tokens needs the model's tokenizer, which engine.name=openai does not have: use "
+            "characters",
+        ),
+        (
+            calls.describe != "template",
+            f"tool_calls.describe={calls.describe} has no effect with engine.name=openai, whose server renders the prompt: "
+            f"remove it",
+        ),
+        (
+            bool(uses_engine),
+            f"the reward function {', '.join(uses_engine)} asks the engine of the run, and engine.name=openai is an endpoint: "
+            f"give the judge this endpoint with its argument `endpoint`",
+        ),
+    ]
+    for holds, message in problems:
+        if holds:
+            raise ConfigError(f"engine.name=openai: {message}")
+
+
+def endpoint_notes(config: Config) -> list[str]:
+    """A note on the options of the recipe that the endpoint's own chat template decides."""
+    changed = [name for name in _OF_TEMPLATES if getattr(config, name) != Config.model_fields[name].default]
+    if not changed:
+        return []
+    names = ", ".join(f"{name}={getattr(config, name)}" for name in changed)
+    return [f"{names}: not used with an endpoint, whose server renders the messages and parses the answers"]

@@ -1,0 +1,133 @@
+"""The rows of a recipe: read, limited, without prompts that are too long, and in which order they are used."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+
+from turnwise.chat.renderer import Renderer
+from turnwise.config.schema import Config
+from turnwise.data.conversations import read_conversations
+from turnwise.data.order import Curriculum, Order, RowOrder, weighted_order
+from turnwise.data.rows import read_rows
+from turnwise.errors import DataError
+from turnwise.types import Row
+from turnwise.user_code.references import resolve
+
+__all__ = ["conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
+
+_log = logging.getLogger(__name__)
+
+
+def rows(config: Config, *, held_out: bool = False, limit: int | None = None) -> list[Row]:
+    """The rows of `data.train`, or the `held_out` rows of `data.eval`. `limit` is a bound in addition to data.max_rows:
+    the smaller bound applies.
+
+    Raises DataError.
+    """
+    data = config.data
+    bounds = [bound for bound in (limit, data.max_rows) if bound is not None]
+    source = data.eval if held_out and data.eval is not None else data.train
+    found = read_rows(
+        source,
+        columns=data.columns,
+        split=data.eval_split if held_out else data.split,
+        subset=data.subset,
+        system=data.system_prompt,
+        limit=min(bounds, default=None),
+        writes_prompt=lambda: _environment_writes_prompt(config),
+    )
+    _check_ends(found, config, source)
+    return found
+
+
+def _check_ends(rows: Sequence[Row], config: Config, source: str | list[str]) -> None:
+    """Refuse prompts that end with an answer, where the environment passes them on as they are: the model would begin a second
+    answer behind the reference answer. An environment of the user's own may take the answer out, so this is only a warning.
+
+    Raises DataError.
+    """
+    environment = config.environment.use
+    answered = [row for row in rows if row.messages[-1]["role"] == "assistant"]
+    if not answered or environment.startswith("turnwise.compat."):  # ms-swift's classes take the answer out
+        return
+    message = (
+        f"{source}: the prompt of {len(answered)} of {len(rows)} rows ends with a message of the assistant (row "
+        f"{answered[0].id!r}: {answered[0].messages[-1]['content']!r:.60}), so the model would begin a second answer behind it"
+    )
+    if environment.startswith("turnwise.environments."):
+        raise DataError(
+            f"{message}. If it is the reference answer, remove it from the prompt and put it into a column of its own, for the "
+            f"reward function; `turnwise sft` trains on such answers"
+        )
+    _log.warning("%s, unless %s takes it out", message, environment)
+
+
+def _environment_writes_prompt(config: Config) -> bool:
+    """Whether the environment says that it writes the prompts (`writes_prompt = True`), so that rows may have none."""
+    return bool(getattr(resolve(config.environment.use, key="environment"), "writes_prompt", False))
+
+
+def conversations(config: Config, *, held_out: bool = False) -> list[Row]:
+    """The conversations of a recipe for fine-tuning: those of `data.train`, or the `held_out` ones of `data.eval`.
+
+    Raises DataError.
+    """
+    data = config.data
+    bounds = [bound for bound in (config.sft.max_eval_rows if held_out else None, data.max_rows) if bound is not None]
+    return read_conversations(
+        data.eval if held_out and data.eval is not None else data.train,
+        columns=data.columns,
+        split=data.eval_split if held_out else data.split,
+        subset=data.subset,
+        system=data.system_prompt,
+        limit=min(bounds, default=None),
+    )
+
+
+def drop_long_prompts(config: Config, rows: Sequence[Row], renderer: Renderer) -> tuple[list[Row], list[str]]:
+    """The rows whose prompts have at most data.max_prompt_tokens tokens, and a note with the number of the others.
+
+    Raises DataError if no row is left.
+    """
+    longest = config.data.max_prompt_tokens
+    if longest is None:
+        return list(rows), []
+    kept = [
+        row
+        for row in rows
+        if len(renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages, ()).token_ids) <= longest
+    ]
+    if rows and not kept:
+        raise DataError(
+            f"all {len(rows)} prompts have more than data.max_prompt_tokens={longest} tokens: raise this limit"
+        )
+    dropped = len(rows) - len(kept)
+    note = f"{dropped} of {len(rows)} rows are left out: data.max_prompt_tokens={longest}"
+    return kept, [note] if dropped else []
+
+
+def row_order(config: Config, rows: Sequence[Row]) -> RowOrder:
+    """The order in which the run uses its rows.
+
+    Raises ConfigError if data.weights names a data set without rows.
+    """
+    data = config.data
+    if data.weights is None:
+        return Order(len(rows), seed=config.seed, shuffle=data.shuffle)
+    weights = dict(zip(data.train, data.weights, strict=True))
+    return weighted_order(rows, weights, seed=config.seed, shuffle=data.shuffle)
+
+
+def curriculum(config: Config) -> Curriculum | None:
+    """The recipe's curriculum; None if it skips no row."""
+    options = config.data.curriculum
+    if options.low is None and options.high is None:
+        return None
+    return Curriculum(
+        low=-math.inf if options.low is None else options.low,
+        high=math.inf if options.high is None else options.high,
+        keep=options.keep,
+        seed=config.seed,
+    )

@@ -1,0 +1,626 @@
+"""The engine of a recipe, wherever it runs, and its publisher.
+
+Builds the engine of a recipe. Training, rollouts, fine-tuning and `turnwise doctor` all use this module.
+
+Builds the engines of a recipe whose tokens are sampled by servers.
+
+Builds the engine of a run: in its own process, or in a process of rollout workers.
+
+Builds the client of a rollout server, and refuses what cannot be combined with it.
+
+Builds the trainer's side of the rollout workers on a Ray cluster.
+
+Builds what runs conversations for a trainer in another process: in a rollout server, and in a rollout worker on Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import math
+import os
+import shutil
+import sys
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from turnwise.assembly.conversations import environment_factory, rollout_context
+from turnwise.assembly.conversations import renderer as build_renderer
+from turnwise.assembly.learners import model_options
+from turnwise.chat.renderer import Renderer
+from turnwise.config.engine_checks import refuse_engine
+from turnwise.config.engines import (
+    ClusterSection,
+    OpenAIEngineSection,
+    ScriptedEngineSection,
+    ServerEngineSection,
+    SglangEngineSection,
+    VllmEngineSection,
+)
+from turnwise.config.schema import Config
+from turnwise.data.images import media_kind, media_value
+from turnwise.engines import scripted
+from turnwise.engines.engine import CopiedWeights, Engine, SharedWeights, WeightPublisher
+from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
+from turnwise.engines.remote.server_process import devices_of_servers, visible_devices
+from turnwise.engines.remote.servers import Owner, Replica, ServerApi
+from turnwise.engines.remote.weights import Backend, WeightCopies, WeightFiles, WeightStore
+from turnwise.errors import ConfigError, DataError
+from turnwise.json_yaml import parse_json, read_text
+from turnwise.models.model_config import context_length, cpu_memory_gb, kv_token_bytes, vocabulary_size
+from turnwise.ray_workers.ray_api import RAY_ADDRESS, ActorOptions
+from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
+from turnwise.ray_workers.rollouts import PoolOptions, RayOptions, RayRollouts
+from turnwise.rewards.scorer import Scorer
+from turnwise.rollout.context import RolloutContext
+from turnwise.rollout_server.client import RolloutClient, ServerOptions, ServerWeights, trainer_name
+from turnwise.rollout_server.wire import LoadAdapter, base_weights, processor_fingerprint, served_options
+from turnwise.training import fingerprint
+from turnwise.training.learner import Learner
+from turnwise.types import Row
+from turnwise.version import __version__
+
+_ROUNDING = {True: 1e-4, False: 0.5}
+"""The largest difference of log-probabilities between server and trainer, if both compute in float32 and if not. Weights that
+did not arrive differ by more than 1."""
+
+
+def server_engine(
+    config: Config,
+    options: ServerEngineSection,
+    renderer: Renderer,
+    *,
+    trained: bool,
+    version: int,
+    owner: Owner | None = None,
+) -> Engine:
+    """The engine on servers of a recipe. `trained`: its weights are updated during the run. `owner`: see `sampling_engine`.
+
+    The servers are started by `Engine.start`. Raises ConfigError.
+    """
+    refuse_engine(config)
+    _refuse_sleep_on_cpu(config, options)
+    adapter = trained and config.model.lora.rank is not None
+    api, replicas = _servers(
+        config, options, _vocab_size(config), trained=trained, adapter=adapter, owner=owner or Owner()
+    )
+    return RemoteEngine(
+        api,
+        replicas,
+        decode=renderer.decode,
+        files=_weight_store(options) if trained else None,
+        version=version,
+        patience=options.start_timeout,
+        context=config.limits.context or longest_context(config),
+    )
+
+
+def _python(options: ServerEngineSection) -> str:
+    """The interpreter that runs the servers."""
+    return sys.executable if options.python is None else os.path.expanduser(options.python)
+
+
+def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:
+    """Raise ConfigError if servers that turnwise would start cannot free their memory."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    if options.sleep and options.url is None and on_cpu(config.model.device):
+        raise ConfigError(
+            f"engine.sleep=true needs a GPU: on the CPU, vLLM 0.32 ignores it and SGLang 0.5.23 does not start. The model is on "
+            f"the CPU (model.device={config.model.device}): remove engine.sleep"
+        )
+
+
+def _devices(config: Config, options: ServerEngineSection) -> list[str]:
+    """The GPUs of each server that turnwise starts, as `CUDA_VISIBLE_DEVICES`; empty on the CPU. Raises ConfigError."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    if on_cpu(config.model.device):
+        return []
+    return devices_of_servers(
+        options.devices,
+        servers=options.replicas,
+        per_server=options.tensor_parallel * options.data_parallel,
+        trainer=0 if options.sleep else _trainer_devices(config),
+        visible=visible_devices(),
+    )
+
+
+def _trainer_devices(config: Config) -> int:
+    """The number of GPUs of this machine that the trainer uses: those with the lowest numbers."""
+    if not config.cluster.distributed:
+        return 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or config.cluster.trainers or 1)
+
+
+def _weight_store(options: ServerEngineSection) -> WeightStore:
+    """Where weights are kept on their way to the servers."""
+    if options.weight_transfer == "collective":
+        return WeightCopies()
+    return WeightFiles(None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute())
+
+
+def _backend(config: Config) -> Backend:
+    """The backend of broadcasts: NCCL if the servers that turnwise would start are on GPUs."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    return "gloo" if on_cpu(config.model.device) else "nccl"
+
+
+def _servers(
+    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: Owner
+) -> tuple[ServerApi, list[Replica]]:
+    """The requests of the recipe's kind of server, and the servers."""
+    if isinstance(options, SglangEngineSection):
+        return _sglang(config, options, vocab_size, trained=trained, adapter=adapter, owner=owner)
+    assert isinstance(options, VllmEngineSection)
+    from turnwise.engines.vllm.api import VllmApi
+
+    if options.mode == "in_process":
+        from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
+
+        api = InProcessApi(vocab_size=vocab_size, labels=trained, backend=_backend(config), owner=owner)
+        return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
+    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config), owner=owner)
+    return api, _vllm_replicas(config, options, adapter=adapter)
+
+
+def publisher(config: Config, engine: Engine, learner: Learner, model: Any | None = None) -> WeightPublisher:
+    """How the learner's weights reach the recipe's engine. `model` is the model of the embedded engine."""
+    if isinstance(engine, RolloutClient):
+        return ServerWeights(engine, learner)
+    if isinstance(engine, RayRollouts):
+        return RemoteWeights(engine, learner, _probe_options(config))
+    if not isinstance(engine, RemoteEngine):
+        if config.cluster.distributed:
+            return CopiedWeights(engine, lambda: learner.copy_weights(model))
+        return SharedWeights(engine)
+    assert isinstance(config.engine, ServerEngineSection)
+    return RemoteWeights(engine, learner, _probe_options(config), sleeper=engine if config.engine.sleep else None)
+
+
+def _probe_options(config: Config) -> ProbeOptions | None:
+    """How servers are probed; None for an embedded engine."""
+    if not isinstance(config.engine, ServerEngineSection):
+        return None
+    return ProbeOptions(
+        vocab_size=_vocab_size(config), every=config.engine.check_weights_every, tolerance=_ROUNDING[config.exact]
+    )
+
+
+def _vocab_size(config: Config) -> int:
+    """The number of token ids of the recipe's model. Raises ConfigError."""
+    vocab_size = vocabulary_size(model_facts(config))
+    if vocab_size is None:
+        raise ConfigError(
+            f"the config.json of {config.model.path} has no vocab_size, which engine.name={config.engine.name} needs"
+        )
+    return vocab_size
+
+
+def longest_context(config: Config) -> int | None:
+    """The longest context of the recipe's model in tokens, from its config.json; None if it does not say."""
+    return context_length(model_facts(config))
+
+
+def model_facts(config: Config) -> dict[str, Any]:
+    """The contents of config.json in model.path. Raises ConfigError if there is no such file."""
+    file = Path(config.model.path).expanduser() / "config.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"engine.name={config.engine.name} needs model.path to be a directory with a config.json, and there is no {file}. "
+            f"Download the model, and give the path of its directory"
+        )
+    try:
+        facts = parse_json(read_text(file, error=DataError), where=str(file), error=DataError)
+    except DataError as error:
+        raise ConfigError(str(error)) from error
+    if not isinstance(facts, dict):
+        raise ConfigError(f"{file} must contain a JSON object")
+    return facts
+
+
+def http_limits(options: ServerEngineSection) -> HttpLimits:
+    """The time limits of requests to the servers."""
+    return HttpLimits(answer=options.timeout, idle=options.timeout)
+
+
+def given_servers(options: ServerEngineSection, health_path: str) -> list[Replica]:
+    """Replicas for the servers in engine.url. Raises ConfigError if the variable in engine.api_key_env is not set."""
+    assert options.url is not None
+    token = None
+    if options.api_key_env is not None:
+        token = os.environ.get(options.api_key_env)
+        if not token:
+            raise ConfigError(
+                f"engine.api_key_env={options.api_key_env}: there is no such environment variable. Set it to the token of the "
+                f"servers in engine.url, or remove engine.api_key_env"
+            )
+    return [Replica(HttpServer(url, token=token, limits=http_limits(options)), health_path) for url in options.urls]
+
+
+def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool) -> list[Replica]:
+    from turnwise.engines.vllm.launch import HEALTH, started_replicas
+
+    if options.url is not None:
+        return given_servers(options, HEALTH)
+    return started_replicas(_launch_options(config, options, adapter=adapter), options.replicas, http_limits(options))
+
+
+def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
+    from turnwise.engines.vllm.launch import VllmLaunch, on_cpu
+
+    context = config.limits.context or longest_context(config)
+    return VllmLaunch(
+        python=_python(options),
+        model=str(Path(config.model.path).expanduser().absolute()),
+        dtype=_dtype(config),
+        context=context,
+        memory_gb=cache_gb(config, context),
+        max_requests=math.ceil(config.max_concurrent / options.replicas),
+        cpu=on_cpu(config.model.device),
+        lora_rank=config.model.lora.rank if adapter else None,
+        vision="vision_config" in model_facts(config),
+        sleep=options.sleep,
+        tensor_parallel=options.tensor_parallel,
+        data_parallel=options.data_parallel,
+        devices=[] if options.mode == "in_process" else _devices(config, options),
+        arguments=options.arguments,
+        logs=Path(config.output) / "engine",
+        start_timeout=options.start_timeout,
+    )
+
+
+def cache_gb(config: Config, context: int | None) -> float | None:
+    """The KV cache in GB of each server that the run starts; None if the server chooses it. `context` is the longest sequence."""
+    from turnwise.engines.vllm.launch import on_cpu
+
+    assert isinstance(config.engine, ServerEngineSection)
+    memory_gb = config.engine.memory_gb
+    if memory_gb is None and on_cpu(config.model.device) and context is not None:
+        return cpu_memory_gb(model_facts(config), _dtype(config), context)
+    return memory_gb
+
+
+def _dtype(config: Config) -> str:
+    """The data type of the weights on servers."""
+    return "bfloat16" if config.model.autocast else config.model.dtype
+
+
+def _sglang(
+    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: Owner
+) -> tuple[ServerApi, list[Replica]]:
+    from turnwise.engines.sglang.api import SglangApi, model_shapes
+    from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, started_replicas
+    from turnwise.engines.vllm.launch import on_cpu
+
+    facts, model = model_facts(config), Path(config.model.path).expanduser().absolute()
+    context = config.limits.context or context_length(facts)
+    if context is None:
+        raise ConfigError(
+            f"the config.json of {model} names no longest context, which engine.name=sglang needs: set limits.context"
+        )
+    api = SglangApi(
+        vocab_size=vocab_size,
+        context=context,
+        labels=trained,
+        adapter=adapter,
+        pause=options.update_mode,
+        shapes=model_shapes(model) if trained and not adapter else None,
+        backend=_backend(config),
+        owner=owner,
+    )
+    if options.url is not None:
+        return api, given_servers(options, HEALTH)
+    launch = SglangLaunch(
+        python=_python(options),
+        model=str(model),
+        dtype=_dtype(config),
+        cpu=on_cpu(config.model.device),
+        context=context,
+        token_bytes=kv_token_bytes(facts, _dtype(config)),
+        memory_gb=cache_gb(config, context),
+        lora_rank=config.model.lora.rank if adapter else None,
+        keep_seeds=options.keep_seeds,
+        sleep=options.sleep,
+        tensor_parallel=options.tensor_parallel,
+        data_parallel=options.data_parallel,
+        devices=_devices(config, options),
+        arguments=options.arguments,
+        logs=Path(config.output) / "engine",
+        start_timeout=options.start_timeout,
+    )
+    return api, started_replicas(launch, options.replicas, http_limits(options))
+
+
+Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
+"""The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
+
+
+def sampling_engine(
+    config: Config,
+    renderer: Renderer,
+    model: Any | None = None,
+    *,
+    scripts: Scripts | None = None,
+    version: int = 0,
+    updated: bool = False,
+    owner: Owner | None = None,
+) -> Engine:
+    """The engine that samples for conversations in this process: the embedded engine on a loaded `model`, the scripted engine, or
+    an engine on servers, whose weights are updated if there is a `model`, or with `updated`.
+
+    `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
+    `engine.script` are used. `version` is the number of the weights that `model` has. `owner` is this process, as the
+    servers know it; None: under a new name. Raises ConfigError or DataError.
+    """
+    options = config.engine
+    if scripts is not None:
+        return scripted_engine(renderer, scripts)
+    if isinstance(options, ScriptedEngineSection):
+        return scripted_engine(renderer, read_scripts(options.script))
+    if isinstance(options, OpenAIEngineSection):
+        raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
+    if isinstance(options, ServerEngineSection):
+        trained = updated or model is not None
+        return server_engine(config, options, renderer, trained=trained, version=version, owner=owner)
+    if model is None:
+        raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
+    from turnwise.engines.local import LocalEngine  # torch
+
+    return LocalEngine(
+        model,
+        slots=options.slots,
+        memory_gb=options.memory_gb,
+        threads=1 if config.deterministic else options.threads,
+        decode=renderer.decode,
+        version=version,
+        autocast=config.model.autocast,
+    )
+
+
+def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
+    """The model that the recipe's engine samples from, loaded from model.path; None for an engine without weights.
+
+    With `adapter`, the model has the adapter of model.lora, so that trained adapters can be loaded into it. For runs without
+    training. In training, the learner has already loaded the model.
+    """
+    without = isinstance(config.engine, ScriptedEngineSection | ServerEngineSection)
+    if without or config.runs_conversations_elsewhere:
+        return None
+    from turnwise.models.loading import load_model  # torch
+
+    options = model_options(config)
+    # a new adapter changes nothing before training
+    return load_model(options if adapter else replace(options, lora=None))
+
+
+def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:
+    """An engine that answers with given texts, for a recipe or for a replay of data.
+
+    `continue_prompt` encodes each text as a continuation of the prompt's last token, for tokenizers that split a text
+    differently at its beginning.
+    """
+    return scripted.ScriptedEngine(
+        scripts,
+        encode=renderer.encode,
+        stop_token_id=renderer.stop_token_ids[0],
+        encode_behind=renderer.encode_continuation if continue_prompt else None,
+    )
+
+
+def read_scripts(path: str) -> list[list[str]]:
+    """The scripts of a scripted engine: each line of the file is a JSON list of texts.
+
+    Raises DataError, with the line's number.
+    """
+    file = Path(path)
+    if not os.path.isfile(file):
+        raise DataError(
+            f"engine.script: there is no file {file.absolute()}; paths are relative to the directory you run from"
+        )
+    scripts: list[list[str]] = []
+    # split, not splitlines: a text may contain U+2028
+    for number, line in enumerate(read_text(file, error=DataError).split("\n"), 1):
+        if not line.strip():
+            continue
+        texts = parse_json(line, where=f"{path}:{number}: this line", error=DataError)
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise DataError(f'{path}:{number}: a script is a list of texts, for example ["Hello.", "Bye."]')
+        scripts.append(texts)
+    if not scripts:
+        raise DataError(f"{path} is empty; write a list of texts on each line")
+    return scripts
+
+
+def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClient:
+    """The client of the server at `url`, after the server's recipe was compared with this recipe.
+
+    Raises ConfigError if the server does not answer, refuses the token, or has another recipe or tokenizer.
+    """
+    options = config.rollout_server
+    folder = options.weights_directory
+    client = RolloutClient(
+        ServerOptions(
+            url=url,
+            token=os.environ.get(options.token_env) or None,
+            token_env=options.token_env,
+            timeout=options.timeout,
+            weights_directory=None if folder is None else Path(folder),
+            trainer=trainer_name(config.output),
+            tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+            recipe=served_options(config),
+            base=base_weights(config),
+            vision=renderer.vision,
+        )
+    )
+    with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
+        thread.submit(lambda: asyncio.run(client.check())).result()
+    return client
+
+
+def refuse_what_needs_conversations_here(scorer: Scorer, rows: Iterable[Row], option: str) -> None:
+    """Refuse reward functions and rows that need the conversations in this process. `option` is the option by which they run in
+    other processes. Raises ConfigError."""
+    place = "on the rollout server" if option == "rollout_server.url" else "in a rollout worker"
+    for function in scorer.functions:
+        if function.plan.needs_environment:
+            raise ConfigError(
+                f"the reward function {function.name} reads the environment's object, which is {place}: give the "
+                f"reward in the environment, or remove {option}"
+            )
+    for row in rows:
+        contents = [message.get("content") for message in row.messages]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        media = [part for part in parts if isinstance(part, dict) and media_kind(part) is not None]
+        if any(media_kind(part) == "video" and not isinstance(media_value(part), list | tuple) for part in media):
+            raise ConfigError(
+                f"row {row.id} contains a video file, and only frames can be sent to environments {place}: give a list of "
+                f"frames, or remove {option}"
+            )
+        if "multi_modal_inputs" in row.fields:
+            raise ConfigError(
+                f"data.return_multi_modal_inputs=true has no effect with {option}: environments {place} receive no tensors. "
+                f"Remove it, or remove {option}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversationHost:
+    """A started engine, and the context of the conversations that it samples for."""
+
+    engine: Engine
+    context: RolloutContext
+    load_adapter: LoadAdapter | None
+    """How an adapter reaches the engine; None if the recipe has no adapter."""
+
+
+@contextlib.asynccontextmanager
+async def conversation_host(
+    config: Config, renderer: Renderer, *, owner: Owner | None = None
+) -> AsyncIterator[ConversationHost]:
+    """The engine and the environments of a recipe, for conversations whose weights a trainer sends. `owner` is this process,
+    as the engine's servers know it; None: under a new name. Raises TurnwiseError."""
+    async with contextlib.aclosing(environment_factory(config, encode=renderer.encode)) as environments:
+        model = engine_model(config, adapter=True)
+        if config.deterministic:
+            from turnwise.models.precision import use_deterministic_algorithms  # torch
+
+            use_deterministic_algorithms()
+        engine = sampling_engine(config, renderer, model, updated=True, owner=owner)
+        try:
+            await engine.start()
+            longest = context_length(model.config.to_dict()) if model is not None else longest_context(config)
+            yield ConversationHost(
+                engine=engine,
+                context=rollout_context(config, renderer, engine, environments, longest=longest),
+                load_adapter=_adapter_loader(config, engine, model),
+            )
+        finally:
+            await engine.close()
+
+
+@contextlib.asynccontextmanager
+async def rollout_worker(config: Config, name: str) -> AsyncIterator[RolloutWorker]:
+    """A rollout worker by a recipe without the section `cluster`. The servers of its engine know the worker by its
+    `name`, which is the same for the worker that replaces a lost one. Raises TurnwiseError."""
+    renderer = build_renderer(config)
+    async with conversation_host(config, renderer, owner=Owner(name)) as host:
+        yield RolloutWorker(host.context, load_adapter=host.load_adapter, info=worker_info(config, renderer))
+
+
+def worker_info(config: Config, renderer: Renderer) -> WorkerInfo:
+    """What this process has loaded: the worker compares it with what the trainer has."""
+    return WorkerInfo(
+        turnwise=__version__,
+        tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+        processor=processor_fingerprint(renderer.vision),
+        base=base_weights(config),
+    )
+
+
+def _adapter_loader(config: Config, engine: Engine, model: Any | None) -> LoadAdapter | None:
+    """How an adapter reaches the engine; None if the recipe has no adapter. `model` is that of an engine in this process."""
+    if config.model.lora.rank is None:
+        return None
+
+    async def to_servers(version: int, folder: Path) -> None:
+        assert isinstance(engine, RemoteEngine)
+        await engine.update(version, lambda target: shutil.copytree(folder, target, dirs_exist_ok=True) and None)
+
+    async def in_process(version: int, folder: Path) -> None:
+        from turnwise.models.lora import load_adapter  # torch
+
+        load_adapter(model, folder)
+        await engine.load_weights(version)
+
+    return to_servers if isinstance(engine, RemoteEngine) else in_process
+
+
+def ray_rollouts(config: Config, renderer: Renderer) -> RayRollouts:
+    """The rollout workers of a recipe with `cluster.launcher: ray`. They are started by `Engine.start`."""
+    trainer = trainer_name(config.output)
+    return RayRollouts(
+        ray_options(config, renderer),
+        lambda number: functools.partial(
+            rollout_worker, worker_recipe(config, number), f"{trainer}, rollout worker {number}"
+        ),
+    )
+
+
+def worker_recipe(config: Config, number: int) -> Config:
+    """The recipe of the worker with a number. Conversations run in its process. The servers of `engine.url` are divided among the
+    workers, because one engine changes the weights of a server. Servers that the worker starts write their logs into a directory
+    of the worker."""
+    output = str(Path(config.output) / f"worker-{number}")
+    changes: dict[str, Any] = {"cluster": ClusterSection(), "output": output}
+    if isinstance(config.engine, ServerEngineSection) and config.engine.url is not None:
+        own = config.engine.urls[number :: config.cluster.workers.count]
+        changes["engine"] = config.engine.model_copy(update={"url": own})
+    return config.model_copy(update=changes)
+
+
+def ray_options(config: Config, renderer: Renderer) -> RayOptions:
+    """Which cluster is used, what each worker needs, and what it must have loaded."""
+    cluster, workers = config.cluster, config.cluster.workers
+    actor = ActorOptions(
+        num_cpus=workers.num_cpus,
+        num_gpus=workers.num_gpus,
+        resources=workers.resources,
+        runtime_env=workers.runtime_env,
+        max_concurrent=workers.max_concurrent,
+    )
+    pool = PoolOptions(
+        count=workers.count, actor=actor, start_timeout=workers.start_timeout, heartbeat=cluster.heartbeat
+    )
+    # a rank on the Ray cluster may be reached by another address than the command
+    address = os.environ.get(RAY_ADDRESS) or cluster.address
+    return RayOptions(address=address, pool=pool, info=worker_info(config, renderer))
+
+
+def engine(
+    config: Config,
+    renderer: Renderer,
+    model: Any | None = None,
+    *,
+    scripts: Scripts | None = None,
+    version: int = 0,
+    updated: bool = False,
+) -> Engine:
+    """The engine of a recipe: an engine that samples for conversations in this process, with the arguments of `sampling_engine`.
+    With rollout_server.url, the client of that server; with cluster.launcher=ray, the rollout workers.
+
+    Raises ConfigError or DataError.
+    """
+    if scripts is None and config.rollout_server.url is not None:
+        return rollout_client(config, config.rollout_server.url, renderer)
+    if scripts is None and config.cluster.launcher == "ray":
+        return ray_rollouts(config, renderer)
+    owner = Owner(trainer_name(config.output))  # only one process at a time writes the output
+    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated, owner=owner)

@@ -1,0 +1,358 @@
+"""The learner and the critic of a recipe, in one process or several.
+
+Builds the learner of a recipe: the model to load, the loss, the optimizer and the learning rate.
+
+Builds what several ranks train with: the connection between the ranks, and the learner on rank 0.
+
+Builds the command's side of the training ranks on a Ray cluster. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from turnwise.assembly.conversations import sampling
+from turnwise.config.algorithm import (
+    CispoSection,
+    GspoSection,
+    LossSection,
+    OptimizationSection,
+    PpoClipSection,
+    ReinforceSection,
+    SapoSection,
+    SftSection,
+)
+from turnwise.config.engines import ClusterSection
+from turnwise.config.schema import Config
+from turnwise.config.train_checks import needs_reference
+from turnwise.ray_workers.ranks import RankGroupOptions, RayRanks
+from turnwise.ray_workers.ray_api import ActorOptions
+from turnwise.training.options import (
+    Cispo,
+    CorrectionConfig,
+    CriticOptions,
+    Gspo,
+    LossConfig,
+    Nll,
+    Normalization,
+    OptimizerConfig,
+    PpoClip,
+    RankOptions,
+    ReferenceConfig,
+    Reinforce,
+    Rejection,
+    Sapo,
+    ShardingOptions,
+    ShardOptions,
+    lr_at,
+)
+from turnwise.types import Sampling
+
+if TYPE_CHECKING:
+    from turnwise.models.loading import ModelOptions
+    from turnwise.models.lora import LoraOptions
+    from turnwise.training.learner import Critic, Learner
+    from turnwise.training.sharded.sharded_learner import ShardedLearner
+
+
+def rank_options(config: Config) -> RankOptions:
+    """How the ranks of the recipe communicate."""
+    cluster = config.cluster
+    return RankOptions(
+        backend=cluster.backend,
+        device="cpu" if config.deterministic else config.model.device,
+        timeout=cluster.timeout,
+        heartbeat=cluster.heartbeat,
+    )
+
+
+def sharding_options(cluster: ClusterSection) -> ShardingOptions:
+    """How the recipe's model is divided among the ranks."""
+    fsdp = cluster.fsdp
+    return ShardingOptions(
+        param_dtype=fsdp.param_dtype,
+        reduce_dtype=fsdp.reduce_dtype,
+        reshard_after_forward=fsdp.reshard_after_forward,
+        gradient_sync=fsdp.gradient_sync,
+        offload=fsdp.offload == "cpu",
+    )
+
+
+def sharded_learner(ranks: RankOptions, options: ShardOptions) -> ShardedLearner:
+    """The learner on rank 0, after connecting to the other ranks. Raises ConfigError."""
+    from turnwise.training.sharded.ranks import Ranks  # torch.distributed
+    from turnwise.training.sharded.sharded_learner import ShardedLearner
+
+    return ShardedLearner(Ranks(ranks), options)
+
+
+def sharded_critic(learner: Learner, options: CriticOptions) -> Critic:
+    """The critic on the ranks of a learner. Raises ConfigError."""
+    from turnwise.training.sharded.sharded_learner import (
+        ShardedCritic,  # torch.distributed
+        ShardedLearner,
+    )
+
+    assert isinstance(learner, ShardedLearner)
+    return ShardedCritic(learner.leader, options)
+
+
+def loss_config(config: Config) -> LossConfig:
+    """The loss of `turnwise train`."""
+    section = config.loss
+    options = section.model_dump(exclude={"name", "normalizer", "constant_length"})
+    options["correction"] = _correction(config)
+    options["off_policy_sequence_mask_delta"] = config.correction.off_policy_sequence_mask_delta
+    match section:
+        case PpoClipSection():
+            return PpoClip(**options)
+        case GspoSection():
+            return Gspo(**options)
+        case CispoSection():
+            return Cispo(**options)
+        case SapoSection():
+            return Sapo(**options)
+        case ReinforceSection():
+            return Reinforce(**options)
+
+
+def _correction(config: Config) -> CorrectionConfig | None:
+    section = config.correction
+    if section.action is None:
+        return None
+    options = section.model_dump(exclude={"reject", "off_policy_sequence_mask_delta"})
+    reject = None if section.reject.level is None else Rejection(**section.reject.model_dump())
+    return CorrectionConfig(**options, reject=reject, rescale=config.loss.normalizer != "constant")
+
+
+def normalization(section: LossSection | SftSection) -> Normalization:
+    """How the loss of a batch is averaged, in training or fine-tuning."""
+    return Normalization(section.normalizer, section.constant_length if isinstance(section, LossSection) else None)
+
+
+def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
+    """The optimizer of training or fine-tuning."""
+    return OptimizerConfig(
+        name=options.optimizer.name,
+        master_weights=options.optimizer.master_weights,
+        offload=options.optimizer.offload,
+        betas=options.betas,
+        weight_decay=options.weight_decay,
+        max_grad_norm=options.max_grad_norm,
+    )
+
+
+def learner(config: Config, path: str | Path, *, before_training: str | Path | None = None) -> Learner:
+    """The learner of `turnwise train`, on the model at `path`. `before_training` is the path of the model before training, if
+    that is another model."""
+    return _learner(
+        config,
+        path,
+        sampled_from=sampling(config),
+        loss=loss_config(config),
+        optimizer=optimizer_config(config.train),
+        reference=_reference(config, before_training),
+        share_prompts=config.train.share_prompts,
+    )
+
+
+def _reference(config: Config, before_training: str | Path | None) -> ReferenceConfig | None:
+    """The reference model of the recipe; None if it needs none."""
+    section = config.reference
+    if not needs_reference(config):
+        return None
+    adapter_off = config.model.lora.rank is not None and section.path is None  # on the trained model's own weights
+    path = section.path or (None if adapter_off else before_training)
+    return ReferenceConfig(path=path, separate=section.source == "copy")
+
+
+def sft_learner(config: Config, path: str | Path) -> Learner:
+    """The learner of `turnwise sft`, on the model at `path`."""
+    return _learner(
+        config,
+        path,
+        sampled_from=Sampling(),  # nothing is sampled: the loss uses the model's unmodified distribution
+        loss=Nll(),
+        optimizer=optimizer_config(config.sft),
+    )
+
+
+def critic(config: Config, source: str | Path, learner: Learner, saved: Path | None) -> Critic:
+    """The critic of `turnwise train`: the model of `critic.path`, or the policy's model before training.
+
+    `source` is the path of the policy's weights, and `learner` owns them. `saved` is the directory of a saved critic, for a run
+    that is resumed. If the policy has an adapter, the critic is an adapter of its own; without `critic.path`, it is on the same
+    base weights as the policy's adapter, of which several ranks have a second copy. Raises ConfigError if the model cannot be a
+    critic.
+    """
+    from turnwise.models.loading import load_model  # torch
+    from turnwise.models.lora import with_second_adapter
+    from turnwise.training.local_critic import LocalCritic
+    from turnwise.training.local_learner import LocalLearner
+
+    options, path = model_options(config), config.critic.path
+    loaded = (
+        replace(options, path=saved or path or source)
+        if options.lora is None
+        else replace(options, path=path or options.path, adapter=saved)
+    )
+    head = saved if saved is not None or path is None else _critic_folder(path)
+    if config.cluster.distributed:
+        return sharded_critic(
+            learner,
+            CriticOptions(
+                model=loaded,
+                optimizer=optimizer_config(config.train),
+                sharding=sharding_options(config.cluster),
+                clip=config.critic.clip,
+                head=head,
+                share_prompts=config.train.share_prompts,
+                autocast=config.model.autocast,
+            ),
+        )
+    if options.lora is not None and path is None:
+        assert isinstance(learner, LocalLearner)
+        model = with_second_adapter(learner.model, options.lora, saved)
+    else:
+        model = load_model(loaded)
+    return LocalCritic(
+        model,
+        clip=config.critic.clip,
+        optimizer=optimizer_config(config.train),
+        folder=head,
+        share_prompts=config.train.share_prompts,
+        threads=1 if config.deterministic else 0,
+        autocast=config.model.autocast,
+    )
+
+
+def _critic_folder(path: str) -> Path | None:
+    """The directory, if it has a saved critic in it, and not only a model."""
+    from turnwise.training.value_model import HEAD_FILE  # torch
+
+    folder = Path(path).expanduser()
+    return folder if (folder / HEAD_FILE).is_file() else None
+
+
+def _learner(
+    config: Config,
+    path: str | Path,
+    *,
+    sampled_from: Sampling,
+    loss: LossConfig,
+    optimizer: OptimizerConfig,
+    reference: ReferenceConfig | None = None,
+    share_prompts: str = "auto",
+) -> Learner:
+    if config.cluster.distributed:
+        return sharded_learner(
+            rank_options(config),
+            ShardOptions(
+                model=model_options(config, path),
+                sampling=sampled_from,
+                loss=loss,
+                optimizer=optimizer,
+                sharding=sharding_options(config.cluster),
+                reference=reference,
+                share_prompts=share_prompts,
+                autocast=config.model.autocast,
+                deterministic=config.deterministic,
+            ),
+        )
+    from turnwise.models.precision import use_deterministic_algorithms  # torch
+    from turnwise.training.local_learner import LocalLearner
+    from turnwise.training.losses import make_loss
+
+    if config.deterministic:
+        use_deterministic_algorithms()
+    return LocalLearner.from_pretrained(
+        model_options(config, path),
+        sampling=sampled_from,
+        loss=make_loss(loss),
+        optimizer=optimizer,
+        reference=reference,
+        share_prompts=share_prompts,
+        threads=1 if config.deterministic else 0,
+        autocast=config.model.autocast,
+    )
+
+
+def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any | None:
+    """The model that the engine of a training run samples from: the learner's own, or a complete copy of a model that is divided
+    among several ranks. None if the engine needs none. `source` is the path of the learner's weights."""
+    if not config.cluster.distributed:
+        from turnwise.training.local_learner import LocalLearner  # torch
+
+        assert isinstance(learner, LocalLearner)
+        return learner.model
+    if config.engine.name != "local" or config.runs_conversations_elsewhere:
+        return None
+    from turnwise.models.loading import load_model  # torch
+
+    return load_model(replace(model_options(config, source), gradient_checkpointing=False))
+
+
+def model_options(config: Config, path: str | Path | None = None) -> ModelOptions:
+    """The options for loading the recipe's model. If `path` is given, it replaces model.path."""
+    from turnwise.models.loading import ModelOptions  # torch
+
+    lora = _lora_options(config)
+    # the checkpoint of a run with an adapter holds the adapter only; the base model is that of model.path
+    resumed = lora is not None and path is not None and str(path) != config.model.path
+    return ModelOptions(
+        path=config.model.path if path is None or resumed else path,
+        dtype=config.model.dtype,
+        device="cpu" if config.deterministic else config.model.device,
+        lora=lora,
+        adapter=path if resumed else None,
+        gradient_checkpointing=config.model.gradient_checkpointing,
+    )
+
+
+def _lora_options(config: Config) -> LoraOptions | None:
+    """The adapter that the recipe trains; None if it trains all weights."""
+    from turnwise.models.lora import LoraOptions  # torch
+
+    lora = config.model.lora
+    if lora.rank is None:
+        return None
+    return LoraOptions(
+        rank=lora.rank,
+        alpha=lora.alpha,
+        target_modules=None if lora.target_modules is None else tuple(lora.target_modules),
+        rslora=lora.rslora,
+        dora=lora.dora,
+        seed=config.seed,
+    )
+
+
+def learning_rate(options: OptimizationSection, step: int, *, steps: int) -> float:
+    """The learning rate of a step, counted from 0; `steps` is the number of steps of the run."""
+    return lr_at(step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=steps)
+
+
+def ray_ranks(config: Config, *, workers: bool) -> RayRanks:
+    """The ranks of a recipe with `cluster.launcher: ray` and `cluster.trainers`. `workers`: the run has rollout workers."""
+    return RayRanks(rank_group_options(config, workers=workers))
+
+
+def rank_group_options(config: Config, *, workers: bool) -> RankGroupOptions:
+    """Which cluster is used, and what each rank needs."""
+    cluster, ranks, of_workers = config.cluster, config.cluster.ranks, config.cluster.workers
+    assert cluster.trainers is not None
+    worker = ActorOptions(num_cpus=of_workers.num_cpus, num_gpus=of_workers.num_gpus, resources=of_workers.resources)
+    return RankGroupOptions(
+        address=cluster.address,
+        count=cluster.trainers,
+        actor=ActorOptions(
+            num_cpus=ranks.num_cpus,
+            num_gpus=ranks.num_gpus or 0,
+            resources=ranks.resources,
+            runtime_env=ranks.runtime_env,
+        ),
+        gpus=ranks.num_gpus is None and config.model.device != "cpu",
+        start_timeout=ranks.start_timeout,
+        workers=f"{of_workers.count} x ({worker.text})" if workers else "",
+    )

@@ -1,0 +1,85 @@
+"""Callables that a recipe names: imported, checked, tried.
+
+Callables that a recipe names: imported, and checked against their arguments before the run begins.
+
+Closes objects that were built only to check their construction: environments and tool classes, sync or async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from turnwise.config.recipe import renamed_arguments
+from turnwise.config.section import Use
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.user_code.copies import copy_containers
+from turnwise.user_code.references import resolve
+
+
+def named_callable(use: Use, *, key: str, given: Sequence[Any] = (), partly: bool = False) -> functools.partial[Any]:
+    """The callable that `use` names, with its arguments bound. `given` stands for the positional arguments of later calls.
+    `partly`: later calls have further arguments. Each call gets its own copy of lists and dictionaries among the arguments.
+
+    Raises ConfigError, with `key` as the place in the recipe, if the object cannot be imported, cannot be called, or does not
+    accept the arguments.
+    """
+    target = resolve(use.use, key=key)
+    if not callable(target):
+        raise ConfigError(
+            f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"
+        )
+    try:
+        signature = inspect.signature(target)
+        (signature.bind_partial if partly else signature.bind)(*given, **use.arguments)
+    except (TypeError, ValueError) as error:  # ValueError: a builtin without a signature
+        hint = renamed_arguments(use.use, use.arguments)
+        if inspect.isasyncgenfunction(target) or inspect.isgeneratorfunction(target):
+            hint += "; it is a generator function: write @environment above it (from turnwise import environment)"
+        raise ConfigError(
+            f"{key}: {use.use} cannot be called with the arguments {use.arguments}: {error}{hint}"
+        ) from None
+    return functools.partial(_call, target, use.arguments) if use.arguments else functools.partial(target)
+
+
+def _call(target: Callable[..., Any], arguments: Mapping[str, Any], /, *given: Any, **named: Any) -> Any:
+    return target(*given, **{**copy_containers(dict(arguments)), **named})
+
+
+def reference_name(use: Use) -> str:
+    """The name after the colon: `length` for `rewards.py:length`."""
+    return use.use.rpartition(":")[2]
+
+
+_CLOSE_TIMEOUT = 30.0
+"""Seconds."""
+_log = logging.getLogger(__name__)
+
+
+def close_tried(close: Callable[[], Any]) -> None:
+    """Close an object that was built as a check. An async `close` runs in its own event loop, for at most 30 seconds."""
+
+    async def wait() -> None:
+        async with asyncio.timeout(_CLOSE_TIMEOUT):
+            await result
+
+    result = close()
+    if inspect.isawaitable(result):
+        with ThreadPoolExecutor(1) as thread:  # this thread may already run an event loop
+            thread.submit(lambda: asyncio.run(wait())).result()
+
+
+def close_tried_environment(close: Callable[[], Any], name: str) -> None:
+    """`close_tried` for an environment. An error is only logged: `close` may not work if `begin` was never called."""
+    try:
+        with boundary("environment"):
+            close_tried(close)
+    except Failed as failed:
+        _log.warning(
+            "environment: %s was created as a check, and could not be closed: %s", name, failed.failure.message
+        )

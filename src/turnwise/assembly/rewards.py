@@ -1,0 +1,208 @@
+"""Scoring, credit and turn weights of a recipe.
+
+Builds the scoring of a recipe: reward functions, credit assignment, and the weights of turns in the loss.
+
+Builds the credit assignment of a recipe: the estimator of advantages, with its options bound.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from turnwise.assembly.references import named_callable, reference_name
+from turnwise.chat.renderer import Renderer
+from turnwise.config import algorithm as sections
+from turnwise.config.schema import Config, RewardUse
+from turnwise.config.train_checks import chosen_estimator, environment_may_reward
+from turnwise.engines.engine import Engine
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.rewards.credit import Credit, critic, outcome, turns
+from turnwise.rewards.credit import credit as states
+from turnwise.rewards.functions import BatchReward, CallPlan, Form, GroupReward, TrajectoryReward, TurnReward, plan_call
+from turnwise.rewards.judge import UsesEngine
+from turnwise.rewards.scorer import Scorer
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory, without_cut_turns
+from turnwise.rollout.chat_model import EngineChatModel
+from turnwise.rollout_server.client import RolloutClient
+from turnwise.services.chat import ChatModel
+from turnwise.types import Sampling
+from turnwise.user_code.references import resolve
+
+
+def scorer(config: Config) -> Scorer:
+    """The recipe's reward functions, with the arguments that each is called with.
+
+    `Scorer.refuse_unknown_columns` compares their parameters with the columns of the data. Raises ConfigError if a function
+    cannot be imported, constructed or called.
+    """
+    options = config.reward
+    return Scorer(
+        trajectory=[TrajectoryReward(*_reward(use, "trajectory", n)) for n, use in enumerate(options.trajectory)],
+        turns=[TurnReward(*_reward(use, "turns", n)) for n, use in enumerate(options.turns)],
+        groups=[GroupReward(*_reward(use, "group", n)) for n, use in enumerate(options.group)],
+        batch=[BatchReward(*_reward(use, "batch", n)) for n, use in enumerate(options.batch)],
+        timeout=options.timeout,
+        environment_scores=environment_may_reward(config),
+    )
+
+
+def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[..., Any], float, CallPlan]:
+    """A reward function: its name, the function, its weight, and the plan of its calls.
+
+    A class is constructed here, once per run, and its instance is the function. If the instance has a `__name__`, this is the
+    name of the reward function: adapters set it to the name of the wrapped function.
+    """
+    key = f"reward.{form}.{number}"
+    target = resolve(use.use, key=key)
+    if not isinstance(target, type):
+        function = named_callable(use, key=key, partly=True)
+        plan = plan_call(target, form, bound=use.arguments, name=f"{key}: {use.use}")
+        return use.name or reference_name(use), function if use.arguments else target, use.weight, plan
+    constructor = named_callable(use, key=key)
+    try:
+        with boundary("reward"):
+            instance = constructor()
+    except Failed as failed:
+        raise ConfigError(f"{key}: {use.use} cannot be created: {failed.failure.message}") from failed
+    plan = plan_call(instance, form, name=f"{key}: an instance of {use.use}")
+    return use.name or getattr(instance, "__name__", reference_name(use)), instance, use.weight, plan
+
+
+def connect_engine(scorer: Scorer, engine: Engine, renderer: Renderer) -> None:
+    """Give the run's engine to the reward functions that ask it. Must be called before the first conversation ends.
+
+    Raises ConfigError if a function asks the engine, and the engine is that of a rollout server.
+    """
+
+    if isinstance(engine, RolloutClient):
+        for reward in scorer.functions:
+            if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
+                raise ConfigError(
+                    f"the reward function {reward.name} asks the run's engine, and with rollout_server.url there is no engine in "
+                    f"this process: give the judge a url, or remove rollout_server.url"
+                )
+
+    def maker(name: str) -> Callable[[Sampling], ChatModel]:
+        return lambda sampling: EngineChatModel(engine, renderer, sampling, name=name)
+
+    for number, reward in enumerate(scorer.functions):
+        if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
+            reward.function.use_engine(maker(f"reward.{number}"))
+
+
+def turn_weighting(config: Config) -> TurnWeighting:
+    """The rule of `loss_mask` and `train.overlong_filter`: the weight of each turn in the loss.
+
+    Raises ConfigError if the recipe names a function that cannot be called with a turn.
+    """
+    rule = _loss_mask(config)
+    return without_cut_turns(rule) if config.train.overlong_filter else rule
+
+
+def _loss_mask(config: Config) -> TurnWeighting:
+    use = config.loss_mask
+    if use.use in TURN_WEIGHTINGS:
+        return TURN_WEIGHTINGS[use.use]
+    target = resolve(use.use, key="loss_mask")
+    if inspect.iscoroutinefunction(target):
+        raise ConfigError(
+            f"loss_mask: {use.use} is async; a loss mask waits for nothing: write def instead of async def"
+        )
+    both = callable(target) and takes_trajectory(target)
+    function = named_callable(use, key="loss_mask", given=(None, None) if both else (None,))
+    return custom(function, name=reference_name(use))
+
+
+def credit(config: Config, scorer: Scorer) -> Credit:
+    """The recipe's credit assignment: from rewards to advantages. `scorer` has the reward functions with their weights."""
+    section = chosen_estimator(config)
+    name = section.name
+    match section:
+        case sections.GrpoSection():
+            return Credit(name, partial(outcome.grpo, scale=section.scale))
+        case sections.TurnReturnSection():
+            return Credit(name, partial(turns.turn_return, gamma=section.gamma, scale=section.scale))
+        case sections.RlooSection():
+            return Credit(name, outcome.rloo)
+        case sections.OpoSection():
+            return Credit(name, outcome.opo)
+        case sections.GpgSection():
+            return Credit(name, outcome.gpg)
+        case sections.RemaxSection():
+            return Credit(name, outcome.remax, needs_baseline=True)
+        case sections.ReinforcePpSection():
+            return Credit(name, partial(turns.reinforce_pp, gamma=section.gamma))
+        case sections.ReinforcePpBaselineSection():
+            return Credit(name, outcome.reinforce_pp_baseline)
+        case sections.GdpoSection():
+            return Credit(
+                name, partial(outcome.gdpo, weights={function.name: function.weight for function in scorer.functions})
+            )
+        case _:
+            return _turn_level(section)
+
+
+def credit_note(config: Config) -> str | None:
+    """The estimator that `credit.name=auto` stands for, for the user; None if the recipe names an estimator."""
+    if not isinstance(config.credit, sections.AutoCreditSection):
+        return None
+    name = chosen_estimator(config).name
+    why = "turns can have rewards or penalties" if name == "turn_return" else "turns have no rewards of their own"
+    return f"credit.name=auto: advantages are computed by {name}, because {why} (docs/credit.md)"
+
+
+def _turn_level(section: sections.Estimator) -> Credit:
+    name = section.name
+    match section:
+        case sections.SharedSection():
+            return Credit(name, partial(turns.shared, baseline=section.baseline))
+        case sections.DiscountedSection():
+            return Credit(name, partial(turns.discounted, gamma=section.gamma, baseline=section.baseline))
+        case sections.KevinSection():
+            return Credit(name, partial(turns.kevin, gamma=section.gamma, scale=section.scale))
+        case sections.GigpoSection():
+            estimate = partial(turns.gigpo, omega=section.omega, gamma=section.gamma, scale=section.scale)
+            return Credit(name, estimate, read=partial(states.with_states, key=section.state_key))
+        case sections.MtGrpoSection():
+            return Credit(name, partial(turns.mt_grpo, outcome_weight=section.outcome_weight, scale=section.scale))
+        case sections.IgpoSection():
+            estimate = partial(turns.igpo, gamma=section.gamma, normalise=section.normalise, scale=section.scale)
+            return Credit(name, estimate)
+        case sections.TurnPotentialSection():
+            estimate = partial(
+                turns.turn_potential,
+                decay=section.decay,
+                weight=section.weight,
+                initial=section.initial,
+                scale=section.scale,
+            )
+            return Credit(name, estimate, read=partial(states.with_potentials, key=section.key))
+        case _:
+            return _with_critic(section)
+
+
+def _with_critic(section: sections.Estimator) -> Credit:
+    name = section.name
+    match section:
+        case sections.GaeSection():
+            estimate = partial(critic.gae, gamma=section.gamma, lam=section.lam, whiten=section.whiten)
+            return Credit(name, estimate, needs_values="token")
+        case sections.TurnGaeSection():
+            estimate = partial(critic.turn_gae, gamma=section.gamma, lam=section.lam, whiten=section.whiten)
+            return Credit(name, estimate, needs_values="turn")
+        case sections.CriticCreditSection():
+            estimate = partial(critic.critic, gamma=section.gamma, whiten=section.whiten)
+            return Credit(name, estimate, needs_values="turn")
+        case sections.BilevelGaeSection():
+            estimate = partial(
+                critic.bilevel_gae,
+                gamma=section.gamma,
+                lam=section.lam,
+                turn_gamma=section.turn_gamma,
+                whiten=section.whiten,
+            )
+            return Credit(name, estimate, needs_values="token")
+    raise AssertionError(f"no estimator for credit.name={name}")

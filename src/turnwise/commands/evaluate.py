@@ -1,0 +1,174 @@
+"""`turnwise rollout`, `eval` and `replay`: conversations without training.
+
+`turnwise eval`: models on held-out rows, with confidence intervals and paired comparisons.
+
+`turnwise rollout`: conversations without training.
+
+`turnwise replay`: the environment and the rewards of recorded conversations run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import time
+from pathlib import Path
+
+from turnwise.commands.command import Context, add_overrides, add_recipe, damage_notes, load_recipe, print_lines
+from turnwise.errors import ConfigError
+
+
+def register_eval(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run conversations on the held-out rows of a recipe (data.eval), with the loop, the environment and the "
+        "rewards of training, and print mean rewards with confidence intervals, pass@k, pass^k and paired comparisons. "
+        "eval.samples_per_row sets the number of conversations on each row, and eval.sampling how tokens are sampled "
+        "(docs/evaluation.md)."
+    )
+    add_recipe(parser)
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[NAME=]MODEL",
+        help="a model to evaluate instead of the recipe's; repeat it to compare models. A model directory, a hub name, the "
+        "directory of a run (its newest checkpoint), an OpenAI-compatible endpoint (model@https://host/v1), or a YAML file with "
+        "options of the recipe for this model",
+    )
+    parser.add_argument(
+        "--single-turn",
+        action="store_true",
+        help="also evaluate each model with one turn in each conversation (limits.turns=1), and compare both",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the directory to write to; default: the recipe's output with -eval behind it",
+    )
+    parser.set_defaults(command=_run_eval, long=True)
+
+
+def _run_eval(options: argparse.Namespace, context: Context) -> int:
+    config, notes = load_recipe(options)
+    # after the recipe was read: its errors show at once, and importing torch takes seconds
+    from turnwise.runs.evaluation import evaluate_models, evaluated_models
+    from turnwise.terminal.tables import print_results
+
+    out: Path = options.out or Path(f"{config.output.rstrip('/')}-eval")
+    models = evaluated_models(config, options.model, single_turn=options.single_turn)
+    print_lines(context.console, notes, style="dim")
+    try:
+        result = context.stops.run(evaluate_models(config, models, out, context.console))
+    except KeyboardInterrupt:
+        print_lines(
+            context.console, [f"finished conversations are kept in {out}; to resume: {_resume_command(options, out)}"]
+        )
+        raise
+    print_results(context.console, result)
+    print_lines(
+        context.console,
+        [
+            f"\nall numbers: {out / 'eval.json'}",
+            *(f"to read the conversations: turnwise show {out / model.name}" for model in models),
+            f"in the browser: turnwise view {out}",
+        ],
+    )
+    failed = [model.name for model in result.models if model.failed == model.conversations]
+    if failed:
+        print_lines(context.console, [f"all conversations of {', '.join(failed)} failed"], style="red")
+    return int(bool(failed))
+
+
+def _resume_command(options: argparse.Namespace, out: Path) -> str:
+    words = [word for word in options.overrides if not word.startswith(("resume=", "replace="))]
+    models = [word for model in options.model for word in ("--model", model)]
+    single_turn = ["--single-turn"] if options.single_turn else []
+    return shlex.join(
+        ["turnwise", "eval", options.recipe, *words, "resume=auto", *models, *single_turn, "--out", str(out)]
+    )
+
+
+def register_rollout(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run and score conversations on a recipe's rows and write them to DIR/trajectories.jsonl; no weights "
+        "change. rollout.max_rows and rollout.samples_per_row set the number of conversations."
+    )
+    add_recipe(parser)
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory to write to")
+    parser.set_defaults(command=_run_rollout, long=True)
+
+
+def _run_rollout(options: argparse.Namespace, context: Context) -> int:
+    config, notes = load_recipe(options)
+    # after the recipe was read: its errors show at once, and importing torch takes seconds
+    from turnwise.runs.sampling_only import collect
+
+    print_lines(context.console, notes, style="dim")
+    started = time.perf_counter()
+    summary = context.stops.run(collect(config, options.out, context.console))
+    print_lines(
+        context.console,
+        [
+            f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, reward "
+            f"{summary['reward/mean']}; to read them: turnwise show {options.out}"
+        ],
+    )
+    return 0
+
+
+_MOST_LINES = 20
+
+
+def register_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Run the environment and the reward functions of recorded conversations again, with the recorded turns of "
+        "the model, and print what differs: messages, tool results, rewards, stop reason, tokens. The exit status is 1 if "
+        "something differs or a line of the record is damaged (docs/evaluation.md)."
+    )
+    parser.add_argument("run", type=Path, help="the directory of a run, such as runs/demo")
+    add_overrides(
+        parser,
+        help="options of the run's recipe to change, such as limits.turns=2",
+    )
+    parser.add_argument("--id", metavar="ID", help="the conversation with this id")
+    parser.add_argument("--all", action="store_true", help="all conversations of the run")
+    parser.add_argument(
+        "--eval",
+        action="store_true",
+        dest="evaluation",
+        help="read the conversations of the evaluations during training",
+    )
+    parser.set_defaults(command=_run_replay)
+
+
+def _run_replay(options: argparse.Namespace, context: Context) -> int:
+    if (options.id is None) == (not options.all):
+        raise ConfigError("give either --id ID or --all")
+    from turnwise.runs.replay import replay
+
+    damaged: list[str] = []
+    replayed = context.stops.run(
+        replay(options.run, options.overrides, id=options.id, evaluation=options.evaluation, damaged=damaged)
+    )
+    console = context.console
+    print_lines(console, damage_notes(damaged), style="yellow")
+    different = [conversation for conversation in replayed if conversation.differences]
+    skipped = [conversation for conversation in replayed if conversation.skipped is not None]
+    for conversation in replayed:
+        if conversation.skipped is not None and options.id is not None:
+            print_lines(console, [f"{conversation.id} was not replayed: {conversation.skipped}"])
+        if conversation.differences or options.id is not None:
+            print_lines(console, [f"{conversation.id}: {note}" for note in conversation.notes], style="dim")
+        lines = conversation.differences[:_MOST_LINES]
+        more = len(conversation.differences) - len(lines)
+        if lines:
+            print_lines(console, [f"{conversation.id} differs:"], style="red")
+            print_lines(console, [f"  {line}" for line in lines] + ([f"  and {more} more differences"] if more else []))
+    same = len(replayed) - len(different) - len(skipped)
+    text = f"{same} of {len(replayed)} conversations are the same, {len(different)} differ"
+    print_lines(console, [f"{text}, {len(skipped)} failed and were not replayed" if skipped else text])
+    return int(bool(different or damaged))

@@ -1,0 +1,482 @@
+"""The KV cache: rows of memory, which sequence lies in which row, shared prefixes.
+
+The memory of the KV cache: one row of fixed capacity for each resident sequence, in tensors that grow within a byte budget.
+
+Knows shapes and bytes. Does not know which conversation or which tokens a row holds, or how the model attends to them.
+
+Which sequence of tokens lies in which row of the KV cache: reuse of prefixes, allocation and LRU eviction.
+
+A slot is a resident token sequence. It has a KV row as long as it is resident, and the row may change when rows are moved.
+Knows tokens and recency. Does not know requests, sampling or the model.
+
+    slot   0          1          2
+    row    1          0          -           row_S = [1, 0, FREE]
+    state  running    idle       free        idle slots are reused, copied from, or evicted
+
+Finds shared prefixes: which cached sequence shares the longest prefix with a prompt, by hashes of blocks of tokens, and
+which prefix the requests of a decode step share.
+
+Knows tokens and hashes only. A hash covers all tokens up to the end of its block, so equal hashes mean (up to collisions,
+which `PrefixCache` rules out by comparing tokens) equal prefixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from turnwise.models.allocator import long_lived, trim
+
+INITIAL_ROWS, INITIAL_CAPACITY = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The numbers that one cache tensor holds for one token."""
+
+    parts: int
+    """2: keys and values are in one tensor. 1: the tensor holds only the keys or only the values of a layer."""
+    heads: int
+    """Key-value heads."""
+    head_dim: int
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Numbers that one token takes."""
+        return self.parts * self.heads * self.head_dim
+
+
+class KVCache:
+    """Tensors [parts, rows, heads, capacity, head_dim]; all have the same rows and the same capacity (tokens per row)."""
+
+    def __init__(
+        self, shapes: Sequence[KVShape], *, dtype: torch.dtype, device: torch.device, budget_bytes: int
+    ) -> None:
+        self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self.budget_bytes = budget_bytes
+        self.token_bytes = sum(shape.numbers_per_token for shape in shapes) * dtype.itemsize
+        """Bytes that one token takes in all tensors together."""
+        self.num_rows = 0
+        self.capacity = 0
+        self.tensors = [self._zeros(shape, 0, 0) for shape in shapes]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the tensors take now."""
+        return self.num_rows * self.capacity * self.token_bytes
+
+    def max_rows(self, capacity: int) -> int:
+        """The number of rows of `capacity` tokens that fit into the budget."""
+        return self.budget_bytes // (capacity * self.token_bytes)
+
+    def max_capacity(self) -> int:
+        """The capacity of a single row that uses the entire budget."""
+        return self.budget_bytes // self.token_bytes
+
+    def resize(self, num_rows: int, capacity: int) -> None:
+        """Reallocate to `num_rows` rows of `capacity` tokens. Contents outside the new bounds are lost.
+
+        Tensors are replaced one at a time, so at most one of them exists twice at any moment.
+        """
+        kept_rows, kept_tokens = min(num_rows, self.num_rows), min(capacity, self.capacity)
+        for index, shape in enumerate(self._shapes):
+            tensor = self._zeros(shape, num_rows, capacity)
+            if kept_rows and kept_tokens:
+                tensor[:, :kept_rows, :, :kept_tokens] = self.tensors[index][:, :kept_rows, :, :kept_tokens]
+            self.tensors[index] = tensor
+        self.num_rows, self.capacity = num_rows, capacity
+        trim()  # the old tensors would divide the memory that is kept
+
+    def copy_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], stop: int, *, start: int = 0) -> None:
+        """Copy the tokens from `start` to `stop` of each source row over those of its target row, all at the same time."""
+        if set(sources_N).isdisjoint(targets_N):
+            # slice by slice: an index would first copy all sources to new memory, which takes four times as long
+            runs = _runs(sources_N, targets_N)
+            for tensor in self.tensors:
+                tokens = tensor[:, :, :, start:stop]
+                for source, first, end in runs:
+                    tokens[:, first:end] = tokens[:, source : source + 1]
+            return
+        sources, targets = self._index(sources_N), self._index(targets_N)
+        for tensor in self.tensors:
+            # not index_select: from a tensor that is sliced at `stop`, it would copy the entire tensor first
+            tensor[:, targets, :, start:stop] = tensor[:, sources, :, start:stop]
+
+    def swap_rows(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
+        """Exchange the first `tokens` tokens of each left row with those of its right row."""
+        self.copy_rows([*left_N, *right_N], [*right_N, *left_N], tokens)
+
+    def _index(self, rows_N: Sequence[int]) -> torch.Tensor:
+        return torch.from_numpy(np.asarray(rows_N, dtype=np.int64)).to(self._device)
+
+    def _zeros(self, shape: KVShape, num_rows: int, capacity: int) -> torch.Tensor:
+        # zeros, not empty: attention multiplies masked tokens by 0, and 0 * uninitialised memory may be NaN
+        size = (shape.parts, num_rows, shape.heads, capacity, shape.head_dim)
+        with long_lived():
+            return torch.zeros(size, dtype=self._dtype, device=self._device)
+
+
+def _runs(sources_N: Sequence[int], targets_N: Sequence[int]) -> list[tuple[int, int, int]]:
+    """(source, first target, end) of neighbouring targets that have the same source."""
+    runs: list[tuple[int, int, int]] = []
+    for target, source in sorted(zip(targets_N, sources_N, strict=True)):
+        if runs and runs[-1][0] == source and runs[-1][2] == target:
+            runs[-1] = (source, runs[-1][1], target + 1)
+        else:
+            runs.append((source, target, target + 1))
+    return runs
+
+
+BLOCK = 16
+"""Tokens in a block."""
+SHARED_READS = 2500
+"""Tokens of the rows that need not be read from which on reading a prefix once pays for the copies that it needs (measured)."""
+GROUP_READS = 1200
+"""Reads that must be saved for each group, if there are several: each needs matrix products of its own (measured)."""
+_PRIME = np.uint64(0x9E3779B97F4A7C55)
+
+
+class PrefixIndex:
+    """The block hashes of each slot: a table [slots, blocks], where 0 means that the block is empty."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._hashes_SK = np.zeros((num_slots, 0), dtype=np.uint64)
+        self._powers_C = np.zeros(0, dtype=np.uint64)
+
+    def set(self, slot: int, tokens_N: np.ndarray) -> None:
+        """The slot holds these tokens from now on."""
+        hashes_K = self._hash_blocks(tokens_N)
+        self._hashes_SK[slot, : len(hashes_K)] = hashes_K
+        self._hashes_SK[slot, len(hashes_K) :] = 0
+
+    def clear(self, slot: int) -> None:
+        """The slot is empty from now on."""
+        self._hashes_SK[slot] = 0
+
+    def grow(self, capacity: int) -> None:
+        """Make room for sequences of `capacity` tokens."""
+        hashes_SK = np.zeros((len(self._hashes_SK), capacity // BLOCK), dtype=np.uint64)
+        hashes_SK[:, : self._hashes_SK.shape[1]] = self._hashes_SK
+        self._hashes_SK = hashes_SK
+
+    def shared_tokens(self, tokens_N: np.ndarray) -> np.ndarray:
+        """The number of leading tokens [S] that each slot shares with `tokens_N`, in complete blocks."""
+        hashes_K = self._hash_blocks(tokens_N)[: self._hashes_SK.shape[1]]
+        # a prefix ends at the first block that differs, and no later hash is equal then: counting is enough
+        return (self._hashes_SK[:, : len(hashes_K)] == hashes_K).sum(axis=1) * BLOCK
+
+    def _hash_blocks(self, tokens_N: np.ndarray) -> np.ndarray:
+        """One hash [K] for each complete block: a polynomial in _PRIME over all tokens up to the end of the block."""
+        if len(tokens_N) > len(self._powers_C):
+            self._powers_C = np.full(2 * len(tokens_N), _PRIME, dtype=np.uint64).cumprod()
+        terms_N = (tokens_N.astype(np.uint64) + np.uint64(1)) * self._powers_C[: len(tokens_N)]
+        return terms_N.cumsum()[BLOCK - 1 :: BLOCK]
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """The first `tokens` tokens are the same in all requests of a group. Each request of the step is in one group."""
+
+    tokens: int
+    groups: Sequence[np.ndarray]
+    """Indices into the batch, in ascending order."""
+
+
+NOTHING_SHARED = SharedPrefix(0, ())
+
+
+def shared_prefix(tokens_BL: np.ndarray) -> SharedPrefix:
+    """The prefix of the requests' tokens with which attention reads the fewest tokens; `NOTHING_SHARED` if no prefix pays."""
+    common, num_requests = _equal_tokens(tokens_BL), len(tokens_BL)
+    best = SharedPrefix(common, [np.arange(num_requests)])
+    if (tokens_BL.shape[1] - common) * num_requests > SHARED_READS:
+        best = _of_groups(tokens_BL)
+    return best if (num_requests - len(best.groups) + 1) * best.tokens >= SHARED_READS else NOTHING_SHARED
+
+
+def _of_groups(tokens_BL: np.ndarray) -> SharedPrefix:
+    """The prefix of all requests, or a longer one of groups of them, with which the fewest tokens are read."""
+    num_requests = len(tokens_BL)
+    order = np.array(sorted(range(num_requests), key=lambda index: tokens_BL[index].tobytes()))
+    sorted_BL = tokens_BL[order]
+    # in this order, requests are neighbours of those with which they share most
+    differs_NL = sorted_BL[1:] != sorted_BL[:-1]
+    shared_N = np.where(differs_NL.any(axis=1), differs_NL.argmax(axis=1), sorted_BL.shape[1])
+    candidates_X = np.unique(shared_N)
+    breaks_X = (shared_N < candidates_X[:, None]).sum(axis=1)
+    saved_X = (num_requests - 1 - breaks_X) * candidates_X - np.where(breaks_X, (breaks_X + 1) * GROUP_READS, 0)
+    tokens = int(candidates_X[saved_X.argmax()])
+    groups = np.split(order, np.flatnonzero(shared_N < tokens) + 1)
+    return SharedPrefix(tokens, [np.sort(group) for group in groups])
+
+
+def _equal_tokens(tokens_BL: np.ndarray) -> int:
+    """The number of leading tokens that are equal in all rows."""
+    equal_L = (tokens_BL == tokens_BL[:1]).all(axis=0)
+    return len(equal_L) if equal_L.all() else int(equal_L.argmin())
+
+
+FREE = -1
+"""No slot, or no row."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The slot that shares the longest prefix with a prompt, and the length of that prefix in tokens."""
+
+    slot: int = FREE
+    tokens: int = 0
+
+
+class PrefixCache:
+    """The resident sequences. Arrays with the suffix S are indexed by slot, the tensors of `kv` by `row_S[slot]`."""
+
+    def __init__(self, kv: KVCache, *, num_slots: int, context: int) -> None:
+        self.kv = kv
+        self.num_slots = num_slots
+        self.context = context
+        """The largest number of tokens in a sequence."""
+        self.evictions = 0
+        self.layout = 0
+        """A counter that changes whenever a slot has moved to another row."""
+        self.row_S = np.full(num_slots, FREE, dtype=np.int64)
+        self.length_S = np.zeros(num_slots, dtype=np.int64)
+        """Tokens whose keys and values are in the row."""
+        self.tokens_SC = np.zeros((num_slots, 0), dtype=np.int32)
+        self.running_S = np.zeros(num_slots, dtype=bool)
+        """Whether a request is running in the slot."""
+        self._prefilling_S = np.zeros(num_slots, dtype=bool)
+        self._stale_S = np.zeros(num_slots, dtype=bool)  # computed, at least partly, with earlier weights
+        self._last_used_S = np.zeros(num_slots, dtype=np.int64)
+        self._clock = 0
+        self._conversation_S: list[str | None] = [None] * num_slots
+        self._slot_of: dict[str, int] = {}
+        self._index = PrefixIndex(num_slots)
+
+    # prefix search
+
+    def longest_prefix(
+        self, tokens_N: np.ndarray, *, besides: int = FREE, at_least: int = 0
+    ) -> tuple[PrefixMatch, PrefixMatch]:
+        """The longest prefix of these tokens that is computed, and the longest that is being prefilled in this round.
+
+        The slot `besides` does not count. If no prefix can have `at_least` tokens, none is searched for.
+        """
+        shared_S = self._index.shared_tokens(tokens_N)
+        if besides != FREE:
+            shared_S[besides] = -1
+        if int(shared_S.max()) + BLOCK <= at_least:  # the tokens behind the last equal block are less than a block
+            return PrefixMatch(), PrefixMatch()
+        # not the slots that are being prefilled: their row may not hold the tokens yet, and all copies of a round are made
+        # at the same time
+        usable_S = (self.row_S != FREE) & ~self._stale_S & ~self._prefilling_S
+        computed = self._best_match(
+            tokens_N, np.where(usable_S, np.minimum(shared_S, self.length_S), -1), self.length_S
+        )
+        if not self._prefilling_S.any():
+            return computed, PrefixMatch()
+        no_limit_S = np.full(self.num_slots, len(tokens_N))
+        return computed, self._best_match(tokens_N, np.where(self._prefilling_S, shared_S, -1), no_limit_S)
+
+    def _best_match(self, tokens_N: np.ndarray, shared_S: np.ndarray, limit_S: np.ndarray) -> PrefixMatch:
+        """Extend the best match in complete blocks (`shared_S`, -1 for slots that do not count) token by token."""
+        best = int(shared_S.max())
+        if best < 0:
+            return PrefixMatch()
+        slots = np.flatnonzero(shared_S == best)
+        start = best - best % BLOCK
+        tail_T = tokens_N[start : start + BLOCK]
+        tail_T = tail_T[: max(0, self.tokens_SC.shape[1] - start)]
+        equal_M = (self.tokens_SC[slots, start : start + len(tail_T)] == tail_T).cumprod(axis=1).sum(axis=1)
+        total_M = np.minimum(start + equal_M, limit_S[slots])
+        slot = int(slots[total_M.argmax()])
+        return PrefixMatch(slot, self.common_prefix(slot, tokens_N[: int(total_M.max())]))
+
+    def common_prefix(self, slot: int, tokens_N: np.ndarray) -> int:
+        """The number of leading tokens that the slot shares with `tokens_N`, compared token by token."""
+        length = len(tokens_N) if self._prefilling_S[slot] else min(len(tokens_N), int(self.length_S[slot]))
+        differs_N = self.tokens_SC[slot, :length] != tokens_N[:length]
+        return int(differs_N.argmax()) if differs_N.any() else length
+
+    def shared_prefix(self, slots_B: np.ndarray) -> SharedPrefix:
+        """The leading tokens that these slots, or groups of them, share, computed with the same weights."""
+        length = 0 if self._stale_S[slots_B].any() else int(self.length_S[slots_B].min())
+        return shared_prefix(self.tokens_SC[slots_B, :length])
+
+    # the life of a slot
+
+    def idle_slot_of(self, conversation: str) -> int:
+        """The slot of a conversation, or FREE if it has none or a request is running in it."""
+        slot = self._slot_of.get(conversation, FREE)
+        return FREE if slot != FREE and self.running_S[slot] else slot
+
+    def is_released(self, slot: int) -> bool:
+        """Whether the slot is idle and its conversation is over: its contents may be overwritten."""
+        return not self.running_S[slot] and self._conversation_S[slot] is None
+
+    def start_request(self, slot: int, conversation: str, tokens_N: np.ndarray, cached: int) -> None:
+        """A request runs in the slot from now on. The row holds the first `cached` tokens before the prefill starts."""
+        if self._slot_of.get(conversation, slot) == slot:
+            self._slot_of[conversation] = slot
+            self._conversation_S[slot] = conversation
+        self.running_S[slot] = self._prefilling_S[slot] = True
+        self.length_S[slot] = cached
+        self.tokens_SC[slot, : len(tokens_N)] = tokens_N
+        self._index.set(slot, tokens_N)
+
+    def finish_prefill(self, slot: int, length: int) -> None:
+        """The first `length` tokens of the slot are in its row."""
+        self.length_S[slot] = length
+        self._prefilling_S[slot] = False
+
+    def finish_request(self, slot: int) -> None:
+        """No request runs in the slot any more. Its contents stay for later turns and for other prompts."""
+        self.running_S[slot] = self._prefilling_S[slot] = False
+        self._clock += 1
+        self._last_used_S[slot] = self._clock
+        if self._stale_S[slot]:
+            self._free(slot)
+        else:
+            self._index.set(slot, self.tokens_SC[slot, : self.length_S[slot]])
+
+    def release(self, conversation: str) -> None:
+        """The conversation is over. Its slot still serves as a source of prefixes."""
+        slot = self._slot_of.pop(conversation, None)
+        if slot is not None:
+            self._conversation_S[slot] = None
+
+    def invalidate(self) -> None:
+        """The weights have changed: free idle slots now, and running slots when their request finishes."""
+        for slot in np.flatnonzero(self.row_S != FREE):
+            if self.running_S[slot]:
+                self._stale_S[slot] = True
+            else:
+                self._free(int(slot))
+        if self.kv.num_rows and not self.running_S.any() and self.kv.max_rows(self.kv.capacity) < self.num_slots:
+            # a single long conversation has made the rows long and few: start again with short rows
+            self.kv.resize(0, 0)
+
+    def clear(self) -> None:
+        """Free all slots and all memory."""
+        for slot in np.flatnonzero(self.row_S != FREE):
+            self._free(int(slot))
+        self.kv.resize(0, 0)
+
+    def _free(self, slot: int) -> None:
+        conversation = self._conversation_S[slot]
+        if conversation is not None and self._slot_of.get(conversation) == slot:
+            del self._slot_of[conversation]
+        self._conversation_S[slot] = None
+        self.row_S[slot] = FREE
+        self.length_S[slot] = 0
+        self._index.clear(slot)
+        self.running_S[slot] = self._prefilling_S[slot] = self._stale_S[slot] = False
+
+    # allocation and eviction
+
+    def allocate(self, capacity: int, pinned: Collection[int]) -> int | None:
+        """A slot with an empty row of at least `capacity` tokens, or None if there is no room now.
+
+        Takes the first of: an unused row, the row of a released slot, a new row, the row of the idle slot that was used least
+        recently. Slots in `pinned` keep their rows.
+        """
+        if self.ensure_capacity(capacity, pinned=pinned) is None:
+            return None
+        resident = int((self.row_S != FREE).sum())
+        if resident == self.kv.num_rows:
+            released = [slot for slot in self._idle_slots(pinned) if self._conversation_S[slot] is None]
+            max_rows = min(self.num_slots, self.kv.max_rows(self.kv.capacity))
+            if released:
+                self._free(released[0])
+            elif max_rows > self.kv.num_rows:
+                self._resize(min(max_rows, 2 * self.kv.num_rows), self.kv.capacity)
+            elif idle := self._idle_slots(pinned):
+                self._evict(idle[0])
+            else:
+                return None
+        slot = int((self.row_S == FREE).argmax())
+        used_R = np.zeros(self.kv.num_rows, dtype=bool)
+        used_R[self.row_S[self.row_S != FREE]] = True
+        self.row_S[slot] = used_R.argmin()
+        return slot
+
+    def ensure_capacity(
+        self, capacity: int, *, pinned: Collection[int] = (), preemptible: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Make all rows at least `capacity` tokens long. Within the memory budget, longer rows may mean fewer rows: first
+        idle slots are evicted (except `pinned`), then running slots are freed in the order of `preemptible`.
+
+        Returns the running slots that lost their rows; None, and changes nothing, if there is not enough room.
+        """
+        if capacity <= self.kv.capacity:
+            return []
+        resident = int((self.row_S != FREE).sum())
+        smallest = min(-(-capacity // 64) * 64, self.context, self.kv.max_capacity())
+        roomy = min(max(2 * self.kv.capacity, INITIAL_CAPACITY, smallest), self.context)
+        # twice the capacity if enough rows of that length fit, else only as much as is needed
+        for new_capacity, min_rows in ((roomy, min(INITIAL_ROWS, self.num_slots)), (smallest, 1)):
+            max_rows = min(self.num_slots, self.kv.max_rows(new_capacity))
+            if max_rows >= max(min_rows, resident):
+                self._resize(min(max(self.kv.num_rows, INITIAL_ROWS), max_rows), new_capacity)
+                return []
+        max_rows = self.kv.max_rows(smallest)
+        excess = resident - max_rows
+        idle = self._idle_slots(pinned)[:excess]
+        preempted = list(preemptible[: excess - len(idle)])
+        if max_rows == 0 or len(idle) + len(preempted) < excess:
+            return None
+        for slot in idle:
+            self._evict(slot)
+        for slot in preempted:
+            self._free(slot)
+        self._resize(max_rows, smallest)
+        return preempted
+
+    def _idle_slots(self, pinned: Collection[int]) -> list[int]:
+        """Idle slots in the order of eviction: released ones first, then the least recently used."""
+        idle = [int(slot) for slot in np.flatnonzero((self.row_S != FREE) & ~self.running_S) if slot not in pinned]
+        return sorted(idle, key=lambda slot: (self._conversation_S[slot] is not None, self._last_used_S[slot]))
+
+    def _evict(self, slot: int) -> None:
+        """Free an idle slot. If its conversation continues, its tokens are prefilled again."""
+        self.evictions += 1
+        self._free(slot)
+
+    # rows
+
+    def _resize(self, num_rows: int, capacity: int) -> None:
+        """Change the number and the capacity of the rows. Slots in rows beyond `num_rows` are moved down first."""
+        displaced = np.flatnonzero(self.row_S >= num_rows)
+        if len(displaced):
+            used_rows = set(self.row_S.tolist())
+            targets = [row for row in range(num_rows) if row not in used_rows][: len(displaced)]
+            # entire rows, not `length_S` tokens: a copy of this round may still read further tokens from such a row
+            self.kv.copy_rows(self.row_S[displaced].tolist(), targets, min(self.kv.capacity, capacity))
+            self.row_S[displaced] = targets
+            self.layout += 1
+        self.kv.resize(num_rows, capacity)
+        if capacity > self.tokens_SC.shape[1]:
+            tokens_SC = np.zeros((self.num_slots, capacity), dtype=np.int32)
+            tokens_SC[:, : self.tokens_SC.shape[1]] = self.tokens_SC
+            self.tokens_SC = tokens_SC
+            self._index.grow(capacity)
+
+    def compact(self, slots: Sequence[int]) -> None:
+        """Move these slots into the first rows, so that attention over them reads one contiguous range of memory."""
+        moving = [slot for slot in slots if self.row_S[slot] >= len(slots)]
+        if not moving:
+            return
+        occupied = {int(self.row_S[slot]) for slot in slots}
+        targets = [row for row in range(len(slots)) if row not in occupied]
+        slot_at = {int(row): slot for slot, row in enumerate(self.row_S) if row != FREE}
+        tokens = max(int(self.length_S[slot]) for slot in moving)
+        tokens = max([tokens, *(int(self.length_S[slot_at[row]]) for row in targets if row in slot_at)])
+        self.kv.swap_rows([int(self.row_S[slot]) for slot in moving], targets, tokens)
+        self.layout += 1
+        for slot, target in zip(moving, targets, strict=True):
+            if target in slot_at:
+                self.row_S[slot_at[target]] = self.row_S[slot]
+            self.row_S[slot] = target

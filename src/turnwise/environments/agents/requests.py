@@ -1,0 +1,470 @@
+"""A request for a turn in a form that does not depend on the API; its parameters; the requests of one agent.
+
+A request for a turn of the model and its answer, in a form that does not depend on the API of the client.
+
+Messages are in the OpenAI format, with the arguments of tool calls as JSON text, as clients send them. `template_messages` gives
+the form that chat templates take. This module knows no HTTP and no tokens.
+
+Which parameters of a request have an effect, and what happens to the others.
+
+The recipe decides how tokens are sampled, because training needs all tokens from the same distribution. A client's sampling
+parameter therefore has no effect, and is counted. A parameter that would change the form of the answer is refused, and so is an
+unknown parameter.
+
+The requests of one agent, between the HTTP server and the environment.
+
+The server's thread puts requests in, and waits for their answers. The environment takes them out one after the other. All
+methods run in the event loop of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import json
+import logging
+import math
+import secrets
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from turnwise.types import Message, SamplingChange, ToolSchema, Turn
+
+
+class Refused(Exception):
+    """A request that is answered with an HTTP error. `parameter` names the part of the request that is wrong, if it is known."""
+
+    def __init__(self, status: int, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.parameter = parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """What a client asks for."""
+
+    messages: Sequence[Message]
+    tools: Sequence[ToolSchema] = ()
+    """The tools that the model may call; empty with `tool_choice: none`."""
+    sampling: SamplingChange = field(default_factory=SamplingChange)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, such as `{"enable_thinking": False}`: a field of vLLM's and SGLang's servers."""
+    forced: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters that the client has set and that have no effect, because the recipe decides them: name -> value."""
+    stream: bool = False
+    stream_usage: bool = False
+    """Whether a stream of chat completions ends with the counts of tokens."""
+    model: str = "model"
+    """The name of the model that the client asked for. The answer repeats it."""
+    instructions: Message | None = None
+    """Responses API: the system message, which is not part of the stored conversation."""
+    previous_response: str | None = None
+    """Responses API: the id of the answer that `messages` continue."""
+
+    @property
+    def conversation(self) -> list[Message]:
+        """All messages, the instructions first."""
+        return [*([self.instructions] if self.instructions is not None else []), *self.messages]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentAnswer:
+    """A turn of the model for a client."""
+
+    id: str
+    """Letters and digits, without the prefix that each API has."""
+    created: int
+    """Unix seconds."""
+    model: str
+    message: Message
+    """The assistant message as the client receives it: `content`, and `tool_calls` and `reasoning_content` if there are any."""
+    prompt_tokens: int
+    completion_tokens: int
+    cut: bool = False
+    """Whether the client's own limit on tokens has cut the turn."""
+
+    @property
+    def text(self) -> str:
+        """The content, which may be empty."""
+        return str(self.message["content"])
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning, or an empty text."""
+        return str(self.message.get("reasoning_content") or "")
+
+    @property
+    def calls(self) -> Sequence[Mapping[str, Any]]:
+        """The tool calls in the OpenAI format."""
+        return self.message.get("tool_calls") or ()
+
+
+def answer_message(turn: Turn, stop: Sequence[str] | None = None) -> Message:
+    """The assistant message of a turn. The content ends in front of the first of the texts `stop`.
+
+    If no tool call of the turn can be parsed, the calls are part of the content, so that the client sees them.
+    """
+    calls = [call for call in turn.calls if call.error is None]
+    content = str(turn.message.get("content") or "")
+    if turn.calls and not calls:
+        content = turn.text[turn.text.find(turn.reasoning) + len(turn.reasoning) :] if turn.reasoning else turn.text
+    ends = [at for text in stop or () if (at := content.find(text)) >= 0]
+    content = content[: min(ends)] if ends else content
+    message: Message = {"role": "assistant", "content": content}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if calls:
+        message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
+    return message
+
+
+def tool_call(id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
+    """A tool call in the OpenAI format."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": text}}
+
+
+def template_messages(messages: Sequence[Message]) -> list[Message]:
+    """The messages as chat templates take them: arguments as objects, and the names of tools in the messages of tools.
+
+    Raises Refused if the arguments of a call are not a JSON object.
+    """
+    names: dict[str, str] = {}
+    converted: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = [
+                {**call, "function": {**call["function"], "arguments": json_object(call["function"]["arguments"])}}
+                for call in message["tool_calls"]
+            ]
+            names.update({call["id"]: call["function"]["name"] for call in calls})
+            message = {**message, "tool_calls": calls}
+        elif message["role"] == "tool" and (name := names.get(message["tool_call_id"])) is not None:
+            message = {**message, "name": name}
+        converted.append(message)
+    return converted
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The arguments of a tool call. Raises Refused if the text is not a JSON object."""
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise Refused(400, f"the arguments of a tool call must be a JSON object in a text; they are {text!r:.80}")
+    return value
+
+
+def content_text(content: Any, where: str) -> str | list[dict[str, Any]]:
+    """The content of a message: a text, or a list of texts and images if there is an image. Text parts are joined with newlines.
+
+    Raises Refused for parts of other kinds.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise Refused(400, f"the content of {where} must be a text or a list of parts; it is {content!r:.80}")
+    parts = [_part(part, where) for part in content]
+    if all(part["type"] == "text" for part in parts):
+        return "\n".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any, where: str) -> dict[str, Any]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("text", "input_text", "output_text") and isinstance(part["text"], str):
+        return {"type": "text", "text": part["text"]}
+    if kind == "refusal" and isinstance(part["refusal"], str):
+        return {"type": "text", "text": part["refusal"]}
+    if kind in ("image_url", "input_image"):
+        url = part["image_url"]
+        return image_part(url["url"] if isinstance(url, Mapping) else url, where)
+    raise Refused(400, f"{where} has a part of the type {kind!r:.40}; parts are texts and images")
+
+
+def image_part(url: Any, where: str) -> dict[str, Any]:
+    """An image of a message. Raises Refused unless it is a data URI: nothing is downloaded during a run."""
+    if not isinstance(url, str) or not url.startswith("data:image/"):
+        raise Refused(400, f"an image of {where} must be a data URI (data:image/png;base64,...); it is {url!r:.60}")
+    return {"type": "image", "image": url}
+
+
+def function_tool(name: Any, description: Any, parameters: Any) -> ToolSchema:
+    """The schema of a tool in the OpenAI format. Raises Refused if a part has the wrong type."""
+    if not isinstance(name, str) or not name:
+        raise Refused(
+            400, f"the name of a tool must be a text that is not empty; it is {name!r:.80}", parameter="tools"
+        )
+    if parameters is not None and not isinstance(parameters, dict):
+        raise Refused(400, f"the parameters of the tool {name!r:.80} must be a JSON schema", parameter="tools")
+    function: dict[str, Any] = {"name": name}
+    if description:
+        function["description"] = str(description)
+    function["parameters"] = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return {"type": "function", "function": function}
+
+
+def template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The field `chat_template_kwargs` of a request. Raises Refused unless it is an object."""
+    name = "chat_template_kwargs"
+    arguments = body.get(name)
+    if arguments is not None and not isinstance(arguments, dict):
+        raise Refused(400, f"`{name}` must be an object; it is {arguments!r:.80}", parameter=name)
+    return arguments or {}
+
+
+def offered_tools(tools: Sequence[ToolSchema], choice: Any, forced: dict[str, Any]) -> Sequence[ToolSchema]:
+    """The tools that the model is offered under a `tool_choice`.
+
+    A choice that the model cannot be forced to is added to `forced`. Raises Refused if two tools have the same name.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise Refused(400, f"two tools have the same name; the names are {names!r:.200}", parameter="tools")
+    kind = choice.get("type") if isinstance(choice, Mapping) else choice
+    if kind == "none":
+        return ()
+    if kind not in (None, "auto"):
+        forced["tool_choice"] = choice
+    return tools
+
+
+_FORCED = frozenset(
+    {
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "typical_p",
+        "seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "parallel_tool_calls",
+        "reasoning",
+        "reasoning_effort",
+        "thinking",
+        "verbosity",
+    }
+)
+"""The recipe or the model decides these."""
+_NEUTRAL = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+        "stream_options",
+        "truncation",
+        "include",
+        "cache_control",
+        "inference_geo",
+        "client_metadata",
+    }
+)
+"""These change neither the model's answer nor its form."""
+_DEFAULTS: Mapping[str, Any] = {
+    "n": 1,
+    "best_of": 1,
+    "logprobs": False,
+    "top_logprobs": 0,
+    "echo": False,
+    "background": False,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "functions": [],
+    "mcp_servers": [],
+}
+"""Parameters that are supported with one value only."""
+_REASONS: Mapping[str, str] = {
+    "n": "a conversation has one answer to each request: send several requests instead",
+    "best_of": "a conversation has one answer to each request",
+    "logprobs": "log-probabilities are in the record of the run, and are not sent to clients",
+    "top_logprobs": "log-probabilities are in the record of the run, and are not sent to clients",
+    "response_format": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
+    "output_format": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
+    "output_config": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
+    "text": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
+    "functions": "this parameter was replaced by `tools`",
+    "function_call": "this parameter was replaced by `tool_choice`",
+}
+_MOST_STOP_TEXTS = 16
+_log = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+
+def forced_parameters(body: Mapping[str, Any], *, read: Collection[str]) -> dict[str, Any]:
+    """The parameters of a request that have no effect. `read` are those that the API's own code reads.
+
+    Raises Refused for a parameter that is not supported.
+    """
+    forced: dict[str, Any] = {}
+    for name, value in body.items():
+        if name in read or value is None or name in _NEUTRAL:
+            continue
+        if name in _FORCED:
+            forced[name] = value
+        elif name not in _DEFAULTS or value != _DEFAULTS[name]:
+            reason = _REASONS.get(name, "the parameter is unknown here, and no parameter is ignored: leave it out")
+            raise Refused(400, f"{name:.80}={value!r:.80} is not supported: {reason}", parameter=name[:80])
+    return forced
+
+
+def sampling_change(body: Mapping[str, Any], *, max_tokens: Collection[str], stop: str) -> SamplingChange:
+    """The longest turn and the stop texts that a client asked for, which may be as short as it likes.
+
+    `max_tokens` and `stop` are the names of the parameters. Raises Refused if a value has the wrong type.
+    """
+    most = [body[name] for name in max_tokens if body.get(name) is not None]
+    for value in most:
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise Refused(400, f"{max_tokens}={value!r:.80}: the value must be an integer of at least 1")
+    texts = body.get(stop)
+    texts = [texts] if isinstance(texts, str) else texts
+    if texts is not None and not (isinstance(texts, list) and all(isinstance(text, str) and text for text in texts)):
+        raise Refused(400, f"{stop}={texts!r:.80} must be a list of texts that are not empty", parameter=stop)
+    if texts and len(texts) > _MOST_STOP_TEXTS:
+        raise Refused(400, f"{stop} has {len(texts)} texts; at most {_MOST_STOP_TEXTS} are allowed", parameter=stop)
+    # a client that asks for few tokens expects the beginning of an answer
+    return SamplingChange(max_tokens=min(most, default=None), stop=texts or None, answers_cut=True)
+
+
+def log_forced(forced: Mapping[str, Any]) -> None:
+    """Log each parameter without effect once in a process."""
+    for name, value in forced.items():
+        if name not in _logged:
+            _logged.add(name)
+            _log.warning(
+                "an agent's request sets %s=%.80r, which has no effect: the recipe decides how tokens are sampled. Later "
+                "requests are counted in the metric metrics/agent/forced",
+                name,
+                value,
+            )
+
+
+_MOST_WAITING = 64  # requests that wait for those in front of them
+
+
+@dataclass(eq=False, slots=True)
+class AgentRequest:
+    """A request that waits for its answer."""
+
+    request: ChatRequest
+    messages: Sequence[Message]
+    """The complete conversation in the form that chat templates take."""
+    answer: asyncio.Future[AgentAnswer] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether the client has closed its connection."""
+        return self.answer.cancelled()
+
+
+class AgentConversation:
+    """The requests, the rewards and the key of one conversation."""
+
+    def __init__(self, row: str) -> None:
+        self.key = f"tw-{secrets.token_urlsafe(24)}"
+        """The API key of the agent. It identifies the conversation."""
+        self.row = row
+        """The row as JSON."""
+        self.loop = asyncio.get_running_loop()
+        self._waiting: collections.deque[AgentRequest] = collections.deque()
+        self._current: AgentRequest | None = None
+        """The request that the model is answering."""
+        self._arrived = asyncio.Event()
+        self._end: str | None = None
+        """Why there are no further answers; None while the conversation goes on."""
+        self._stored: dict[str, Sequence[Message]] = {}
+        """The conversation after each answer, by the id of the answer, without the instructions (Responses API)."""
+        self._reported = 0.0
+        """Rewards that the agent has reported and that no turn has received yet."""
+
+    async def ask(self, request: ChatRequest) -> AgentAnswer:
+        """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
+        self._refuse_after_end()
+        if request.previous_response is not None:
+            if request.previous_response not in self._stored:
+                raise Refused(
+                    404, f"there is no response {request.previous_response!r:.80}", parameter="previous_response_id"
+                )
+            earlier = self._stored[request.previous_response]
+            request = replace(request, messages=[*earlier, *request.messages])
+        if request.messages[-1]["role"] == "assistant":
+            raise Refused(
+                400, "the last message is the model's: an answer cannot be begun for the model, so remove that message"
+            )
+        if len(self._waiting) >= _MOST_WAITING:
+            raise Refused(429, f"{_MOST_WAITING} requests of this conversation are waiting already")
+        pending = AgentRequest(request, template_messages(request.conversation))
+        self._waiting.append(pending)
+        self._arrived.set()
+        return await pending.answer
+
+    async def next_request(self) -> AgentRequest:
+        """Wait for the next request. Requests that were abandoned while they waited are left out."""
+        while True:
+            while self._waiting:
+                pending = self._waiting.popleft()
+                if not pending.abandoned:
+                    self._current = pending
+                    return pending
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    def answer(self, pending: AgentRequest, answer: AgentAnswer) -> None:
+        """Answer a request."""
+        self._current = None
+        self._stored[answer.id] = [*pending.request.messages, answer.message]
+        pending.answer.set_result(answer)
+
+    async def report_reward(self, reward: object) -> None:
+        """Take a reward from the agent, also after the last answer. Raises Refused if it is not a finite number."""
+        value = math.nan
+        if isinstance(reward, int | float) and not isinstance(reward, bool):
+            with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
+                value = float(reward)
+        if not math.isfinite(self._reported + value):
+            raise Refused(
+                400,
+                f"`reward` must be a finite number, also together with the rewards before it; it is {reward!r:.80}",
+                parameter="reward",
+            )
+        self._reported += value
+
+    def take_reward(self) -> float:
+        """The rewards that the agent has reported since the last call."""
+        reward, self._reported = self._reported, 0.0
+        return reward
+
+    def refuse(self, pending: AgentRequest, refused: Refused) -> None:
+        """Answer a request with an error. The agent may send another one."""
+        self._current = None
+        if not pending.answer.done():
+            pending.answer.set_exception(refused)
+            pending.answer.exception()  # the client may be gone: the exception counts as seen
+
+    def end(self, reason: str) -> None:
+        """Answer no further requests. Requests that are waiting are refused with this reason."""
+        self._end = self._end or reason
+        waiting = [*self._waiting, *([self._current] if self._current is not None else [])]
+        self._waiting.clear()
+        self._current = None
+        for pending in waiting:
+            if not pending.answer.done():
+                pending.answer.set_exception(Refused(410, self._end))
+                pending.answer.exception()  # the client may be gone: the exception counts as seen
+
+    def _refuse_after_end(self) -> None:
+        if self._end is not None:
+            raise Refused(410, self._end)

@@ -1,1 +1,0 @@
-"""Evaluation of models: statistics of rewards, and the results of an evaluation. Reads finished trajectories."""

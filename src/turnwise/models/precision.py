@@ -1,0 +1,230 @@
+"""Mixed precision, deterministic algorithms, and options of attention that `sdpa` ignores.
+
+Mixed precision: matrix products in bfloat16, with parameters in float32 (torch.autocast).
+
+Norms, the residual stream, the output layer and the softmax of the output stay in float32, and gradients of parameters are
+float32. The output layer does, because bfloat16 has steps of 0.25 between 32 and 64: engine and trainer would round the logits of
+a pretrained model to log-probabilities that differ by more than an update changes them. Knows models and their linear layers.
+Does not know the trainer or the engine, which both use it.
+
+Makes torch deterministic (`deterministic: true`).
+
+Options of a model's attention that `sdpa` ignores.
+
+transformers passes the options of a layer to the attention function as keyword arguments, and `sdpa` silently drops those that
+it does not support: the soft cap of Gemma 2 and VaultGemma, the attention sinks of gpt-oss, the token selection of sparse
+attention. The model then computes something else than it was trained with. The trainer and the embedded engine both use this
+module to refuse such a model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from turnwise.models.allocator import long_lived
+
+
+def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
+    """The context for a forward pass with matrix products in bfloat16; without effect if not `enabled`.
+
+    torch's cache of converted weights is off: all threads share it, and a weight that a pass without gradients has converted
+    would get no gradient in the training pass of another thread.
+    """
+    return torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=False) if enabled else nullcontext()
+
+
+def output_layer_in_float32(model: Any) -> None:
+    """Let the output layer of a model compute in float32 also under `autocast`, in place. A second call changes nothing."""
+    head: Any = model.get_output_embeddings()
+    if head is not None and not getattr(head, "turnwise_float32", False):
+        head.turnwise_float32 = True
+        # an attribute of the layer: a copy of the model gets layers of its own
+        head.forward = functools.partial(_without_autocast, head.forward)
+
+
+def _without_autocast(forward: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+    with torch.autocast(values.device.type, enabled=False):
+        return forward(values.float())
+
+
+def product_dtype(values: torch.Tensor) -> torch.dtype:
+    """The dtype in which a matrix product of these values is computed on a CPU: that of autocast, or their own."""
+    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else values.dtype
+
+
+class Bfloat16Linears:
+    """A second model on the same parameters, whose linear layers have bfloat16 copies of their weights, except the output layer.
+
+    Under `autocast` it computes what the model itself computes (with `output_layer_in_float32`), and does not convert the weights
+    in each pass. `refresh` makes the copies again after the model's weights have changed, or after `free`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._source = model
+        self.model = copy.deepcopy(model, shared)
+        """The second model. Its linear layers compute in bfloat16, except the output layer."""
+        self._copies: dict[int, _ParameterCopy] = {}
+        self.refresh()
+
+    def refresh(self, *, force: bool = True) -> None:
+        """Give the second model the parameters that the model has now, and copy the weights of linear layers.
+
+        Without `force`, a weight is copied only if torch has counted a change since the last copy. Some optimizers change
+        weights without torch's knowledge.
+        """
+        copies: dict[int, _ParameterCopy] = {}
+        head: Any = self._source.get_output_embeddings()
+        in_float32 = set() if head is None else {id(module) for module in head.modules()}
+        # also inside an engine's inference mode: tensors of that mode could not be changed outside of it
+        with torch.inference_mode(False), torch.no_grad():
+            for source, own in zip(self._source.modules(), self.model.modules(), strict=True):
+                own._buffers.update(source._buffers)
+                if not isinstance(source, torch.nn.Linear) or id(source) in in_float32:
+                    own._parameters.update(source._parameters)
+                    continue
+                for name, parameter in source._parameters.items():
+                    if parameter is None:
+                        continue
+                    if (key := id(parameter)) not in copies:  # tied layers share a copy
+                        copies[key] = _copied(parameter, self._copies.get(key), force=force)
+                    own._parameters[name] = copies[key].values
+        self._copies = copies
+
+    def free(self) -> None:
+        """Free the copies until the next `refresh`. Until then, the linear layers have the model's own weights."""
+        for source, own in zip(self._source.modules(), self.model.modules(), strict=True):
+            own._parameters.update(source._parameters)
+        self._copies = {}
+
+    @property
+    def freed(self) -> bool:
+        """Whether there are no copies."""
+        return not self._copies
+
+
+class _ParameterCopy:
+    """A bfloat16 copy of a parameter, and the state of the parameter when it was copied."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.source = parameter  # kept, so that its id is not given to another tensor
+        with long_lived():
+            self.values = torch.nn.Parameter(parameter.detach().to(torch.bfloat16), requires_grad=False)
+        self.state = parameter_state(parameter)
+
+
+def _copied(parameter: torch.Tensor, previous: _ParameterCopy | None, *, force: bool) -> _ParameterCopy:
+    if previous is None or previous.source is not parameter or previous.values.shape != parameter.shape:
+        return _ParameterCopy(parameter)
+    if force or previous.state != parameter_state(parameter):
+        previous.values.copy_(parameter)
+        previous.state = parameter_state(parameter)
+    return previous
+
+
+def parameter_state(parameter: torch.Tensor) -> tuple[int, int]:
+    """Changes whenever torch changes the parameter."""
+    return parameter.data_ptr(), parameter._version
+
+
+def use_deterministic_algorithms() -> None:
+    """Make torch deterministic in this process: deterministic algorithms, and one thread."""
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)
+
+
+_NAME = "turnwise_recorder"
+"""The name of an attention that records its options."""
+
+_ARGUMENTS = {"kwargs", "module", "query", "key", "value"}
+_SUPPORTED = frozenset(inspect.signature(sdpa_attention_forward).parameters) - _ARGUMENTS
+_WITHOUT_EFFECT = frozenset(
+    (
+        # contained in the mask
+        *("sliding_window", "attention_mask"),
+        # options of the sequence, the cache or the output: the attention scores do not depend on them
+        *("position_ids", "position_embeddings", "cache_position", "past_key_values", "use_cache", "return_dict"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep", "token_type_ids"),
+        *("mm_token_type_ids", "hidden_states", "layer_idx", "deterministic"),
+        # options of packed sequences, which turnwise does not use
+        *("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen", "seq_idx"),
+    )
+)
+
+_recorded: ContextVar[set[str] | None] = ContextVar("recorded", default=None)
+
+
+def unsupported(options: dict[str, Any], *, known: Collection[str] = _SUPPORTED) -> list[str]:
+    """Names of the options that change attention scores and are not in `known`. An option with the value None is not set."""
+    return sorted(
+        name for name, value in options.items() if value is not None and name not in {*known, *_WITHOUT_EFFECT}
+    )
+
+
+def ignored_by_sdpa(model: Any) -> list[str]:
+    """Names of the options that the model's layers pass to their attention and that `sdpa` ignores, such as `softcap`.
+
+    Runs two tokens through the model with an attention function that records its options. Empty for a model whose attention
+    cannot be replaced.
+    """
+    original = model.config.get_text_config()._attn_implementation
+    AttentionInterface.register(_NAME, _record)
+    AttentionMaskInterface.register(_NAME, sdpa_mask)
+    names: set[str] = set()
+    token = _recorded.set(names)
+    try:
+        set_text_attention(model, _NAME)
+        ids = torch.zeros((1, 2), dtype=torch.long, device=next(model.parameters()).device)
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    except (TypeError, ValueError, RuntimeError, IndexError):
+        return []  # its attention cannot be replaced
+    finally:
+        _recorded.reset(token)
+        if model.config.get_text_config()._attn_implementation != original:
+            set_text_attention(model, original)
+    return sorted(names)
+
+
+@contextmanager
+def narrow_window(config: Any, tokens: int) -> Iterator[None]:
+    """Inside, the sliding windows of a model with this text configuration have at most `tokens` tokens.
+
+    The test of an attention on a few tokens then includes what is outside the window.
+    """
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        yield
+        return
+    config.sliding_window = min(window, tokens)
+    try:
+        yield
+    finally:
+        config.sliding_window = window
+
+
+def set_text_attention(model: Any, name: str) -> None:
+    """Set the attention implementation of the text part of the model; a vision part keeps its own.
+
+    Raises ValueError if the model's attention cannot be replaced.
+    """
+    text = model.config.get_text_config()
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part, None) is text]
+    model.set_attn_implementation(dict.fromkeys(parts, name) or name)
+
+
+def _record(module: Any, *tensors: Any, **options: Any) -> Any:
+    if (names := _recorded.get()) is not None:
+        names.update(unsupported(options))
+    return sdpa_attention_forward(module, *tensors, **options)

@@ -1,0 +1,227 @@
+"""The memory of each rank and of each engine.
+
+What training on several ranks needs: the number of ranks, the memory of a rank, and combinations that are impossible.
+
+The memory of engines that are not in the trainer's process: in rollout workers, and on servers that turnwise starts.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from turnwise import assembly
+from turnwise.assembly.engines import cache_gb
+from turnwise.config.engines import LocalEngineSection, ServerEngineSection, local_ranks
+from turnwise.config.schema import Config
+from turnwise.doctor.check import Check
+from turnwise.doctor.memory import (
+    PROGRAM_BYTES,
+    MemoryPart,
+    Prediction,
+    Workload,
+    empty_model,
+    kv_cache_bytes,
+    machine_gib,
+    on_gpu,
+    predict,
+    read_model_config,
+    workload_of,
+)
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.models.model_config import context_length
+from turnwise.planning.placement import PlanLine
+from turnwise.training.options import SMALL_GRADIENTS
+
+_OF_ENGINE = ("KV cache", "copied weights of the engine")
+_OF_PASSES = ("activations", "logits and other temporary tensors")
+_RANK_PROGRAM_BYTES, _RANK_PEFT_BYTES = 400 * 2**20, 60 * 2**20
+"""Bytes of the program of a rank without conversations, and of peft in a rank."""
+_DIVIDED = ("weights", "reference model", "critic", "optimizer")
+
+
+def number_of_ranks(config: Config, given: int | None) -> int:
+    """The number of ranks of the recipe; 1 without the section cluster. `given` is the number that torchrun will start.
+
+    Raises ConfigError if a number is given that contradicts the recipe.
+    """
+    cluster = config.cluster
+    if not cluster.distributed:
+        known = 1
+    elif cluster.launcher in ("local", "ray"):
+        known = local_ranks(cluster)
+    else:
+        return given or int(os.environ.get("WORLD_SIZE", "1"))
+    if given is not None and given != known:
+        raise ConfigError(
+            f"--ranks {given}: the recipe has {known} ranks (cluster.launcher={cluster.launcher}). --ranks is for "
+            f"cluster=torchrun; set cluster.trainers for cluster=local and ray"
+        )
+    return known
+
+
+def refuse_impossible(config: Config, ranks: int, model_config: Any) -> None:
+    """Raise ConfigError for a recipe that cannot run on any machine: the value, the rule and the fix."""
+    engine, text = config.engine, model_config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None)
+    tensor_parallel = getattr(engine, "tensor_parallel", 1)
+    if heads is not None and heads % tensor_parallel:
+        raise ConfigError(
+            f"engine.tensor_parallel={tensor_parallel}: the {heads} attention heads of {config.model.path} must be divided "
+            f"equally among the devices of a server: use a divisor of {heads}"
+        )
+    conversations = config.train.batch_size * config.train.group_size
+    per_step = conversations // config.train.minibatches
+    if per_step < ranks:
+        raise ConfigError(
+            f"{ranks} ranks and {per_step} conversations for each optimizer step (train.batch_size={config.train.batch_size} x "
+            f"train.group_size={config.train.group_size}, train.minibatches={config.train.minibatches}): at least "
+            f"{ranks - per_step} ranks would compute nothing. Use at most {per_step} ranks, or larger batches"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """Bytes of the units that FSDP gathers."""
+
+    layer: int
+    """The largest layer."""
+    root: int
+    """All weights outside of the layers: embedding, output layer, vision part."""
+
+
+def rank_memory(
+    config: Config, model_config: Any, workload: Workload, ranks: int, *, rank: int = 0, section: str = "train"
+) -> Prediction:
+    """The peak of a training step on the device of a rank. Rank 0 also has the embedded engine.
+
+    Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
+    one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process.
+    """
+    fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
+    if fsdp.param_dtype is not None:  # passes as those of a model whose weights have this type
+        passes = _parts(
+            config.model_copy(update={"model": config.model.model_copy(update={"dtype": fsdp.param_dtype})}),
+            model_config,
+            workload,
+            section,
+        )
+        parts |= {name: passes[name] for name in _OF_PASSES}
+    program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
+    parts["program"] = program + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
+    samples = (
+        rank == 0
+        and section == "train"
+        and isinstance(config.engine, LocalEngineSection)
+        and not config.runs_conversations_elsewhere
+    )
+    if not samples:
+        parts = {name: size for name, size in parts.items() if name not in _OF_ENGINE}
+    units = _units(config, model_config)
+    offloaded = fsdp.offload == "cpu"
+    precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
+    each = fsdp.gradient_sync == "micro_batch" or (
+        fsdp.gradient_sync == "auto" and parts.get("gradients", 0) > SMALL_GRADIENTS
+    )
+    gathered = parts["weights"] if not fsdp.reshard_after_forward else units.root + 2 * units.layer
+    found = [
+        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / ranks) for name in _DIVIDED),
+        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / ranks) if each else parts["gradients"]),
+        MemoryPart("gathered layers", precision * gathered + (units.layer if each else 0)),
+        MemoryPart("copy of the engine", parts["weights"] if samples else 0),
+    ]
+    known = {*_DIVIDED, "gradients"}
+    return Prediction(
+        [part for part in found if part.bytes] + [MemoryPart(name, parts[name]) for name in parts if name not in known]
+    )
+
+
+def _parts(config: Config, model_config: Any, workload: Workload, section: str) -> dict[str, float]:
+    """The memory of one process."""
+    return {
+        part.name: part.bytes for part in predict(config, model_config, workload, section=section, on_ranks=True).parts
+    }
+
+
+def _units(config: Config, model_config: Any) -> _Units:
+    model = empty_model(assembly.model_options(config), model_config)
+    layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    sizes = [_bytes(layer) for layer in layers]
+    return _Units(max(sizes, default=0), _bytes(model) - sum(sizes))
+
+
+def _bytes(module: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def rank_memory_check(
+    config: Config, ranks: int, *, section: str, memory_gb: float | None, longest: int | None = None
+) -> Check:
+    """As `doctor.memory.memory_check`, for the device of rank 0. On a CPU, the ranks share the memory of the machine."""
+    try:
+        with boundary("model"):
+            model_config = read_model_config(config.model.path)
+            workload = workload_of(config, model_config, section, longest=longest)
+            found = rank_memory(config, model_config, workload, ranks, section=section)
+    except Failed as failed:
+        return Check("memory", "note", f"the memory of a rank cannot be predicted: {failed.failure.message}")
+    shared = 1 if on_gpu(config) or config.cluster.launcher != "local" else ranks
+    limit = memory_gb if memory_gb is not None else machine_gib(config) / shared
+    details = [("in GiB", ", ".join(f"{part.name} {part.bytes / 2**30:.2f}" for part in found.parts))]
+    text = f"predicted peak of a training step on each of {ranks} ranks: {found.gib:.1f} GiB (rank 0)"
+    if found.gib <= limit:
+        return Check("memory", "ok", text, details=details)
+    largest = max(found.parts, key=lambda part: part.bytes)
+    fixes = {
+        "copy of the engine": "use a server engine (engine.name=vllm), whose weights are on other devices",
+        "activations": f"set model.gradient_checkpointing=true, or a smaller {section}.micro_batch_tokens",
+        "gathered layers": "set cluster.fsdp.param_dtype=bfloat16",
+        "gradients": "set cluster.fsdp.gradient_sync=micro_batch",
+    }
+    advice = fixes.get(largest.name, "use more ranks, or set cluster.fsdp.offload=cpu")
+    return Check(
+        "memory",
+        "fail",
+        f"{text}, and there are {limit:.1f} GiB. The largest part: {largest.name}: {advice}",
+        details=details,
+    )
+
+
+def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
+    """The predicted memory of a rollout worker with the embedded engine, or of each device of a started server; empty if the
+    engine is in the trainer's process, or on servers that others have started."""
+    engine = config.engine
+    if isinstance(engine, LocalEngineSection) and config.cluster.launcher == "ray":
+        workers, workload = config.cluster.workers, workload_of(config, model_config, "train")
+        started = workload.conversations * (config.train.max_staleness + 1)
+        cache = kv_cache_bytes(
+            config, model_config, conversations=min(started, workers.max_concurrent), tokens=workload.tokens
+        )
+        weights = _weights(config, model_config)
+        text = _sum({"weights": weights, "KV cache": cache, "program": PROGRAM_BYTES})
+        return [PlanLine("memory of a worker", f"{text}, without the environments")]
+    if isinstance(engine, ServerEngineSection) and engine.url is None:
+        weights = _weights(config, model_config) / engine.tensor_parallel
+        cache = cache_gb(config, config.limits.context or context_length(model_config.to_dict()))
+        if cache is None:
+            rest = f"weights {_gib(weights)}; {config.engine.name} chooses the size of its KV cache (engine.memory_gb)"
+        else:
+            rest = _sum({"weights": weights, "KV cache": cache * 2**30})
+        return [PlanLine("memory of a server's device", rest)]
+    return []
+
+
+def _weights(config: Config, model_config: Any) -> float:
+    model = empty_model(assembly.model_options(config), model_config)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def _sum(parts: dict[str, float]) -> str:
+    return f"{_gib(sum(parts.values()))} GiB: " + ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f}"

@@ -1,1 +1,0 @@
-"""Servers that come with the package."""

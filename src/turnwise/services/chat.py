@@ -1,0 +1,316 @@
+"""Models on OpenAI-compatible servers, and chat models as functions.
+
+A model on an OpenAI-compatible server: messages and tools in, a message out, over `POST url/chat/completions`.
+
+Knows the protocol: fields of the request, the answer's message and its counts of tokens. It does not know what the messages are
+for: the text-only session, simulated users and judges use it.
+
+Chat models: functions from messages to a text, such as a model on an OpenAI-compatible server.
+
+A simulated user and a judge get their model in the same way: by the arguments `endpoint` or `chat_model` in the recipe.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from turnwise.errors import ConfigError
+from turnwise.services.json_service import RefusedError, ServiceError, service
+from turnwise.types import Message, ToolSchema, Usage
+from turnwise.user_code.copies import copy_containers
+from turnwise.user_code.references import resolve
+from turnwise.user_code.threads import run_in_thread
+
+_RESERVED = ("messages", "model", "n", "stream", "tools")
+_CHARACTERS_PER_TOKEN = 4  # the usual estimate for English text
+_CONTEXT_FULL = ("context_length_exceeded", "context length", "context window", "maximum model length", "max_model_len")
+"""Texts in the errors of OpenAI, vLLM, SGLang and llama.cpp for a prompt that is too long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointOptions:
+    """Where a model is, and how often it may be asked."""
+
+    url: str
+    """The base URL, such as `http://127.0.0.1:8000/v1`."""
+    model: str
+    """The name of the model on the server."""
+    api_key_env: str | None = None
+    """The environment variable that holds the API key; None sends no key."""
+    request: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of each request. A field that turnwise sends too is replaced; None removes the field."""
+    timeout: float = 30.0
+    """Seconds for each attempt."""
+    retries: int = 3
+    """Further attempts without connection, without answer in time, or with status 5xx or 429."""
+    pause: float = 1.0
+    """Seconds before the first retry. The pause doubles with each retry, up to a minute."""
+    max_concurrent: int = 64
+    """Requests at the same time, over all conversations."""
+    requests_per_minute: float | None = None
+    """The largest number of requests in a minute, over all conversations. None: no limit."""
+    tokens_per_minute: float | None = None
+    """The largest number of tokens in a minute, of prompts and answers together. None: no limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatAnswer:
+    """What the model answered."""
+
+    message: Mapping[str, Any]
+    """The assistant message as the server sent it."""
+    finish_reason: str
+    """`stop`, `length`, `tool_calls` or another text; empty if the server sends none."""
+    usage: Usage | None
+    """The counts of tokens; None if the server does not report them."""
+
+
+class ContextFullError(ServiceError):
+    """The prompt leaves no room for an answer in the context of the model."""
+
+
+class ChatService(Protocol):
+    """Answers messages. `ChatEndpoint` asks a server; a replay gives recorded answers."""
+
+    async def complete(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), fields: Mapping[str, Any] | None = None
+    ) -> ChatAnswer:
+        """The answer to the last message.
+
+        Raises ServiceError; ContextFullError if the prompt, or the prompt and the tokens that are asked for, do not fit into
+        the context of the model.
+        """
+        ...
+
+
+class ChatEndpoint:
+    """A chat model behind an OpenAI-compatible server.
+
+    Raises ConfigError if an option is invalid or the environment variable of the key is not set.
+    """
+
+    def __init__(self, options: EndpointOptions) -> None:
+        if taken := [name for name in _RESERVED if name in options.request]:
+            raise ConfigError(f"endpoint.request has {taken[0]!r}, which is set by turnwise: remove it")
+        headers: tuple[tuple[str, str], ...] = ()
+        if options.api_key_env is not None:
+            key = os.environ.get(options.api_key_env)
+            if not key:
+                raise ConfigError(
+                    f"endpoint.api_key_env: the environment variable {options.api_key_env} is not set; set it to the API key"
+                )
+            headers = (("Authorization", f"Bearer {key}"),)
+        address = options.url.rstrip("/")
+        self._options = options
+        self._service = service(
+            address if address.endswith("/chat/completions") else f"{address}/chat/completions",
+            timeout=options.timeout,
+            retries=options.retries,
+            pause=options.pause,
+            max_concurrent=options.max_concurrent,
+            headers=headers,
+            exponential=True,
+            requests_per_minute=options.requests_per_minute,
+            tokens_per_minute=options.tokens_per_minute,
+        )
+        self._mean_answer = _Mean()
+
+    @property
+    def url(self) -> str:
+        """The address of the requests."""
+        return self._service.url
+
+    async def complete(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), fields: Mapping[str, Any] | None = None
+    ) -> ChatAnswer:
+        """The answer to the last message. `fields` are further fields of this request.
+
+        Raises ServiceError, with status and body, if there is no answer; ContextFullError if the context of the model is full.
+        """
+        question: dict[str, Any] = {"model": self._options.model, "messages": list(messages)}
+        if tools:
+            question["tools"] = list(tools)
+        for name, value in {**(fields or {}), **self._options.request}.items():
+            if value is not None:
+                question[name] = value
+        estimated = self._estimate(question)
+        try:
+            answer = await self._service.ask(question, tokens=estimated)
+        except RefusedError as error:
+            if error.status in (400, 413, 422) and any(text in error.body.lower() for text in _CONTEXT_FULL):
+                raise ContextFullError(str(error)) from error
+            raise
+        parsed = self._parse(answer)
+        if parsed.usage is not None:
+            self._mean_answer.add(parsed.usage.completion_tokens)
+            self._service.settle(estimated, parsed.usage.prompt_tokens + parsed.usage.completion_tokens)
+        return parsed
+
+    def _estimate(self, question: Mapping[str, Any]) -> int:
+        """The number of tokens of a request and its answer, for the rate limit, until the server reports it."""
+        if self._options.tokens_per_minute is None:
+            return 0
+        prompt = len(json.dumps([question["messages"], question.get("tools")], default=str)) // _CHARACTERS_PER_TOKEN
+        most = question.get("max_tokens", question.get("max_completion_tokens"))
+        return prompt + round(self._mean_answer.value(most if isinstance(most, int) else 0))
+
+    def _parse(self, answer: Mapping[str, Any]) -> ChatAnswer:
+        match answer:
+            case {"choices": [{"message": dict(message)} as choice, *_]}:
+                reason = choice.get("finish_reason")
+                return ChatAnswer(
+                    message=message,
+                    finish_reason=reason if isinstance(reason, str) else "",
+                    usage=_usage(answer.get("usage")),
+                )
+            case _:
+                raise protocol_error(self.url, answer)
+
+
+def protocol_error(url: str, answer: Mapping[str, Any]) -> ServiceError:
+    """The error for an answer that does not follow the protocol."""
+    return ServiceError(
+        f'the service {url} must return {{"choices": [{{"message": {{"content": "..."}}}}]}}; it returned {str(answer)[:300]}'
+    )
+
+
+class _Mean:
+    """The mean number of tokens of the answers so far."""
+
+    def __init__(self) -> None:
+        self._count, self._sum = 0, 0
+        self._lock = threading.Lock()
+
+    def add(self, tokens: int) -> None:
+        with self._lock:
+            self._count, self._sum = self._count + 1, self._sum + tokens
+
+    def value(self, default: float) -> float:
+        """The mean; `default` before the first answer."""
+        return self._sum / self._count if self._count else default
+
+
+def _usage(value: Any) -> Usage | None:
+    """The counts of tokens of an answer; None if they are missing or are not numbers."""
+    match value:
+        case {"prompt_tokens": int(prompt), "completion_tokens": int(completion)} if prompt >= 0 and completion >= 0:
+            pass
+        case _:
+            return None
+    match value.get("prompt_tokens_details"):
+        case {"cached_tokens": int(cached)}:
+            return Usage(prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached)
+        case _:
+            return Usage(prompt_tokens=prompt, completion_tokens=completion)
+
+
+ChatModel = Callable[[list[Message]], Awaitable[str] | str]
+"""Returns the answer to the last message. A sync function runs in a thread."""
+
+_THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
+
+
+class Endpoint:
+    """A chat model behind an OpenAI-compatible server: `POST url/chat/completions`.
+
+    Example::
+
+        Endpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="USER_MODEL_KEY", request={"temperature": 0.7})
+
+    `api_key_env` names the environment variable that holds the key. `request` holds further fields of the request. Requests
+    without connection, without answer in `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times. The
+    pause before the first retry is `pause` seconds and doubles with each retry, up to a minute, with a random part of up to half
+    left out; if the server sends Retry-After, all requests wait for that time instead. At most `max_concurrent` requests run at
+    once, at most `requests_per_minute` begin in a minute, and they use at most about `tokens_per_minute` tokens. These limits
+    hold over all conversations.
+
+    Raises ConfigError.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key_env: str | None = None,
+        request: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+        retries: int = 3,
+        pause: float = 1.0,
+        max_concurrent: int = 64,
+        requests_per_minute: float | None = None,
+        tokens_per_minute: float | None = None,
+    ) -> None:
+        self._endpoint = ChatEndpoint(
+            EndpointOptions(
+                url=url,
+                model=model,
+                api_key_env=api_key_env,
+                request=request or {},
+                timeout=timeout,
+                retries=retries,
+                pause=pause,
+                max_concurrent=max_concurrent,
+                requests_per_minute=requests_per_minute,
+                tokens_per_minute=tokens_per_minute,
+            )
+        )
+
+    async def __call__(self, messages: list[Message]) -> str:
+        """The answer of the model, without its reasoning.
+
+        Raises ServiceError, with status and body, if there is no answer.
+        """
+        answer = await self._endpoint.complete(messages)
+        text = answer.message.get("content")
+        if not isinstance(text, str):
+            raise protocol_error(self._endpoint.url, {"choices": [{"message": dict(answer.message)}]})
+        # a JSON answer that was cut may end with half of a surrogate pair, which no tokenizer takes
+        return _THOUGHTS.sub("", text).strip().encode("utf-8", "replace").decode("utf-8")
+
+
+def given_chat_model(
+    endpoint: Mapping[str, Any] | None, chat_model: str | ChatModel | None, *, owner: str, key: str
+) -> ChatModel:
+    """The chat model that the arguments `endpoint` (the arguments of `Endpoint`) or `chat_model` (a function of messages, or a
+    reference to one) of `owner` describe. `key` is the place of `chat_model` in the recipe.
+
+    Raises ConfigError.
+    """
+    if (endpoint is None) == (chat_model is None):
+        raise ConfigError(f"{owner} needs either endpoint or chat_model: set one of them")
+    if endpoint is not None:
+        try:
+            inspect.signature(Endpoint).bind(**endpoint)
+        except TypeError as error:
+            raise ConfigError(f"endpoint {dict(endpoint)} cannot be created: {error}") from None
+        return Endpoint(**endpoint)
+    if isinstance(chat_model, str):
+        chat_model = resolve(chat_model, key=key)
+    if not callable(chat_model):
+        kind = type(chat_model).__name__
+        raise ConfigError(f"chat_model is a {kind}, {chat_model!r:.80}; it must be a function of messages")
+    return chat_model
+
+
+async def ask_chat_model(chat_model: ChatModel, messages: list[Message], *, name: str, kind: str) -> str:
+    """The answer of a chat model. A sync function runs in a thread. `name` is the role of the model, for error messages, and
+    `kind` the kind of a failure.
+
+    Raises TypeError if the answer is not a text, Failed if a sync function raises, and what an async function raises.
+    """
+    if inspect.iscoroutinefunction(chat_model) or inspect.iscoroutinefunction(type(chat_model).__call__):
+        answer: Any = await chat_model(copy_containers(messages))  # type: ignore[misc]
+    else:
+        answer = await run_in_thread(lambda: chat_model(copy_containers(messages)), name=name, kind=kind)
+        answer = await answer if inspect.isawaitable(answer) else answer
+    if not isinstance(answer, str):
+        raise TypeError(f"the chat_model of {name} returned {answer!r:.80}; it must return a text")
+    return answer

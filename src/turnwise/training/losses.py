@@ -1,0 +1,415 @@
+"""Targets, the policy losses, the KL divergence, and the loss with all its terms.
+
+The input and the output of a loss: columns with one entry for each of the N target tokens of a micro-batch.
+
+Losses for policies: pure functions from log-probabilities and targets to one number for each target token.
+
+In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
+gradient. `old_logprob` is that of the policy that sampled, or with rollout correction that of the weights before the update.
+The ratio of the tokens that the present weights sampled is 1 before the first optimizer step (`with_own_ratios`).
+`loss.make_loss` chooses a function by name.
+
+A loss with all its terms: the policy loss that the recipe names, the KL divergence from a reference model, the entropy bonus.
+
+A policy loss is a function `(logprob_N, targets) -> LossTerms` (policy_losses.py). To add one, write the function and name it in
+`make_loss`. How the tokens are averaged is decided by the batch (`Targets.weight_N`).
+
+Estimates of a KL divergence from tokens that one of the two policies sampled.
+
+Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+import torch
+
+from turnwise.training.options import Cispo, CorrectionConfig, Gspo, LossConfig, Nll, PpoClip, Reinforce, Sapo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The target tokens of a micro-batch: all columns have one entry for each of N tokens.
+
+    All target tokens of a sequence are in the same micro-batch, in their order, so a loss may combine them.
+
+    Example: two completions `a b` and `c` of one turn each, `c` from an older version of the weights::
+
+        token_N = a b c    sequence_N = 0 0 1    turn_N = 0 0 0    version_N = 7 7 6
+    """
+
+    token_N: torch.Tensor
+    """The sampled token."""
+    sequence_N: torch.Tensor
+    """Number of the sequence (segment) that the token is in; unique in the batch, over all its micro-batches."""
+    turn_N: torch.Tensor
+    """Index of the turn that sampled the token, in its trajectory."""
+    version_N: torch.Tensor
+    """Version of the weights that sampled the token."""
+    copies_N: torch.Tensor | None = None
+    """The number of segments that the token's sequence stands for, because their tokens and advantages are equal. None: 1.
+    `weight_N` is already the sum over them."""
+    behaviour_logprob_N: torch.Tensor
+    """Log-probability of the token under the policy that sampled it, as the engine reported it; 0 where `known_N` is false."""
+    known_N: torch.Tensor
+    """Whether the engine reported `behaviour_logprob_N` of the distribution sampled from. Where it did not, the learner
+    computes it before the first optimizer step."""
+    proximal_logprob_N: torch.Tensor | None = None
+    """Log-probability of the token under the weights before the first optimizer step. None if nothing needs it."""
+    correction_N: torch.Tensor | None = None
+    """Factor of the token's policy loss (rollout correction). None: 1."""
+    decoupled: bool = False
+    """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
+    first_step: bool = False
+    """Whether the pass is that before the first optimizer step, without rollout correction: where the present weights have
+    sampled (`policy_losses.fresh_tokens`), the ratios of the loss are then 1, however engine and trainer round."""
+    version: int | None = None
+    """Version of the weights that are trained; None where the targets have no versions."""
+    advantage_N: torch.Tensor
+    weight_N: torch.Tensor
+    """Factor of the token in the loss, above 0. The weights add up to one over the batch, unless the normalizer is `constant`."""
+
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """The log-probabilities in the denominator of the loss's probability ratios."""
+        return (
+            self.proximal_logprob_N
+            if self.decoupled and self.proximal_logprob_N is not None
+            else self.behaviour_logprob_N
+        )
+
+    @property
+    def counts(self) -> torch.Tensor:
+        """How often each token counts in metrics and means over all segments of the batch. Float32, shape [N]."""
+        return torch.ones_like(self.weight_N) if self.copies_N is None else self.copies_N.to(self.weight_N.dtype)
+
+    def with_correction(self, correction_N: torch.Tensor, factor: float) -> Targets:
+        """With importance weights, and the weights of the average multiplied by `factor`."""
+        return replace(self, correction_N=correction_N, weight_N=self.weight_N * factor)
+
+    def select(self, keep_N: torch.Tensor) -> Targets:
+        """The targets for which `keep_N` is true."""
+        return replace(self, **{name: column[keep_N] for name, column in self._columns().items()})
+
+    def _columns(self) -> dict[str, torch.Tensor]:
+        values = {column.name: getattr(self, column.name) for column in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+
+    def to(self, device: torch.device) -> Targets:
+        """The same on another device."""
+        return replace(self, **{name: column.to(device) for name, column in self._columns().items()})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerms:
+    """What a loss returns. Only `loss_N` has a gradient; the others are metrics."""
+
+    loss_N: torch.Tensor
+    """To be minimised, averaged by `Targets.weight_N`."""
+    kl_N: torch.Tensor
+    """Estimate of the KL divergence that is reported: from the reference model, or from the policy that sampled."""
+    clipped: torch.Tensor
+    """How many tokens have a probability ratio outside the bounds of the loss, by `Targets.counts`. Shape []."""
+    max_deviation: torch.Tensor
+    """Largest `|ratio - 1|` of the tokens with a reported log-probability. Shape []."""
+
+
+Objective = Callable[[torch.Tensor, Targets], LossTerms]
+"""`(logprob_N, targets) -> terms`: a loss without the terms for reference model and entropy."""
+
+
+def kl_k3(logprob_N: torch.Tensor, other_logprob_N: torch.Tensor) -> torch.Tensor:
+    """An estimate of KL(policy || other) from tokens that the policy sampled: `exp(d) - d - 1`, `d = other - logprob`.
+
+    Unbiased for on-policy tokens, never negative.
+    """
+    difference_N = other_logprob_N - logprob_N
+    return difference_N.exp() - difference_N - 1.0
+
+
+def kl_estimate(
+    logprob_N: torch.Tensor,
+    other_logprob_N: torch.Tensor,
+    estimator: Literal["k1", "k2", "k3", "k3_corrected"],
+    old_logprob_N: torch.Tensor,
+) -> torch.Tensor:
+    """An estimate of KL(policy || other) for each token, with `d = logprob - other`:
+
+    - `k1`: `d`. Its expected gradient is 0 for on-policy tokens, so that it only adds noise to a loss.
+    - `k2`: `d^2 / 2`. Its expected gradient is that of the KL divergence.
+    - `k3`: `exp(-d) + d - 1`. An unbiased value; its expected gradient is that of KL(other || policy).
+    - `k3_corrected`: k3 times `exp(logprob - old)`, the ratio to the policy that sampled: value and gradient are unbiased also
+      for off-policy tokens. DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    difference_N = logprob_N - other_logprob_N
+    if estimator == "k1":
+        return difference_N
+    if estimator == "k2":
+        return difference_N.square() / 2
+    k3_N = kl_k3(logprob_N, other_logprob_N)
+    return k3_N if estimator == "k3" else k3_N * (logprob_N - old_logprob_N).exp()
+
+
+def kl_numbers(
+    logprobs: Sequence[float], other_logprobs: Sequence[float], estimator: Literal["k1", "k2", "k3"]
+) -> list[float]:
+    """`kl_estimate` for lists of log-probabilities, in float64."""
+    logprob_N, other_logprob_N = (torch.tensor(values, dtype=torch.float64) for values in (logprobs, other_logprobs))
+    return kl_estimate(logprob_N, other_logprob_N, estimator, logprob_N).tolist()
+
+
+def ppo_clip(
+    logprob_N: torch.Tensor,
+    targets: Targets,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float = math.inf,
+) -> LossTerms:
+    """Clipped surrogate: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; for A < 0 at most `-dual_clip A`.
+
+    Papers: PPO, arXiv 1707.06347; unequal bounds from DAPO, arXiv 2503.14476; `dual_clip` from arXiv 1912.09729.
+    """
+    ratio_N = _ratio(logprob_N, targets)
+    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
+    outside_N = _outside(ratio_N, clip_low, clip_high)
+    if dual_clip < math.inf:
+        negative_N = targets.advantage_N < 0
+        loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * targets.advantage_N), loss_N)
+        outside_N = outside_N | (negative_N & (ratio_N > dual_clip))
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=outside_N)
+
+
+def gspo(
+    logprob_N: torch.Tensor,
+    targets: Targets,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+    level: Literal["sequence", "turn"] = "sequence",
+) -> LossTerms:
+    """Clipped surrogate with one ratio `s` for all tokens of a sequence, the geometric mean of their ratios.
+
+    `-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)` with `s_t = sg(s) exp(logprob) / sg(exp(logprob))`. This is the form
+    GSPO-token, in which tokens may have different advantages. If they are equal, its gradient is that of GSPO. `level="turn"`
+    has a ratio for the tokens of each turn instead.
+
+    Paper: GSPO, arXiv 2507.18071.
+    """
+    with torch.no_grad():
+        log_ratio_N = logprob_N - targets.old_logprobs
+        mean_N = mean_of_groups(log_ratio_N, groups_of(targets, level))
+    ratio_N = (mean_N + logprob_N - logprob_N.detach()).exp()
+    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, clip_low, clip_high))
+
+
+def cispo(logprob_N: torch.Tensor, targets: Targets, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
+    """REINFORCE with clipped importance weights: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`.
+
+    Paper: MiniMax-M1, arXiv 2506.13585.
+    """
+    with torch.no_grad():
+        ratio_N = _ratio(logprob_N, targets)
+        weight_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss_N = -weight_N * targets.advantage_N * logprob_N
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, clip_low, clip_high))
+
+
+def sapo(
+    logprob_N: torch.Tensor, targets: Targets, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> LossTerms:
+    """Soft gate: `-4 / tau * sigmoid(tau (r - 1)) A`, where `tau` is `tau_positive` for A > 0, else `tau_negative`.
+
+    Paper: SAPO, arXiv 2511.20347. No token counts as clipped.
+    """
+    ratio_N = _ratio(logprob_N, targets)
+    tau_N = torch.where(targets.advantage_N > 0, tau_positive, tau_negative)
+    loss_N = -4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * targets.advantage_N
+    return _terms(logprob_N, targets, loss_N=loss_N)
+
+
+def reinforce(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+    """`-A logprob`: the policy gradient of tokens that the present policy sampled.
+
+    Paper: Williams 1992, "Simple statistical gradient-following algorithms". GPG (arXiv 2504.02546) uses it with a group
+    baseline.
+    """
+    loss_N = -targets.advantage_N * logprob_N
+    return _terms(logprob_N, targets, loss_N=loss_N)
+
+
+def nll(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+    """Negative log-likelihood of tokens that were written by others: `-logprob`, the cross-entropy with the token itself."""
+    nothing = logprob_N.new_zeros(())
+    return LossTerms(loss_N=-logprob_N, kl_N=torch.zeros_like(targets.weight_N), clipped=nothing, max_deviation=nothing)
+
+
+def mean_of_groups(value_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
+    """The mean of each group, for each of its tokens. `group_N` numbers the groups from 0."""
+    groups = int(group_N.max()) + 1
+    sum_G = value_N.new_zeros(groups).index_add_(0, group_N, value_N)
+    count_G = value_N.new_zeros(groups).index_add_(0, group_N, torch.ones_like(value_N))
+    return (sum_G / count_G)[group_N]
+
+
+def groups_of(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Tensor:
+    """A number for each sequence, or for each turn in a sequence, counted from 0."""
+    number_N = targets.sequence_N
+    if level == "turn":
+        number_N = number_N * (targets.turn_N.max() + 1) + targets.turn_N
+    return torch.unique(number_N, return_inverse=True)[1]
+
+
+def fresh_tokens(targets: Targets) -> torch.Tensor:
+    """Whether the present weights sampled the token and all others of its turn. Bool, shape [N].
+
+    In a turn that runs while the weights change, the later tokens have the present version, but the keys and values of the
+    earlier tokens are from older weights. The ratio of such tokens is not 1.
+    """
+    if targets.version is None or not len(targets.token_N):
+        return torch.zeros_like(targets.known_N)
+    turn_N = groups_of(targets, "turn")
+    older_G = torch.zeros(int(turn_N.max()) + 1, dtype=torch.bool, device=turn_N.device)
+    older_G[turn_N[targets.version_N != targets.version]] = True
+    return ~older_G[turn_N]
+
+
+def with_own_ratios(targets: Targets, logprob_N: torch.Tensor) -> Targets:
+    """The targets with ratios to `logprob_N`, the learner's own log-probabilities before the first optimizer step, for the tokens
+    that the present weights sampled; the other ratios are still those to the engine's log-probabilities.
+
+    Both would be the same if engine and trainer rounded alike. In bfloat16 they do not, and the ratio would be noise that is
+    clipped.
+    """
+    own_N = torch.where(fresh_tokens(targets), logprob_N.detach(), targets.behaviour_logprob_N)
+    return replace(targets, proximal_logprob_N=own_N, decoupled=True)
+
+
+def _ratio(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:
+    return (logprob_N - targets.old_logprobs).exp()
+
+
+def _clipped_surrogate(
+    ratio_N: torch.Tensor, advantage_N: torch.Tensor, clip_low: float, clip_high: float
+) -> torch.Tensor:
+    clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+    return -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
+
+
+def _outside(ratio_N: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
+    return (ratio_N < 1.0 - clip_low) | (ratio_N > 1.0 + clip_high)
+
+
+def _terms(
+    logprob_N: torch.Tensor, targets: Targets, *, loss_N: torch.Tensor, outside_N: torch.Tensor | None = None
+) -> LossTerms:
+    """The loss with the metrics that all policy losses have. `outside_N`: whether the ratio is outside the bounds of the loss."""
+    with torch.no_grad():
+        # a NaN would be lost when Python's `max` compares micro-batches, so it counts as infinite
+        deviation_N = ((logprob_N - targets.behaviour_logprob_N).exp() - 1.0).abs().nan_to_num(nan=torch.inf)
+        return LossTerms(
+            loss_N=loss_N,
+            kl_N=kl_k3(logprob_N.detach(), targets.behaviour_logprob_N),
+            clipped=logprob_N.new_zeros(()) if outside_N is None else targets.counts[outside_N].sum(),
+            max_deviation=torch.where(targets.known_N, deviation_N, 0.0).amax(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """An objective, plus `kl_coef` times the KL divergence from the reference model, minus `entropy_coef` times the entropy."""
+
+    objective: Objective
+    needs_behaviour_logprobs: bool
+    """Whether the objective uses `Targets.behaviour_logprob_N`."""
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
+    entropy_coef: float = 0.0
+    correction: CorrectionConfig | None = None
+    off_policy_sequence_mask_delta: float | None = None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss needs log-probabilities of the reference model."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss needs the entropy of each target's distribution."""
+        return self.entropy_coef != 0.0
+
+    @property
+    def needs_zero_advantages(self) -> bool:
+        """Whether tokens with advantage 0 have a gradient."""
+        return self.needs_reference or self.needs_entropy
+
+    def __call__(
+        self,
+        logprob_N: torch.Tensor,
+        targets: Targets,
+        *,
+        reference_logprob_N: torch.Tensor | None = None,
+        entropy_N: torch.Tensor | None = None,
+    ) -> LossTerms:
+        terms = self.objective(logprob_N, targets)
+        if targets.correction_N is not None:
+            terms = replace(terms, loss_N=terms.loss_N * targets.correction_N)
+        delta = self.off_policy_sequence_mask_delta
+        if delta is not None:
+            terms = replace(terms, loss_N=terms.loss_N * off_policy_sequence_mask(logprob_N, targets, delta))
+        if reference_logprob_N is not None:
+            kl_N = kl_estimate(logprob_N, reference_logprob_N, self.kl_estimator, targets.old_logprobs)
+            terms = replace(terms, loss_N=terms.loss_N + self.kl_coef * kl_N, kl_N=kl_N.detach())
+        if entropy_N is not None:
+            terms = replace(terms, loss_N=terms.loss_N - self.entropy_coef * entropy_N)
+        return terms
+
+
+@torch.no_grad()
+def off_policy_sequence_mask(logprob_N: torch.Tensor, targets: Targets, delta: float) -> torch.Tensor:
+    """0 for tokens with a negative advantage in sequences that the present policy finds unlikely, else 1. Shape [N].
+
+    A sequence is unlikely if the mean of `behaviour_logprob - logprob` over its tokens is above `delta`. DeepSeek-V3.2, arXiv
+    2512.02556. The denominators of the average do not change.
+    """
+    divergence_N = mean_of_groups(targets.behaviour_logprob_N - logprob_N, groups_of(targets, "sequence"))
+    return torch.where((targets.advantage_N < 0) & (divergence_N > delta), 0.0, 1.0)
+
+
+def make_loss(config: LossConfig) -> Loss:
+    """The loss that the configuration describes."""
+    return Loss(
+        objective=_objective(config),
+        needs_behaviour_logprobs=not isinstance(config, Nll),
+        kl_coef=config.kl_coef,
+        kl_estimator=config.kl_estimator,
+        entropy_coef=config.entropy_coef,
+        correction=config.correction,
+        off_policy_sequence_mask_delta=config.off_policy_sequence_mask_delta,
+    )
+
+
+def _objective(config: LossConfig) -> Objective:
+    """The function of the configuration's class: the one place where a configuration becomes a loss."""
+    match config:
+        case PpoClip(clip_low=low, clip_high=high, dual_clip=dual):
+            dual = math.inf if dual is None else dual
+            return functools.partial(ppo_clip, clip_low=low, clip_high=high, dual_clip=dual)
+        case Gspo(clip_low=low, clip_high=high, level=level):
+            return functools.partial(gspo, clip_low=low, clip_high=high, level=level)
+        case Cispo(clip_low=low, clip_high=high):
+            return functools.partial(cispo, clip_low=low, clip_high=high)
+        case Sapo(tau_positive=positive, tau_negative=negative):
+            return functools.partial(sapo, tau_positive=positive, tau_negative=negative)
+        case Reinforce():
+            return reinforce
+        case Nll():
+            return nll
+        case _:
+            raise TypeError(f"there is no loss for {config!r}")

@@ -1,0 +1,566 @@
+"""The part of learner and critic that each rank has: passes, share of micro-batches, checkpoint.
+
+The part of a sharded learner that each rank has: its share of the model, of the reference model and of the optimizer.
+
+The methods are collective: all ranks call the same method at the same time, as `commands` (commands.py) makes sure.
+
+The part of a sharded critic that each rank has: its share of the value model and of the optimizer.
+
+The methods are collective, as those of `ModelShard`.
+
+Shares the micro-batches of a batch out among ranks.
+
+All ranks compute the same number of passes, because each pass is a collective operation: a *round* is one pass on each rank. A
+rank without a micro-batch in a round computes a pass of weight 0.
+
+Checkpoints of a sharded learner: each rank writes its own part, with torch.distributed.checkpoint.
+
+The files hold the weights that are trained, the state of the optimizer and a changed reference model. Any number of ranks can
+load them. `load_complete` and `complete_state` convert from and to the state of a learner in one process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader as dcp_load
+from torch.distributed.checkpoint import state_dict_saver as dcp_save
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from turnwise.models.loading import largest_logit, of_tensors, token_logprobs
+from turnwise.models.lora import adapter_weights, has_adapter
+from turnwise.models.model_config import context_length
+from turnwise.models.precision import use_deterministic_algorithms
+from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.forward import Forward, shares_prefixes
+from turnwise.training.learner import BatchRequirements, PackingRequirements
+from turnwise.training.losses import Targets, make_loss
+from turnwise.training.optimizer import Optimizer
+from turnwise.training.options import CriticOptions, ShardOptions
+from turnwise.training.reference import reference_model
+from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.sharded_model import ShardedModel, complete, like, load_sharded
+from turnwise.training.update import StopFlag, UpdateSums, policy_loss
+from turnwise.training.value_batch import StatePlaces, ValueTargets
+from turnwise.training.value_model import (
+    CriticSums,
+    ValueForward,
+    body_of,
+    critic_loss,
+    load_head,
+    new_value_head,
+    trained_parameters,
+)
+from turnwise.types import Sampling
+
+S = TypeVar("S")
+
+
+def share_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """The indexes of the micro-batches of each rank. `sizes` are their tokens.
+
+    The number of rounds is the smallest possible. The micro-batches of a round have similar sizes, because all ranks wait for
+    the largest; over all rounds, each rank has about the same number of tokens.
+
+    Example: sizes `8 3 7 2 1` on 2 ranks give the rounds `8 7`, `3 2`, `1`: `[0, 3, 4]` and `[2, 1]`.
+    """
+    ordered = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for start in range(0, len(ordered), ranks):
+        # the largest of the round goes to the rank with the fewest tokens so far
+        free = sorted(range(ranks), key=lambda rank: (totals[rank], rank))
+        for rank, index in zip(free, ordered[start : start + ranks], strict=False):
+            shares[rank].append(index)
+            totals[rank] += sizes[index]
+    return shares
+
+
+def rounds_of(
+    ranks: Ranks, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag
+) -> Iterator[MicroBatch[Any] | None]:
+    """A micro-batch of this rank for each round, or None if it has no more. All ranks end together if rank 0 stops."""
+    for number in range(rounds):
+        if ranks.agree(stop.is_set()):
+            return
+        yield mine[number] if number < len(mine) else None
+
+
+def measure_rounds(
+    ranks: Ranks,
+    mine: Sequence[MicroBatch[Any]],
+    rounds: int,
+    stop: StopFlag,
+    compute: Callable[[MicroBatch[Any]], torch.Tensor],
+    on_round: Callable[[], None] = lambda: None,
+) -> list[torch.Tensor]:
+    """The results [N] of `compute` for this rank's micro-batches, without gradients, on the CPU; fewer if rank 0 stops."""
+    results: list[torch.Tensor] = []
+    with torch.no_grad():
+        for micro in rounds_of(ranks, mine, rounds, stop):
+            result_N = compute((micro or _dummy_micro_batch()).to(ranks.device))
+            if micro is not None:
+                results.append(result_N.cpu())
+            on_round()
+    return results
+
+
+def accumulate_rounds(
+    ranks: Ranks,
+    mine: Sequence[MicroBatch[Any]],
+    rounds: int,
+    stop: StopFlag,
+    *,
+    sharded: ShardedModel,
+    compute: Callable[[MicroBatch[Any]], torch.Tensor],
+    loss_of: Callable[[int, MicroBatch[Any]], tuple[torch.Tensor, Callable[[], S]]],
+    on_round: Callable[[], None],
+) -> list[S]:
+    """Add the gradients of a batch up, of which this rank computes `mine`. Returns the metrics of each of them.
+
+    `loss_of` gives the loss of a micro-batch, and a function that computes its metrics; its first argument is the index in
+    `mine`. `compute` gives the outputs of the model for a round in which the rank has no micro-batch.
+    """
+    sums: list[S] = []
+    for number, micro in enumerate(rounds_of(ranks, mine, rounds, stop)):
+        sharded.sync_gradients(last=number == rounds - 1)
+        if micro is None:
+            (compute(_dummy_micro_batch().to(ranks.device)).sum() * 0.0).backward()
+        else:
+            loss, metrics = loss_of(number, micro.to(ranks.device))
+            loss.backward()
+            with torch.no_grad():
+                sums.append(metrics())
+        on_round()
+    return sums
+
+
+def _dummy_micro_batch() -> MicroBatch[Targets]:
+    """A micro-batch with one target, for a rank without a micro-batch in a round. Its loss is not used."""
+    zero_N = torch.zeros(1)
+    index_N = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(
+        token_ids_BL=torch.zeros((1, 2), dtype=torch.int64),
+        position_BL=torch.arange(2)[None],
+        tree=None,
+        row_U=index_N,
+        column_U=index_N,
+        token_U=index_N,
+        prediction_N=index_N,
+        targets=Targets(
+            token_N=index_N,
+            sequence_N=index_N,
+            turn_N=index_N,
+            version_N=index_N,
+            behaviour_logprob_N=zero_N,
+            known_N=torch.ones(1, dtype=torch.bool),
+            advantage_N=zero_N,
+            weight_N=zero_N,
+        ),
+    )
+
+
+class ShardedForward(Forward):
+    """`Forward` on a sharded model."""
+
+    def __init__(self, sharded: ShardedModel, sampling: Sampling, *, autocast: bool) -> None:
+        self._sharded = sharded
+        sharded.probe(lambda: super(ShardedForward, self).__init__(sharded.model, sampling, autocast=autocast))
+
+    def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._sharded.run(lambda: super(ShardedForward, self).logprobs(micro, entropy=entropy))
+
+
+class ShardedReference:
+    """The reference model of a sharded learner: a model of its own, or the trained model without its adapter (`model` None)."""
+
+    def __init__(self, forward: ShardedForward, policy: Any, model: ShardedModel | None) -> None:
+        self._forward = forward
+        self._policy = policy
+        self.model = model
+        self.mixed = False
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
+        """Log-probabilities [N] of the targets of a micro-batch."""
+        if self.model is not None:
+            return self._forward.logprobs(micro)[0]
+        with _adapter_off(self._policy):
+            return self._forward.logprobs(micro)[0]
+
+    @torch.no_grad()
+    def mix(self, policy: Any, share: float) -> None:
+        """See `Reference.mix`."""
+        assert self.model is not None  # reference.sync_every needs a copy
+        trained = dict(policy.named_parameters())
+        for name, parameter in self.model.model.named_parameters():
+            parameter.lerp_(trained[name].detach().to(parameter.dtype), share)
+        self.mixed = True
+
+
+class ShardReport:
+    """What rank 0 must know of the learner that was built."""
+
+    def __init__(self, shard: ModelShard) -> None:
+        self.requirements = shard.requirements
+        self.context_length = context_length(shard.model.config.to_dict())
+        self.trains_adapter = shard.trains_adapter
+
+
+class ModelShard:
+    """See the module. Raises ConfigError if the model cannot be loaded, or cannot be trained by several ranks."""
+
+    def __init__(self, options: ShardOptions, ranks: Ranks) -> None:
+        if options.deterministic:
+            use_deterministic_algorithms()
+        self.ranks = ranks
+        self._loss = make_loss(options.loss)
+        loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=ranks.leads)
+        self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
+        self.model: Any = self._sharded.model
+        shares = self._sharded.probe(
+            lambda: shares_prefixes(
+                self.model,
+                options.share_prompts,
+                refusal=f"{type(self.model).__name__} does not give its own log-probabilities back with shared prefixes",
+            )
+        )
+        self.trains_adapter = has_adapter(self.model)
+        self._forward = ShardedForward(self._sharded, options.sampling, autocast=options.autocast)
+        self.reference = self._make_reference(options, shares)
+        self.parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+        self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
+        self.requirements = BatchRequirements(
+            share_prompts=shares,
+            logprob_kinds=options.sampling.exact_kinds,
+            keep_zero=self._loss.needs_zero_advantages,
+            measure_zero=self._loss.correction is not None,
+            micro_batch_tokens=default_micro_batch_tokens(ranks.device),
+            parallel=ranks.size,
+        )
+
+    def _make_reference(self, options: ShardOptions, shares: bool) -> ShardedReference | None:
+        """The reference model, divided among the ranks."""
+        config = options.reference
+        if not self._loss.needs_reference and config is None:
+            return None
+        path = None if config is None else config.path
+        separate = config is not None and config.separate
+        if self.trains_adapter and path is None and not separate:
+            return ShardedReference(self._forward, self.model, None)
+        # without a path, the files that the trained model was loaded from: its weights before training
+        source = replace(options.model, lora=None, adapter=None, gradient_checkpointing=False)
+        source = replace(source, path=path or source.path)
+        sharded = load_sharded(source, self.ranks.mesh, options.sharding, prepare=_freeze).sharded
+        sharded.probe(lambda: reference_model(self.model, sharded.model, shares=shares, separate=separate))
+        return ShardedReference(
+            ShardedForward(sharded, options.sampling, autocast=options.autocast), self.model, sharded
+        )
+
+    def target_logprobs(
+        self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag, *, reference: bool
+    ) -> list[torch.Tensor]:
+        """The log-probabilities [N] of this rank's micro-batches, on the CPU; fewer if rank 0 has set its flag."""
+        if reference and self.reference is None:
+            raise ValueError("this learner has no reference model: give it a ReferenceConfig")
+        compute = self.reference.logprobs if reference and self.reference is not None else self._logprobs
+        return measure_rounds(self.ranks, mine, rounds, stop, compute)
+
+    def _logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
+        return self._forward.logprobs(micro)[0]
+
+    def accumulate(
+        self, mine: Sequence[MicroBatch[Targets]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
+    ) -> UpdateSums:
+        """Replace the gradients by those of a batch, of which this rank computes `mine`. Returns the sums over `mine`."""
+        self.optimizer.zero_grad()
+        references: list[torch.Tensor] = []
+        if self._loss.needs_reference:
+            # before the passes with gradients, which may use the same layers
+            references = self.target_logprobs(mine, rounds, stop, reference=True)
+
+        def loss_of(number: int, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+            reference_N = references[number].to(self.ranks.device) if references else None
+            return policy_loss(self._forward, self._loss, micro, reference_N)
+
+        sums = accumulate_rounds(
+            self.ranks,
+            mine,
+            rounds,
+            stop,
+            sharded=self._sharded,
+            compute=self._logprobs,
+            loss_of=loss_of,
+            on_round=on_round,
+        )
+        return sum(sums, UpdateSums())
+
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """See `Learner.token_logprobs`."""
+        with torch.no_grad():
+            return self._sharded.run(lambda: token_logprobs(self.model, token_ids, device=self.ranks.device))
+
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        """See `Learner.largest_logit`."""
+        with torch.no_grad():
+            return self._sharded.run(lambda: largest_logit(self.model, token_ids, device=self.ranks.device))
+
+    def mix_reference(self, share: float) -> None:
+        """See `Learner.mix_reference`."""
+        if self.reference is None:
+            raise ValueError("this learner has no reference model: give it a ReferenceConfig")
+        self.reference.mix(self.model, share)
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """All weights by the names of the state dict, or those of the adapter by peft's names; divided."""
+        return adapter_weights(self.model) if self.trains_adapter else self.model.state_dict()
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The parameters and buffers of the model by their names in it; divided."""
+        return self.model.state_dict()
+
+    def fingerprint(self) -> str | None:
+        """See `Learner.fingerprint`; on rank 0."""
+        return self._fingerprint_of(self.model)
+
+    def reference_fingerprint(self) -> str | None:
+        """See `Learner.reference_fingerprint`; on rank 0."""
+        if self.reference is None:
+            return None
+        return (
+            self.base_fingerprint if self.reference.model is None else self._fingerprint_of(self.reference.model.model)
+        )
+
+    def _fingerprint_of(self, model: Any) -> str | None:
+        state = model.state_dict()
+        lines = of_tensors((name, complete(state[name])) for name in sorted(state))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest() if self.ranks.leads else None
+
+
+def _freeze(model: Any) -> None:
+    model.requires_grad_(False)
+
+
+@contextmanager
+def _adapter_off(model: Any) -> Iterator[None]:
+    """The model without its adapter. Only one thread uses the model of a rank."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True  # `enable_adapters(False)` would also freeze the adapter's weights
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+HEAD_PREFIX = "value_head."
+"""What the names of the value head begin with in `CriticShard.state_tensors`."""
+
+
+class ShardedValueForward(ValueForward):
+    """`ValueForward` on a sharded model."""
+
+    def __init__(self, sharded: ShardedModel, head: torch.nn.Linear, *, autocast: bool) -> None:
+        super().__init__(sharded.model, head, autocast=autocast)
+        self._sharded = sharded
+
+    def values(self, micro: MicroBatch[Any]) -> torch.Tensor:
+        return self._sharded.run(lambda: super(ShardedValueForward, self).values(micro))
+
+
+class CriticShard:
+    """See the module. Raises ConfigError if the value model cannot be loaded, or cannot be trained by several ranks."""
+
+    def __init__(self, options: CriticOptions, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._clip = options.clip
+        heads: list[torch.nn.Linear] = []
+
+        def prepare(model: Any) -> torch.nn.Module:
+            # the output layer is not used, unless it is the embedding too
+            trained = {id(parameter) for parameter in body_of(model).parameters() if parameter.requires_grad}
+            for parameter in model.parameters():
+                parameter.requires_grad_(id(parameter) in trained)
+            heads.append(new_value_head(model))
+            if options.head is not None:
+                load_head(heads[-1], options.head)
+            return heads[-1]
+
+        loaded = load_sharded(options.model, ranks.mesh, options.sharding, prepare=prepare, fingerprint=ranks.leads)
+        self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
+        self.model: Any = self._sharded.model
+        self._head = heads[-1]
+        shares = self._sharded.probe(
+            lambda: shares_prefixes(
+                self.model,
+                options.share_prompts,
+                refusal=f"the critic ({type(self.model).__name__}) does not give its own values back with shared prefixes",
+            )
+        )
+        self.trains_adapter = has_adapter(self.model)
+        self._forward = ShardedValueForward(self._sharded, self._head, autocast=options.autocast)
+        self.parameters = trained_parameters(self.model, self._head)
+        self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
+        self.reference = None
+        self.requirements = PackingRequirements(
+            share_prompts=shares,
+            micro_batch_tokens=default_micro_batch_tokens(ranks.device),
+            parallel=ranks.size,
+        )
+
+    def measure(
+        self, mine: Sequence[MicroBatch[StatePlaces]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
+    ) -> list[torch.Tensor]:
+        """The values [N] of this rank's micro-batches, on the CPU; fewer if rank 0 has set its flag."""
+        return measure_rounds(self.ranks, mine, rounds, stop, self._forward.values, on_round)
+
+    def accumulate(
+        self, mine: Sequence[MicroBatch[ValueTargets]], rounds: int, stop: StopFlag, on_round: Callable[[], None]
+    ) -> CriticSums:
+        """Replace the gradients by those of a batch, of which this rank computes `mine`. Returns the sums over `mine`."""
+        self.optimizer.zero_grad()
+        sums = accumulate_rounds(
+            self.ranks,
+            mine,
+            rounds,
+            stop,
+            sharded=self._sharded,
+            compute=self._forward.values,
+            loss_of=lambda number, micro: critic_loss(self._forward, micro, clip=self._clip),
+            on_round=on_round,
+        )
+        return sum(sums, CriticSums())
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """The weights as in `ModelShard.state_tensors`, and those of the value head; divided."""
+        weights = adapter_weights(self.model) if self.trains_adapter else self.model.state_dict()
+        return {**weights, **{f"{HEAD_PREFIX}{name}": tensor for name, tensor in self._head.state_dict().items()}}
+
+
+Shard = ModelShard | CriticShard
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def save(shard: Shard, folder: Path) -> None:
+    """Write the state of all ranks into `folder`. Raises OSError or RuntimeError if it cannot be written."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        dcp_save.save(_tensors(shard), storage_writer=FileSystemWriter(folder, thread_count=1))
+
+
+def load(shard: Shard, folder: Path) -> None:
+    """Load the state of all ranks from `folder`, in place."""
+    reader = FileSystemReader(folder)
+    saved = reader.read_metadata().state_dict_metadata
+    if shard.reference is not None and shard.reference.model is not None:
+        shard.reference.mixed = any(name.startswith("reference/") for name in saved)
+    tensors = _tensors(shard)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("ignore", FutureWarning)
+        dcp_load.load(tensors, storage_reader=reader)
+    _load_optimizer(shard.optimizer, list(shard.parameters), tensors)
+
+
+def load_complete(shard: Shard, state: Mapping[str, Any]) -> None:
+    """Load the state of a learner in one process (`Learner.state`)."""
+    names = list(shard.parameters)
+    tensors: dict[str, Any] = {"steps": torch.tensor(state["steps"])}
+    for index, name in enumerate(names):
+        parameter, of_parameter = shard.parameters[name], state["optimizer"]["state"].get(index, {})
+        for moment in _MOMENTS:
+            if moment in of_parameter:
+                tensors[f"optimizer/{name}/{moment}"] = like(of_parameter[moment], parameter)
+        tensors[f"optimizer/{name}/step"] = of_parameter.get("step", torch.zeros(()))
+        if state["masters"]:
+            tensors[f"master/{name}"] = like(state["masters"][index], parameter)
+    _load_optimizer(shard.optimizer, names, tensors)
+    if state.get("reference") and shard.reference is not None and shard.reference.model is not None:
+        shard.reference.mixed = True
+        with torch.no_grad():
+            for name, parameter in shard.reference.model.model.named_parameters():
+                parameter.copy_(like(state["reference"][name], parameter))
+
+
+def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
+    """The state of a learner in one process (`Learner.state`) from the files of any number of ranks.
+
+    `names` are those of the trained parameters, in their order.
+    """
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
+        for name, entry in metadata.items()
+        if not name.startswith("model/")
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp_load.load(tensors, storage_reader=reader, no_dist=True)
+    state = {
+        index: {key: tensors[f"optimizer/{name}/{key}"] for key in ("step", *_MOMENTS)}
+        for index, name in enumerate(names)
+    }
+    masters = [tensors[f"master/{name}"] for name in names if f"master/{name}" in tensors]
+    prefix = "reference/"
+    return {
+        "optimizer": {"state": state, "param_groups": [{"params": list(range(len(names)))}]},
+        "masters": masters,
+        "errors": [],
+        "steps": int(tensors["steps"]),
+        "reference": {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
+    }
+
+
+def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
+    """The state of this rank by names. Where the optimizer has none yet, zeros, which is its state before the first step."""
+    optimizer = shard.optimizer
+    tensors: dict[str, torch.Tensor] = {"steps": torch.tensor(optimizer.steps)}
+    present = optimizer.state()["optimizer"]["state"]
+    for index, (name, master) in enumerate(zip(shard.parameters, optimizer.masters, strict=True)):
+        of_parameter = present.get(index, {})
+        tensors[f"model/{name}"] = shard.parameters[name].detach()
+        tensors[f"optimizer/{name}/step"] = of_parameter.get("step", torch.zeros(()))
+        for moment in _MOMENTS:
+            tensors[f"optimizer/{name}/{moment}"] = of_parameter.get(moment, torch.zeros_like(master.detach()))
+        if master is not shard.parameters[name]:
+            tensors[f"master/{name}"] = master.detach()
+    reference = shard.reference
+    if reference is not None and reference.model is not None and reference.mixed:
+        for name, parameter in reference.model.model.named_parameters():
+            tensors[f"reference/{name}"] = parameter.detach()
+    return tensors
+
+
+def _load_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Give the optimizer its state. Weights and master weights in `tensors` may be its own tensors."""
+    state = {
+        index: {
+            key: tensors[f"optimizer/{name}/{key}"]
+            for key in ("step", *_MOMENTS)
+            if f"optimizer/{name}/{key}" in tensors
+        }
+        for index, name in enumerate(names)
+    }
+    optimizer.load_state(
+        {
+            "optimizer": {
+                "state": {index: of_parameter for index, of_parameter in state.items() if _MOMENTS[0] in of_parameter},
+                "param_groups": [{"params": list(range(len(names)))}],
+            },
+            "masters": [tensors[f"master/{name}"] for name in names if f"master/{name}" in tensors],
+            "steps": int(tensors["steps"]),
+        }
+    )

@@ -1,0 +1,463 @@
+"""An update: gradients of micro-batches in a thread, optimizer steps, and their sums.
+
+An update of the policy: the order of passes and optimizer steps. The passes may be computed in one process or in several.
+
+`PassLearner` is the part of a learner that is the same for both. A learner in one process computes all micro-batches itself; a
+sharded learner shares them out among its ranks. Knows nothing of models, devices or ranks.
+
+Loss and metrics of optimizer steps, added up over micro-batches.
+
+Long computations in a thread, which stop early if the asyncio task that waits for them is cancelled.
+
+This module does not depend on the computation.
+
+Gradients of micro-batches, added up over a batch. Small models compute several micro-batches at a time.
+
+Knows an optimizer's parameters, and nothing of models or losses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+
+from turnwise.models.allocator import LARGE_MODEL, gradients_first, trim_kept
+from turnwise.models.cpu import TorchThreads
+from turnwise.training.batch import Batch, Columns, MicroBatch
+from turnwise.training.correction import CorrectionSums, correct
+from turnwise.training.forward import Forward
+from turnwise.training.learner import UpdateStats
+from turnwise.training.losses import Loss, Targets, fresh_tokens, nll, with_own_ratios
+from turnwise.training.optimizer import Optimizer
+from turnwise.training.value_batch import StateBatch
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSums:
+    """Loss and metrics of one micro-batch, or of several added up."""
+
+    loss: float = 0.0
+    kl: float = 0.0
+    tokens: int = 0
+    counted: float = 0.0
+    """The tokens by `Targets.counts`, of which `clipped` are outside the bounds."""
+    clipped: float = 0.0
+    max_deviation: float = 0.0
+    fresh_deviation: float = 0.0
+    logprobs: tuple[TargetLogprobs, ...] = ()
+    """The log-probabilities of each micro-batch."""
+
+    def __add__(self, other: UpdateSums) -> UpdateSums:
+        return UpdateSums(
+            loss=self.loss + other.loss,
+            kl=self.kl + other.kl,
+            tokens=self.tokens + other.tokens,
+            counted=self.counted + other.counted,
+            clipped=self.clipped + other.clipped,
+            max_deviation=max(self.max_deviation, other.max_deviation),
+            fresh_deviation=max(self.fresh_deviation, other.fresh_deviation),
+            logprobs=self.logprobs + other.logprobs,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLogprobs:
+    """The log-probabilities of the targets of a micro-batch, on the CPU."""
+
+    sequence_N: np.ndarray
+    """`Targets.sequence_N`."""
+    logprob_N: np.ndarray
+
+    @classmethod
+    def of(cls, targets: Targets, logprob_N: torch.Tensor) -> TargetLogprobs:
+        """Copies the log-probabilities from their device."""
+        return cls(targets.sequence_N.cpu().numpy(), logprob_N.detach().float().cpu().numpy())
+
+    def by_sequence(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The number of each sequence, and the log-probabilities of its targets, which follow one another."""
+        ends = [*(np.flatnonzero(np.diff(self.sequence_N)) + 1).tolist(), len(self.sequence_N)]
+        start = 0
+        for end in ends:
+            if end > start:
+                yield int(self.sequence_N[start]), self.logprob_N[start:end]
+            start = end
+
+
+def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
+    """Largest `|ratio - 1|` of the tokens of turns that the present weights sampled completely; 0 without such turns."""
+    fresh_N = targets.known_N & fresh_tokens(targets)
+    if not fresh_N.any():
+        return 0.0
+    difference_N = (logprob_N.detach() - targets.behaviour_logprob_N)[fresh_N]
+    return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
+
+
+def rounding_of_ratios(largest_logit: float) -> float:
+    """The largest `|ratio - 1|` that rounding in bfloat16 explains, for logits of this size.
+
+    bfloat16 rounds a number to 2^-8 of it at most. A log-probability is the difference of two such numbers, the logit of the
+    token and (nearly) the largest logit, and a ratio compares two log-probabilities, those of the engine and of the trainer.
+    Example: 0.75 for logits up to 36.
+    """
+    return math.expm1(min(4 * 2**-8 * largest_logit, 20.0))
+
+
+def update_stats(
+    sums: Sequence[UpdateSums],
+    norms: Sequence[float],
+    correction: CorrectionSums,
+    logprobs: Sequence[Sequence[TargetLogprobs]],
+) -> UpdateStats:
+    """Statistics of several optimizer steps: one entry in `sums` and `norms` for each, and one in `logprobs` for each batch."""
+    if not sums:
+        return UpdateStats()
+    counted = sum(step.counted for step in sums)
+    return UpdateStats(
+        loss=sum(step.loss for step in sums) / len(sums),
+        kl=sum(step.kl for step in sums) / len(sums),
+        grad_norm=sum(norms) / len(norms),
+        max_deviation=sums[0].max_deviation,
+        fresh_deviation=sums[0].fresh_deviation,
+        clip_fraction=sum(step.clipped for step in sums) / max(counted, 1),
+        tokens=sum(step.tokens for step in sums),
+        steps=len(sums),
+        correction=correction.metrics(),
+        logprobs=[dict(itertools.chain.from_iterable(part.by_sequence() for part in batch)) for batch in logprobs],
+    )
+
+
+M = TypeVar("M")
+S = TypeVar("S")
+T = TypeVar("T")
+Report = Callable[[], None]
+
+
+class StopFlag(threading.Event):
+    """Whether a computation is to stop early. Set by the event loop, read by the thread."""
+
+    def until_set(self, items: Iterable[T]) -> Iterator[T]:
+        """The items, until the flag is set. After that, no further item is taken from the iterable."""
+        if self.is_set():
+            return
+        for item in items:
+            yield item
+            if self.is_set():
+                return
+
+
+def _in_thread(work: Callable[[StopFlag], T], stop: StopFlag) -> asyncio.Future[T]:
+    # a thread that ends with the work: while there are more OpenMP threads than cores, those that decode sleep in between
+    executor, context = ThreadPoolExecutor(1, "passes"), contextvars.copy_context()
+    result = asyncio.get_running_loop().run_in_executor(executor, lambda: context.run(work, stop))
+    executor.shutdown(wait=False)
+    return result
+
+
+async def run_cancellable(work: Callable[[StopFlag], T]) -> T:
+    """Run `work` in a thread. If the caller is cancelled, CancelledError is raised at once and the flag is set.
+
+    The result of work that was stopped early is discarded.
+    """
+    stop = StopFlag()
+    try:
+        return await _in_thread(work, stop)
+    except asyncio.CancelledError:
+        stop.set()
+        raise
+
+
+async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
+    """Run `work` in a thread to its end. A cancellation in between is raised at the next `await` of the task after the end."""
+    running = _in_thread(work, StopFlag())
+    cancelled = False
+    while not running.done():
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled and (task := asyncio.current_task()) is not None:
+        task.cancel()
+    return running.result()
+
+
+class Passes(ABC, Generic[M, S]):
+    """What a learner and a critic have in common: gradients of batches, and optimizer steps. Both methods block."""
+
+    @abstractmethod
+    def accumulate(self, micro_batches: Sequence[M], on_micro_batch: Report, stop: StopFlag) -> S:
+        """Replace the gradients by those of a batch. Returns its loss and metrics."""
+
+    @abstractmethod
+    def step(self, lr: float) -> float:
+        """Take an optimizer step. Returns the norm of the gradient before clipping."""
+
+    async def take_steps(
+        self, batches: list[list[M]], report: Report, on_first: Report, lr: float, epochs: int, cancellable: bool
+    ) -> tuple[list[S], list[float]]:
+        """Take one optimizer step for each batch, `epochs` times over. Returns the sums and the norm of the gradient of each.
+
+        `report` is called after each micro-batch, and `on_first` before the first step. Gradients are computed in a thread. The
+        weights change in the event loop's thread, never in the middle of an engine's step. If cancelled before the first step and
+        `cancellable`, CancelledError is raised at once, and the thread ends after its micro-batch; else, after the last step.
+        """
+        sums: list[S] = []
+        norms: list[float] = []
+        for batch in batches * epochs:
+            in_thread = run_cancellable if cancellable and not sums else run_to_completion
+            total = await in_thread(lambda stop, batch=batch: self.accumulate(batch, report, stop))
+            if not sums:
+                on_first()
+            norms.append(self.step(lr))
+            sums.append(total)
+        return sums, norms
+
+
+class PassLearner(Passes[MicroBatch[Targets], UpdateSums]):
+    """The methods of a `Learner` that run passes through its model. The passes themselves are abstract; they block."""
+
+    loss: Loss
+
+    @abstractmethod
+    def target_logprobs(
+        self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
+    ) -> list[torch.Tensor]:
+        """The log-probabilities [N] of the targets of each micro-batch, under the present weights or under the reference model.
+
+        Without gradients. The list is shorter if `stop` is set. Raises ValueError if there is no reference model.
+        """
+
+    async def update(
+        self,
+        batches: Sequence[Batch],
+        *,
+        lr: float,
+        epochs: int = 1,
+        on_micro_batch: Callable[[], None] = lambda: None,
+        on_first_step: Callable[[], None] = lambda: None,
+    ) -> UpdateStats:
+        """See `Learner.update` and `Passes.take_steps`."""
+        # before the first step: afterwards the weights are no longer those that sampled
+        prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
+        if not prepared:
+            return UpdateStats()
+        first, *others = [of_batch.batch.micro_batches for of_batch in prepared]
+        own_ratios = self.loss.correction is None and self.loss.needs_behaviour_logprobs
+        opening = _before_first_step(first) if own_ratios else first
+        sums, norms = await self.take_steps([opening], on_micro_batch, on_first_step, lr, 1, True)
+        if own_ratios and epochs > 1:
+            first = _with_first_logprobs(first, sums)
+        later = [*others, *([first, *others] * (epochs - 1))]
+        later_sums, later_norms = await self.take_steps(later, on_micro_batch, lambda: None, lr, 1, False)
+        sums, norms = sums + later_sums, norms + later_norms
+        logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
+        return update_stats(
+            sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs
+        )
+
+    async def evaluate_loss(self, batch: Batch) -> float:
+        """See `Learner.evaluate_loss`. Computed in a thread."""
+
+        def evaluate(stop: StopFlag) -> float:
+            logprobs = self.target_logprobs(batch.micro_batches, stop)
+            return sum(
+                float((nll(logprob_N.cpu(), micro.targets).loss_N * micro.targets.weight_N).sum())
+                for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False)
+            )
+
+        return await run_cancellable(evaluate)
+
+    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
+        """See `Learner.logprobs`. Computed in a thread."""
+        return await run_cancellable(
+            lambda stop: batch.in_order(self.target_logprobs(batch.micro_batches, stop, reference=reference))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBatch:
+    """A batch before the first optimizer step."""
+
+    batch: Batch
+    correction: CorrectionSums = field(default_factory=CorrectionSums)
+    """The metrics of rollout correction."""
+    logprobs: tuple[TargetLogprobs, ...] = ()
+    """The learner's own log-probabilities of all targets, where correction needs them."""
+
+
+def prepare(learner: PassLearner, batch: Batch, stop: StopFlag) -> PreparedBatch:
+    """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
+
+    The learner computes log-probabilities of tokens for which the engine reported none that the loss can use. Rollout correction
+    needs those of all tokens, also of trajectories that have no gradient: rejection, means and metrics are of the whole batch.
+    """
+    loss, correction = learner.loss, learner.loss.correction
+    needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]
+    if correction is not None:
+        needed += batch.without_gradient
+    if not loss.needs_behaviour_logprobs or not needed:
+        return PreparedBatch(batch)
+    own_N = {
+        id(micro): logprob_N for micro, logprob_N in zip(needed, learner.target_logprobs(needed, stop), strict=False)
+    }
+    micro_batches, without_gradient = (
+        [_with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro for micro in part]
+        for part in (batch.micro_batches, batch.without_gradient)
+    )
+    if correction is None or len(own_N) < len(needed):  # stopped: the result is discarded
+        return PreparedBatch(replace(batch, micro_batches=micro_batches))
+    corrected = correct([micro.targets for micro in (*micro_batches, *without_gradient)], correction)
+    kept = [
+        replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
+        for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=False)
+        if bool(keep_N.any())
+    ]
+    logprobs = tuple(TargetLogprobs.of(micro.targets, own_N[id(micro)]) for micro in needed)
+    return PreparedBatch(replace(batch, micro_batches=kept), corrected.sums, logprobs)
+
+
+def _before_first_step(micro_batches: Sequence[MicroBatch[Targets]]) -> list[MicroBatch[Targets]]:
+    return [replace(micro, targets=replace(micro.targets, first_step=True)) for micro in micro_batches]
+
+
+def _with_first_logprobs(
+    micro_batches: Sequence[MicroBatch[Targets]], sums: Sequence[UpdateSums]
+) -> list[MicroBatch[Targets]]:
+    """The micro-batches of the first optimizer step for further epochs: their ratios are to the log-probabilities of its pass."""
+    known = dict(itertools.chain.from_iterable(part.by_sequence() for total in sums for part in total.logprobs))
+
+    def own(targets: Targets) -> torch.Tensor:
+        numbers = targets.sequence_N.unique_consecutive().tolist()
+        return torch.from_numpy(np.concatenate([known[number] for number in numbers])).to(targets.weight_N.device)
+
+    return [replace(micro, targets=with_own_ratios(micro.targets, own(micro.targets))) for micro in micro_batches]
+
+
+def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss: Loss) -> MicroBatch[Targets]:
+    targets = micro.targets
+    reported_N = targets.behaviour_logprob_N
+    own_N = logprob_N.to(reported_N.device, reported_N.dtype)
+    filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
+    if loss.correction is not None:
+        filled = replace(filled, proximal_logprob_N=own_N, decoupled=loss.correction.decoupled)
+    return replace(micro, targets=filled)
+
+
+def policy_loss(
+    forward: Forward, loss: Loss, micro: MicroBatch[Targets], reference_logprob_N: torch.Tensor | None
+) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+    """The loss of a micro-batch, and a function that computes its metrics."""
+    targets = micro.targets
+    logprob_N, entropy_N = forward.logprobs(micro, entropy=loss.needs_entropy)
+    if targets.first_step:
+        targets = with_own_ratios(targets, logprob_N)
+    terms = loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
+    total = (terms.loss_N * targets.weight_N).sum()
+    return total, lambda: UpdateSums(
+        loss=float(total),
+        kl=float((terms.kl_N * targets.weight_N).sum()),
+        tokens=len(terms.loss_N),
+        counted=float(targets.counts.sum()),
+        clipped=float(terms.clipped),
+        max_deviation=float(terms.max_deviation),
+        fresh_deviation=fresh_deviation(logprob_N, targets),
+        logprobs=(TargetLogprobs.of(targets, logprob_N),),
+    )
+
+
+class Gradients:
+    """Computes the gradients of micro-batches, and adds them up in the `grad` of the optimizer's parameters.
+
+    `parallel` allows several micro-batches at a time, where that is faster. `large`: the model is large and on a CPU.
+    """
+
+    def __init__(self, optimizer: Optimizer, threads: TorchThreads, *, parallel: bool, large: bool) -> None:
+        self._optimizer, self._threads = optimizer, threads
+        self._around = gradients_first if large else contextlib.nullcontext
+        self.parallel = _parallel(optimizer.parameters) if parallel else 1
+        """How many micro-batches are computed at the same time."""
+        self._workers = None
+        if self.parallel > 1:
+            self._workers = ThreadPoolExecutor(self.parallel, "learn", initializer=_use_one_thread)
+
+    def of_batch(
+        self,
+        micro_batches: Sequence[MicroBatch[Columns]],
+        loss: Callable[[MicroBatch[Columns]], tuple[torch.Tensor, Callable[[], S]]],
+        *,
+        on_micro_batch: Callable[[], None],
+        stop: StopFlag,
+    ) -> list[S]:
+        """Replace the gradients by those of a batch. Returns the metrics of each micro-batch.
+
+        `loss` returns the loss of a micro-batch, and a function that computes metrics, which is called after the backward pass.
+        """
+        self._optimizer.zero_grad()
+        metrics: list[S] = []
+        # gradients of micro-batches that are computed in parallel are added up here, not by the backward pass
+        accumulated = self._optimizer.parameters if self._workers is None else ()
+        # when the generator is closed early, it computes no further micro-batch
+        with self._around(accumulated), contextlib.closing(self._results(micro_batches, loss)) as results:
+            for metrics_of_one, gradients in stop.until_set(results):
+                if gradients is not None:
+                    self._optimizer.add_gradients(gradients)
+                metrics.append(metrics_of_one)
+                on_micro_batch()
+        trim_kept()
+        return metrics
+
+    def _results(
+        self, micro_batches: Sequence[MicroBatch[Any]], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]]
+    ) -> Generator[tuple[S, _OfParameters | None]]:
+        """The result of each micro-batch, in order. The gradients are returned if several are computed at a time."""
+        if self._workers is not None and len(micro_batches) > 1:
+            yield from self._workers.map(lambda micro: self._backward(micro, loss, separate=True), micro_batches)
+            return
+        device = self._optimizer.parameters[0].device
+        for micro in micro_batches:
+            with self._threads.during("learn", micro.token_ids_BL.numel()):
+                result = self._backward(micro.to(device), loss, separate=False)
+            yield result
+
+    def _backward(
+        self, micro: MicroBatch[Any], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]], *, separate: bool
+    ) -> tuple[S, _OfParameters | None]:
+        """Metrics and gradients of a micro-batch. The gradients are added to the parameters' `grad`, or returned (`separate`)."""
+        total, metrics = loss(micro)
+        gradients = None
+        if separate:  # two threads must not add to the same `grad` at once
+            gradients = torch.autograd.grad(total, self._optimizer.parameters, allow_unused=True)
+        else:
+            total.backward()
+        with torch.no_grad():
+            return metrics(), gradients
+
+
+_OfParameters = Sequence[torch.Tensor | None]
+"""A gradient for each parameter; None where the loss does not depend on it."""
+
+
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # torch sets up the thread here; if it did so later, it would replace the number
+    torch.set_num_threads(1)
+
+
+def _parallel(parameters: Sequence[torch.nn.Parameter]) -> int:
+    """How many micro-batches are computed at the same time: one for each core, where this is the fastest use of the cores.
+
+    It is faster for small models on a CPU: their operations end before a second torch thread has started. Each worker needs
+    its own copy of the gradients, so large models and models on other devices compute one micro-batch at a time.
+    """
+    cores, size = torch.get_num_threads(), sum(parameter.numel() for parameter in parameters)
+    return 1 if size > LARGE_MODEL or parameters[0].device.type != "cpu" else min(cores, 8)
