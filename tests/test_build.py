@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from turnwise.errors import ConfigError, DataError
 from turnwise.models.model_config import context_length
 from turnwise.rollout.context import Limits
 from turnwise.types import Sampling
-from turnwise.user_code.references import resolve
+from turnwise.user_code.references import MOVED, resolve
 
 USER = '''
 from turnwise.environments.environment import SingleTurn, environment, user_message
@@ -114,6 +115,31 @@ def test_a_reference_to_nothing_is_told(reference: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         resolve(reference, key="k")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("turnwise.environments.modelled_user:ModelledUser", "turnwise.environments.users:ModelledUser"),
+        ("turnwise.compat.trl_rewards:TrlReward", "turnwise.compat.trl:TrlReward"),
+        ("turnwise.services.chat_model:Endpoint", "turnwise.services.chat:Endpoint"),
+    ],
+)
+def test_a_reference_to_a_module_that_was_renamed_is_answered_with_the_new_reference(old: str, new: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(old, key="environment")
+    assert str(error.value) == f"environment: {old} is now {new}; write the new reference"
+    assert resolve(new, key="environment").__name__ == new.partition(":")[2]
+
+
+def test_a_module_that_exists_is_not_said_to_be_renamed() -> None:
+    assert [old for old in MOVED if find_spec(old) is not None] == []
+
+
+def test_a_recipe_with_the_old_reference_is_told_the_new_one() -> None:
+    config = a_config(environment="turnwise.environments.modelled_user:ModelledUser")
+    with pytest.raises(ConfigError, match=r"ModelledUser is now turnwise\.environments\.users:ModelledUser;"):
+        assembly.environment_factory(config)
 
 
 def test_a_file_that_cannot_be_imported_is_told(tmp_path: Path) -> None:

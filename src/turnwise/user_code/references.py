@@ -1,11 +1,7 @@
-"""Finds the objects that recipes refer to.
+"""Finds the objects that recipes refer to: `package.module:name`, `path/to/file.py:name` and `live:name`.
 
-Finds the objects that recipes refer to: `package.module:name` and `path/to/file.py:name`.
-
-Python objects that a program gives to a run instead of references: `live:name`.
-
-A recipe is text. An object that can be imported is written as a reference (`package.module:name`); an object of the running
-program, such as a function in a notebook, is kept here under a name. The reference `live:name` works in this process only.
+A recipe is text. An object that can be imported is written as a reference to its module or file; an object of the running
+program, such as a function in a notebook, is kept here under a name. A reference `live:name` works in this process only.
 """
 
 from __future__ import annotations
@@ -23,6 +19,13 @@ from turnwise.local_paths import no_file
 
 LIVE = "live:"
 """The beginning of a reference to an object of this process."""
+
+MOVED = {
+    "turnwise.compat.trl_rewards": "turnwise.compat.trl",
+    "turnwise.environments.modelled_user": "turnwise.environments.users",
+    "turnwise.services.chat_model": "turnwise.services.chat",
+}
+"""Modules of turnwise that recipes may name and that have another name now."""
 
 _objects: dict[str, Any] = {}
 
@@ -96,6 +99,8 @@ def resolve(reference: str, *, key: str) -> Any:
     place, colon, name = reference.partition(":")
     if not colon or not place or not name:
         raise ConfigError(f"{key}: {reference!r} is not a reference; write package.module:name or path/to/file.py:name")
+    if place in MOVED:
+        raise ConfigError(f"{key}: {reference} is now {MOVED[place]}:{name}; write the new reference")
     try:
         with boundary("import"):
             module = _from_file(Path(place), key) if place.endswith(".py") else importlib.import_module(place)
