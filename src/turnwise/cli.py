@@ -1,11 +1,9 @@
-"""The command line: parses the words, runs the command that they name, completes words in the shell.
+"""The command line: parses the words, runs the command that they name, and completes words in the shell.
 
-The command line: parses the words, and runs the command that they name. Each command is a module in `commands/`.
+Each command is a module in `commands/`. This module imports little, so that `turnwise --help` and shell completion are quick:
+it loads the module of the command that is run, and neither the other commands nor rich and asyncio.
 
-This module imports little, so that `turnwise --help` and shell completion are quick: the modules of other commands, rich and
-asyncio are not loaded for them.
-
-`turnwise completion`: the shell code that completes commands, options of recipes and paths.
+`turnwise completion` prints the shell code that completes commands, options of recipes and paths.
 """
 
 from __future__ import annotations
@@ -270,6 +268,9 @@ def _recipe_hint(argument: str) -> str:
 
 if __name__ == "__main__":
     sys.exit(program())
+
+
+# `turnwise completion`
 
 
 def register_completion(parser: argparse.ArgumentParser) -> None:

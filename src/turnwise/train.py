@@ -1,11 +1,8 @@
 """The training loop, which reads as the algorithm.
 
-Reinforcement learning over multi-turn conversations: the training loop.
-
-Each step takes rows, samples a group of trajectories for each row, scores them, computes advantages, packs batches, updates the
-weights, publishes them to the engine, and writes everything down. `assemble` (runs/training_run.py) builds the run from a recipe.
-
-Runs and scores conversations without training, with the same loop, engine and rewards as in training.
+Each step takes rows, samples a group of trajectories for each row, scores them, computes advantages, packs batches, updates
+the weights, publishes them to the engine, and writes everything down. `assemble` (runs/training_run.py) builds the run from a
+recipe. `evaluate` runs and scores conversations without training, with the same loop, engine and rewards.
 """
 
 from __future__ import annotations
@@ -51,6 +48,9 @@ from turnwise.user_code.reward_number import reaches
 __all__ = ["TrainingRun", "assemble", "evaluate", "train"]
 
 
+# conversations without training
+
+
 async def evaluate(
     rows: Sequence[Row],
     table: RolloutContext,
@@ -90,6 +90,8 @@ async def evaluate(
     metrics = {"conversations": count, **conversation_metrics(groups), "pass_rate": mean(passed)}
     return {"step": step, **metrics, **seconds}, groups
 
+
+# training
 
 _log = logging.getLogger(__name__)
 

@@ -1,5 +1,7 @@
 """Every noun that crosses a folder: messages, turns, segments, trajectories, groups, requests, completions, sampling,
 and the reasons for which a conversation ends.
+
+The nouns know nothing of the code that makes or reads them: this module imports no other module of the package.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
+
+# how a conversation ends
 
 
 class MismatchKind(StrEnum):
@@ -72,6 +76,9 @@ class TemplateMismatch:
 
     def __str__(self) -> str:
         return self.message
+
+
+# sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +145,8 @@ class LogprobKind(StrEnum):
     NONE = "none"
     """Nothing was sampled (scripted texts), or kinds are mixed. The numbers must not be used."""
 
+
+# tokens
 
 NOT_SAMPLED = -1
 """The value of the columns `turn` and `version` for tokens that the model did not sample."""
@@ -307,6 +316,8 @@ def common_length(first: Sequence[int], second: Sequence[int]) -> int:
         return shorter
     return next(n for n in range(shorter) if first[n] != second[n])
 
+
+# conversations
 
 Message = dict[str, Any]
 """One chat message in the OpenAI format: `{"role": ..., "content": ...}`, with `tool_calls` or `tool_call_id` where the

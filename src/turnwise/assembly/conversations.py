@@ -1,14 +1,9 @@
-"""What a conversation needs: environment, tools, renderer, sampling, limits, context.
+"""Builds what the conversations of a recipe need: environment, tools, renderer, sampling, limits and context.
 
-The environment of a recipe: checked once, then built for each conversation and wrapped in the recipe's tools (`Tools`).
-
-The tools of a recipe: functions, classes and MCP servers, and the options that hold for all of them.
-
-Builds the objects that all conversations of a recipe share: the renderer and the rollout context.
-
-Builds the context of conversations with an OpenAI-compatible endpoint, and refuses options that need tokens.
-
-Plain values of a recipe: sampling and limits.
+An environment is checked once, then built for each conversation and wrapped in the recipe's tools (`Tools`): functions,
+classes and MCP servers, with the options that hold for all of them. The renderer and the context are built once and shared by
+all conversations. With an OpenAI-compatible endpoint there are no tokens, and options that need tokens are refused. This
+module runs no conversation.
 """
 
 from __future__ import annotations
@@ -38,6 +33,8 @@ from turnwise.rollout_server.client import RolloutClient
 from turnwise.services.chat import ChatEndpoint, EndpointOptions
 from turnwise.types import Sampling, ToolSchema
 from turnwise.user_code.references import resolve
+
+# tools
 
 
 def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
@@ -155,6 +152,8 @@ def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -
             f"remove this one"
         )
 
+
+# environments
 
 PutInFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
 
@@ -309,6 +308,9 @@ def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Tool
     return list(offered)
 
 
+# sampling and limits
+
+
 def sampling(config: Config) -> types.Sampling:
     """The distribution that training and rollouts sample from."""
     options = config.sampling
@@ -340,6 +342,9 @@ def limits(config: Config, *, longest: int | None) -> Limits:
             )
         options["context"] = options["context"] or longest
     return Limits(**options)
+
+
+# the context of conversations with an engine
 
 
 def renderer(config: Config, source: str | Path | None = None) -> Renderer:
@@ -385,6 +390,8 @@ def rollout_context(
     )
     return environments.use_context(context)
 
+
+# the context of conversations with an endpoint
 
 _OF_TEMPLATES = ("thinking", "tool_format", "tokenization_sanity_check")
 

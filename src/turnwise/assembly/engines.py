@@ -1,16 +1,10 @@
-"""The engine of a recipe, wherever it runs, and its publisher.
+"""Builds what answers the conversations of a recipe: the engine, or the client of what runs them elsewhere, and its publisher.
 
-Builds the engine of a recipe. Training, rollouts, fine-tuning and `turnwise doctor` all use this module.
-
-Builds the engines of a recipe whose tokens are sampled by servers.
-
-Builds the engine of a run: in its own process, or in a process of rollout workers.
-
-Builds the client of a rollout server, and refuses what cannot be combined with it.
-
-Builds the trainer's side of the rollout workers on a Ray cluster.
-
-Builds what runs conversations for a trainer in another process: in a rollout server, and in a rollout worker on Ray.
+Tokens are sampled by the embedded engine, by a scripted one, by servers that turnwise starts or that run already, or by a
+rollout server or rollout workers that run whole conversations. Training, rollouts, fine-tuning and `turnwise doctor` all use
+this module. A combination of options that the chosen engine cannot serve is refused here, before anything starts.
+`ConversationHost` is the other side: what runs conversations in a rollout server, and in a worker on Ray, for a trainer in
+another process.
 """
 
 from __future__ import annotations
@@ -65,6 +59,8 @@ from turnwise.training import fingerprint
 from turnwise.training.learner import Learner
 from turnwise.types import Row
 from turnwise.version import __version__
+
+# engines on servers
 
 _ROUNDING = {True: 1e-4, False: 0.5}
 """The largest difference of log-probabilities between server and trainer, if both compute in float32 and if not. Weights that
@@ -339,6 +335,8 @@ def _sglang(
     return api, started_replicas(launch, options.replicas, http_limits(options))
 
 
+# the engine that samples tokens, by its name
+
 Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 """The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
 
@@ -439,6 +437,9 @@ def read_scripts(path: str) -> list[list[str]]:
     return scripts
 
 
+# the client of a rollout server
+
+
 def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClient:
     """The client of the server at `url`, after the server's recipe was compared with this recipe.
 
@@ -489,6 +490,9 @@ def refuse_what_needs_conversations_here(scorer: Scorer, rows: Iterable[Row], op
                 f"data.return_multi_modal_inputs=true has no effect with {option}: environments {place} receive no tensors. "
                 f"Remove it, or remove {option}"
             )
+
+
+# what runs conversations for a trainer in another process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -563,6 +567,9 @@ def _adapter_loader(config: Config, engine: Engine, model: Any | None) -> LoadAd
     return to_servers if isinstance(engine, RemoteEngine) else in_process
 
 
+# rollout workers on a Ray cluster
+
+
 def ray_rollouts(config: Config, renderer: Renderer) -> RayRollouts:
     """The rollout workers of a recipe with `cluster.launcher: ray`. They are started by `Engine.start`."""
     trainer = trainer_name(config.output)
@@ -602,6 +609,9 @@ def ray_options(config: Config, renderer: Renderer) -> RayOptions:
     # a rank on the Ray cluster may be reached by another address than the command
     address = os.environ.get(RAY_ADDRESS) or cluster.address
     return RayOptions(address=address, pool=pool, info=worker_info(config, renderer))
+
+
+# the engine of a run
 
 
 def engine(

@@ -1,10 +1,8 @@
-"""The learner and the critic of a recipe, in one process or several.
+"""Builds the learner and the critic of a recipe, in one process or on several ranks.
 
-Builds the learner of a recipe: the model to load, the loss, the optimizer and the learning rate.
-
-Builds what several ranks train with: the connection between the ranks, and the learner on rank 0.
-
-Builds the command's side of the training ranks on a Ray cluster. Imports no torch.
+The model to load, the loss, the optimizer and the learning rate are those of the recipe. With several ranks, rank 0 holds the
+learner and the connection to the others. On a Ray cluster, the command's process has only the group of ranks: `ray_ranks`
+imports no torch.
 """
 
 from __future__ import annotations
@@ -57,6 +55,9 @@ if TYPE_CHECKING:
     from turnwise.training.sharded.sharded_learner import ShardedLearner
 
 
+# several ranks
+
+
 def rank_options(config: Config) -> RankOptions:
     """How the ranks of the recipe communicate."""
     cluster = config.cluster
@@ -97,6 +98,9 @@ def sharded_critic(learner: Learner, options: CriticOptions) -> Critic:
 
     assert isinstance(learner, ShardedLearner)
     return ShardedCritic(learner.leader, options)
+
+
+# one learner
 
 
 def loss_config(config: Config) -> LossConfig:
@@ -331,6 +335,9 @@ def _lora_options(config: Config) -> LoraOptions | None:
 def learning_rate(options: OptimizationSection, step: int, *, steps: int) -> float:
     """The learning rate of a step, counted from 0; `steps` is the number of steps of the run."""
     return lr_at(step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=steps)
+
+
+# ranks on a Ray cluster
 
 
 def ray_ranks(config: Config, *, workers: bool) -> RayRanks:

@@ -1,8 +1,7 @@
-"""Callables that a recipe names: imported, checked, tried.
+"""Imports the callables that a recipe names, and checks them against their arguments before the run begins.
 
-Callables that a recipe names: imported, and checked against their arguments before the run begins.
-
-Closes objects that were built only to check their construction: environments and tool classes, sync or async.
+Environments and tool classes are built once for this check. These objects are closed here, whether they are sync or async, and
+an error while closing an environment is only logged, because `close` may not work without `begin`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from turnwise.config.section import Use
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
+
+# callables
 
 
 def named_callable(use: Use, *, key: str, given: Sequence[Any] = (), partly: bool = False) -> functools.partial[Any]:
@@ -55,6 +56,8 @@ def reference_name(use: Use) -> str:
     """The name after the colon: `length` for `rewards.py:length`."""
     return use.use.rpartition(":")[2]
 
+
+# objects that were built for a check
 
 _CLOSE_TIMEOUT = 30.0
 """Seconds."""

@@ -1,8 +1,7 @@
-"""Scoring, credit and turn weights of a recipe.
+"""Builds the scoring of a recipe: reward functions, credit assignment, and the weights of turns in the loss.
 
-Builds the scoring of a recipe: reward functions, credit assignment, and the weights of turns in the loss.
-
-Builds the credit assignment of a recipe: the estimator of advantages, with its options bound.
+The estimator of advantages has its options bound, so that training calls it with groups only. This module computes no reward
+and no advantage.
 """
 
 from __future__ import annotations
@@ -30,6 +29,8 @@ from turnwise.rollout_server.client import RolloutClient
 from turnwise.services.chat import ChatModel
 from turnwise.types import Sampling
 from turnwise.user_code.references import resolve
+
+# reward functions and turn weights
 
 
 def scorer(config: Config) -> Scorer:
@@ -114,6 +115,9 @@ def _loss_mask(config: Config) -> TurnWeighting:
     both = callable(target) and takes_trajectory(target)
     function = named_callable(use, key="loss_mask", given=(None, None) if both else (None,))
     return custom(function, name=reference_name(use))
+
+
+# the estimator of advantages
 
 
 def credit(config: Config, scorer: Scorer) -> Credit:

@@ -1,14 +1,10 @@
-"""How a command runs, stops on a signal, and names the command that resumes it.
-
-What every command has: its arguments, and what it runs with.
+"""What every command has: its arguments and its context, how it stops on a signal, and the command that resumes its run.
 
 A command is a module with `register(parser)`, which adds its arguments and sets `command` to a function of the parsed options
 and the `Context` that returns the exit status. Heavy imports are made in that function. `cli.py` imports the module of the
 command that is run, and no other.
 
-What `turnwise train` and `turnwise sft` share: running to the end, and the command that resumes a stopped run.
-
-Stops a command on Ctrl-C, SIGTERM and SIGHUP alike. A closed terminal or pipe does not stop it.
+Ctrl-C, SIGTERM and SIGHUP stop a command in the same way. A closed terminal or pipe does not stop it.
 """
 
 from __future__ import annotations
@@ -40,6 +36,8 @@ if TYPE_CHECKING:
     from turnwise.runs.run_state import RunState
     from turnwise.terminal.report import Report
 
+
+# arguments
 
 _MOST_DAMAGED, _LAST_PORT = 5, 65535
 
@@ -172,6 +170,8 @@ def print_lines(console: Console, lines: Sequence[str], *, style: str | None = N
         console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
+# runs that can be resumed
+
 _SHOW_CURSOR = "\r\n\x1b[?25h"
 """A live display hides the cursor, and a run that is stopped at once cannot close its display."""
 
@@ -202,6 +202,8 @@ def run_to_end(work: Coroutine[Any, Any, None], run: RunState, report: Report, c
         report.close()
     return 0
 
+
+# signals and closed streams
 
 T = TypeVar("T")
 

@@ -1,10 +1,8 @@
-"""`turnwise doctor` and `plan`: what is checked and predicted before a run.
+"""`turnwise doctor` and `turnwise plan`: what is checked and predicted before a run.
 
-`turnwise doctor`: checks whether a model, and a recipe with it, would be trained rightly.
-
-`turnwise plan`: what a recipe needs, and a prediction of its speed on other numbers of devices.
-
-Prints a plan and the predictions of a simulation: with colours on a terminal, as aligned plain text elsewhere.
+`doctor` checks whether a model, and a recipe with it, would be trained rightly. `plan` prints what a recipe needs, and
+predicts its speed on other numbers of devices. This module prints; `turnwise.doctor` and `turnwise.planning` compute. Tables
+have colours on a terminal and are aligned plain text elsewhere.
 """
 
 from __future__ import annotations
@@ -28,6 +26,9 @@ if TYPE_CHECKING:
     from turnwise.config.schema import Config
     from turnwise.doctor.check import Check
     from turnwise.planning.placement import PlanLine
+
+
+# `turnwise doctor`
 
 
 def register_doctor(parser: argparse.ArgumentParser) -> None:
@@ -76,6 +77,8 @@ def _run_doctor(options: argparse.Namespace, context: Context) -> int:
         show(checks, context.console)
     return int(worst([check.status for check in checks]) == "fail")
 
+
+# `turnwise plan`
 
 _COUNTED = 1000
 """The most conversations of a recipe for `turnwise sft` whose tokens are counted."""
@@ -263,6 +266,9 @@ def _simulate(config: Config, options: argparse.Namespace, context: Context) -> 
     )
     workload = measure(options.simulate)
     print_scaling(context.console, workload, predict_scaling(workload, scaling), source=str(options.simulate))
+
+
+# tables of `turnwise plan`
 
 
 def print_plan(console: Console, sections: Mapping[str, Sequence[PlanLine]], memory: Check) -> None:

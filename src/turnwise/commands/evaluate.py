@@ -1,10 +1,7 @@
-"""`turnwise rollout`, `eval` and `replay`: conversations without training.
+"""`turnwise eval`, `rollout` and `replay`: conversations without training.
 
-`turnwise eval`: models on held-out rows, with confidence intervals and paired comparisons.
-
-`turnwise rollout`: conversations without training.
-
-`turnwise replay`: the environment and the rewards of recorded conversations run again.
+`eval` compares models on held-out rows, with confidence intervals and paired comparisons. `rollout` samples and scores
+conversations. `replay` runs the environment and the rewards of recorded conversations again. The work is done in `runs/`.
 """
 
 from __future__ import annotations
@@ -16,6 +13,8 @@ from pathlib import Path
 
 from turnwise.commands.command import Context, add_overrides, add_recipe, damage_notes, load_recipe, print_lines
 from turnwise.errors import ConfigError
+
+# `turnwise eval`
 
 
 def register_eval(parser: argparse.ArgumentParser) -> None:
@@ -90,6 +89,9 @@ def _resume_command(options: argparse.Namespace, out: Path) -> str:
     )
 
 
+# `turnwise rollout`
+
+
 def register_rollout(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
@@ -118,6 +120,8 @@ def _run_rollout(options: argparse.Namespace, context: Context) -> int:
     )
     return 0
 
+
+# `turnwise replay`
 
 _MOST_LINES = 20
 

@@ -1,9 +1,4 @@
-"""`turnwise merge`: an adapter and its base model as one model directory.
-
-`turnwise merge`: a model directory from an adapter and its base model.
-
-Writes an adapter and its base model as one complete model directory.
-"""
+"""`turnwise merge`: writes an adapter and its base model as one complete model directory."""
 
 from __future__ import annotations
 
@@ -15,6 +10,8 @@ from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import adapter_base
+
+# the command
 
 
 def register_merge(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +38,8 @@ def _run_merge(options: argparse.Namespace, context: Context) -> int:
     print_lines(context.console, [f"the model with the adapter {adapter} is in {options.out}"])
     return 0
 
+
+# the model directory
 
 _ADAPTER_FILES = (
     "adapter_config.json",

@@ -1,11 +1,7 @@
-"""The processes of a training with several ranks: starts, ends and restarts them.
+"""The processes of a training with several ranks: starts them, ends them with the command, and runs the ranks that follow rank 0.
 
-The ranks of a training with several processes: starts them on this machine or on a Ray cluster, and runs those that follow
-rank 0.
-
-Imports torch only in a rank, and Ray only in a command that starts ranks on a Ray cluster.
-
-The processes of ranks on this machine.
+The ranks run on this machine or on a Ray cluster. This module knows processes and nothing of the training. It imports torch
+only in a rank, and Ray only in a command that starts ranks on a Ray cluster.
 """
 
 from __future__ import annotations
@@ -30,6 +26,8 @@ if TYPE_CHECKING:
     from turnwise.commands.command import Context
     from turnwise.config.schema import Config
 
+
+# processes on this machine
 
 _PAUSE = 0.05
 
@@ -94,6 +92,8 @@ class LocalRanks:
             stdin=None if rank == 0 else subprocess.DEVNULL,
         )
 
+
+# ranks, wherever they run
 
 _GRACE = 60.0
 """Seconds that the other ranks have to end after a rank was lost: rank 0 may need them to notice it."""

@@ -1,10 +1,7 @@
-"""`turnwise serve` and `retrieval`: the servers.
+"""`turnwise serve` and `turnwise retrieval`: the servers.
 
-`turnwise serve`: a rollout server, by a recipe or by the arguments of ms-swift's `swift rollout`.
-
-`turnwise retrieval`: a local search server for the search tool.
-
-Runs a rollout server by a recipe: engine, environments and limits of the recipe, for conversations that clients ask for.
+`serve` runs a rollout server, by a recipe or by the arguments of ms-swift's `swift rollout`: conversations that clients ask
+for run with the recipe's engine, environments and limits. `retrieval` runs a local search server for the search tool.
 """
 
 from __future__ import annotations
@@ -39,6 +36,8 @@ from turnwise.training import fingerprint
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
 
+
+# `turnwise serve`
 
 _HOST, _PORT = "127.0.0.1", 8000
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_]+)*=")
@@ -148,6 +147,9 @@ def _from_swift(options: argparse.Namespace) -> tuple[Config, list[str], dict[st
     return config, [*notes, *(f"left out: {key}" for key in report.unsupported)], given
 
 
+# `turnwise retrieval`
+
+
 def register_retrieval(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
@@ -167,6 +169,8 @@ def _run_retrieval(options: argparse.Namespace, context: Context) -> int:
     serve(options.corpus, port=options.port, token=os.environ.get(TOKEN) or None)
     return 0
 
+
+# the rollout server of a recipe
 
 _LARGEST_UNKNOWN = 1 << 40
 """Bytes of a body with weights where the size of the model is not known."""

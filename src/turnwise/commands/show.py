@@ -1,10 +1,6 @@
-"""`turnwise show` and `view`: reading runs, as text and in the browser.
+"""`turnwise show` and `turnwise view`: runs as text, and in the browser.
 
-`turnwise show`: the summary of a run, single conversations, or one metric, as text.
-
-Reads what `record` wrote, and nothing else.
-
-`turnwise view`: runs in the browser.
+`show` prints the summary of a run, single conversations, or one metric. Both read what `record` wrote, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,6 +26,8 @@ from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, r
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.tables import evaluations_table, print_results, sparkline, steps_table
 from turnwise.types import Trajectory
+
+# `turnwise show`
 
 _COLUMNS = {
     "reward": "reward/mean",
@@ -279,6 +277,9 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
     if last:
         held_out = "" if path.name.startswith("trajectories") else " --eval"
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")
+
+
+# `turnwise view`
 
 
 def register_view(parser: argparse.ArgumentParser) -> None:

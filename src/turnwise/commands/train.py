@@ -1,12 +1,7 @@
 """`turnwise train`, `sft`, `demo` and `init`: runs that train, and the projects to begin with.
 
-`turnwise train`: reinforcement learning by a recipe, or by a configuration of verl's.
-
-`turnwise sft`: supervised fine-tuning on conversations, by a recipe.
-
-`turnwise demo`: trains the tiny model that is part of the package, from any directory.
-
-`turnwise init`: writes a starter project.
+`train` runs reinforcement learning by a recipe, or by a configuration of verl's. `sft` fine-tunes on given conversations.
+`demo` trains the tiny model that is part of the package, from any directory. `init` writes a starter project.
 """
 
 from __future__ import annotations
@@ -32,6 +27,9 @@ from turnwise.starter import DEMO_OUTPUT, demo_overrides, demo_recipe, write_pro
 
 if TYPE_CHECKING:
     from turnwise.config.schema import Config
+
+
+# `turnwise train`
 
 
 def register_train(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +90,9 @@ def _from_verl(options: argparse.Namespace) -> tuple[Config, list[str]]:
     return checked(result.recipe, source=source), [f"left out: {key}" for key in result.unsupported]
 
 
+# `turnwise sft`
+
+
 def register_sft(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
@@ -119,6 +120,9 @@ def _run_sft(options: argparse.Namespace, context: Context) -> int:
     return run_to_end(fine_tune(run, report), run, report, context, resume=resume)
 
 
+# `turnwise demo`
+
+
 def register_demo(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
@@ -144,6 +148,8 @@ def _run_demo(options: argparse.Namespace, context: Context) -> int:
     resume = shlex.join(["turnwise", "demo", *words, "resume=auto"])
     return run_to_end(train(run, report), run, report, context, resume=resume)
 
+
+# `turnwise init`
 
 _ABOUT = {
     "recipe.yaml": "the options of the run, with comments",

@@ -1,16 +1,8 @@
-"""The sections about learning: credit, critic, loss, correction, reference, train and sft.
+"""The sections of a recipe about learning: credit, critic, loss, correction, reference, train and sft.
 
-The section `credit` of a recipe: a class for each estimator of advantages, chosen by `credit.name`.
-
-The section `critic` of a recipe.
-
-The section `loss` of a recipe: a class for each loss, chosen by `loss.name`.
-
-The section `correction` of a recipe: rollout correction, and its checks.
-
-The section `reference` of a recipe.
-
-The sections `train` and `sft` of a recipe, and the options of the optimizer that both have.
+Each estimator of advantages and each loss has a class with its own options; `credit.name` and `loss.name` choose the class.
+The options of the optimizer are declared once, for `train` and `sft`. A section checks only its own values; combinations with
+other sections are the subject of `train_checks` and `sft_checks`.
 """
 
 from __future__ import annotations
@@ -23,6 +15,8 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.config.section import NonEmpty, NotNegative, Positive, Section, changed_options, short_for
+
+# credit
 
 Discount = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -311,6 +305,9 @@ AnyCredit = (
 """The section for any `credit.name`, for pydantic."""
 
 
+# critic
+
+
 class CriticSection(Section):
     """The critic: a second model that estimates the sum of the later rewards. It is used if `credit.name` is `gae`, `turn_gae`,
     `critic` or `bilevel_gae`. It is trained in each step, with the optimizer options of `train` except the learning rate
@@ -328,6 +325,8 @@ class CriticSection(Section):
     """The number of training steps at the start in which only the critic is trained, and not the policy. 0: both are trained from
     the first step on."""
 
+
+# loss
 
 Normalizer = Annotated[
     Literal["token", "sequence", "trajectory", "constant"],
@@ -419,6 +418,8 @@ class ReinforceSection(LossSection):
 LOSSES = (PpoClipSection, GspoSection, CispoSection, SapoSection, ReinforceSection)
 """A class for each loss."""
 
+
+# correction
 
 Bound = Annotated[float, Field(gt=0)]
 
@@ -516,6 +517,9 @@ class CorrectionSection(Section):
         return None
 
 
+# reference
+
+
 class ReferenceSection(Section):
     """The reference model: the policy from which the KL divergence is measured. There is one if `loss.kl_coef` or
     `reward.kl.coef` is above 0. By default it is the model before training (docs/losses.md)."""
@@ -533,6 +537,8 @@ class ReferenceSection(Section):
     """How far the reference model is moved: its new weights are `reference.sync_weight` times those of the trained model, plus
     1 - `reference.sync_weight` times its own. 1: it becomes the trained model."""
 
+
+# train and sft
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 

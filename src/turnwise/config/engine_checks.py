@@ -1,10 +1,6 @@
-"""The same for engines, clusters and servers.
+"""Refuses, at start-up, options of engines, of the section `cluster` and of `turnwise serve` that have no effect.
 
-Refuses options of engines that have no effect, and combinations that an engine cannot serve.
-
-Refuses options of the section `cluster` that have no effect, and recipes that several ranks cannot train.
-
-Refuses, at start-up, options of a recipe that have no effect in `turnwise serve` or contradict it.
+It also refuses what an engine cannot serve and what several ranks cannot train. Each message says which option to change.
 """
 
 from __future__ import annotations
@@ -16,6 +12,8 @@ from turnwise.config.engines import ServerEngineSection, SglangEngineSection, Vl
 from turnwise.config.schema import Config
 from turnwise.config.section import changed_options
 from turnwise.errors import ConfigError
+
+# engines
 
 _OF_STARTED = (
     "python",
@@ -142,6 +140,8 @@ def _sglang_problems(config: Config, engine: SglangEngineSection) -> list[tuple[
         ),
     ]
 
+
+# several processes
 
 Problem = tuple[bool, str]
 
@@ -284,6 +284,9 @@ def _problems_of_servers_in_workers(config: Config, ray: bool) -> list[Problem]:
             "remove it",
         ),
     ]
+
+
+# `turnwise serve`
 
 
 def refuse_without_effect_when_serving(config: Config) -> None:

@@ -1,14 +1,7 @@
-"""The sections about sampling and about processes: engines, sampling, limits, rollout server, cluster.
+"""The sections of a recipe about sampling and about processes: engine, sampling, limits, rollout server and cluster.
 
-The sections of a recipe that say how the model generates: engine, sampling, limits.
-
-The sections of a recipe for engines on servers: what all of them share, vLLM and SGLang.
-
-The section of a recipe about a rollout server.
-
-The section `cluster` of a recipe: training and conversations in several processes, on one or several machines.
-
-The number of ranks on one machine.
+Each engine has a class with its own options; `engine.name` chooses the class. vLLM and SGLang share the options of all engines
+on servers. The section `cluster` says which processes train and run conversations, on one or several machines.
 """
 
 from __future__ import annotations
@@ -25,6 +18,9 @@ from turnwise.config.section import NonEmpty, NotNegative, Positive, Seconds, Se
 
 if TYPE_CHECKING:
     pass
+
+
+# engine, sampling and limits
 
 
 class LocalEngineSection(Section):
@@ -126,6 +122,9 @@ class LimitsSection(Section):
     """The time limit of a conversation, in seconds. Null: no limit."""
 
 
+# engines on servers
+
+
 class ServerEngineSection(Section):
     """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
 
@@ -201,6 +200,9 @@ class SglangEngineSection(ServerEngineSection):
     the tokens that they have; LoRA adapters always use this mode."""
 
 
+# rollout server
+
+
 class RolloutServerSection(Section):
     """A rollout server (`turnwise serve`) that runs the conversations of a training run (docs/server.md)."""
 
@@ -215,6 +217,9 @@ class RolloutServerSection(Section):
     weights_directory: NonEmpty | None = None
     """A directory that the trainer and the rollout server share, such as `/dev/shm` on one machine. The trainer writes new
     weights there and sends the path. Null: the weights are sent in the body of a request."""
+
+
+# cluster
 
 
 class FsdpSection(Section):

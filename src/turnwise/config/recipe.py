@@ -1,11 +1,8 @@
-"""Reads a recipe, and explains unknown names with the nearest known ones.
-
-Reads a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
+"""Reads a recipe: one YAML file, environment variables, and the dotted overrides of the command line.
 
 `load` applies overrides, inserts environment variables (`${NAME}`, `${NAME:-default}`), and validates the result against the
-schema. The error lists all problems, with the most similar name for each unknown key.
-
-Option names of TRL, verl and ms-swift with the turnwise option for each, for hints in error messages.
+schema. The error lists all problems. For an unknown key it names the turnwise option if the key is an option of TRL, verl or
+ms-swift, or one that was renamed, and the most similar names otherwise.
 """
 
 from __future__ import annotations
@@ -24,6 +21,8 @@ from turnwise.config.section import Section, name_of, named_sections, shared_opt
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.local_paths import no_file
+
+# names of other systems, and names that have changed
 
 CALLED: dict[str, tuple[str, ...]] = {
     "train.lr": ("learning_rate",),
@@ -395,6 +394,8 @@ def called_here(name: str, *, value: object = None, section: str = "", options: 
     last = option.rpartition(".")[2]
     return f"; it is called {f'{section}.{last}' if section and last in options else option} here"
 
+
+# reading
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""

@@ -1,22 +1,8 @@
-"""`Config` and the sections about data, conversations, rewards, evaluation and the record.
+"""The schema of a recipe: `Config`, and the sections about data, conversations, rewards, evaluation and the record.
 
-The schema of a recipe: every option, its default and its meaning.
-
-There is one schema, and docs/recipes.md lists the options from it. Each module beside this one has some of the sections; this
-module puts them together as `Config`. `recipe` reads recipe files; `train_checks` and `sft_checks` refuse options without
-effect.
-
-The sections `model` and `data` of a recipe.
-
-The sections of a recipe that say what answers the model: environment, tools, MCP servers.
-
-The section `reward` of a recipe.
-
-The section `record` of a recipe: which conversations a run writes down, and how.
-
-The sections `loggers` and `trace` of a recipe: where metrics and conversations are sent, besides the run's directory.
-
-The section `health` of a recipe: monitors that warn of a training run that goes wrong, or stop it.
+There is one schema, and docs/recipes.md lists the options from it: every option, its default and its meaning. The sections
+about learning are in `algorithm`, those about sampling and processes in `engines`. `recipe` reads recipe files;
+`train_checks`, `engine_checks` and `sft_checks` refuse options without effect.
 """
 
 from __future__ import annotations
@@ -67,6 +53,8 @@ from turnwise.config.section import (
     short_for,
 )
 from turnwise.errors import nearest
+
+# model and data
 
 _USUAL_RANK = 16
 """The rank of `model.lora: true`."""
@@ -192,6 +180,9 @@ class DataSection(Section):
     `multi_modal_inputs`). False or null: each conversation processes its own images."""
 
 
+# what answers the model
+
+
 class EnvironmentUse(Use):
     """A reference to an environment."""
 
@@ -254,6 +245,9 @@ class ToolCallsSection(Section):
     `middle` keeps half of the allowed length from the beginning and half from the end."""
     tool_response_unit: Literal["characters", "tokens"] = "characters"
     """The unit of `tool_calls.max_tool_response_length`."""
+
+
+# reward
 
 
 class RewardUse(Use):
@@ -321,6 +315,9 @@ class RewardSection(Section):
         return {"trajectory": value} if isinstance(value, list | tuple) else value
 
 
+# record
+
+
 class RecordSection(Section):
     """Which conversations are written to the files of a run (docs/record.md). Metrics are always complete."""
 
@@ -338,6 +335,9 @@ class RecordSection(Section):
     trainer_logprobs: bool = True
     """Whether the trainer's log-probability of each trained token is recorded beside the engine's, so that `turnwise view` can
     show their ratio."""
+
+
+# loggers and traces
 
 
 class LoggerSection(Section):
@@ -375,6 +375,8 @@ class TraceSection(Section):
     project: NonEmpty | None = None
     """The project (mlflow: the experiment; otlp: the service's name). Null: `turnwise`."""
 
+
+# health
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above = Annotated[float, Field(gt=0)]
@@ -447,6 +449,8 @@ class HealthSection(Section):
                 )
         return self
 
+
+# evaluation, rollout, checkpoint, and the complete recipe
 
 OVERRIDABLE_CHECKS = (
     "headers",

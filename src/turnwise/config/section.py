@@ -1,10 +1,7 @@
-"""The base class of sections, types of options, and sections that are chosen by name.
+"""The base class of the sections of a recipe, types of options, and sections that are chosen by name.
 
-The base class of the sections of a recipe, and types that several sections share.
-
-Sections of a recipe that are chosen by name, such as `engine` and `loss`. Each name has its own options.
-
-A class for each name has a field `name` with one possible value. Options that several names share are in a common base class.
+A section such as `engine` or `loss` has a class for each name, with a field `name` that has one possible value. Each name has
+its own options; options that several names share are in a common base class.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
+
+# all sections
 
 
 def _not_empty(text: str) -> str:
@@ -67,6 +66,9 @@ class Use(Section):
     """Keyword arguments. For a class or an environment: of the constructor; for a function: of each call."""
 
     _expand = model_validator(mode="before")(expand_reference)
+
+
+# sections that are chosen by name
 
 
 def by_name(default: str) -> Discriminator:

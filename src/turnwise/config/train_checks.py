@@ -1,16 +1,8 @@
-"""Options without effect, and contradictions, in a training run.
+"""Refuses, at start-up, options of a recipe that have no effect in a training run or that contradict each other.
 
-Refuses, at start-up, options of a recipe that have no effect in a training run or that contradict each other.
-
-Which estimator a recipe uses, and the options of `credit` that have no effect or contradict the rest of the recipe.
-
-Options of the section critic that have no effect or contradict the rest of the recipe.
-
-Options of the KL divergence and of the reference model that have no effect or contradict the rest of the recipe.
-
-Refuses options of the section `record` that have no effect in a training run.
-
-Refuses options of the section `health` that have no effect in a training run.
+A check reads the complete recipe and returns problems; each problem has the value, the rule and the fix. `chosen_estimator`
+says which estimator a recipe uses if `credit.name` leaves the choice to turnwise. No option is accepted and then ignored: what
+a run would not read is refused here.
 """
 
 from __future__ import annotations
@@ -23,6 +15,8 @@ from turnwise.config.schema import LOSS_MASKS, Config, DataSection
 from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
+
+# credit
 
 WITHOUT_REWARD = (
     "turnwise.environments.environment:SingleTurn",
@@ -139,6 +133,9 @@ def environment_may_reward(config: Config) -> bool:
     return config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
 
 
+# critic
+
+
 def critic_problems(config: Config) -> list[tuple[bool, str]]:
     """Whether the recipe has a problem, and the error message for it."""
     critic, train = config.critic, config.train
@@ -161,6 +158,9 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
             f"be trained",
         ),
     ]
+
+
+# KL divergence and reference model
 
 
 def needs_reference(config: Config) -> bool:
@@ -229,6 +229,9 @@ def _reference_problems(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
+# record
+
+
 def record_problems(config: Config) -> list[tuple[bool, str]]:
     """Each possible problem: whether the recipe has it, and the error message."""
     kept, size, every = config.record.best_and_worst, config.train.group_size, config.record.every
@@ -245,6 +248,9 @@ def record_problems(config: Config) -> list[tuple[bool, str]]:
             f"always recorded. Remove it",
         ),
     ]
+
+
+# health
 
 
 def health_problems(config: Config) -> list[tuple[bool, str]]:
@@ -283,6 +289,8 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
         ),
     ]
 
+
+# the complete recipe
 
 Problem = tuple[bool, str]
 """Whether the recipe has the problem, and the error message for it."""

@@ -1,16 +1,11 @@
-"""Which row comes next: shuffled epochs, weights, curriculum, the rows that were used.
+"""Which row comes next: shuffled epochs, several data sets with weights, a curriculum, and the rows that were used.
 
-The order in which a run uses its rows: shuffled epochs, and several data sets with weights.
+The order depends on the seed only. A checkpoint stores a `DataState`: which rows were trained on, and which were started and
+have to be started again.
 
-Chooses the rows of a run one after the other, and knows which of them were used.
-
-The order of the rows depends on the seed only. A checkpoint stores a `DataState`: which rows were trained on, and which were
-started and have to be started again. Knows nothing of conversations.
-
-Chooses the rows of a step by their pass rates: rows that are too hard or too easy for the model are mostly skipped.
-
-A group whose trajectories all fail or all succeed has no reward differences and teaches nothing. The pass rate of a row is the
-mean reward of its last group, so a row is skipped only after it was used once, or if the data gives an initial pass rate.
+The curriculum mostly skips rows that are too hard or too easy for the model: a group whose trajectories all fail or all
+succeed has no reward differences and teaches nothing. The pass rate of a row is the mean reward of its last group, so a row is
+skipped only after it was used once, or if the data gives an initial pass rate. This module knows nothing of conversations.
 """
 
 from __future__ import annotations
@@ -25,6 +20,8 @@ from typing import Any
 from turnwise.errors import ConfigError, DataError
 from turnwise.types import Group, Row
 from turnwise.user_code.reward_number import reaches
+
+# the order of rows
 
 
 class Order:
@@ -120,6 +117,8 @@ def weighted_order(rows: Sequence[Row], weights: Mapping[str, float], *, seed: i
     return WeightedOrder(list(lengths.values()), [weights[source] for source in lengths], seed=seed, shuffle=shuffle)
 
 
+# the curriculum
+
 PassRates = Mapping[str, float]
 """The last known pass rate of each row that has one, by `Row.id`."""
 
@@ -180,6 +179,9 @@ def initial_pass_rates(rows: Sequence[Row], column: str | None) -> dict[str, flo
             )
         rates[row.id] = float(rate)
     return rates
+
+
+# the rows that were used
 
 
 @dataclass(frozen=True, slots=True)

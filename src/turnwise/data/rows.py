@@ -1,20 +1,13 @@
-"""Reads data sets into rows: columns, prompt messages, images in columns.
+"""Reads data sets into rows: jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id).
 
-Reads data sets into rows, and maps their columns.
+Columns are mapped, messages are converted to OpenAI's form (`role`, `content` as a text or a list of parts, `tool_calls` with
+arguments as a mapping), and the columns `images` and `videos` are inserted into the messages. All rows are checked at
+start-up: a defective row raises an error with its number before the run starts.
 
-Reads jsonl, parquet and Hugging Face `datasets` (a local directory or a hub id). All rows are checked at start-up: a defective
-row raises an error with its number before the run starts.
-
-Inserts the images and videos of a row (columns `images` and `videos`) into its messages.
-
-The placeholders are `<image>` and `<video>` in a text, and an empty part such as `{"type": "image"}` in a list of parts. If no
-message has a placeholder, the images or videos are inserted at the start of the first user message, as in ms-swift and TRL.
-This module resolves paths and checks the headers of images. It decodes no pixels and does not store the contents of files.
-
-Checks a message of a data set and converts it to the form that the rest of turnwise uses.
-
-That form is OpenAI's: `role`, `content` as a text or a list of parts, `tool_calls` with arguments as a mapping. This module
-does not depend on rows, templates or loss weights.
+The placeholders of images and videos are `<image>` and `<video>` in a text, and an empty part such as `{"type": "image"}` in a
+list of parts. If no message has a placeholder, the images or videos are inserted at the start of the first user message, as in
+ms-swift and TRL. Paths are resolved and the headers of images are checked; no pixels are decoded and no contents of files are
+stored. This module knows neither templates nor loss weights.
 """
 
 from __future__ import annotations
@@ -36,6 +29,8 @@ from turnwise.local_paths import looks_like_path, no_file
 from turnwise.types import Message, Row
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import is_live, live_object
+
+# images and videos
 
 COLUMNS = {"image": "images", "video": "videos"}
 """Column names by kind of media."""
@@ -161,6 +156,8 @@ def _absolute(value: Any, folder: Path | None) -> Any:
     return str(path if path.is_absolute() or folder is None else (folder / path).absolute())
 
 
+# messages
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _PARTS = ("text", "image", "image_url", "video", "video_url")
 
@@ -240,6 +237,8 @@ def _call(call: Any, number: int, where: str, absent: AbsentValues) -> dict[str,
         "function": {"name": function["name"], "arguments": absent.arguments(function["name"], arguments or {})},
     }
 
+
+# rows
 
 _OWN_PROMPT = (
     ". Rows without a prompt are for environments that write it, such as turnwise.compat.trl:TrlEnvironments; a class of your "

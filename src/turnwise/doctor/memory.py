@@ -1,15 +1,8 @@
-"""Predicts the memory of a training step and of the embedded engine.
+"""Predicts the peak memory of a training step and of the embedded engine's KV cache, before any weights are loaded.
 
-Predicts the peak memory of a training step, before any weights are loaded.
-
-Activations, logits and gradients are those of a pass over a micro-batch without contents (traced_pass.py). The rest is
-arithmetic: weights, optimizer, KV cache. Knows the recipe and the model's configuration.
-
-One pass of the learner over a micro-batch, on tensors without contents (torch's fake tensors): which bytes it keeps in memory.
-
-So activations, logits and gradients are those of this architecture with these options, before any weights are loaded.
-
-Predicts the memory of the embedded engine's KV cache.
+Activations, logits and gradients are those of a real pass of the learner over a micro-batch of tensors without contents
+(torch's fake tensors): of this architecture, with these options. The rest is arithmetic: weights, optimizer, KV cache. This
+module knows the recipe and the model's configuration; it needs no device and no weights.
 """
 
 from __future__ import annotations
@@ -47,6 +40,8 @@ from turnwise.training.forward import TokenLogprobs
 from turnwise.training.options import OptimizerConfig
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
+
+# one pass over a micro-batch without contents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,6 +226,9 @@ def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
     logprob_N.sum().backward()
 
 
+# the KV cache
+
+
 def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tokens: int) -> float:
     """The cache of the embedded engine with these conversations, each of up to `tokens` tokens; 0 for another engine."""
     engine = config.engine
@@ -245,6 +243,8 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
     )
     return min(engine.memory_gb * 2**30, float(token * rows * capacity))
 
+
+# the prediction
 
 PROGRAM_BYTES = 550 * 2**20
 """Bytes of Python with torch, transformers and the other libraries."""

@@ -1,18 +1,13 @@
-"""Checks of template, tokenizer and messages, and the checks at the start of a run.
+"""Checks of a chat template, its tokenizer and the model's config files. They need no weights.
 
-The checks of a chat template, its tokenizer and the model's config files. They need no weights.
+Conversations are rendered turn by turn and in one pass, and both are compared: a template can be trained on only if a
+conversation can be continued. The model's turns are the text that the template itself renders for them, so every difference
+comes from the template: text that it changes when the conversation continues, or a message that it accepts only in another
+form. The table of templates (docs/templates.md) and `turnwise doctor` use this comparison. Further checks look at headers, at
+unchanged message contents, at stop tokens and at tool calls.
 
-Checks whether conversations can be continued with a template: renders them turn by turn and in one pass, and compares both.
-
-The model's turns are the text that the template itself renders for them. Every difference therefore comes from the template:
-text that it changes when the conversation continues, or a message that it accepts only in another form. The table of templates
-(docs/templates.md) and `turnwise doctor` use this check.
-
-The checks `headers` and `contents`: whether a template writes correct headers and unchanged message contents.
-
-The checks at the start of each run: whether the chat template works with the recipe. They need no weights.
-
-They are the doctor's own checks (`template_checks`). What fails is refused, unless `override_checks` names the check.
+The same checks run at the start of each run with the recipe's own rows (`preflight`). What fails is refused, unless
+`override_checks` names the check.
 """
 
 from __future__ import annotations
@@ -50,6 +45,8 @@ from turnwise.doctor.conversation import masked
 from turnwise.errors import DataError, TemplateError, TurnwiseError
 from turnwise.models.model_config import context_length
 from turnwise.types import Message, Row, ToolSchema
+
+# rendering turn by turn and in one pass
 
 PROBE_TOOL: ToolSchema = {
     "type": "function",
@@ -360,6 +357,8 @@ def _adaptations(messages: Sequence[Message], planned: Sequence[Message]) -> set
         adaptations.add("neighbours as one message")
     return adaptations
 
+
+# template, tokenizer and config files
 
 _BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}
 _TURNS: Mapping[str, Sequence[Scenario]] = {
@@ -746,6 +745,8 @@ def features(renderer: Renderer) -> Check:
     return Check("template", "ok", ", ".join(facts), details=profile.describe())
 
 
+# headers and contents
+
 _MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>|<｜[^｜<>\s]{1,40}｜>|<(?:start|end)_of_turn>")
 """Texts in the headers of model families that must be special tokens."""
 _CONTENT = f"  {probe_word(7)}\n\n<b>&amp;</b> \"two\" 'one' {{x}} ä 你 " + "word " * 800 + f"{probe_word(8)}\n "
@@ -911,6 +912,8 @@ def _difference(text: str) -> str:
     same = next((n for n, (a, b) in enumerate(zip(wanted, written, strict=False)) if a != b), len(written))
     return f"{wanted[same:][:20]!r} becomes {written[same:][:20]!r}"
 
+
+# the start of a run
 
 _READ_NO_COLUMN = (
     "turnwise.environments.environment:SingleTurn",

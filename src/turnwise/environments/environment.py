@@ -1,19 +1,14 @@
-"""The interface of an environment and the check of what it answers; generators as environments; an environment in a thread.
+"""The interface of an environment: the part of a conversation that answers the model. What it may be, and what it may answer.
 
-The interface of an environment: the part of a conversation that answers the model.
+An environment sees messages, never tokens. It is made for one row, used for one conversation and closed after it, so its state
+is its attributes or local variables. It does not count turns or tokens: `Limits` bounds them. A generator function is an
+environment too (`environment`).
 
-An environment sees messages, never tokens. It is made for one row, used for one conversation and closed after it, so its
-state is its attributes or local variables. It does not count turns or tokens: `Limits` bounds them.
+`ThreadedEnvironment` runs an environment in an event loop of a daemon thread, where blocking code does not block other
+conversations. A call that times out is cancelled; if it does not react, the conversation ends without waiting for it.
 
-An event loop in a daemon thread, and an environment that runs in such a loop.
-
-Code that blocks there does not block other conversations. A call that times out is cancelled; if it does not react, the
-conversation ends without waiting for it.
-
-What both kinds of session do with an environment's reply: check it, and write what it says of the turns.
-
-Nothing of a reply is applied before all of it is checked. Each check raises TypeError or ValueError with the value, the rule and
-the fix.
+Both kinds of session check replies here. Nothing of a reply is applied before all of it is checked; each check raises
+TypeError or ValueError with the value, the rule and the fix.
 """
 
 from __future__ import annotations
@@ -61,6 +56,8 @@ from turnwise.user_code.calls import leave_running, wait_for_left
 from turnwise.user_code.copies import copy_row, copy_turn
 from turnwise.user_code.reward_number import reward_number
 from turnwise.user_code.threads import ThreadedObject
+
+# the interface, and generators
 
 P = ParamSpec("P")
 
@@ -326,6 +323,8 @@ def environment(
     return factory
 
 
+# an environment in a thread
+
 T = TypeVar("T")
 
 _JOIN_SECONDS = 15.0
@@ -429,6 +428,9 @@ class ThreadedEnvironment:
     def _begun_environment(self) -> Environment:
         assert self._environment is not None, "step before begin"
         return self._environment
+
+
+# the check of replies
 
 
 def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply, *, source: str = "environment") -> None:

@@ -1,23 +1,14 @@
-"""Tools of MCP servers: the connection and its tools.
+"""Tools of MCP servers: the connections, and the tools with the schemas of the servers, unchanged.
 
-Tools of MCP servers.
+The connections run in an event loop of one thread. They are opened before the first conversation, are shared by all
+conversations (in any event loop), and are closed at the end of the run. One task owns a session: the same task enters and
+leaves it. Calls come from any task of the same event loop; their number is not limited here. A call whose connection is lost
+is not repeated, because the server may have carried out the call already: the call raises ConnectionError, and the next call
+opens a new session.
 
-The connection to one MCP server. All conversations share the connection. A lost connection is opened again at the next call.
-
-One task owns a session: the same task enters and leaves the session. Calls come from any task of the same event loop; the
-number of concurrent calls is not limited here. A call whose connection is lost is not repeated, because the server may have
-carried out the call already: the call raises ConnectionError, and the next call opens a new session.
-
-Limits the length of the lines that an MCP server writes to its stdout.
-
-The SDK buffers a line without a length limit, but lets the caller choose the encoding of the pipe. This module registers an
-encoding that enforces the limit: UTF-8 with a decoder that counts the characters since the last line break. Above the limit
+The SDK buffers a line from a server's stdout without a length limit, but lets the caller choose the encoding of the pipe. The
+encoding that is registered here is UTF-8 with a decoder that counts the characters since the last line break. Above the limit
 the decoder drops all further text and calls its listener, which ends the server.
-
-Tools of MCP servers. The schemas are used unchanged; calls use connections that stay open.
-
-The connections run in a separate event loop in a separate thread. They are opened before the first conversation, are shared
-by all conversations (in any event loop), and are closed at the end of the run.
 """
 
 from __future__ import annotations
@@ -54,6 +45,8 @@ if TYPE_CHECKING:
     from mcp.types import CallToolResult, ContentBlock
     from mcp.types import Tool as ServerTool
 
+
+# one connection
 
 _LOUD = {
     **dict.fromkeys(("mcp", "client", "httpx2", "httpcore2"), logging.WARNING),  # logs each call at INFO
@@ -379,6 +372,8 @@ def _root(failed: Failed) -> str:
     return failed.failure.message if error is None else f"{type(error).__name__}: {error}".rstrip(": ")
 
 
+# all servers of a recipe
+
 _CLOSING_ALL_SECONDS = 15.0
 
 
@@ -585,6 +580,8 @@ def _read(path: Path) -> dict[str, McpServer]:
             raise ConfigError(f"{path}: mcpServers.{name}: {'; '.join(lines)}") from None
     return read
 
+
+# the length of lines
 
 ENCODING = "turnwise_bounded_utf_8"
 LONGEST_LINE = 16 * 2**20

@@ -1,15 +1,11 @@
-"""Document search: the tool, and a small retrieval server.
+"""Document search with the protocol of Search-R1: the tool of the model, and a small retrieval server that works offline.
 
-The search tool: sends queries to a retrieval service with the protocol of Search-R1.
+`POST /retrieve` with `{"queries": ["capital of France"], "topk": 3, "return_scores": true}` returns `{"result": [[{"document":
+{"id": "7", "contents": "Paris ..."}, "score": 2.5}, ...]]}`: one list per query, best first. The first line of `contents` is
+the title. The tool sends such requests to any service that speaks the protocol.
 
-`POST {"queries": [...], "topk": 3, "return_scores": true}` returns `{"result": [[{"document": {"contents":
-"Title\ntext"}, "score": 1.5}, ...], ...]}`, with one list per query. `turnwise retrieval` runs such a service.
-
-A small retrieval service: BM25 over a corpus in one file, offline, for `turnwise.environments.search`.
-
-Speaks Search-R1's protocol: `POST /retrieve` with `{"queries": ["capital of France"], "topk": 3, "return_scores": true}` gives
-`{"result": [[{"document": {"id": "7", "contents": "Paris\nParis is ..."}, "score": 2.5}, ...]]}`, best first. Only documents
-that share a word with the query are returned. It listens on 127.0.0.1 only. If a token is set, requests without it are refused.
+The server ranks by BM25 over a corpus in one file, and returns only documents that share a word with the query. It listens on
+127.0.0.1 only. If a token is set, requests without it are refused.
 
     turnwise retrieval corpus.jsonl --port 8000
 """
@@ -41,6 +37,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+
+# the tool
 
 _MOST_QUERIES = 20
 
@@ -132,6 +130,8 @@ class Search:
             )
         return contents
 
+
+# the server
 
 TOKEN = "TURNWISE_RETRIEVAL_TOKEN"
 """The environment variable with the token. It is not an argument, because other users can see the arguments of a process."""

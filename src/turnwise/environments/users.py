@@ -1,15 +1,11 @@
-"""Simulated users: scripted, checking an answer, played by another model.
-
-Simulated users that need no model.
+"""Simulated users: users that follow a script, users that check an answer, and users that are another model.
 
 `ScriptedUser` sends given messages. `checked_answer` is a user with a question whose answer is a number, as in GSM8K: if the
 model's answer is wrong, the user says so, and the model may try again.
 
-A simulated user that is another model.
-
-That model sees the conversation with exchanged roles: turns of the trained model are its `user` messages, and its own answers
-are its `assistant` messages. It is a `ChatModel`, a function from messages to a text: `Endpoint` calls an OpenAI-compatible
-server, `turnwise.rollout.chat_model.EngineChatModel` an engine.
+The model behind a `ModelledUser` sees the conversation with exchanged roles: turns of the trained model are its `user`
+messages, and its own answers are its `assistant` messages. It is a `ChatModel`, a function from messages to a text: `Endpoint`
+calls an OpenAI-compatible server, `turnwise.rollout.chat_model.EngineChatModel` an engine.
 """
 
 from __future__ import annotations
@@ -26,6 +22,9 @@ from turnwise.services.json_service import ServiceError
 from turnwise.types import Message, Opening, Reply, Row, Turn
 
 __all__ = ["ChatModel", "Endpoint", "ModelledUser", "ScriptedUser", "checked_answer"]
+
+
+# users without a model
 
 
 class ScriptedUser:
@@ -71,6 +70,9 @@ async def checked_answer(
         if attempt + 1 < tries:
             turn = yield user_message(wrong)
     yield Reply(done=True, info={"answer": final_answer(turn.text, method), "try": tries})
+
+
+# a user that is a model
 
 
 class ModelledUser:

@@ -1,10 +1,8 @@
-"""Traces: spans, jsonl, mlflow, weave, OpenTelemetry.
+"""Sends conversations to tracing systems: traces.jsonl, mlflow, weave, OpenTelemetry.
 
-Tracing systems: traces.jsonl, mlflow, weave, OpenTelemetry. Each receives the spans of the first conversations of a step.
-
-The timed spans of a conversation: the conversation, its turns, and in each turn the engine's call and the tool calls.
-
-The spans are made from the finished trajectory, which has all times. Nothing is measured during the conversation for them.
+Each tracer receives the spans of the first conversations of a step: the conversation, its turns, and in each turn the engine's
+call and the tool calls. Spans are made from the finished trajectory, which has all times; nothing is measured for them during
+the conversation. Each tracer wraps the library of its system.
 """
 
 from __future__ import annotations
@@ -20,6 +18,8 @@ from typing import Any
 from turnwise.loggers.logger import Logger, start_or_wait, starting
 from turnwise.loggers.trackers import text
 from turnwise.types import Trajectory, Turn
+
+# spans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +104,9 @@ def _tools(turn: Turn, start: float) -> Iterator[Span]:
             attributes={"attempts": outcome.attempts, "reward": outcome.reward},
             error=outcome.error,
         )
+
+
+# tracing systems
 
 
 def start_tracer(backend: str, *, conversations: int, project: str, directory: Path) -> Logger:

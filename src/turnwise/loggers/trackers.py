@@ -1,11 +1,7 @@
-"""tensorboard, wandb, mlflow, trackio, swanlab.
+"""Sends metrics, and conversations as rows of a table, to experiment trackers: tensorboard, wandb, mlflow, trackio, swanlab.
 
-The trackers: tensorboard, wandb, mlflow, trackio, swanlab. Each wraps the tracker's own library.
-
-All of them get the metrics by the names of docs/metrics.md; the metrics of evaluations have the prefix `eval/`. A resumed run
-continues the tracker's run: its id is in `loggers.json` of the run's directory.
-
-Conversations as rows of a table, for trackers that show tables.
+Each tracker wraps its own library. All of them get the metrics by the names of docs/metrics.md; the metrics of evaluations
+have the prefix `eval/`. A resumed run continues the tracker's run: its id is in `loggers.json` of the run's directory.
 """
 
 from __future__ import annotations
@@ -22,6 +18,8 @@ from typing import Any
 
 from turnwise.loggers.logger import Logger, start_or_wait, starting
 from turnwise.types import Message, Trajectory
+
+# conversations as rows
 
 COLUMNS = ("step", "id", "reward", "stop", "turns", "conversation")
 _MOST = 20_000  # characters of a conversation
@@ -46,6 +44,9 @@ def _content(message: Message) -> str:
         content = "".join(str(part.get("text", f"<{part.get('type')}>")) for part in content if isinstance(part, dict))
     calls = [f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or ()]
     return "\n".join([*([str(content)] if content else []), *calls])
+
+
+# trackers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

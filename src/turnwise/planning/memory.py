@@ -1,8 +1,7 @@
-"""The memory of each rank and of each engine.
+"""The memory of each training rank and of each engine outside the trainer's process, before a run starts.
 
-What training on several ranks needs: the number of ranks, the memory of a rank, and combinations that are impossible.
-
-The memory of engines that are not in the trainer's process: in rollout workers, and on servers that turnwise starts.
+A recipe whose number of ranks or whose combination of options is impossible is refused. The engines are those in rollout
+workers and on servers that turnwise starts; the embedded engine of one process is predicted in `doctor/memory.py`.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import context_length
 from turnwise.planning.placement import PlanLine
 from turnwise.training.options import SMALL_GRADIENTS
+
+# ranks
 
 _OF_ENGINE = ("KV cache", "copied weights of the engine")
 _OF_PASSES = ("activations", "logits and other temporary tensors")
@@ -188,6 +189,9 @@ def rank_memory_check(
         f"{text}, and there are {limit:.1f} GiB. The largest part: {largest.name}: {advice}",
         details=details,
     )
+
+
+# engines
 
 
 def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:

@@ -1,10 +1,6 @@
-"""What a recipe needs: the numbers of a step, and where its parts run. No torch.
+"""What a recipe needs, for training and for `turnwise sft`: the numbers of a step, and where the parts of the run are placed.
 
-What a recipe needs: the numbers of a step, where its parts run, and the memory of each device.
-
-Reads the recipe, the rows, and the configuration of the model; loads no weights.
-
-What a recipe for `turnwise sft` needs: the numbers of a step.
+Reads the recipe, the rows and the configuration of the model. Loads no weights, and imports no torch.
 """
 
 from __future__ import annotations
@@ -17,6 +13,8 @@ from turnwise.config.algorithm import steps_of_epochs
 from turnwise.config.engines import LocalEngineSection, ServerEngineSection
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+
+# training
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +136,9 @@ def _engine_text(config: Config) -> str:
         f"{options['name']}: {servers} servers, started by the run, x {per_server} devices (tensor_parallel="
         f"{options['tensor_parallel']}, data_parallel={options['data_parallel']}) = {servers * per_server} devices"
     )
+
+
+# fine-tuning
 
 
 @dataclass(frozen=True, slots=True)

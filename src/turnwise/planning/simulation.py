@@ -1,24 +1,15 @@
-"""How fast a run would be on other devices, from measured times.
+"""How fast a run would be on other devices: a simulation with the measured times of a recorded run.
 
-A simulation of a training run: conversations, engine replicas, the pacing of the pipeline, and the trainer.
+It is a discrete-event simulation: time jumps from event to event. `measure` reads the record of a run; the simulation draws
+conversations from this `MeasuredWorkload`. The number of turns, their tokens and the waiting times of a conversation stay
+together, because they depend on each other; for the same reason, the conversations of a row stay together. The engine replicas
+share their speed among the turns that they sample (continuous batching). Groups are started and taken by the functions that
+the real pipeline uses (`rollout/pipeline.py`). The network, failures, and differences between the weights of early and late
+steps (longer answers) are not modelled.
 
-It is a discrete-event simulation: time jumps from event to event. Conversations are drawn from a measured `MeasuredWorkload`. The
-engine replicas share their speed among the turns that they sample (continuous batching). Groups are started and taken by the
-functions that the real pipeline uses (`rollout/pipeline.py`).
-
-What is not modelled: the network, failures, and differences between the weights of early and late steps (longer answers).
-
-Predictions for several numbers of devices, and for synchronous, one-step-off and asynchronous training.
-
-A synchronous run uses all devices for sampling, and then all for training. The other modes divide the devices: some sample while
-the others train. The simulated run has the batch of the recipe, or, with `scale_batch`, as many times the batch as there are
-devices.
-
-A measured workload: how long the turns, the tools and the training steps of a recorded run took.
-
-`measure` reads the record of a run and returns a `MeasuredWorkload`, from which `simulation` draws conversations. The number of
-turns, their tokens and the waiting times of a conversation stay together, because they depend on each other. For the same reason,
-the conversations of a row stay together.
+`predict_scaling` compares synchronous, one-step-off and asynchronous training. A synchronous run uses all devices for
+sampling, and then all for training. The other modes divide the devices: some sample while the others train. The simulated run
+has the batch of the recipe, or, with `scale_batch`, as many times the batch as there are devices.
 """
 
 from __future__ import annotations
@@ -38,6 +29,8 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.record.reader import read, read_lines
 from turnwise.rollout.pipeline import capacity, choose
 from turnwise.types import Trajectory
+
+# the measured workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +188,9 @@ def _fit_training_speed(lines: Sequence[dict], tokens: dict[int, int]) -> Traini
     per_token = [line["seconds/train"] / max(1, tokens[line["step"]]) for line in lines]
     other = [max(0.0, line["seconds/step"] - line["seconds/waiting"] - line["seconds/train"]) for line in lines]
     return TrainingSpeed(per_token=fmean(per_token), other=median(other))
+
+
+# the simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -516,6 +512,8 @@ def simulate(workload: MeasuredWorkload, setup: Setup) -> SimulationResult:
         trainer_idle=simulation.idle / ends[-1],
     )
 
+
+# several numbers of devices
 
 SHARES = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
 """The shares of training devices that are compared if no share is given."""

@@ -1,13 +1,8 @@
-"""The calls to Ray, and what Ray calls in its processes.
+"""The calls to Ray, and the actors that Ray runs in its processes. No other module imports Ray.
 
-The calls to Ray. No other module imports Ray.
-
-What Ray calls in the process of a rollout worker. Knows no conversations: it builds a `RolloutWorker` and passes calls on.
-
-What Ray calls in the process that holds the resources of a training rank. The rank itself is a process of its own, which runs
-the command of the user: it has a main thread for signals, an exit status, and a terminal.
-
-Knows processes; knows nothing of training, and nothing of Ray.
+`WorkerActor` runs in the process of a rollout worker: it builds a `RolloutWorker` and passes calls on. `RankActor` holds the
+resources of a training rank. The rank itself is a separate process that runs the command of the user: it has a main thread for
+signals, an exit status, and a terminal. This module knows nothing of conversations and of training.
 """
 
 from __future__ import annotations
@@ -31,6 +26,8 @@ from turnwise.engines.remote.servers import ProbeAnswer, ProbePrompt
 from turnwise.errors import ConfigError, EngineError, TurnwiseError
 from turnwise.ray_workers.rollout_worker import PackedWeights, RolloutWorker, WorkerInfo
 from turnwise.types import Completion, Request, Sampling
+
+# in the process of a rollout worker
 
 MakeWorker = Callable[[], contextlib.AbstractAsyncContextManager[RolloutWorker]]
 """Makes the worker in its process. At the end of the context, its engine and environments are closed."""
@@ -105,6 +102,8 @@ def enter_directory(directory: str, process: str, option: str) -> None:
             f"share it among the machines, or set {option}"
         ) from None
 
+
+# in the process that holds the resources of a rank
 
 RAY_ADDRESS = "TURNWISE_RAY_ADDRESS"
 """The environment variable of a rank with the address of its Ray cluster."""
@@ -221,6 +220,8 @@ def _stream(terminal: tuple[int, int] | None) -> tuple[int, int]:
     termios.tcsetattr(its, termios.TCSANOW, attributes)
     return mine, its
 
+
+# the calls to Ray
 
 _log = logging.getLogger(__name__)
 

@@ -1,16 +1,9 @@
-"""A rollout worker; weights and images on the way to it.
+"""A rollout worker: runs conversations for a trainer in another process, with its own engine and environments.
 
-A rollout worker: runs conversations for a trainer in another process, with its own engine and environments.
-
-Knows the rollout loop and nothing of Ray.
-
-Weights in the form in which Ray's object store keeps them: bytes in numpy arrays, which workers on a machine read without a
-copy.
-
-Images of conversations between the trainer and rollout workers.
-
-The worker gets the files of a row's images with the row. It sends the images that the conversation has shown, without tensors:
-the trainer computes these again with its own image processor, which is the same, and equal images share them.
+Weights travel as bytes in numpy arrays, which Ray's object store keeps and which workers on a machine read without a copy. The
+worker gets the files of a row's images with the row. It sends back the images that the conversation has shown, without
+tensors: the trainer computes these again with its own image processor, which is the same, and equal images share them. This
+module knows the rollout loop and nothing of Ray.
 """
 
 from __future__ import annotations
@@ -37,6 +30,8 @@ from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.rollout import rollout
 from turnwise.rollout_server.wire import LoadAdapter, change_each, processed_again, with_changed_media
 from turnwise.types import Completion, Request, Row, Sampling, Trajectory
+
+# weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +88,9 @@ def unpack_tensors(packed: Mapping[str, PackedTensor]) -> dict[str, Any]:
             flat = torch.from_numpy(tensor.data).view(getattr(torch, tensor.dtype))
             tensors[name] = flat.reshape(tensor.shape)
     return tensors
+
+
+# images
 
 
 class ImageFile(bytes):
@@ -170,6 +168,9 @@ def pickled(trajectory: Trajectory) -> bytes:
 def unpickled(data: bytes) -> Trajectory:
     """The trajectory that `pickled` has written."""
     return _Unpickler(io.BytesIO(data)).load()
+
+
+# the worker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

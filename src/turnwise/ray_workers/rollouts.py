@@ -1,14 +1,8 @@
-"""The trainer's side of rollout workers, and their pool.
+"""The trainer's side of the rollout workers: a `Runner` of conversations, and an `Engine` that passes single requests on.
 
-The trainer's side of the rollout workers: a `Runner` of conversations, and an `Engine` that passes single requests on.
-
-A conversation whose worker is lost runs again from its beginning, with the same seed, on another worker. A request as well.
-
-The rollout workers of a run: starts them, gives them weights, notices lost workers and starts them again.
-
-Knows actors and their weights; does not know conversations.
-
-Which worker runs a conversation: a pure function of the numbers of conversations.
+A conversation or a request whose worker is lost runs again from its beginning, with the same seed, on another worker. The pool
+starts the workers, gives them weights, notices lost workers and starts them again; it does not know conversations. Which
+worker runs a conversation is a pure function of the numbers of conversations.
 """
 
 from __future__ import annotations
@@ -34,6 +28,8 @@ from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout_server.wire import take_over
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
 
+# the choice of a worker
+
 _SLACK, _FACTOR = 4, 1.5
 """A worker is overloaded if it runs more conversations than `_FACTOR` times those of the least busy worker, and `_SLACK` more."""
 
@@ -55,6 +51,8 @@ def choose_worker(running: Sequence[int | None], *, most: int, own: int | None) 
         return own
     return least
 
+
+# the pool
 
 _FIRST_STARTS = 3
 """How often a worker is started at the beginning of a run."""
@@ -333,6 +331,8 @@ class WorkerPool:
         self._wake(self.options.actor.max_concurrent)
 
 
+# conversations and requests
+
 _ATTEMPTS = 3
 """How often a conversation is started whose worker is lost."""
 
@@ -359,8 +359,8 @@ class Losses:
 
 
 class RayRollouts:
-    """All rollout workers of a run. `make` gives the function that makes the worker with a number in its process. One object
-    serves one event loop."""
+    """All rollout workers of a run. `make(n)` returns the function that builds worker n; it is called in the worker's process.
+    One object serves one event loop."""
 
     def __init__(self, options: RayOptions, make: Callable[[int], MakeWorker]) -> None:
         self.version = -1

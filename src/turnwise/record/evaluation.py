@@ -1,13 +1,8 @@
-"""The results of an evaluation (eval.json) and their statistics.
+"""The results of an evaluation, which eval.json holds, and their statistics.
 
-The results of an evaluation: from the recorded conversations of each model to typed numbers, which eval.json holds.
-
-Statistics of an evaluation. Pure functions of numbers; the rows of the data are the independent units.
-
-Conversations on one row are not independent, so all intervals are computed from one number for each row: the mean of its
-conversations (clustered by row).
-
-Evaluation of models: statistics of rewards, and the results of an evaluation. Reads finished trajectories.
+The statistics are pure functions of numbers. Conversations on one row are not independent, so all intervals and tests are
+computed from one number for each row: the mean of its conversations (clustered by row). `summarize` makes the results from the
+recorded conversations of a model. This module reads finished trajectories and runs nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +23,8 @@ from turnwise.errors import RunError
 from turnwise.json_yaml import read_text
 from turnwise.types import Trajectory
 from turnwise.user_code.reward_number import reaches
+
+# statistics
 
 CONFIDENCE = 0.95
 """The confidence level of all intervals."""
@@ -224,6 +221,8 @@ def _incomplete_beta(x: float, a: float, b: float) -> float:
 def _away_from_zero(value: float) -> float:
     return value if abs(value) > 1e-300 else 1e-300
 
+
+# results
 
 SCHEMA = 1
 

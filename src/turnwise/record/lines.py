@@ -1,11 +1,8 @@
-"""Large jsonl files: compressed parts; lines by number, id and step.
+"""Large jsonl files: compressed in parts, and read by the number, the id or the step of a line.
 
-Compressed jsonl files: gzip files of many small parts (members), each of which can be read without the others.
-
-`zcat` and Python's `gzip.open` read the complete file. A part has complete lines. So a file that is only appended
-to, and cut back to the end of a part, stays intact.
-
-The lines of a large jsonl file by number, by id and by step, without reading the other lines.
+A compressed file is a gzip file of many small parts (members), each of which can be read without the others; `zcat` and
+Python's `gzip.open` read the complete file. A part has complete lines, so a file that is only appended to, and cut back to the
+end of a part, stays intact.
 
 The places of the lines are found in one pass and cached beside the file in `<name>.index`. A cache that does not belong to the
 file as it is now, or that is damaged, is not used: it is extended where the file has only grown, and built again otherwise.
@@ -29,6 +26,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from turnwise.errors import RunError
+
+# compressed parts
 
 SUFFIX = ".gz"
 _PART_BYTES = 1 << 18
@@ -121,6 +120,8 @@ def open_lines(path: Path) -> Iterator[bytes]:
         if rest:
             yield rest
 
+
+# the places of lines
 
 _FORMAT = 2
 _READ_BYTES = 1 << 20
@@ -237,7 +238,7 @@ class LineFile:
         return not rest
 
     def _contents(self, file: BinaryIO) -> Iterator[bytes]:
-        """The file behind the lines that are known, without compression."""
+        """The uncompressed contents after the last indexed line."""
         places = self._places
         if not is_compressed(self.path):
             file.seek(self._end)

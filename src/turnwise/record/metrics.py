@@ -1,8 +1,7 @@
-"""From finished groups to the numbers of a step.
+"""From the finished groups of a step to its numbers: one flat object a step.
 
-Numbers about what happened: from groups of finished trajectories to one flat object a step.
-
-Metrics that compare conversations with each other: equal answers in a group, and parts of the reward that disagree.
+The metrics describe what happened, and do not change it. Some compare conversations with each other: equal answers in a group,
+and parts of the reward that disagree. Names, units and meanings are in `metric_names`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections.abc import Iterable, Sequence
 
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 from turnwise.user_code.reward_number import equal_rewards
+
+# conversations that are compared with each other
 
 
 def duplicate_share(groups: Sequence[Group]) -> float | None:
@@ -51,6 +52,9 @@ def _correlation(rewards: Sequence[dict[str, float]], first: str, second: str) -
     if len(pairs) < 3 or any(map(equal_rewards, columns)):
         return None
     return statistics.correlation(*columns)
+
+
+# the metrics of a step
 
 
 def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | None]:

@@ -1,14 +1,8 @@
-"""Reads a run back: trajectories, token texts, data frames.
+"""Reads a run back: trajectories one by one or by their number, token texts, and data frames.
 
-Reads the files of a run: trajectories, one by one or by their number, and the objects of other jsonl files.
-
-Every defect of a file is a `RunError` with the file and the line. What a line holds is the business of `decode`.
-
-The text of a token id, by the tokenizer of the run that recorded it.
-
-Which turns of the model are behind which messages of the conversation.
-
-A run's metrics and conversations as pandas data frames.
+Token texts come from the tokenizer of the run that recorded the ids. `turns_of_messages` says which turns of the model are
+behind which messages. Every defect of a file is a `RunError` with the file and the line; what a line may hold is the business
+of `decode_trajectory`.
 """
 
 from __future__ import annotations
@@ -23,6 +17,8 @@ from turnwise.json_yaml import parse_json, parse_yaml, read_text
 from turnwise.record.lines import LineFile, existing_file, open_lines
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import Trajectory, Turn
+
+# trajectories
 
 
 def trajectories_file(run_or_file: str | Path) -> Path:
@@ -179,6 +175,9 @@ def _unreadable(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be read: {error.strerror or error}")
 
 
+# texts of tokens
+
+
 def token_texts(run: Path) -> Callable[[int], str] | None:
     """The function from token id to text, by the run's own tokenizer; None if there is no `tokenizer.json`.
 
@@ -224,6 +223,9 @@ def recorded_options(run: Path) -> Mapping[str, Any]:
         return tree
 
 
+# turns and messages
+
+
 def turns_of_messages(trajectory: Trajectory) -> list[list[Turn]]:
     """For each message of `trajectory.messages`, the turns that sampled it, in their order.
 
@@ -247,6 +249,9 @@ def turns_of_messages(trajectory: Trajectory) -> list[list[Turn]]:
 
 def _last(turns: Sequence[Turn], message: object) -> int | None:
     return next((index for index in reversed(range(len(turns))) if turns[index].message == message), None)
+
+
+# data frames
 
 
 def metrics_frame(run: str | Path) -> Any:

@@ -1,6 +1,4 @@
-"""The directory of a run, and who may write it.
-
-The directory of a run: which files it has, who may write them, and how a killed run is resumed.
+"""The directory of a run: which files it has, who may write them, and how a killed run is resumed.
 
 `trajectories.jsonl` holds one object per trajectory, `metrics.jsonl` one per step. Both are only appended to; a checkpoint
 notes their lengths and checksums, and resuming cuts them back to that, so that no step is in them twice.
@@ -32,6 +30,8 @@ from turnwise.record.lines import SUFFIX, LineFile
 from turnwise.record.trajectory_json import encode_line
 from turnwise.record.writer import AppendedFile, replace_file, trajectory_lines, write_config, writing
 from turnwise.types import Trajectory
+
+# the lock
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,9 @@ class RunLock:
     def release(self) -> None:
         """Let others write the directory. A second call does nothing."""
         self._close()
+
+
+# the directory
 
 
 class RunDirectory:
@@ -110,7 +113,7 @@ class RunDirectory:
                 self.run_lock = RunLock(self.path)
 
     def release(self) -> None:
-        """Let other processes write to the directory. Writes the index of the conversations (`line_file`)."""
+        """Let other processes write to the directory. Writes the index of the conversations (`LineFile`)."""
         if self.run_lock is not None:
             for path in (self.trajectories, self.eval_trajectories):
                 with contextlib.suppress(OSError, RunError):  # the next reader of the file builds the index

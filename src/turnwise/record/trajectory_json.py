@@ -1,18 +1,12 @@
-"""A trajectory as a line of JSON, and back; its images beside it.
-
-Writes a trajectory as JSON: one line of `trajectories.jsonl`. The format is described in docs/record.md.
+"""A trajectory as one line of `trajectories.jsonl`, and back; its images beside it. The format is described in docs/record.md.
 
 Rows, messages, `info` and tool results hold values of user code and of the model. Whatever they contain, the line is valid
-JSON that `decode` accepts, and reading it and writing it again gives the same bytes.
+JSON that `decode_trajectory` accepts, and reading it and writing it again gives the same bytes. A record may be damaged by a
+full disk, a killed run or an editor: every defect is a `RunError` with the file, the line, the key, the value and the rule;
+nothing is guessed.
 
-Reads a line of `trajectories.jsonl` back as a `Trajectory`. The format is described in docs/record.md.
-
-A record may be damaged by a full disk, a killed run or an editor. Every defect is a `RunError` with the file, the line, the key,
-the value and the rule; nothing is guessed.
-
-The images of a run. Each image is written once, under the hash of its content; the record refers to it by that hash.
-
-This module knows where images are in messages, rows and the `info` of an environment. It does not know what they are for.
+Each image is written once, under the hash of its content, and the line refers to it by that hash. This module knows where
+images are in messages, rows and the `info` of an environment; it does not know what they are for.
 """
 
 from __future__ import annotations
@@ -46,6 +40,8 @@ from turnwise.types import (
     Turn,
     Usage,
 )
+
+# images
 
 _MAX_MEDIA_DEPTH = 56
 """Nested containers of a value. The record puts a value into at most five more, and JSON is read to a depth of 64."""
@@ -155,6 +151,8 @@ def _description(frame: Any) -> StoredImage:
         return frame
     return StoredImage(digest(frame), frame.size) if is_image(frame) else StoredImage(str(frame), None)
 
+
+# writing
 
 SCHEMA = 3
 """Version of the format. Lines without the key `schema` have version 1."""
@@ -347,6 +345,8 @@ def _json_value(value: Any, depth: int = 0) -> Any:
         return text_of(value)[:1000]
     return value
 
+
+# reading
 
 E = TypeVar("E", Stop, LogprobKind, MismatchKind)
 

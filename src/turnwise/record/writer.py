@@ -1,13 +1,8 @@
-"""Appends to the files of a run, and which conversations are kept.
-
-Appends to the files of a run: one JSON object per line.
+"""Appends to the files of a run, one JSON object per line, and chooses which conversations of a step are kept.
 
 A file is only appended to. Its checksum is kept up to date, so that a checkpoint can note length and checksum without reading
-the file, and a resumed run can cut the file back to that length.
-
-Which conversations of a training step are recorded.
-
-The choice depends on the step and on the rewards only, so a resumed run records what a run without interruption records.
+the file, and a resumed run can cut the file back to that length. The choice of conversations depends on the step and on the
+rewards only, so a resumed run records what a run without interruption records.
 """
 
 from __future__ import annotations
@@ -27,6 +22,8 @@ from turnwise.errors import RunError
 from turnwise.record.lines import compressed_parts, is_compressed
 from turnwise.record.trajectory_json import MediaStore, trajectory_line
 from turnwise.types import Trajectory
+
+# appending
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory], *, step: int | None = None) -> None:
@@ -112,6 +109,9 @@ def writing(path: Path) -> Iterator[None]:
             f"{error.filename or path} cannot be written: {error.strerror or error}. Earlier steps are complete; free disk "
             f"space or fix the permissions, and resume with resume=auto"
         ) from error
+
+
+# the choice of conversations
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
-"""What all conversations of a run share, and the bounds of one.
+"""What all conversations of a run share, and the bounds of one: turns, tokens and seconds.
 
-The dependencies that all conversations of a run share.
-
-Bounds of a conversation: turns, tokens and seconds. The loop applies them, so an environment never counts turns or tokens.
+The loop applies the bounds, so an environment never counts turns or tokens. The context is never changed by a conversation.
 """
 
 from __future__ import annotations
@@ -17,6 +15,8 @@ from turnwise.environments.environment import EnvironmentFactory
 from turnwise.errors import ConfigError
 from turnwise.services.chat import ChatService
 from turnwise.types import Sampling, SamplingChange, Stop, Trajectory
+
+# bounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,8 @@ class Limits:
         return min(bounds, key=lambda bound: bound[0])
 
 
+# shared dependencies
+
 Runner = Callable[[Trajectory], Awaitable[Trajectory]]
 """Runs one conversation: fills an empty trajectory and returns it.
 
@@ -113,7 +115,7 @@ class RolloutContext(ConversationContext):
     engine: Engine
     renderer: Renderer
     thinking: Thinking = "keep"
-    """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.segment_history`."""
+    """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.session`."""
     make_runner: RunnerFactory | None = None
     """Makes another runner than `rollout.rollout`, such as a client of a rollout server. None: the conversations run in this
     process. All conversations with this context use the runner, also those of evaluations and baselines."""

@@ -1,22 +1,15 @@
-"""Starts groups, scores them, hands them to training; how far they may be ahead.
+"""The pipeline between conversations and training: it starts groups, scores them when they end, and hands them to the trainer.
 
-The pipeline between conversations and training: it starts groups, scores them when they end, and hands them to the trainer.
-
-The trainer calls `take` for the groups of the next step and `publish` when it has published new weights. How far the
-conversations are ahead of the trainer depends on `max_staleness` only (`pacing`): with 0, groups are started by `take` and the
-trainer waits for all of them; otherwise they run in the background, also during training. A conversation that runs while the
-weights change goes on under the new weights.
+The trainer calls `take` for the groups of the next step and `publish` when it has published new weights. The staleness of a
+group is the number of training steps from the weights that sampled its first token to the step that trains on it.
+`max_staleness` bounds it by pacing: a group is started only if it can be trained on in time, and a step waits for the groups
+that no later step may train on. With 0, groups are started by `take` and the trainer waits for all of them; otherwise they run
+in the background, also during training. A conversation that runs while the weights change goes on under the new weights. No
+conversation is discarded for its age.
 
 All tasks belong to the pipeline. When its block is left, they are cancelled and awaited, so that all environments are closed.
-Knows rows, conversations and rewards; does not know how the weights are trained, published or saved.
-
-How far the conversations of a run may be ahead of the trainer: pure functions of counts and versions.
-
-The staleness of a group is the number of training steps from the weights that sampled its first token to the step that trains
-on it. It is bounded by pacing: a group is started only if it can be trained on in time, and a step waits for the groups that no
-later step may train on. No conversation is discarded for its age.
-
-Whether the rewards of a group differ: without differences, most estimators give advantages of 0.
+Pacing is made of pure functions of counts and versions. The pipeline knows rows, conversations and rewards; it does not know
+how the weights are trained, published or saved.
 """
 
 from __future__ import annotations
@@ -33,6 +26,8 @@ from turnwise.rollout.rollout import new_group, rollout_groups, runner_of
 from turnwise.types import Failure, Group, Trajectory
 from turnwise.user_code.calls import forget
 from turnwise.user_code.reward_number import equal_rewards
+
+# pacing
 
 
 def capacity(*, max_staleness: int, batch_size: int, version: int, steps: int, kept: int, active: int) -> int:
@@ -71,6 +66,9 @@ def choose(
     return sorted(chosen)
 
 
+# groups that teach nothing: without differences, most estimators give advantages of 0
+
+
 def has_reward_differences(group: Group) -> bool:
     """Whether the trajectories of a group that have a reward differ in it, or in the rewards of their turns, by more than
     rounding. A trajectory without a reward is not compared: it gets no advantage."""
@@ -83,6 +81,9 @@ def has_reward_differences(group: Group) -> bool:
     return not equal_rewards(totals) or any(
         not equal_rewards(rewards.get(index, 0.0) for rewards in by_turn) for index in turns
     )
+
+
+# the pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +212,11 @@ class Pipeline:
         options, asked, skipped = self.options, time.time(), self.source.skipped
         groups: list[ActiveGroup] = []
         round_ = 0
+        # With batch_size=4 and dynamic_sampling=1, round 0 takes 4 groups, of which 1 has no reward differences: kept=3. Round 1
+        # takes 1 more, which is kept whatever its rewards are: kept=4. So there are at most
+        # max(dynamic_sampling, replace_failed) + 1 rounds. A replaced group is neither in `active` nor counted in `kept`, so
+        # `capacity` lets another group start in its place. Invariant: a step uses batch_size groups of the capacity, however
+        # many groups it has replaced; therefore `kept` stays until `publish`.
         while (count := options.batch_size - self.kept) > 0:
             new = await self._next(count)
             for active in new:
@@ -257,7 +263,7 @@ class Pipeline:
         return trained
 
     async def _next(self, count: int) -> list[ActiveGroup]:
-        """Take `count` groups, as soon as `pacing.choose` allows it."""
+        """Take `count` groups, as soon as `choose` allows it."""
         options = self.options
         while True:
             self._start_groups()

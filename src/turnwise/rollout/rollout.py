@@ -1,17 +1,12 @@
-"""The multi-turn loop, with the user's environment behind a guard.
-
-The multi-turn loop, the same for every engine, environment and mode.
+"""The multi-turn loop, the same for every engine, environment and mode.
 
 `converse` is the loop: the model samples a turn, the environment replies, until a stop condition. `rollout` runs it for one
-trajectory and turns failures into data. `rollout_groups` runs many trajectories at the same time; a failed conversation does not
-affect the others.
+trajectory and turns failures into data. `rollout_groups` runs many trajectories at the same time; a failed conversation does
+not affect the others. The user's environment is behind a guard: no method can end the run, and each is called in a task of its
+own.
 
-A user's environment as the loop calls it: no method can end the run, and each is called in a task of its own.
-
-What the loop knows of a session: the mechanism of one conversation.
-
-There are two kinds: `session.Session` records tokens and samples with an engine; `text_session.TextSession` sends messages to an
-endpoint. The methods are called in this order::
+The loop knows a session only as a `ConversationSession`: `session.Session` records tokens and samples with an engine,
+`text_session.TextSession` sends messages to an endpoint. The methods are called in this order::
 
     begin(opening)
     while stop_reason() is None:
@@ -45,6 +40,8 @@ from turnwise.user_code.copies import copy_containers, copy_opening, copy_reply,
 from turnwise.user_code.reward_number import reward_number
 
 T = TypeVar("T")
+# the guard of an environment
+
 _CLOSING_SECONDS = 30.0  # an environment whose `close` does not return must not stop the run
 _log = logging.getLogger(__name__)
 
@@ -124,6 +121,9 @@ class GuardedEnvironment:
         return await call(method, kind="environment", name=name)
 
 
+# the interface of a session
+
+
 class ConversationSession(Protocol):
     """One running conversation. All methods that raise, raise Failed."""
 
@@ -171,6 +171,8 @@ class ConversationSession(Protocol):
         """Free what the conversation holds."""
         ...
 
+
+# the loop
 
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 

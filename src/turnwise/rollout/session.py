@@ -1,28 +1,22 @@
-"""One conversation as tokens, and the messages behind each segment.
-
-One conversation as tokens: the only code that appends a token to a trajectory.
+"""One conversation as tokens: the only code that appends a token to a trajectory.
 
 A session knows one trajectory and the shared dependencies. It does not know what answers the model, nor why the conversation
-ends. `conversation_session` has the order in which its methods are called.
+ends; `rollout.ConversationSession` has the order in which its methods are called. New messages wait as messages until the
+model's next turn. Only then are they encoded, together with the generation prompt, so that two messages in a row leave no
+stray header behind. A token is sampled in one segment only and is context in all later ones, so no token is trained on twice.
 
-New messages wait as messages until the model's next turn. Only then are they encoded, together with the generation prompt, so
-that two messages in a row leave no stray header behind.
-
-The messages behind the tokens of one segment, as the chat template was given them.
-
-They answer two questions. Do the tokens agree with what the template writes for these messages (the sanity check)? And does
-the conversation continue in this segment, or must a new one begin?
-
-Many templates leave out the reasoning of earlier turns. The thinking policy (`RolloutContext.thinking`) says what follows:
+`SegmentHistory` has the messages behind the tokens of one segment, as the chat template was given them. They answer two
+questions. Do the tokens agree with what the template writes for these messages (the sanity check)? And does the conversation
+continue in this segment, or must a new one begin? Many templates leave out the reasoning of earlier turns. The thinking policy
+(`RolloutContext.thinking`) says what follows:
 
 - `keep`: the segment continues with all of its tokens.
 - `branch`: a new segment begins if an inference server would send another prompt, because the template leaves out, empties
   or inserts reasoning. The new segment begins with the server's prompt.
 - `strip_at_user`: a new segment without earlier reasoning begins at each user message, whatever the template does.
 
-Under each policy a new segment also begins when the offered tools or the arguments of the template change, because the template
-writes the prompt with them.
-A token is sampled in one segment only and is context in all later ones, so no token is trained on twice.
+Under each policy a new segment also begins when the offered tools or the arguments of the template change, because the
+template writes the prompt with them.
 """
 
 from __future__ import annotations
@@ -61,6 +55,8 @@ from turnwise.types import (
     Turn,
     common_length,
 )
+
+# the messages behind a segment
 
 
 class SegmentHistory:
@@ -268,6 +264,9 @@ class LiveSegments:
             )
         self.earlier[index] = self.current
         self.current = SegmentHistory(self._context) if returns_to is None else self.earlier.pop(returns_to)
+
+
+# the conversation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -590,6 +589,10 @@ class Session:
         """
         assert turn.completion is not None
         history, token_ids = self._history, turn.completion.token_ids
+        # A cut is made between tokens, because each sampled token has a log-prob of its own and half a token has none. With the
+        # tokens "he", "llo", "!" and keep=4, "hell" ends inside "llo": count=1 and kept="he", and the caller writes the "ll"
+        # that is missing as context. Invariant: the sampled tokens that stay are a prefix of those that the engine returned,
+        # so their log-probs and versions stay right; no text is encoded again to a token that counts as sampled.
         count, kept = self._context.renderer.token_prefix(token_ids, turn.text[:keep])
         history.segment.truncate(len(history.segment) - len(token_ids) + count)
         parsed = history.pop_turn()

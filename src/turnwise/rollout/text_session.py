@@ -1,11 +1,8 @@
-"""One conversation with an endpoint, as messages.
-
-One conversation with an endpoint: messages are sent, and a message comes back. No token is known, so nothing can be trained.
+"""One conversation with an endpoint: messages are sent, and a message comes back. No token is known, so nothing can be trained.
 
 The environment, the limits and the loop are those of a conversation with an engine. `Trajectory.segments` stays empty;
-`Turn.usage` has the numbers of tokens that the endpoint reports, from which the limits are computed.
-
-Messages in the form of the OpenAI protocol: those that are sent to an endpoint, and the message that it answers.
+`Turn.usage` has the numbers of tokens that the endpoint reports, from which the limits are computed. Messages are sent and
+read in the form of the OpenAI protocol.
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import TextContext
 from turnwise.services.chat import ChatAnswer, ContextFullError
 from turnwise.types import Failure, Message, Opening, Reply, SamplingChange, Stop, ToolCall, Trajectory, Turn
+
+# messages of the protocol
 
 _SENT = ("role", "content", "name", "tool_calls", "tool_call_id")
 """The keys of a message that the protocol has. Reasoning is not sent: the server's chat template would leave it out, or the
@@ -126,6 +125,8 @@ def _request_call(call: Mapping[str, Any]) -> dict[str, Any]:
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return {"id": call.get("id"), "type": "function", "function": {"name": function.get("name"), "arguments": text}}
 
+
+# the conversation
 
 _SEED_BITS = 31  # servers read the seed as a signed integer of 32 or 64 bits
 

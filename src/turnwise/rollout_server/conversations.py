@@ -1,14 +1,8 @@
-"""What the server does: the queue of conversations, weight updates and their lease, counters.
+"""What a rollout server does: runs the conversations of all clients, takes new weights, and counts.
 
-Runs the conversations of all clients of a rollout server, with a bounded queue.
-
-Knows the rollout loop and nothing of HTTP. All methods are called in the event loop of the engine.
-
-Weight updates of a rollout server, and the lease that lets one trainer at a time make them.
-
-All methods are called in the event loop of the engine.
-
-What the rollout server counts, in the text format of Prometheus.
+The queue of conversations is bounded. One trainer at a time may update the weights: it holds a lease. Counters are given in
+the text format of Prometheus. All methods are called in the event loop of the engine. This module knows the rollout loop and
+nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -41,6 +35,8 @@ from turnwise.rollout_server.wire import (
 )
 from turnwise.services.http_server import RequestRefused
 from turnwise.types import Group, Sampling, Trajectory
+
+# counters
 
 _SECONDS = (0.1, 0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800)
 
@@ -107,6 +103,8 @@ class ServerMetrics:
 
         return generate_latest(self._registry)
 
+
+# the queue
 
 Emit = Callable[[bytes], None]
 """Sends an event to the client."""
@@ -299,6 +297,8 @@ class _Progress:
         self._conversations.show()
         return count
 
+
+# weights and their lease
 
 LEASE_SECONDS = 120.0
 """A lease ends when its trainer has not been received of for this time."""

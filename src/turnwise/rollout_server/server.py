@@ -1,15 +1,8 @@
-"""The HTTP server: socket, token, routes, their description.
-
-The rollout server as a context: a socket, and a thread that answers HTTP requests.
-
-The routes of the rollout server.
-
-The OpenAPI description of the rollout server, and a page that shows it.
-
-What all routes of the rollout server share: bearer token, bounded bodies, JSON errors, and the engine's event loop.
+"""The HTTP server of a rollout server: the socket and its token, the routes, and their OpenAPI description with a page.
 
 HTTP runs in a thread of its own, so that the server answers while the engine or the code of an environment blocks the event
-loop of the conversations.
+loop of the conversations; `EngineLoop` carries calls from one to the other. All routes share the bearer token, bounded bodies
+and JSON errors. What the server does is the subject of `conversations`.
 """
 
 from __future__ import annotations
@@ -58,6 +51,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+
+# the description
 
 _TRAJECTORIES = (
     "Server-sent events. Each event is a JSON object with a finished trajectory (`trajectory`, in the format of docs/record.md) "
@@ -207,6 +202,8 @@ def _fields(schema: dict[str, Any]) -> str:
     )
 
 
+# what all routes share
+
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 
@@ -313,6 +310,8 @@ class Events:
         while (event := await self._queue.get()) is not None:
             yield event
 
+
+# routes
 
 HEARTBEAT_SECONDS = 5.0
 """The time between two heartbeats in a stream of trajectories."""
@@ -547,6 +546,8 @@ class _Routes:
     async def _use(self, lease: str | None) -> None:
         self._run.leases.use(lease)
 
+
+# the socket
 
 TOKEN = "TURNWISE_SERVER_TOKEN"
 """The environment variable with the token. It is not an argument, because other users can see the arguments of a process."""

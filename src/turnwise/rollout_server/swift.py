@@ -1,16 +1,11 @@
-"""The routes, images and weights of ms-swift's trainer.
+"""The routes that ms-swift's trainer calls at a `swift rollout` server: conversations, images and weights.
 
-The routes that ms-swift's trainer calls at a `swift rollout` server.
+`/infer/` runs conversations. Images are in lists beside the messages, as base64 or as paths that the server can read.
 
-`/infer/` runs conversations. The routes about weights announce what the trainer then sends by NCCL (`swift_weights`).
-
-Images in ms-swift's requests and answers: in lists beside the messages, as base64 or as paths that the server can read.
-
-Receives the weights of ms-swift's trainer, which sends them by NCCL through vLLM's communicator.
-
-The trainer announces each tensor, or each bucket of tensors, in a request, and then broadcasts it. The broadcasts are received in
-a thread, in the order of the requests. The tensors wait in the memory of the CPU until the trainer says that it has sent all of
-them; then they become the weights of the engine in one update.
+The trainer sends weights by NCCL through vLLM's communicator. It announces each tensor, or each bucket of tensors, in a
+request, and then broadcasts it. The broadcasts are received in a thread, in the order of the requests. The tensors wait in the
+memory of the CPU until the trainer says that it has sent all of them; then they become the weights of the engine in one
+update.
 """
 
 from __future__ import annotations
@@ -45,6 +40,9 @@ from turnwise.types import Message, Sampling, Segment, Trajectory, Turn
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
+
+
+# images
 
 
 def with_images(messages: Sequence[Message], images: Any, videos: Any, where: str) -> list[Message]:
@@ -107,6 +105,8 @@ def _is_file(text: str) -> bool:
     except (OSError, ValueError):
         return False
 
+
+# weights
 
 _DTYPE_BYTES = {
     "float64": 8,
@@ -344,6 +344,8 @@ class _Receiver:
                 except Failed as failed:
                     self._problem = failed.failure.message
 
+
+# routes
 
 SwiftRoute = tuple[str, str, Callable[[EngineLoop], Handler]]
 

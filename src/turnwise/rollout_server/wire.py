@@ -1,21 +1,15 @@
-"""What server and client send each other: requests, trajectories, images, adapters.
+"""What the rollout server and its client send each other: requests, trajectories as server-sent events, images and adapters.
 
-What the rollout server and its client send each other: requests, and finished trajectories as server-sent events.
+A trajectory has the form of the record (docs/record.md). Beside it stand the completions of its turns, which are not part of
+the record: with the sampled tokens where the segments do not contain all of them, because the environment cut or excluded
+some.
 
-A trajectory has the form of the record (docs/record.md). Beside it stand the completions of its turns, which are not part of the
-record: with the sampled tokens where the segments do not contain all of them, because the environment cut or excluded some.
+Each image is sent once in each direction, as a PNG file under the hash of its pixels (`data.images.digest`). Messages refer to
+it by `sha256:<hash>`, as in the record. PNG keeps all pixels, and client and server have the same image processor, so the
+trainer computes the same tensors for the model as the server did. The tensors themselves are not sent.
 
-Images between a rollout server and its client.
-
-Each image is sent once in each direction, as a PNG file under the hash of its pixels (`data.images.digest`). Messages refer to it
-by `sha256:<hash>`, as in the record. PNG keeps all pixels, and client and server have the same image processor, so the trainer
-computes the same tensors for the model as the server did. The tensors themselves are not sent.
-
-Which options of a recipe the server and the trainer must have in common.
-
-A LoRA adapter as one file: the weights as a safetensors file, with adapter_config.json in its metadata.
-
-So an adapter is sent to a rollout server in the same way as all weights are.
+An adapter is one file, sent in the same way as all weights: the weights as a safetensors file, with adapter_config.json in its
+metadata. `differences` names the options of a recipe that server and trainer must have in common and do not.
 """
 
 from __future__ import annotations
@@ -42,6 +36,8 @@ from turnwise.data.rows import COLUMNS
 from turnwise.errors import DataError, EngineError, RunError, TurnwiseError
 from turnwise.record.trajectory_json import MediaStore, StoredImage, decode_trajectory, encode_line, trajectory_record
 from turnwise.types import Completion, LogprobKind, Media, Message, Row, Sampling, Segment, Trajectory, Turn
+
+# images
 
 MAX_BODY = 256 << 20
 """Bytes of a request with conversations and their images, at most."""
@@ -251,6 +247,9 @@ def _png(image: Any) -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
+
+
+# requests and trajectories
 
 
 class _Body(BaseModel):
@@ -526,6 +525,8 @@ def _share_messages(trajectory: Trajectory) -> None:
                 history[place] = turn.message
 
 
+# options in common
+
 _SECTIONS = (
     "environment",
     "tools",
@@ -594,6 +595,8 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         if not same_value(ours.get(name), theirs.get(name))
     ]
 
+
+# adapters
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "adapter_config"

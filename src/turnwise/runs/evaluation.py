@@ -1,18 +1,15 @@
-"""`turnwise eval`: models, directory, statistics.
+"""`turnwise eval`: conversations of several models on the same held-out rows, with the loop of training, and their statistics.
 
-`turnwise eval`: conversations of several models on the same held-out rows, with the loop of training, and their statistics.
+There is a recipe for each model. The models are evaluated one after the other; an evaluation that was stopped is resumed from
+its directory, which has a run directory for each model and eval.json with all numbers::
 
-The models that `turnwise eval` compares: from the values of `--model` to one recipe for each model.
-
-The directory of an evaluation: a run directory for each model below it, and eval.json with all numbers.
-
-DIR/run.json                    {"kind": "eval", ...}
-DIR/config.yaml                 the recipe
-DIR/eval.json                   the results, once all models are finished
-DIR/<model>/trajectories.jsonl  the conversations; each is appended when it is scored (compressed: trajectories.jsonl.gz)
-DIR/<model>/metrics.jsonl       their metrics, in one line
-DIR/<model>/config.yaml         the recipe with this model
-DIR/<model>/evaluation.json     what the conversations depend on, compared when the evaluation is resumed
+    DIR/run.json                    {"kind": "eval", ...}
+    DIR/config.yaml                 the recipe
+    DIR/eval.json                   the results, once all models are finished
+    DIR/<model>/trajectories.jsonl  the conversations; each is appended when it is scored (compressed: trajectories.jsonl.gz)
+    DIR/<model>/metrics.jsonl       their metrics, in one line
+    DIR/<model>/config.yaml         the recipe with this model
+    DIR/<model>/evaluation.json     what the conversations depend on, compared when the evaluation is resumed
 """
 
 from __future__ import annotations
@@ -52,6 +49,8 @@ from turnwise.training.checkpoint import Checkpoints
 from turnwise.types import Group, Row, Trajectory
 from turnwise.user_code.references import is_live
 from turnwise.user_code.reward_number import reaches
+
+# the models to compare
 
 _ENDPOINT = re.compile(r"(?P<model>.+?)@(?P<url>https?://.+)")
 _LABEL = re.compile(r"(?P<label>[A-Za-z0-9][\w.-]*)=(?P<value>.+)")
@@ -177,6 +176,8 @@ def _changed(
         tree[key] = {**tree[key], **value} if both else value
     return checked(tree, source=f"--model {source}").with_origins({**config.origins, **origins})
 
+
+# the directory
 
 _UNUSED = (
     *("train", "loss", "correction", "credit", "critic", "sft", "checkpoint", "rollout", "loss_mask"),
@@ -367,6 +368,9 @@ def _leaves(node: Any, prefix: str) -> Iterable[tuple[str, str]]:
             yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
     else:
         yield prefix, json.dumps(node, default=str)
+
+
+# the evaluation
 
 
 async def evaluate_models(

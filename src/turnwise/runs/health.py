@@ -1,13 +1,9 @@
-"""Monitors that warn or stop, and signs that a run cannot learn.
+"""Monitors that warn of a training run that goes wrong, or stop it, and warnings that a run cannot learn.
 
-The monitors of the section `health`: which metric each compares with its limit, and its warning.
-
-A monitor reads the metrics of the latest steps, and of the first steps of the run. It does not change the run.
-
-Warns, once for each problem, that a run cannot learn, with the likely cause and the fix.
-
-`config` refuses recipes that cannot learn. This module finds problems that only appear during the run, from the metrics and the
-trajectories of each step, and hands on the warnings of the monitors (`health`). It does not change the run.
+A monitor of the section `health` compares a metric of the latest steps, and of the first steps of the run, with its limit.
+`config` refuses recipes that cannot learn; `LearningWatch` finds the problems that only appear during the run, from the
+metrics and the trajectories of each step. It warns once for each problem, with the likely cause and the fix, and hands on the
+warnings of the monitors. Neither changes what is trained.
 """
 
 from __future__ import annotations
@@ -24,6 +20,8 @@ from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Group, Trajectory
 from turnwise.user_code.reward_number import equal_rewards
+
+# monitors
 
 _LEAST_CALLS = 0.1
 """Tool calls of a conversation in the first steps, below which their number cannot collapse."""
@@ -220,6 +218,9 @@ def _mean(lines: Iterable[Line], value: Callable[[Line], float | None]) -> float
     """The mean over the steps in which the metric is known."""
     values = [number for line in lines if (number := value(line)) is not None]
     return statistics.fmean(values) if values else None
+
+
+# signs that a run cannot learn
 
 
 @dataclass(slots=True)

@@ -1,10 +1,7 @@
-"""The state of a run: inputs, finished steps, loggers, how it ends.
+"""The state of a run, whether it trains or fine-tunes: what it reads at its start, its finished steps, and how it ends.
 
-The state of a run, whether it trains or fine-tunes: the finished steps, what they leave behind, and how a run ends.
-
-What a training and a fine-tuning run read at their start: rows, renderer, and the run directory. No weights yet.
-
-Builds the loggers of a recipe: experiment trackers and traces.
+The inputs are rows, renderer and run directory, without any weights. A finished step leaves behind its record, its checkpoint
+when one is due, and what the loggers of the recipe (experiment trackers and traces) are sent.
 """
 
 from __future__ import annotations
@@ -39,6 +36,8 @@ from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.learner import Critic, Learner
 from turnwise.training.options import Normalization
 from turnwise.types import Row, Trajectory
+
+# inputs
 
 ReadRows = Callable[[Config, bool], list[Row]]
 """Reads the training rows, or the held-out rows if the second argument is true."""
@@ -93,6 +92,8 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
         notes=notes,
     )
 
+
+# steps
 
 _CHECKPOINT_SHARE = 0.03
 """The share of a run's time that checkpoints may take if the recipe does not say how often they are written."""
@@ -354,6 +355,8 @@ class RunState:
             self.loggers.close()
             self.directory.release()
 
+
+# loggers
 
 _PROJECT = "turnwise"
 

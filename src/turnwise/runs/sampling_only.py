@@ -1,10 +1,6 @@
-"""Conversations without training.
+"""Conversations without training, as in `turnwise rollout` and `turnwise eval`: sampled, scored, and written down as they end.
 
-What runs without training share: rows, rewards, environments, and the engine or the endpoint that the conversations use.
-
-`turnwise rollout` and `turnwise eval` are such runs.
-
-Conversations without training: sampled on a recipe's rows with any engine, scored, and written down as they end.
+Such runs share rows, rewards, environments, and the engine or the endpoint that answers. The loop is that of training.
 """
 
 from __future__ import annotations
@@ -39,6 +35,8 @@ from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.terminal.conversation import log_conversation
 from turnwise.terminal.report import progress
 from turnwise.types import Group, Row, Sampling, Trajectory
+
+# what such runs share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +118,9 @@ async def conversation_context(
         async with closing(engine):
             await engine.start()
             yield context
+
+
+# the conversations
 
 
 async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]:

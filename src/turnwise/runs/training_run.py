@@ -1,15 +1,9 @@
-"""Everything that the loop of `train` needs: assembly, critic, KL reward, timeline.
+"""A training run: everything that the loop of `train` needs, assembled from a recipe.
 
-A training run: everything that the loop of `train` needs, assembled from a recipe.
-
-The critic in a training run: its values for the trajectories of a step, and its update.
-
-The KL divergence in the reward: what each sampled token costs, because it is more likely than under the reference model.
-
-The timeline of a training step: when its groups ran, what their conversations waited for, and how long the trainer waited
-for the groups (docs/record.md).
-
-Keeps Python's garbage collector fast during a run.
+Beside learner, engine and pipeline these are the critic with its values and its update, the KL divergence in the reward (what
+each sampled token costs, because it is more likely than under the reference model), and the timeline of a step: when its
+groups ran, what their conversations waited for, and how long the trainer waited for the groups (docs/record.md). Objects that
+exist at the start are frozen, so that Python's garbage collector stays fast. The algorithm itself is in `train.py`.
 """
 
 from __future__ import annotations
@@ -58,6 +52,9 @@ __all__ = [
     "frozen_start_objects",
     "step_timeline",
 ]
+
+
+# the critic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +138,8 @@ def _has_targets(trajectory: Trajectory) -> bool:
     """Whether the critic is trained on a turn of the trajectory."""
     return bool(trajectory.returns) and any(turn.weight > 0 for turn in trajectory.turns)
 
+
+# the KL divergence in the reward
 
 _LARGEST_CHANGE = 0.2
 """The largest relative error of the divergence that changes an adaptive coefficient."""
@@ -266,6 +265,8 @@ def _not_finite(options: KlRewardSection) -> Failure:
         f"reference model",
     )
 
+
+# the assembly
 
 _log = logging.getLogger(__name__)
 
@@ -435,6 +436,8 @@ def _read_rows(config: Config, held_out: bool) -> list[Row]:
     return assembly.rows(config, held_out=held_out, limit=config.eval.max_rows if held_out else None)
 
 
+# the timeline
+
 MAX_GROUPS = 256
 """The largest number of groups in the timeline of a step, so that its size is bounded."""
 
@@ -496,6 +499,8 @@ def _waits(trajectories: Iterable[Trajectory]) -> dict[str, float]:
             values.append(seconds)
     return {name: round(fmean(values), 3) if values else 0.0 for name, values in parts.items()}
 
+
+# garbage collection
 
 _NEW_OBJECTS = 100_000
 """New objects between two collections, instead of Python's 700 to 2,000. A step's tokens and messages are many objects and no

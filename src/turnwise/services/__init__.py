@@ -1,6 +1,1 @@
-"""HTTP, as client and as server.
-
-Clients of services outside of the process: JSON over HTTP, and chat models.
-
-Servers that come with the package.
-"""
+"""Services over HTTP: JSON and chat models as a client, and what the servers of the package share."""

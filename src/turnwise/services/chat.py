@@ -1,13 +1,9 @@
-"""Models on OpenAI-compatible servers, and chat models as functions.
+"""Models on OpenAI-compatible servers: messages and tools in, a message out, over `POST url/chat/completions`.
 
-A model on an OpenAI-compatible server: messages and tools in, a message out, over `POST url/chat/completions`.
-
-Knows the protocol: fields of the request, the answer's message and its counts of tokens. It does not know what the messages are
-for: the text-only session, simulated users and judges use it.
-
-Chat models: functions from messages to a text, such as a model on an OpenAI-compatible server.
-
-A simulated user and a judge get their model in the same way: by the arguments `endpoint` or `chat_model` in the recipe.
+`ChatEndpoint` knows the protocol: fields of the request, the answer's message and its counts of tokens. It does not know what
+the messages are for: the text-only session, simulated users and judges use it. A `ChatModel` is any function from messages to
+a text; `Endpoint` is one on a server. A simulated user and a judge get their model in the same way: by the arguments
+`endpoint` or `chat_model` in the recipe.
 """
 
 from __future__ import annotations
@@ -27,6 +23,8 @@ from turnwise.types import Message, ToolSchema, Usage
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 from turnwise.user_code.threads import run_in_thread
+
+# the protocol
 
 _RESERVED = ("messages", "model", "n", "stream", "tools")
 _CHARACTERS_PER_TOKEN = 4  # the usual estimate for English text
@@ -210,6 +208,8 @@ def _usage(value: Any) -> Usage | None:
         case _:
             return Usage(prompt_tokens=prompt, completion_tokens=completion)
 
+
+# chat models as functions
 
 ChatModel = Callable[[list[Message]], Awaitable[str] | str]
 """Returns the answer to the last message. A sync function runs in a thread."""

@@ -1,13 +1,8 @@
-"""JSON requests with timeouts, retries and rate limits.
-
-Sends JSON requests to an HTTP service, with timeouts, retries, rate limits and a maximum number of concurrent requests.
+"""Sends JSON requests to an HTTP service, with timeouts, retries, rate limits and a maximum number of concurrent requests.
 
 Each request runs the client of the standard library in a thread. A cancelled request closes its connection, which also ends
-the thread.
-
-Keeps the requests of all conversations within the limits of a service: requests and tokens in a minute.
-
-Knows times and numbers only. The client of a service asks it before each request, and reports pauses that the service asks for.
+the thread. The rate limit holds for all conversations together: requests and tokens in a minute, and pauses that the service
+asks for. It knows times and numbers only; the client asks it before each request.
 """
 
 from __future__ import annotations
@@ -31,6 +26,8 @@ from urllib.parse import urlsplit
 from turnwise.errors import ConfigError, Failed, TurnwiseError
 from turnwise.user_code.calls import waiting_for_others
 from turnwise.user_code.threads import run_in_thread
+
+# rate limits
 
 _MINUTE = 60.0
 _SPREAD = 0.2  # after a pause, requests start spread over this share of the pause, and not all at the same moment
@@ -100,6 +97,8 @@ class RateLimit:
         """The time in which this number of tokens becomes free; at most a minute, so that no request waits without end."""
         return min(tokens * self._seconds_per_token, _MINUTE)
 
+
+# requests
 
 _MAX_ANSWER = 64 << 20  # maximum bytes of an answer
 _MAX_ERROR = 300  # characters of a service's error that an error message quotes

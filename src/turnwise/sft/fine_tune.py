@@ -1,13 +1,8 @@
-"""Fine-tuning on given conversations: assembly, loop, lengths.
-
-Supervised fine-tuning on given conversations, with the tokens and loss masks of reinforcement learning.
+"""Supervised fine-tuning on given conversations, with the tokens and loss masks of reinforcement learning.
 
 Each step takes rows, replays their conversations (`replay`), packs a batch, updates the weights, and records the step.
-`assemble` (run.py) builds the run from a recipe.
-
-Assembles a fine-tuning run from a recipe: all objects that the loop of `fine_tune` uses.
-
-The lengths of a recipe's conversations in tokens, for `turnwise plan`. Loads the tokenizer, and no weights.
+`assemble` builds the run from a recipe. `conversation_tokens` gives the lengths of a recipe's conversations for `turnwise
+plan`; it loads the tokenizer, and no weights.
 """
 
 from __future__ import annotations
@@ -34,6 +29,8 @@ from turnwise.terminal.train_report import SftReport
 from turnwise.training.batch import Batch, share_saved
 from turnwise.training.learner import UpdateStats
 from turnwise.types import Row, ToolSchema, Trajectory
+
+# the assembly
 
 
 @dataclass(slots=True, kw_only=True)
@@ -108,6 +105,8 @@ async def recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchem
         finally:
             await environment.close()
 
+
+# the loop
 
 _log = logging.getLogger(__name__)
 
@@ -240,6 +239,9 @@ def _shares(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "left_out": share([not trajectory.failed and not trajectory.advantages for trajectory in trajectories]),
         "failed": share([trajectory.failed for trajectory in trajectories]),
     }
+
+
+# lengths
 
 
 def conversation_tokens(config: Config, rows: Sequence[Row]) -> list[ConversationTokens]:

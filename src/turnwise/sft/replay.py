@@ -1,20 +1,13 @@
-"""Given conversations become trajectories: environment, completion texts.
+"""Replays given conversations: rows that contain assistant messages become trajectories to train on.
 
-Replays given conversations: rows that contain assistant messages become trajectories to train on.
+A scripted engine returns the assistant messages, and the environment `Replay` returns all others; its replies do not depend on
+the completion. The rollout loop produces the tokens, so the tokens and loss masks are the same as in reinforcement learning
+for the same text. This module imports no torch and does not read recipes.
 
-A scripted engine returns the assistant messages, and the environment `Replay` returns all other messages. The rollout loop
-produces the tokens, so the tokens and loss masks are the same as in reinforcement learning for the same text. This module
-imports no torch and does not read recipes.
-
-An environment that replays a given conversation: its replies are the recorded messages and do not depend on the completion.
-
-Fine-tuning uses it to produce tokens: a scripted engine returns the assistant messages, and this environment all others.
-
-Computes the completion text of each assistant message: the text that the model would have to sample, turn by turn.
-
-Each assistant message is rendered by the chat template after all messages before it. Tool calls, reasoning and the stop token
-therefore have the format of the model. Invariant: no part of a message is lost. Most templates leave out reasoning that is
-part of a message's content; such reasoning is inserted again, or TemplateError is raised.
+The completion text of an assistant message is the text that the model would have to sample: the chat template renders the
+message after all messages before it. Tool calls, reasoning and the stop token therefore have the format of the model.
+Invariant: no part of a message is lost. Most templates leave out reasoning that is part of a message's content; such reasoning
+is inserted again, or TemplateError is raised.
 """
 
 from __future__ import annotations
@@ -33,6 +26,8 @@ from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Message, Opening, Reply, Row, Sampling, Stop, ToolSchema, Trajectory, Turn
+
+# the environment
 
 Round = tuple[Message, list[Message]]
 """An assistant message, and the messages between it and the next assistant message."""
@@ -89,6 +84,8 @@ def rounds(messages: Sequence[Message]) -> tuple[list[Message], list[Round]]:
             (result[-1][1] if result else opening).append(message)
     return opening, result
 
+
+# completion texts
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that can hold its reasoning separately from its content."""
@@ -285,6 +282,9 @@ def _without_reasoning(words: str, marks: ReasoningMarks) -> str:
 
 def _letters(text: str) -> str:
     return "".join(text.split())
+
+
+# trajectories
 
 
 async def replay(

@@ -1,11 +1,7 @@
-"""The demo and the starter project that are part of the package.
-
-The demo and the starter project that are part of the installed package: a tiny model, rows, recipes.
+"""The demo and the starter project that are part of the installed package: a tiny model, rows, recipes.
 
 `demo/` has the files of `turnwise demo`; in a clone they are links to `demo/` and `recipes/calculator.yaml` of the repository.
 `template/` has the files that `turnwise init` writes. This package knows files and recipes, and starts no run.
-
-Where the files of the demo are, and writing of a starter project.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""A conversation as text, short or complete.
+"""A recorded conversation as text: short (messages, tool calls, rewards, tokens if wanted), or its complete story.
 
-One recorded conversation as text: messages, tool calls, rewards, and its tokens if wanted.
-
-The complete story of one conversation as plain text, for `TURNWISE_LOG=debug` (docs/loggers.md, "Following one conversation").
-
-The story follows the tokens of the conversation: each part of a segment, with its number of tokens, its text, and whether it is
-trained on; for each turn, also what was parsed from it, the results of tool calls, the reward and the answer of the environment.
-Texts are written with a bar at the left and with control characters as escapes.
+The story is plain text for `TURNWISE_LOG=debug` (docs/loggers.md, "Following one conversation"). It follows the tokens of the
+conversation: each part of a segment, with its number of tokens, its text, and whether it is trained on; for each turn, also
+what was parsed from it, the results of tool calls, the reward and the answer of the environment. Its texts are written with a
+bar at the left and with control characters as escapes.
 """
 
 from __future__ import annotations
@@ -27,6 +24,8 @@ from turnwise.record.reader import turns_of_messages
 from turnwise.terminal.report import printable
 from turnwise.terminal.tables import number
 from turnwise.types import Message, Segment, ToolSchema, Trajectory, Turn
+
+# the short form
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
@@ -114,6 +113,8 @@ def _tokens(
         table.add_row(*cells, *texts, style=style)
     return table
 
+
+# the story
 
 CHOICE = "TURNWISE_LOG_CONVERSATION"
 """The environment variable with the id of the conversation; without it, the first conversation of each step is described."""

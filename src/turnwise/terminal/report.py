@@ -1,17 +1,11 @@
-"""Console, progress and activity of a run.
+"""What a person sees of a run in the terminal: notes, progress, present activity, problems, and where the results are.
 
-What a person sees of a run in the terminal: notes, progress, problems, and where the results are.
+`Report` is the base of the reports of training and fine-tuning, which say what their steps look like. During a long step, the
+present activity shows that the run makes progress.
 
-The base of the reports of training and fine-tuning, which say what their steps look like.
-
-A console that is safe for text from models, tools and environments.
-
-Escape sequences can set the title, the clipboard and the colours of a terminal, and hide text. This console prints control
-characters as text (`\x1b`); only its own control sequences reach the terminal.
-
-The present activity of a run, which shows the user during a long step that the run makes progress.
-
-The progress bar of runs without training.
+`Terminal` is safe for texts from models, tools and environments. Escape sequences can set the title, the clipboard and the
+colours of a terminal, and hide text, so this console prints control characters as escapes; only its own control sequences
+reach the terminal.
 """
 
 from __future__ import annotations
@@ -36,6 +30,8 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.record.run_directory import RunDirectory
+
+# the present activity
 
 
 class Advance(Protocol):
@@ -127,6 +123,8 @@ class Heartbeat:
             if time.monotonic() - self._activity.began >= self._seconds and (text := self._activity.text()):
                 self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+
+# the report
 
 _RECENT = 8
 """Steps that the live display shows, and over which the time of a step is averaged."""
@@ -233,6 +231,8 @@ def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> 
     return Text("\n".join(f"{file!s:<{width}}  {description}" for file, description in files))
 
 
+# the console
+
 # C0 without tabulator and line feed, DEL, C1, and characters that change the direction of text
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
@@ -263,6 +263,9 @@ class Terminal(Console):
     ) -> None:
         texts = [printable(str(value)) for value in objects]
         super().out(*texts, sep=sep, end=end, style=style, highlight=highlight)
+
+
+# the progress bar of runs without training
 
 
 @contextlib.contextmanager

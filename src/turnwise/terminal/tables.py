@@ -1,8 +1,6 @@
-"""Tables of metrics and of evaluations.
+"""Metrics as tables and curves of text, and the results of an evaluation as tables.
 
-Tables and curves of metrics, as text.
-
-The results of an evaluation as tables: with lines and colours on a terminal, as aligned plain text elsewhere.
+The tables of an evaluation have lines and colours on a terminal, and are aligned plain text elsewhere.
 """
 
 from __future__ import annotations
@@ -15,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.record.evaluation import Comparison, Estimate, EvaluationResult, ModelResult, ResultPart
+
+# metrics
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 
@@ -69,6 +69,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(shown), max(shown)
     scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
     return "".join(_LEVELS[round((value - low) * scale)] for value in shown) + f" {values[0]:.2f} → {values[-1]:.2f}"
+
+
+# results of an evaluation
 
 
 def print_results(console: Console, result: EvaluationResult) -> None:

@@ -1,10 +1,7 @@
-"""Reports and curves of training and fine-tuning.
+"""What a person sees of a training run and of a fine-tuning run, and their curves in a picture file.
 
-What a person sees of a training run: a table of steps, the reward curve, a conversation from the last evaluation.
-
-What a person sees of a fine-tuning run: the loss and the speed of its steps, and the curve of the loss.
-
-The curves of a run, drawn to a picture file.
+Training shows a table of steps, the reward curve, and a conversation from the last evaluation. Fine-tuning shows the loss and
+the speed of its steps, and the curve of the loss.
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ from turnwise.record.run_directory import RunDirectory
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import Activity, Report
 from turnwise.terminal.tables import evaluations_table, number, sparkline
+
+# pictures
 
 _log = logging.getLogger(__name__)
 
@@ -98,6 +97,8 @@ def _save(figure: Any, axes: Sequence[Any], path: Path) -> None:
     except OSError as error:
         _log.warning("the curve could not be written to %s: %s", path, error)
 
+
+# training
 
 _COLUMNS = (
     ("step", "step"),
@@ -181,6 +182,9 @@ def _figure(metrics: Mapping[str, Any], name: str) -> str:
 def _speed(metrics: Mapping[str, Any]) -> str:
     seconds = metrics["seconds/rollout"]
     return f"{metrics['tokens/sampled'] / seconds:,.0f}" if seconds else "-"
+
+
+# fine-tuning
 
 
 class SftReport(Report):

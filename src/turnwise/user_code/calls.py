@@ -1,29 +1,16 @@
-"""Calls user code so that it can neither block nor end a run: tasks, deadlines, blocked time, results.
-
-Calls the code of users (environments, tools, reward functions) so that it can neither block nor end a run.
+"""Calls the code of users (environments, tools, reward functions) so that it can neither block nor end a run.
 
 Each call runs in a task of its own: a call that cancels itself is a failure of that call, and a call that does not end when it
-is cancelled is abandoned. All calls of one conversation share one `contextvars.Context`. `loop_watch` measures how long a call
-blocks the event loop; that time counts for the deadlines of its own conversation only (`deadlines`).
+is cancelled is abandoned. All calls of one conversation share one `contextvars.Context`. Sync functions that may block run in
+threads (`run_in_thread`); those that must run in the main thread are interrupted when they take too long. This module knows
+nothing of what is called.
 
-This module knows nothing of what is called. Sync functions that may block run in threads: `run_in_thread`.
+User code runs in stretches: from one `await` to the next. While a stretch runs, no other conversation continues. `LoopWatch`
+adds up the time of all stretches, and reports a stretch that blocks the loop for long with its function and line; a thread
+looks at the event loop's stack to find the line.
 
-Deadlines that count the time of one conversation only, and the context that its calls share.
-
-Many conversations share one event loop. A deadline is extended by the time for which others blocked the loop, and by the time
-for which the conversation waited for others.
-
-Measures how long the code of users blocks the event loop, and where.
-
-User code runs in stretches: from one `await` to the next. While a stretch runs, no other conversation continues. The time of
-all stretches is added up, and a stretch that blocks the loop for long is reported with its function and line. A thread looks
-at the event loop's stack to find the line.
-
-Which conversations are scored together, for resources that conversations keep until they are scored.
-
-Set by the scorer before the conversations start; their tasks inherit it.
-
-Interrupts sync functions of users that run in the main thread and take too long.
+Many conversations share one event loop, but a `Deadline` counts the time of one only: it is extended by the time for which
+others blocked the loop, and by the time for which the conversation waited for others.
 """
 
 from __future__ import annotations
@@ -51,6 +38,9 @@ from turnwise.errors import OWN_CODE, Failed, boundary, failed_by
 from turnwise.types import Failure
 
 T = TypeVar("T")
+
+
+# sync functions in the main thread
 
 
 class Interrupted(BaseException):
@@ -97,6 +87,8 @@ _IN_POSIX = hasattr(signal, "SIGALRM")
 # `signal.signal` without its conversion of handlers to enums and back, which takes longer than a small reward function
 _set_handler: Callable[[int, Any], Any] = importlib.import_module("_signal").signal
 
+
+# how long user code blocks the event loop
 
 BLOCKED = 0.25
 """Seconds without an `await` after which a call is reported as blocking the event loop."""
@@ -289,6 +281,9 @@ def loop_watch() -> LoopWatch:
     return watch
 
 
+# deadlines, and the context of a conversation
+
+
 class Stopwatch:
     """Counts the seconds that do not count for the deadlines of one conversation."""
 
@@ -337,7 +332,7 @@ _context: ContextVar[Context | None] = ContextVar("turnwise_context", default=No
 class ConversationScope:
     """All calls inside belong to one conversation: they share a context, and their deadlines count its own time only.
 
-    `lockstep` says that the engine waits until all conversations have sent a request (`engines.batched`).
+    `lockstep` says that the engine waits until all conversations have sent a request (`engines.engine.Batched`).
     """
 
     __slots__ = ("_context", "_stopwatch")
@@ -463,6 +458,8 @@ def first_end(of: Sequence[Deadline]) -> float:
         return math.inf
     return min([limit.end for limit in of]) + watch.excused()
 
+
+# calls
 
 GRACE = 1.0
 """Seconds that a cancelled call has to clean up, before it is abandoned."""
@@ -635,6 +632,8 @@ def forget(task: asyncio.Future[Any]) -> None:
     if not task.cancelled():
         task.exception()
 
+
+# which conversations are scored together: set by the scorer before they start, inherited by their tasks
 
 scored_together: ContextVar[Literal["group", "batch"]] = ContextVar("scored_together", default="group")
 """`group`: the conversations of a row. `batch`: all conversations of the step, because of a function in `reward.batch`."""

@@ -17,6 +17,8 @@ from typing import Any
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.local_paths import no_file
 
+# objects of the running program
+
 LIVE = "live:"
 """The beginning of a reference to an object of this process."""
 
@@ -87,6 +89,9 @@ def _replaces(old: Any, new: Any) -> bool:
     """Whether `new` is a later definition of the same function or class, as when a cell of a notebook is run again."""
     names = ("__module__", "__qualname__")
     return hasattr(new, "__qualname__") and all(getattr(old, n, None) == getattr(new, n, None) for n in names)
+
+
+# objects that are imported
 
 
 def resolve(reference: str, *, key: str) -> Any:

@@ -1,22 +1,16 @@
-"""Sync user code: threads, the main thread, interrupts, objects of one conversation.
+"""Sync user code in threads, so that it does not block the event loop; in the main thread where it must run there.
 
-Daemon threads that run one job after another: starting a thread takes longer than most tools.
+The threads are daemons that run one job after another: starting a thread takes longer than most tools. Their number has no
+limit. A job that never returns keeps its thread, and each waiting job has a thread. Jobs begin in the order in which they are
+given: all threads take them from one queue.
 
-There is no limit. A job that never returns keeps its thread, and each waiting job has a thread. Jobs begin in the order in which
-they are given: all threads take them from one queue.
+Functions that set signal handlers (`signal.alarm` needs one) run in the main thread. A function is recognized when it calls
+`signal.signal` in one of our threads. Python raises a ValueError there, which libraries may catch (math-verify then returns
+0). Instead, the call is stopped with a BaseException, and the function is run again in the main thread.
 
-Runs sync functions of users in threads, so that they do not block the event loop.
-
-Runs sync functions that set signal handlers (`signal.alarm` needs one) in the main thread.
-
-A function is recognized when it calls `signal.signal` in one of our threads. Python raises a ValueError there, which libraries
-may catch (math-verify then returns 0). Instead, the call is stopped with a BaseException, and the function is run again in the
-main thread.
-
-An object of a user's class that belongs to one conversation: created, called and closed without blocking the event loop.
-
-Sync code runs in a thread of its own, so it may block, hang or raise. Async code is awaited. There is one call at a time, and the
-object is closed exactly once, however the conversation ends.
+`ThreadedObject` is an object of a user's class that belongs to one conversation. Its sync code runs in a thread of its own, so
+it may block, hang or raise; its async code is awaited. There is one call at a time, and the object is closed exactly once,
+however the conversation ends.
 """
 
 from __future__ import annotations
@@ -38,6 +32,8 @@ from typing import Any, Generic, TypeVar
 from turnwise.errors import Failed, boundary, failed_by
 from turnwise.types import Failure, Row
 from turnwise.user_code.calls import call_blocking, spawn
+
+# threads
 
 _MAX_IDLE = 64
 """Idle threads that are kept; each takes some 50 KiB."""
@@ -82,6 +78,8 @@ def start(job: Callable[[], None], *, name: str) -> None:
     """Run `job`, which does not raise, in a thread with this name."""
     _threads.start(name, job)
 
+
+# the main thread
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -161,6 +159,9 @@ def _install() -> None:
 _main = threading.main_thread()
 
 
+# functions
+
+
 async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:
     """Run a sync function in a daemon thread (`threads`), so that it may block, never return, or raise.
 
@@ -212,6 +213,8 @@ def _copy_variables(context: contextvars.Context) -> None:
         if variable.get(None) is not value:
             variable.set(value)
 
+
+# objects of one conversation
 
 _GRACE = 1.0  # seconds for a call that is still running when the conversation has ended
 

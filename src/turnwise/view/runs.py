@@ -1,8 +1,7 @@
-"""What the viewer knows of a run and of evaluations.
+"""What the viewer knows of one run directory (files, metrics, conversations, images) and of evaluations.
 
-What the viewer knows of one run directory: its files, metrics, conversations and images.
-
-The evaluations of `turnwise eval` whose models are among the runs that the viewer shows.
+The evaluations are those of `turnwise eval` whose models are among the runs that the viewer shows. Reads the record, and
+changes nothing in it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from turnwise.record.reader import parse_line, read_lines, recorded_options, tok
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import LogprobKind, Sampling
 from turnwise.view.index import ConversationIndex
+
+# runs
 
 FILES = {"train": "trajectories.jsonl", "eval": "eval_trajectories.jsonl"}
 """The files of conversations: those of the steps or of a rollout, and those of the evaluations on held-out rows."""
@@ -253,6 +254,9 @@ def times(record: dict[str, Any], number: int) -> dict[str, Any]:
         "stop": record.get("stop"),
         "reward": record.get("reward"),
     }
+
+
+# evaluations
 
 
 def evaluations(runs: Sequence[ViewedRun]) -> list[dict[str, Any]]:

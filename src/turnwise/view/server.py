@@ -1,19 +1,13 @@
-"""The page, served or exported to one file.
-
-Serves the viewer's page and its data to a browser on this machine.
+"""The viewer's page: served with its data to a browser on this machine, or exported into one HTML file.
 
 The server listens on 127.0.0.1. Every request needs the token of this server: the address that is printed contains it, and the
 page keeps it in a cookie. Browsers send a cookie to all ports of a machine, so the page has a path of its own that only this
-server names, and the cookie is for that path. Texts of the model are sent as JSON and shown as text: the page runs no script but
-its own (Content-Security-Policy).
+server names, and the cookie is for that path. Texts of the model are sent as JSON and shown as text: the page runs no script
+but its own (Content-Security-Policy).
 
-The files of the page: its scripts and styles, and the libraries that come with them (`static/vendor`).
-
-The page is made of ES modules, without a build step. The names by which they import libraries are in the import map.
-
-Writes the viewer's page with the data of runs into one HTML file.
-
-The file needs no server and no network: scripts, styles, libraries, data and images are inside.
+The page is made of ES modules, without a build step; the names by which they import libraries are in the import map. The
+libraries come with the package (`static/vendor`). The exported file needs no server and no network: scripts, styles,
+libraries, data and images are inside.
 """
 
 from __future__ import annotations
@@ -49,6 +43,8 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 
+# the files of the page
+
 STATIC = (Path(__file__).parent / "static").resolve()
 LIBRARIES = {
     "preact": "vendor/preact/preact.mjs",
@@ -73,6 +69,8 @@ def page() -> str:
     text = (STATIC / "index.html").read_text(encoding="utf-8")
     return text.replace("{{import_map}}", import_map()).replace("{{preload}}", "\n".join(links))
 
+
+# the server
 
 _COOKIE = "turnwise_token"
 _SECONDS = 1.0  # between two looks at the files of the runs
@@ -314,6 +312,8 @@ def _guard(token: str) -> Any:
 
     return Guard
 
+
+# the exported file
 
 _IMAGE = re.compile(r"sha256:([0-9a-f]{64})")
 _RELATIVE = re.compile(r'(\bfrom\s*|\bimport\s*|\bimport\()"(\./[^"]+)"')

@@ -1,10 +1,7 @@
-"""The two kinds of agents: a program, and a Python function.
+"""The two kinds of agents: `Program`, a command that is started for each conversation, and `AgentFunction`, a Python function.
 
-`Program`: an agent that is a program of the user, started for each conversation.
-
-`AgentFunction`: an agent that is a Python function of the user.
-
-What the environment sources of agents have in common: a share of the server, and an environment for each conversation.
+Both get a share of the server and make an environment for each conversation. Neither knows the loop: a request to the server
+is a turn.
 """
 
 from __future__ import annotations
@@ -30,6 +27,8 @@ from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import reward_number
 from turnwise.user_code.threads import run_in_thread
+
+# what both kinds have in common
 
 
 class AgentSource:
@@ -69,6 +68,8 @@ class AgentSource:
         """Run the agent of one conversation until it ends."""
         raise NotImplementedError
 
+
+# programs
 
 ProgramReward = Literal["reported", "exit_status", "json"]
 _CHUNK = 1 << 16
@@ -260,6 +261,9 @@ async def _kill(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+
+
+# functions
 
 
 class AgentFunction(AgentSource):

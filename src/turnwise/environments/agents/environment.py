@@ -1,15 +1,12 @@
-"""The environment of a conversation that an agent leads, and how each request continues the conversation.
-
-The environment of a conversation that an agent leads: each request of the agent is one turn of the rollout loop.
+"""The environment of a conversation that an agent leads: each request of the agent is one turn of the rollout loop.
 
 The agent runs beside the loop. Either the agent works and the environment waits for its next request, or the model samples and
 the agent waits for its answer. The end of the agent is the end of the conversation.
 
-How a request continues the conversation: it extends what is held, changes the last answer a little, or begins a new segment.
-
-The messages of a request are compared with those of the request before, and with the answer to that request. Clients write an
-answer in their own form when they send it back, so two messages also count as equal if only their form differs: white space at
-the ends of the content, the formatting of JSON, missing reasoning, ids of calls.
+A request extends what is held, changes the last answer a little, or begins a new segment. Its messages are compared with those
+of the request before, and with the answer to that request. Clients write an answer in their own form when they send it back,
+so two messages also count as equal if only their form differs: white space at the ends of the content, the formatting of JSON,
+missing reasoning, ids of calls.
 """
 
 from __future__ import annotations
@@ -36,6 +33,8 @@ from turnwise.environments.environment import MessageCheck
 from turnwise.errors import Failed, TurnwiseError, boundary
 from turnwise.types import EarlierHistory, Edit, Message, Opening, Reply, Row, ToolSchema, Turn
 from turnwise.user_code.calls import own_context, spawn
+
+# how a request continues the conversation
 
 _MOST_LIVE = 64
 """Histories that are compared with a request."""
@@ -196,6 +195,8 @@ def _json(text: str) -> Any:
         return text
 
 
+# the environment
+
 _KEY = "agent"
 """The key in `Turn.info` of what this environment records."""
 
@@ -234,7 +235,7 @@ class Agent(Protocol):
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run until the agent ends. If this call is cancelled, everything that the agent has started is ended.
 
-        Raises whatever makes the conversation fail.
+        An exception fails the conversation.
         """
         ...
 

@@ -1,20 +1,14 @@
-"""A request for a turn in a form that does not depend on the API; its parameters; the requests of one agent.
+"""A request of an agent for a turn, and its answer, in a form that does not depend on the API of the client.
 
-A request for a turn of the model and its answer, in a form that does not depend on the API of the client.
-
-Messages are in the OpenAI format, with the arguments of tool calls as JSON text, as clients send them. `template_messages` gives
-the form that chat templates take. This module knows no HTTP and no tokens.
-
-Which parameters of a request have an effect, and what happens to the others.
+Messages are in the OpenAI format, with the arguments of tool calls as JSON text, as clients send them; `template_messages`
+gives the form that chat templates take. This module knows no HTTP and no tokens.
 
 The recipe decides how tokens are sampled, because training needs all tokens from the same distribution. A client's sampling
-parameter therefore has no effect, and is counted. A parameter that would change the form of the answer is refused, and so is an
-unknown parameter.
+parameter therefore has no effect, and is counted. A parameter that would change the form of the answer is refused, and so is
+an unknown parameter.
 
-The requests of one agent, between the HTTP server and the environment.
-
-The server's thread puts requests in, and waits for their answers. The environment takes them out one after the other. All
-methods run in the event loop of the environment.
+`AgentConversation` holds the requests of one agent: the server's thread puts requests in and waits for their answers, and the
+environment takes them out one after the other. All of its methods run in the event loop of the environment.
 """
 
 from __future__ import annotations
@@ -31,6 +25,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.types import Message, SamplingChange, ToolSchema, Turn
+
+# requests and answers
 
 
 class Refused(Exception):
@@ -234,6 +230,8 @@ def offered_tools(tools: Sequence[ToolSchema], choice: Any, forced: dict[str, An
     return tools
 
 
+# parameters
+
 _FORCED = frozenset(
     {
         "temperature",
@@ -351,6 +349,8 @@ def log_forced(forced: Mapping[str, Any]) -> None:
                 value,
             )
 
+
+# the requests of one agent
 
 _MOST_WAITING = 64  # requests that wait for those in front of them
 

@@ -1,14 +1,12 @@
 """The environment of an agent that calls the model with token ids: each call is one turn of the rollout loop.
 
 Programs of this kind write their prompts themselves, and return the tokens of their trajectory at the end. The session appends
-what the model sampled, as always; `token_histories` says how a prompt continues the conversation. What the agent returns is
-compared with the record: tokens that it leaves out are not trained on, and tokens that the model did not sample are refused.
+what the model sampled, as always. `TokenHistories` holds the conversation as the agent sees it, the tokens of each prompt and
+of each answer: a request extends it, leaves out the end of the last answer, returns to an earlier history, or begins another
+one.
 
-What the requests of an agent that calls the model with token ids mean for the conversation, and what of it is trained on.
-
-`TokenHistories` holds the conversation as the agent sees it: the tokens of each prompt and of each answer. A request extends it,
-leaves out the end of the last answer, returns to an earlier history, or begins another one. `unreturned_tokens` compares what the
-agent returned as its trajectory with what was sampled. This module knows token ids and no chat template.
+What the agent returns is compared with what was sampled: tokens that it leaves out are not trained on, and tokens that the
+model did not sample are refused. This module knows token ids and no chat template.
 """
 
 from __future__ import annotations
@@ -24,6 +22,8 @@ from turnwise.environments.agents.requests import log_forced
 from turnwise.errors import Failed, boundary
 from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, SamplingChange, ToolSchema, Turn, common_length
 from turnwise.user_code.calls import own_context, spawn
+
+# how a prompt continues the conversation
 
 _TOLERANCE = 1e-3
 """The difference of two log-probabilities that rounding explains: agents keep them in float32 or as text."""
@@ -222,6 +222,8 @@ def _trained(histories: Sequence[_History], returned: ReturnedSequence) -> set[t
     return trained
 
 
+# the environment
+
 _KEY = "agent"
 """The key in `Turn.info` of what this environment records."""
 
@@ -268,7 +270,7 @@ class TokenAgent(Protocol):
     """Code of the user that leads a conversation with token ids."""
 
     async def run(self, row: Row, model: TokenModel) -> TokenAgentResult:
-        """Run until the agent ends. Raises whatever makes the conversation fail."""
+        """Run until the agent ends. An exception fails the conversation."""
         ...
 
 

@@ -1,6 +1,4 @@
-"""How a program is isolated: namespaces, mounts, system calls.
-
-The jail: how a program is isolated on this machine.
+"""The jail: how a program is isolated on this machine.
 
 This module builds command lines. It runs only one program, a probe that checks that the jail works. The jail contains an
 interpreter and the system's libraries (read-only) and a working directory in memory. It has no network, no /proc, no home
@@ -10,9 +8,7 @@ If root starts the jail, each program gets a separate user id: the kernel counts
 processes, and prevents access to the processes of another user. If another user starts the jail, the program gets a user
 namespace, in which its processes are counted separately (since Linux 5.14).
 
-The kernel filter (seccomp) that refuses system calls of a program in the sandbox.
-
-The filter allows the calls that Python programs need. It refuses calls that
+The kernel filter (seccomp) allows the calls that Python programs need. It refuses calls that
 
 - give more rights or another view of the system (namespaces, mounts, memory of other processes),
 - allocate memory that no limit counts (memfd, System V),
@@ -42,6 +38,8 @@ from pathlib import Path
 
 from turnwise.environments.sandbox.process import Bounds
 from turnwise.errors import ConfigError
+
+# the filter of system calls
 
 _LOAD, _EQUALS, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -148,6 +146,8 @@ def _about(number: int, argument: int, judge: list[bytes]) -> list[bytes]:
 def _step(code: int, value: int, *, yes: int = 0, no: int = 0) -> bytes:
     return struct.pack("<HBBI", code, yes, no, value)
 
+
+# namespaces and mounts
 
 WORK = "/sandbox"
 """The working directory of a program in the jail; also its home directory and /tmp."""

@@ -1,13 +1,8 @@
-"""Runs a process with its descendants within bounds.
+"""Runs one process with its descendants within bounds: limits their output, and ends them in time.
 
-Runs one process with its descendants: limits their output, and ends them in time.
-
-This module is independent of the program. It polls the values that kernel limits do not cover (memory of all processes
+This module does not know which program it runs. It polls the values that kernel limits do not cover (memory of all processes
 together, number of files) while the program runs. It shortens the output while reading, so that memory use here is bounded.
-
-The resource limits of a program, and the result of a run.
-
-This module only defines the values. `process.py` and `jail.py` enforce the limits.
+`Bounds` and `Ran` only hold values; the kernel limits among the bounds are set in `jail.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +19,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from turnwise.errors import ConfigError, TurnwiseError, nearest
+
+# limits and results
 
 
 class SandboxError(TurnwiseError):
@@ -118,6 +115,8 @@ def _by_signal(status: int) -> str:
         return ", SIGXFSZ: the program wrote a file that is too large"
     return f", {name}"
 
+
+# the process
 
 _LOOK = 0.05  # seconds between two checks of the resource use
 _CHUNK = 1 << 16

@@ -1,14 +1,11 @@
-"""What a tool may return, and its message for the model.
-
-The return values that a tool may have, and their conversion to a message for the model.
+"""What a tool may return, and the message for the model that is made of it.
 
 A text is used unchanged, bytes are decoded as UTF-8, and any other value becomes JSON. A `ToolResponse` may contain images and
 videos in addition to a text. A tuple `(answer, reward, info)`, where `reward` and `info` are optional, scores the call.
 
-Shortens a long text for the model: the side to cut, and the unit of the length.
-
-The names and their meaning are those of verl (since its #6313): `side` names the side that is *cut*. `left` keeps the end,
-`right` keeps the beginning, `middle` keeps half the length of each. This module has no tokenizer; the caller may pass `encode`.
+`Truncation` shortens a long text. The names and their meaning are those of verl (since its #6313): `side` names the side that
+is *cut*. `left` keeps the end, `right` keeps the beginning, `middle` keeps half the length of each. This module has no
+tokenizer; the caller may pass `encode`.
 """
 
 from __future__ import annotations
@@ -23,6 +20,8 @@ from typing import Any, Literal
 
 from turnwise.errors import ConfigError
 from turnwise.types import Message, ToolCall, ToolOutcome
+
+# long texts
 
 Side = Literal["left", "right", "middle"]
 Unit = Literal["characters", "tokens"]
@@ -131,6 +130,8 @@ def _inside_cluster(text: str, at: int) -> bool:
 def _is_flag_letter(character: str) -> bool:
     return "\U0001f1e6" <= character <= "\U0001f1ff"
 
+
+# return values
 
 _LONGEST_ERROR = 1000  # maximum characters of an error that the model receives
 

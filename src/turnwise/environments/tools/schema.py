@@ -1,14 +1,11 @@
-"""The schema of a tool, and the check of a call's arguments.
-
-The schema of a tool, and the check of a call's arguments against the schema.
+"""The schema of a tool, and the check of a call's arguments against the schema.
 
 A schema is created from a function's signature and docstring, or is given by the user. Both kinds reach the chat template in
 full. This module does not run tools.
 
-Matches the patterns of JSON Schemas within a time limit.
-
-Matching a pattern such as `^(a+)+$` on a text from a model can take longer than a conversation, and `re` holds Python's global
-interpreter lock during the match. The package `regex` accepts a time limit and releases the lock.
+Patterns of a schema are matched within a time limit. Matching a pattern such as `^(a+)+$` on a text from a model can take
+longer than a conversation, and `re` holds Python's global interpreter lock during the match. The package `regex` accepts a
+time limit and releases the lock.
 """
 
 from __future__ import annotations
@@ -32,6 +29,8 @@ if TYPE_CHECKING:
     from jsonschema.exceptions import ValidationError as SchemaViolation
     from jsonschema.protocols import Validator
 
+
+# patterns with a time limit
 
 PATTERN_SECONDS = 1.0
 """Maximum seconds to match one pattern with one text."""
@@ -157,6 +156,8 @@ def _matches(pattern: str, text: str) -> bool:
             f"{text!r:.80} could not be compared with the pattern {pattern!r} in {PATTERN_SECONDS:g} s; use a shorter text"
         ) from None
 
+
+# schemas and arguments
 
 _log = logging.getLogger(__name__)
 
