@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import re
 import runpy
 import shutil
@@ -21,6 +22,7 @@ from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.environments.tools.tool import Tool
 from turnwise.types import Group
+from turnwise.user_code.references import MOVED
 
 ROOT = Path(__file__).parent.parent
 REWARDS, TRAINED, LIMITS, README = (
@@ -142,15 +144,16 @@ def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
         assert "guess" in capsys.readouterr().err
 
 
-def test_the_changelog_lists_every_renamed_option_and_names_modules_that_exist() -> None:
+def test_the_changelog_lists_every_renamed_option_and_names_references_that_exist() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     for old, new in RENAMED.items():
         assert f"| `{old}` | `{new}` |" in changelog
-    modules = re.findall(r"`(turnwise(?:\.\w+)+)` \|$", changelog, re.MULTILINE)
-    assert len(modules) > 60
-    for module in modules:
-        path = ROOT / "src" / module.replace(".", "/")
-        assert path.is_dir() or path.with_suffix(".py").is_file(), module
+    references = re.findall(r"`(turnwise(?:\.\w+)+):(\w+)` \|$", changelog, re.MULTILINE)
+    assert len(references) == 5
+    for module, name in references:
+        assert name == "NAME" or hasattr(importlib.import_module(module), name), (module, name)
+    for old, new in MOVED.items():
+        assert re.search(rf"^\| `{old}:(\w+)` \| `{new}:\1` \|$", changelog, re.MULTILINE), old
 
 
 def test_the_pictures_of_the_readme_are_drawn_from_a_run(tmp_path: Path) -> None:
