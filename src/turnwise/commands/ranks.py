@@ -1,7 +1,7 @@
-"""The processes of a training with several ranks: starts them, ends them with the command, and runs the ranks that follow rank 0.
+"""The processes of a training with several ranks: starts them, starts them again after a loss, and ends them.
 
-The ranks run on this machine or on a Ray cluster. This module knows processes and nothing of the training. It imports torch
-only in a rank, and Ray only in a command that starts ranks on a Ray cluster.
+The ranks run on this machine or on a Ray cluster. A process that is not rank 0 follows rank 0. This module knows processes and
+nothing of the training. It imports torch only in a rank, and Ray only in a command that starts ranks on a Ray cluster.
 """
 
 from __future__ import annotations

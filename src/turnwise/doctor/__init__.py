@@ -1,5 +1,6 @@
 """Checks of a model directory and of a recipe, with a line of output for each check.
 
-`template`, `messages`, `conversation` and `credit` need no weights. `weights` needs the model's weights. `recipe` and `options`
-need a recipe. `examine` runs all checks for `turnwise doctor`. `preflight` runs the cheap checks at the start of each run.
+`template`, `conversation` and `credit` need no weights. `weights` needs the model's weights. `recipe` and `options` need a
+recipe. `memory` predicts the memory of a run. `examine` runs all checks for `turnwise doctor`. `template.preflight` runs the
+cheap checks at the start of each run.
 """
