@@ -1,28 +1,17 @@
-"""Images and videos: from parts of messages to placeholder tokens and tensors.
+"""Images and videos of a conversation: from parts of messages to placeholder tokens and tensors for the model.
 
-Images and videos of a conversation: from parts of messages to placeholder tokens and tensors for the model.
-
-The model's own processor says which text replaces one placeholder for one image; this text is inserted into the text that
-the chat template rendered. An image is expanded once, when its message becomes tokens. The number of placeholders is
-checked twice: in the rendered text before the expansion, and in the tokens.
+The model's own processor says which text replaces one placeholder for one image; this text is inserted into the text that the
+chat template rendered. An image is expanded once, when its message becomes tokens, and the processor runs once for equal
+content. Invariant: the number of placeholders is checked twice, in the rendered text before the expansion, and in the tokens.
 
     messages    user: [image 16 x 24, "What is this?"]
-    rendered    <|im_start|>user
-<|image_pad|>What is this?...
-    expand      <|im_start|>user
-<|image_pad|><|image_pad|>...What is this?...      one placeholder for each patch
+    rendered    <|im_start|>user\\n<|image_pad|>What is this?...
+    expand      <|im_start|>user\\n<|image_pad|><|image_pad|>...What is this?...      one placeholder for each patch
     locate      Media(kind="image", start=3, length=6, inputs={"pixel_values": ...})
 
-Runs the model's processor on an image or a video, once for equal content.
-
-Knows the processor of transformers: what it returns for one placeholder and one image. Does not know messages or sequences.
-
-Loads the processor of a vision model, with torchvision or without it.
-
 transformers needs torchvision, and options in the model's directory, for a processor's video part. Images need neither. So if
-one of them is missing, the processor is created without its video part. Does not know conversations.
-
-`data.return_multi_modal_inputs`: whether images of the data set are processed before training, or when first needed.
+one of them is missing, the processor is created without its video part. Knows the processor of transformers. Does not know
+engines, turns or the loss.
 """
 
 from __future__ import annotations
@@ -42,6 +31,8 @@ from turnwise.chat.media_parts import MediaKind, MediaPart, Placeholders, has_me
 from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.types import Media, Message, Row
+
+# Processor of a vision model, with torchvision or without it
 
 
 def load_processor(path: str, config: Any, tokenizer: Any) -> Any:
@@ -108,6 +99,8 @@ def _without_video_part(family: Any, path: str, tokenizer: Any) -> Any:
     parts = [AutoImageProcessor.from_pretrained(path), tokenizer]
     return image_only.from_args_and_dict(parts, {**options, "video_processor": None})
 
+
+# Cache: the processor runs once for equal content
 
 _CACHE_SIZE = 64
 """Images whose tensors are kept for the next conversation with the same image."""
@@ -201,6 +194,8 @@ def _content_key(kind: str, source: Any) -> str:
         return f"{kind}:{hashlib.sha256(''.join(map(digest, source)).encode()).hexdigest()}"
     return f"{kind}:{digest(source)}"
 
+
+# Placeholders: expansion in texts, places in tokens
 
 _FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files of a model directory that belong to the processor, besides those of the tokenizer."""
@@ -398,6 +393,9 @@ def _placeholder_token_id(config: Any, kind: str) -> int | None:
         if isinstance(token := getattr(config, name, None), int):
             return token
     return None
+
+
+# Images of the data set, processed before training or when first needed
 
 
 def process_row_media(rows: Sequence[Row], processor: MediaProcessor | None, *, wanted: bool | None) -> list[Row]:

@@ -1,13 +1,8 @@
-"""Images and videos as parts of messages: found, refused, replaced by placeholder texts. No torch.
+"""Images and videos as parts of messages: finding them, and refusing or replacing them for a text model.
 
-Images and videos as parts of messages: finding them, and refusing or replacing them for a text model.
-
-Knows messages only. Does not know processors, tokens or how an image is loaded.
-
-The texts that stand for an image or a video in a prompt, such as `<|image_pad|>`.
-
-The model itself may sample such a text as ordinary text: it is then *literal*, and stands for no image. Everybody else's text
-must not hold one. Knows texts only; does not know processors or tokens.
+A placeholder is the text that stands for an image or a video in a prompt, such as `<|image_pad|>`. The model itself may sample
+such a text as ordinary text: it is then *literal*, and stands for no image. Invariant: no other text holds one. Knows
+messages and texts. Does not know processors, tokens or how an image is loaded, and imports no torch.
 """
 
 from __future__ import annotations
@@ -20,6 +15,8 @@ from typing import Any, Literal
 from turnwise.data.images import media_kind, media_value
 from turnwise.errors import TemplateError
 from turnwise.types import Message
+
+# Placeholders: the texts that stand for an image or a video
 
 MediaKind = Literal["image", "video"]
 
@@ -89,6 +86,9 @@ class Placeholders:
             return self._token.sub(lambda match: self._stand_in[match[0]], value) if isinstance(value, str) else value
 
         return {name: hidden(value) for name, value in message.items()}
+
+
+# Parts of messages
 
 
 @dataclass(frozen=True, slots=True)

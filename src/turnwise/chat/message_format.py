@@ -1,8 +1,8 @@
-"""In which shape a template takes messages.
+"""In which shape a template takes messages: content, tool calls, ids of calls, tools.
 
-In which shape a template takes messages: content, tool calls, ids of calls, tools. Found by rendering probes.
-
-Messages in the shapes that chat templates insist on: calls, ids of calls, parts of a content.
+Found by rendering probes, not by the name of a model family. Templates insist on different shapes: arguments as JSON text or as
+an object, short ids, content as a text or in parts. Knows messages and rendered texts. Does not know tokens, nor which roles a
+template accepts one after another (`template.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from turnwise.chat.probes import DESCRIBED_TOOL, PLACEHOLDER, QUESTION, TOOL, as
 from turnwise.chat.tool_calls.describe import undescribed
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
+
+# Shapes: messages written as a template insists on
 
 PARTS = ("text", "image", "image_url", "video")
 
@@ -115,6 +117,8 @@ def _check_part(part: Any, message: Message) -> None:
             f'{{"type": "text", "text": ...}}, {{"type": "image", "image": ...}} and {{"type": "video", "video": ...}}'
         )
 
+
+# Format: which of the shapes a template takes
 
 CallIds = Literal["any", "nine characters", "tool name"]
 """Which ids of tool calls a template takes: any; nine letters and digits (Mistral); `functions.<tool name>:<n>` (Kimi)."""

@@ -1,21 +1,16 @@
 """Probe messages and base conversations with which a template is examined, and the caches of the answers.
 
-Probes: the short messages and marker words with which a chat template is examined.
+A probe word is rendered inside a message, and its place in the rendered text shows what the template writes around it. A base
+conversation is short and ends with a turn of the model; what the template writes behind that turn is the bridge to the next
+turn. It has the same features as the real conversation, as far as a template may look at them: a system message, tools, an
+earlier round of tools. For templates that count rounds or answers, the real messages are used instead
+(`PriorConversation.messages`).
 
-A probe word is rendered inside a message, and its place in the rendered text shows what the template writes around it.
-
-Base conversations: short conversations that end with a turn of the model, behind which new messages are rendered.
-
-What the template writes behind that turn is the bridge to the next turn. A base conversation has the same features as the real
-conversation, as far as a template may look at them: a system message, tools, an earlier round of tools. For templates that
-count rounds or answers, the real messages are used instead (`PriorConversation.messages`). This module renders nothing.
-
-All caches of this folder, and their bounds.
-
-What depends on the template alone is asked once and kept in `TemplateProfile`. Some things depend on more and are cached here:
-answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of short texts, the
-renderings of short conversations (the samples of a group have the same opening, and often the same calls and results), and the
-renderers of rows with template arguments of their own (a data set has few sets of them).
+What depends on the template alone is asked once and kept in `TemplateProfile`. All other caches of this folder are here, with
+their bounds: answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of short
+texts, the renderings of short conversations (the samples of a group have the same opening, and often the same calls and
+results), and the renderers of rows with template arguments of their own (a data set has few sets of them). This module renders
+nothing.
 """
 
 from __future__ import annotations
@@ -28,6 +23,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from turnwise.types import Message, ToolSchema
+
+# Probes: short messages and marker words
 
 PLACEHOLDER = "placeholder-7f3a91"  # letters and digits: no template trims, escapes or splits it
 """Stands for the last words of the model's turn."""
@@ -120,6 +117,8 @@ def probe_words_in(messages: Sequence[Message]) -> Iterator[str]:
             if word.startswith("probe-"):
                 yield word
 
+
+# Base conversations: they end with a turn of the model, behind which new messages are rendered
 
 BaseTurn = Literal["calls", "call", "text"]
 """What the model's turn at the end of a base conversation contains: a call for each tool message, a single call, or text."""
@@ -219,6 +218,8 @@ def _tool_round(number: int, *, calls: bool) -> list[Message]:
         call["id"] = id
     return [turn, {"role": "tool", "tool_call_id": id, "name": "probe_tool", "content": "An answer."}]
 
+
+# Caches and their bounds
 
 ROLE_SEQUENCES = 1024
 """Answers kept for each question about a sequence of roles; the least recently used one is dropped first."""

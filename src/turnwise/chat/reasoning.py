@@ -1,19 +1,16 @@
-"""How a turn writes reasoning: marks, field, header; finding it in text.
+"""How a template writes reasoning (field, marks, headers), and the reasoning in the text of a turn.
 
-How a template writes reasoning, found by rendering probes: the message field, the marks around it, the headers.
-
-Nothing is looked up by model family. Reasoning given in its own field shows the marks that the template writes around it. A
-generation prompt that opens reasoning shows the opening mark. A text constant of the template is a closing mark if the template
-drops everything in front of it. Only if none of this shows marks, the source is searched for the marks of well-known families.
-
-Finds the reasoning in the text of a turn by its opening and closing marks.
+The format is found by rendering probes; nothing is looked up by model family. Reasoning given in its own field shows the marks
+that the template writes around it. A generation prompt that opens reasoning shows the opening mark. A text constant of the
+template is a closing mark if the template drops everything in front of it. Only if none of this shows marks, the source is
+searched for the marks of well-known families.
 
     <think>Is it 4?</think>It is 4.         reasoning "Is it 4?", content "It is 4."
 
-The marks of a template are found by rendering (`chat/reasoning.py`). The marks of well-known families are always
-recognised too: text inside them is reasoning, and a tool call inside reasoning must never be executed. A reasoning block ends
-at its closing mark, or at the end of a truncated text. Inside a block, other marks are ignored. Harmony and ATEM write messages
-with headers; the headers of messages that are not reasoning are removed (`SCAFFOLD`).
+In a turn, the marks of well-known families are always recognised too. Invariant: text inside marks is reasoning, and a tool
+call inside reasoning is never executed. A reasoning block ends at its closing mark, or at the end of a truncated text; inside a
+block, other marks are ignored. Harmony and ATEM write messages with headers; the headers of messages that are not reasoning are
+removed (`SCAFFOLD`). Knows texts. Does not know tokens, or which reasoning stays in a conversation.
 """
 
 from __future__ import annotations
@@ -26,6 +23,8 @@ from typing import Protocol
 from turnwise.chat.probes import QUESTION, assistant_message, probe_call
 from turnwise.errors import TemplateError
 from turnwise.types import Message
+
+# Turns: reasoning found in text by its marks
 
 MARKS: tuple[tuple[str, str], ...] = (
     ("<think>", "</think>"),  # DeepSeek, Qwen, GLM, Nemotron, LFM2, Kimi K2 and most others
@@ -206,6 +205,8 @@ def join_pieces(pieces: Sequence[str]) -> str:
     )
     return "\n".join(piece for piece in trimmed if piece)
 
+
+# Templates: how they write reasoning
 
 _REASONING, _ANSWER = "reasoning-4b9e27", "answer-91c2d0"
 _KEYS = ("reasoning_content", "thinking", "reasoning")

@@ -1,26 +1,16 @@
-"""The border between messages and tokens: opening, bridge, continuation, and a sampled turn parsed back.
+"""The one border between messages and tokens: opening, bridge, continuation, and a sampled turn parsed back.
 
-Messages to token ids: the one border between what users write and what models read.
+Everything comes from the model's own chat template (`Template`, `TemplateProfile`); there is no table of model families. The
+opening is rendered once. After that only the *bridge* is encoded: the text between the model's words and its next generation
+prompt, found by rendering the new messages behind a short base conversation. So the cost of a turn does not grow with the
+conversation. Invariant: sampled tokens are never rendered or encoded again. The text behind a base conversation begins with
+what is the model's own (the rest of a probe call, and the stop token that it has sampled); `TurnBoundary` finds the length of
+that part.
 
-Everything comes from the model's own chat template (`template`, `profile`); there is no table of model families. The opening is
-rendered once. After that only the *bridge* is encoded: the text between the model's words and its next generation prompt, found
-by rendering the new messages behind a short base conversation. So the cost of a turn does not grow with the conversation.
-Sampled tokens are never rendered or encoded again. Sampled turns are parsed by `turn_parser`. This module knows no engine and
-no environment.
-
-Where the model's turn ends in the text that the template writes behind it.
-
-The bridge after a turn is taken from a base conversation (`Template.text_after_turn`), whose text begins behind a placeholder in
-the model's turn. The beginning of that text is the model's own: the rest of the probe call, and the stop token that it has
-sampled. This module finds the length of that part. It knows tokens, and no message's content.
-
-Parses a sampled turn: its text, its reasoning, its answer and its tool calls.
-
-The round trip of a turn: template, tokens, parser. What comes back must be what the template was given.
-
-A written turn of each kind (an answer, reasoning and an answer, a call, words and a call, ...) is rendered, cut after the first
-stop token as a sampled turn is, decoded and parsed. What a parser loses here, it loses in training without a word: rewards see
-marks in an answer, a call that is taken for reasoning is never run. `turnwise doctor` and the start of each run use the check.
+The round trip of a turn (template, tokens, parser) must give back what the template was given. A written turn of each kind is
+rendered, cut after the first stop token as a sampled turn is, decoded and parsed. What a parser loses here, it loses in
+training without a word: rewards see marks in an answer, a call that is taken for reasoning is never run. `turnwise doctor` and
+the start of each run use the check. Knows no engine and no environment.
 """
 
 from __future__ import annotations
@@ -81,6 +71,9 @@ __all__ = [
     "lost_in_round_trip",
     "written_turns",
 ]
+
+
+# Boundary: where the model's turn ends in the text that the template writes behind it
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +203,9 @@ class TurnBoundary:
         return tokens
 
 
+# Parser: a sampled turn as text, reasoning and tool calls
+
+
 class TurnParser:
     """Parses the turns of one model. `where` names its tokenizer in error messages."""
 
@@ -275,6 +271,8 @@ class TurnParser:
             return reasoning, without_marks(content), ()
         return "", without_marks(text), ()
 
+
+# Round trip: written turns come back as they were given
 
 _WORDS, _REASONING = "It is twelve.", "The tree is old."
 _ARGUMENTS = {"text": 'a "quoted" text,\nwith a line end, an ä and a </tag>'}
@@ -451,6 +449,8 @@ def _spelled(coder: TurnCoder, text: str) -> str:
     out: it belongs to the marks."""
     return coder.decode(coder.encode(text.strip())).strip() if text.strip() else ""
 
+
+# Renderer: messages to token ids
 
 Thinking = Literal["keep", "branch", "strip_at_user"]
 DescribeTools = Literal["template", "system"]

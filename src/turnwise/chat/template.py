@@ -1,17 +1,11 @@
-"""A chat template: renders messages, and the text between two turns; how messages must be changed so that it accepts them.
-
-A tokenizer's chat template: renders messages, and the text between two turns of the model.
+"""A tokenizer's chat template: renders messages, and the text between two turns of the model.
 
 Templates differ: some refuse two user messages in a row or a system message in the middle, some leave such a message out
-without an error, some want content in parts, arguments as JSON text, or a tool message only behind a call. There is no table
-of model families. Short probe messages are rendered instead, and the result is the answer: once at start for what depends on
-the template alone (`TemplateProfile`), once for each sequence of roles for how messages are given to it (`plan`). This module
-knows texts and messages, and no token.
-
-How messages must be changed so that a chat template accepts them, and behind which base conversation it is asked.
-
-Templates refuse some messages, or leave their text out: two user messages in a row, a system message in the middle, a tool
-message. A `MessagePlan` renames roles and merges neighbors. The first plan is used with which every text is written.
+without an error, some want content in parts, arguments as JSON text, or a tool message only behind a call. There is no table of
+model families. Short probe messages are rendered instead, and the result is the answer: once at start for what depends on the
+template alone (`TemplateProfile`), once for each sequence of roles for how messages are given to it. For the latter, a
+`MessagePlan` renames roles and merges neighbors, and the first plan is used with which every text is written. Invariant: no
+text of a message is left out without an error. Knows texts and messages, and no token.
 """
 
 from __future__ import annotations
@@ -49,6 +43,8 @@ from turnwise.chat.reasoning import ReasoningFormat, find_reasoning_format
 from turnwise.chat.template_arguments import refuse_unread_arguments
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
+
+# Plans: how messages are changed so that a template accepts them
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -255,6 +251,9 @@ class PlanFinder:
         return self._template.text_after_placeholder(
             [*conversation, *messages], add_generation_prompt=add_generation_prompt, tools=prior.probe_tools
         )
+
+
+# Template: renders messages
 
 
 class Template:

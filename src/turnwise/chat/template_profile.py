@@ -1,20 +1,13 @@
-"""Everything about a template that does not depend on a conversation: stop tokens, kept reasoning, format of tool calls.
+"""Everything about a model's chat template that does not depend on a conversation (`TemplateProfile`).
 
-The TemplateProfile: everything about a model's chat template that does not depend on a conversation.
+It is found once, when a `Renderer` is made, by rendering probe messages, and is immutable; all other modules of this folder
+read its fields. What depends on a sequence of message roles as well is found when needed, and cached (`probes.py`).
 
-It is found once, when a `Renderer` is made, by rendering probe messages. All other modules of this folder read its fields.
-What depends on a sequence of message roles as well is found when needed, and cached (`caches`).
-
-Which earlier reasoning a template leaves out when the conversation continues, found with conversations of several turns.
-
-A single turn is not enough: a template that keeps only the last assistant turn's reasoning keeps that of a conversation with one
-turn. So three turns are rendered, each followed by a message of the same role, and the text shows which of the three turns
-still have their reasoning.
-
-The tokens that end a turn: those of the template, of the tokenizer and of the model's generation config.
-
-Each is checked against the text that the template writes for reasoning, for calls and for an answer of several lines: a token
-inside a turn does not end it.
+Kept reasoning: a single turn is not enough, because a template that keeps only the last assistant turn's reasoning keeps that
+of a conversation with one turn. So three turns are rendered, each followed by a message of the same role, and the text shows
+which of the three turns still have their reasoning. Stop tokens are those of the template, of the tokenizer and of the model's
+generation config; each is checked against the text that the template writes for reasoning, for calls and for an answer of
+several lines: a token inside a turn does not end it. Does not know conversations, rows or engines.
 """
 
 from __future__ import annotations
@@ -33,6 +26,8 @@ from turnwise.chat.tool_calls import FromResponseTemplate, ToolFormat, by_name, 
 from turnwise.chat.turn_format import ParsedTurn, TurnFormat, find_turn_format, template_message
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolCall
+
+# Kept reasoning: which earlier reasoning a template leaves out when the conversation continues
 
 Kept = Literal["all", "last", "none", "some"]
 """Whose reasoning is written, of three turns: all, only the last turn's, none, or another selection."""
@@ -111,6 +106,8 @@ def _written(template: Template, turns: Sequence[Message], role: str) -> list[bo
 def _probe_reasoning(number: int) -> str:
     return f"reasoning-{number}-4b9e27"
 
+
+# Stop tokens: the tokens that end a turn
 
 _LINES = "First, a line: 1 + 1 = 2.\nThen another one,\n\n1. a list,\n   * of two (or so).\n\n"
 _TWO_CALLS = "a turn of two calls"
@@ -270,6 +267,9 @@ def generation_config_stops(path: str | Path) -> list[int]:
             raise TemplateError(f"{file} cannot be read: {error}. Correct it, or remove it") from error
         return []
     return stops if isinstance(stops, list) else [] if stops is None else [stops]
+
+
+# Profile
 
 
 @dataclass(frozen=True, slots=True)

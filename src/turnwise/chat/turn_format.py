@@ -1,8 +1,8 @@
-"""How a turn of the model is given to a template, and a sampled turn in this form.
+"""How a turn of the model is given to a template, what the template writes around it, and a sampled turn in this form.
 
-How a turn of the model is given to a template, and what the template writes at its beginning and its end.
-
-A sampled turn after parsing (`ParsedTurn`), and the message with which the template is given it.
+Found by rendering probes: the text behind a turn, how many calls a turn may hold, and in which fields of a message text,
+reasoning and calls must be, so that the template writes the turn as it was sampled. A sampled turn after parsing
+(`ParsedTurn`) becomes such a message. Knows texts and messages. Does not know tokens or other turns.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from turnwise.chat.reasoning import ReasoningFormat
 from turnwise.chat.template import Template
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolCall
+
+# Format: found by rendering probes
 
 TurnContent = Literal["text", "text and reasoning", "fields"]
 """How a turn of the model is given to the template, so that the template writes it as it was sampled.
@@ -160,6 +162,9 @@ def _call_text(template: Template) -> str:
         return template.completion_text(probe_call({"text": "x"}))
     except TemplateError:
         return ""
+
+
+# A sampled turn, and the message with which the template is given it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

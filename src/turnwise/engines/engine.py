@@ -1,19 +1,13 @@
 """The engine protocol, publishing of weights, and the adapter that batches requests.
 
-The engine protocol: token ids in, sampled token ids and log-probabilities out.
+Token ids go in, sampled token ids and log-probabilities come out. Batching, caching, routing and retries are behind one method.
+A `WeightPublisher` gives the engine the weights that a learner has changed: its implementation knows how weights travel (shared
+memory, disk, a collective operation), and the training loop knows only `publish`.
 
-An engine knows nothing of messages, tools, rewards or groups. Batching, caching, routing and retries are behind one method.
-
-Publishing weights: how an engine gets the weights that a learner has changed.
-
-An implementation knows how weights travel (shared memory, disk, a collective operation). The training loop knows only
-`publish`.
-
-An adapter that sends the requests of all running conversations to an engine as one batch.
-
-Used for deterministic runs, and for engines that accept complete batches only. A batch starts when every running conversation
-has sent a request. Its order is the order of the conversations, so no result depends on timing. All conversations wait for the
-slowest one. The rollout loop is the same as without the adapter.
+`Batched` sends the requests of all running conversations as one batch, for deterministic runs and for engines that accept
+complete batches only. A batch starts when every running conversation has sent a request. Invariant: its order is the order of
+the conversations, so no result depends on timing; all conversations wait for the slowest one. The rollout loop is the same as
+without the adapter. An engine knows nothing of messages, tools, rewards or groups.
 """
 
 from __future__ import annotations
@@ -90,6 +84,9 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
         await engine.close()
 
 
+# Weights: how an engine gets those that a learner has changed
+
+
 class WeightPublisher(Protocol):
     """Hands the learner's current weights to the engine."""
 
@@ -152,6 +149,9 @@ class CopiedWeights(SharedWeights):
     async def publish(self, version: int) -> None:
         self._copy()
         await super().publish(version)
+
+
+# Batches: the requests of all running conversations at once
 
 
 class Batched:

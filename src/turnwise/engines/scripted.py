@@ -1,8 +1,7 @@
-"""Engines that answer with given or recorded texts.
+"""Engines that answer without a model: with given texts, or with the recorded turns of conversations.
 
-An engine that returns given texts. For tests of environments, and to replay a conversation without model weights.
-
-An engine that gives the recorded turns of conversations again, token by token, for replays.
+Given texts are for tests of environments, and for conversations without model weights. Recorded turns are given again token by
+token, for replays. Does not know messages, rewards or weights.
 """
 
 from __future__ import annotations
@@ -95,6 +94,9 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         pass
+
+
+# Recorded turns
 
 
 @dataclass(frozen=True, slots=True)

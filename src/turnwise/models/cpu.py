@@ -1,25 +1,19 @@
-"""Fast layers, packed weights and the number of threads on a CPU.
+"""Fast layers, packed weights and the number of threads on a CPU, for the trainer and the embedded engine.
 
-Feed-forward layers (SwiGLU) and RMSNorm of large transformers models on a CPU, with fewer tensors between the passes.
+Matrix products in float32 use the library that is fastest: torch computes them with MKL, which does not use AVX-512 on
+processors of AMD; oneDNN, which is also part of torch, is up to twice as fast there with large weights. oneDNN compiles a
+kernel for each shape (milliseconds), so small numbers of rows are rounded up. Invariant: which library computes a product
+depends only on the machine and on the shape, never on a measurement, so runs stay repeatable. With autocast, the products are
+torch's own, and the backward pass converts values and weights again instead of keeping copies.
 
 Autograd keeps each intermediate result for the backward pass, and the first use of new memory costs as much as several reads.
-Here, each layer is one function of autograd, which keeps its input and little more. Small models spend their time in calls
-instead, and are computed by transformers.
+So the feed-forward layers (SwiGLU) and RMSNorm of large models are one function of autograd each, which keeps its input and
+little more. Small models spend their time in calls instead, and are computed by transformers.
 
-Matrix products of linear layers in float32 with the library that is fastest on this CPU.
-
-torch computes them with MKL. On processors of AMD, MKL does not use AVX-512, and oneDNN, which is also part of torch, is up to
-twice as fast with large weights. oneDNN compiles a kernel for each shape (milliseconds), so small numbers of rows are rounded up.
-Which library computes a product depends only on the machine and on the shape, never on a measurement: runs stay repeatable.
-With autocast, the products are torch's own, and the backward pass converts values and weights again instead of keeping copies.
-
-Copies of the weights of linear layers in the layout in which oneDNN computes.
-
-Chooses the number of torch threads for a step: 1 is fastest beside busy processes, all threads are fastest on an idle machine.
-
-A small model starts with one thread, a large model with all: its first steps are long, and a run may have few of them. So a
-large model also tries the other number later.
-Knows only the clock. The previous number is restored after every step, so the trainer in the same process is not affected.
+The number of torch threads is chosen by the clock alone: 1 is fastest beside busy processes, all threads are fastest on an idle
+machine. A small model starts with one thread, a large model with all: its first steps are long, and a run may have few of them,
+so it also tries the other number later. The previous number is restored after every step, so the trainer in the same process is
+not affected. Knows layers, weights and shapes. Does not know requests, batches or losses.
 """
 
 from __future__ import annotations
@@ -37,6 +31,8 @@ import torch.nn.functional as F
 
 from turnwise.models.allocator import is_large, long_lived
 from turnwise.models.precision import parameter_state, product_dtype
+
+# Linear layers: which library computes a product
 
 NEVER = 1 << 62
 """More rows than any tensor has."""
@@ -202,6 +198,8 @@ def _onednn(values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return torch.ops.mkldnn._linear_pointwise(values, weight, bias, "none", [], "")
 
 
+# Feed-forward layers and norms with fewer tensors between the passes
+
 FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """The packages and prefixes of the classes whose layers are known."""
 
@@ -327,6 +325,8 @@ class _TrainedNorm(torch.autograd.Function):
         return of_values, of_weight, None
 
 
+# Packed weights: copies in the layout in which oneDNN computes
+
 MOST_BYTES = 2**30
 """The weights of larger models are not packed: the memory is worth more than the time."""
 _PACKED_ROWS = 32
@@ -397,6 +397,8 @@ class _PackedCopy:
         self.states = [parameter_state(weight) for weight in weights]
         self.values = packed(weights[0] if len(weights) == 1 else torch.cat([weight.detach() for weight in weights]))
 
+
+# Threads: how many torch uses for a step
 
 TRIAL_STEPS = 3
 """Consecutive steps with the other number of threads, compared with as many steps before them."""

@@ -1,21 +1,16 @@
-"""Loads models completely or refuses; recomputation; weights as other programs load them, and their fingerprint.
-
-Loads models with all weights of the checkpoint, and an attention implementation that supports the model; else raises.
+"""Loads models completely or refuses them; recomputation of layers; weights as other programs load them.
 
 This is the only place where a model is loaded; `ModelOptions` has its options. transformers fills missing weights with random
 numbers and drops weights that the model does not have. Both would train a different model, so both are refused here, and so are
-weights that are NaN or infinite.
+weights that are NaN or infinite, and an attention implementation that does not support the model.
 
 Gradient checkpointing: the backward pass computes the activations inside a layer again, instead of keeping them in memory.
+transformers applies its own only to layers in training mode, in which layers also use dropout and drop the key-value cache. The
+engine samples from the same model, possibly at the same time, so the mode of a layer cannot be changed here. The layers'
+forward is wrapped instead: it recomputes while gradients are recorded, and changes nothing otherwise. Dropout stays off.
 
-transformers applies its own gradient checkpointing only to layers in training mode, in which layers also use dropout and drop
-the key-value cache. The engine samples from the same model, possibly at the same time, so the mode of a layer cannot be changed
-here. This module therefore wraps the layers' forward: it recomputes while gradients are recorded, and changes nothing
-otherwise. Dropout stays off.
-
-A model's weights in the form in which other programs load them, and the log-probabilities with which they are compared.
-
-A fingerprint of a model's weights: equal for two models whose parameters and buffers are the same, bit by bit.
+Published weights have the names of checkpoint files, and the fingerprint of a model is equal for two models whose parameters
+and buffers are the same, bit by bit. Does not know training steps or engines.
 """
 
 from __future__ import annotations
@@ -48,6 +43,8 @@ from turnwise.models.lora import (
 )
 from turnwise.models.precision import ignored_by_sdpa, set_text_attention
 
+# Recomputation of layers in the backward pass
+
 
 def recompute_layers(model: Any) -> None:
     """Keep only the inputs of the model's layers for the backward pass.
@@ -75,6 +72,8 @@ def _forward(forward: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
     return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
 
+
+# Loading
 
 _log = logging.getLogger(__name__)
 
@@ -240,6 +239,9 @@ def use_complete_attention(model: Any) -> None:
     )
 
 
+# Weights as other programs load them, and the log-probabilities with which they are compared
+
+
 def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """The weights by the names of the checkpoint files of Hugging Face, without copies; of a model with an adapter, the weights
     of the adapter by peft's names.
@@ -274,6 +276,9 @@ def token_logprobs(model: Any, token_ids: Sequence[int], *, device: torch.device
     ids_1L = torch.tensor([list(token_ids)], device=device or model.device)
     logits_LV = model(input_ids=ids_1L, use_cache=False).logits[0, :-1].float()
     return logits_LV.log_softmax(-1).gather(-1, ids_1L[0, 1:, None])[:, 0].tolist()
+
+
+# Fingerprint of a model's weights
 
 
 def of_model(model: Any) -> str:

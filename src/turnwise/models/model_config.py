@@ -1,8 +1,7 @@
-"""Facts of config.json that need no model: context, vocabulary, bytes of the KV cache.
+"""Facts of a model's config.json that need no model: context length, vocabulary, bytes of the KV cache.
 
-Facts of a model's config.json that do not need the model. Imports no torch.
-
-The memory of a KV cache: bytes of a token, and the size of the cache of a server on the CPU. Imports no torch.
+Also the size of the KV cache of a server on the CPU, which follows from the bytes of a token. Knows the names of the entries of
+config.json, and imports no torch.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
     text = config.get("text_config")
     return vocabulary_size(text) if isinstance(text, Mapping) else None
 
+
+# KV cache: bytes of a token, and its size on a CPU
 
 KV_FACTS = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size")
 """The entries of config.json that say how large a token is."""

@@ -1,20 +1,14 @@
-"""Mixed precision, deterministic algorithms, and options of attention that `sdpa` ignores.
+"""Mixed precision, deterministic algorithms, and the options of attention that `sdpa` ignores.
 
-Mixed precision: matrix products in bfloat16, with parameters in float32 (torch.autocast).
-
-Norms, the residual stream, the output layer and the softmax of the output stay in float32, and gradients of parameters are
-float32. The output layer does, because bfloat16 has steps of 0.25 between 32 and 64: engine and trainer would round the logits of
-a pretrained model to log-probabilities that differ by more than an update changes them. Knows models and their linear layers.
-Does not know the trainer or the engine, which both use it.
-
-Makes torch deterministic (`deterministic: true`).
-
-Options of a model's attention that `sdpa` ignores.
+Mixed precision computes matrix products in bfloat16 with parameters in float32 (torch.autocast). Norms, the residual stream,
+the output layer and the softmax of the output stay in float32, and gradients of parameters are float32. The output layer does,
+because bfloat16 has steps of 0.25 between 32 and 64: engine and trainer would round the logits of a pretrained model to
+log-probabilities that differ by more than an update changes them.
 
 transformers passes the options of a layer to the attention function as keyword arguments, and `sdpa` silently drops those that
 it does not support: the soft cap of Gemma 2 and VaultGemma, the attention sinks of gpt-oss, the token selection of sparse
-attention. The model then computes something else than it was trained with. The trainer and the embedded engine both use this
-module to refuse such a model.
+attention. The model then computes something else than it was trained with, so trainer and embedded engine refuse it. Knows
+models and their layers. Does not know the trainer or the engine, which both use this module.
 """
 
 from __future__ import annotations
@@ -33,6 +27,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.allocator import long_lived
+
+# Mixed precision
 
 
 def autocast(device: torch.device, enabled: bool) -> AbstractContextManager[Any]:
@@ -138,11 +134,16 @@ def parameter_state(parameter: torch.Tensor) -> tuple[int, int]:
     return parameter.data_ptr(), parameter._version
 
 
+# Deterministic algorithms (`deterministic: true`)
+
+
 def use_deterministic_algorithms() -> None:
     """Make torch deterministic in this process: deterministic algorithms, and one thread."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
 
+
+# Attention: options that `sdpa` ignores
 
 _NAME = "turnwise_recorder"
 """The name of an attention that records its options."""

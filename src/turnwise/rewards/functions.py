@@ -1,23 +1,20 @@
 """Reward functions: the four kinds, the arguments of a call, planned once from the signature, and the check of a result.
 
-The four kinds of reward functions, sync or async, each with its name and weight.
+The kinds, sync or async, each with a name and a weight:
 
 - `TrajectoryReward`: called for each finished trajectory; returns a number.
 - `TurnReward`: called for each turn of a finished trajectory; returns a number.
 - `GroupReward`: called once for all finished trajectories of a row; returns a list with one number for each.
 - `BatchReward`: called once for all finished trajectories of a training step, an evaluation or a rollout; returns a list.
 
-Their arguments are described by a `CallPlan`. Without one, they are called by position, with the values in `BY_POSITION`.
+Arguments are chosen by the names of the parameters, before the run begins: `plan_call` reads the signature of a function,
+without calling it, and returns a `CallPlan`, which makes the arguments of each call. Functions of a trajectory and of a turn
+can have the parameters in `VALUES`. Functions of a group or of the batch can have those in `LISTS`: lists with one item for
+each trajectory. Every other parameter is a column of the data. Without a plan, functions are called by position, with the
+values in `BY_POSITION`.
 
-The arguments of reward functions: chosen by the names of their parameters, once, before the run begins.
-
-`plan_call` reads the signature of a function and returns a `CallPlan`. The plan then makes the arguments of each call, without
-reading the signature again. It does not call the function.
-
-Functions of a trajectory and of a turn can have the parameters in `VALUES`. Functions of a group or of the batch can have
-those in `LISTS`: lists with one item for each trajectory. Every other parameter is a column of the data.
-
-Checks what reward functions return: a number for a trajectory or a turn, or a list with one item for each trajectory.
+Invariant: a result is a finite number, or a list with one item for each trajectory; anything else raises. Knows trajectories
+and signatures. Does not know when functions are called, or what a failure costs (`scorer.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +30,8 @@ from turnwise.errors import ConfigError, Failed, boundary, failed_by, nearest
 from turnwise.types import Failure, Group, Trajectory, Turn
 from turnwise.user_code.copies import ConversationCopies, copy_containers, copy_row
 from turnwise.user_code.reward_number import reward_number
+
+# Arguments: a plan of each call, from the signature
 
 Form = Literal["trajectory", "turns", "group", "batch"]
 """What a reward function is called for; the name of its list in the section `reward` of a recipe."""
@@ -368,6 +367,8 @@ def _refuse_other_form(parameter: str, form: Form, name: str, parameters: Collec
         )
 
 
+# Results: the check of what a function returns
+
 MAX_REWARD = 1e15
 """The largest absolute reward: the advantages of larger rewards do not fit into float32 gradients."""
 
@@ -414,6 +415,8 @@ def one_per_trajectory(source: str, values: Any, count: int, of: str) -> list[An
         )
     )
 
+
+# The four kinds of reward functions
 
 Number = float | None | Awaitable[float | None]
 Numbers = Iterable[float | Exception | None] | Awaitable[Iterable[float | Exception | None]]

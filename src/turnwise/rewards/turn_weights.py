@@ -60,7 +60,7 @@ TURN_WEIGHTINGS: Mapping[str, TurnWeighting] = {
 
 
 def without_cut_turns(weigh_turns: TurnWeighting) -> TurnWeighting:
-    """A weighting that excludes a trajectory from the loss if a limit on tokens cut its last turn; else it is `weigh_turns`.
+    """Weight 0 for a trajectory whose last turn was cut by a limit on tokens; all others are weighted by `weigh_turns`.
 
     This is the overlong filter of DAPO, arXiv 2503.14476. The reward of the trajectory stays in the statistics of its group.
     """

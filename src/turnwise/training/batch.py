@@ -1,35 +1,17 @@
-"""Trajectories become micro-batches: columns, shares of the average, packing.
+"""Trajectories become micro-batches: columns of tokens, shares of the average, and packing as prefix trees.
 
-Packs trajectories into micro-batches: each sampled token is one target, weighted by its share of the batch's average.
+Each sampled token of weight above 0 is a target: which token, predicted from which column, with which advantage and which
+weight. A target's weight is its share of the average over the batch of one optimizer step (`token_shares`). Invariant: the
+division into micro-batches changes memory use and never the result.
 
-Sequences of a micro-batch share their prefixes (packing.py).
+The sequences of a micro-batch form a *prefix tree*: tokens that several sequences have in common from the beginning are
+computed once, whichever groups, trajectories or segments the sequences belong to. This includes sampled tokens: two
+conversations that were sampled identically up to some token share all tokens before the difference. A sampled token that
+several sequences share is one *prediction* and several targets, each with its own advantage and weight. A token sees the tokens
+of its own sequence, at the positions that they have in the sequence, so the result is that of separate rows (`tree.py`).
 
-The tokens to train on are a flat list of targets: which token, predicted from which column, with which advantage and which
-weight. A sampled token that several sequences share is one *prediction* and several targets, each with its own advantage and
-weight. The weights are those of the batch (normalizer.py), so the division into micro-batches changes memory use and never
-the result.
-
-One segment of a trajectory as numpy columns, up to its last target.
-
-Knows how the turns of a trajectory (weight, advantage, kind of log-probability) become columns with an entry for each token.
-Knows nothing of batches, averages or prefixes that are shared.
-
-How the loss of a batch is averaged over its tokens.
-
-The sum of a batch is divided by numbers of the batch (the batch of one optimizer step), so the division into micro-batches
-does not change the result.
-
-Writes the trainer's log-probabilities into the segments of trajectories, beside those of the engine.
-
-Packs token sequences into micro-batches, which are the inputs of forward passes.
-
-The sequences of a micro-batch form a *prefix tree*: tokens that several sequences have in common from the beginning are computed
-once, whichever groups, trajectories or segments the sequences belong to. This includes sampled tokens: two conversations that
-were sampled identically up to some token share all tokens before the difference. A token sees the tokens of its own sequence, at
-the positions that they have in the sequence, so the result is that of separate rows (`tree.py`).
-
-Some tokens of a sequence are targets. The caller gives the columns with a number for each target (`Targets` for the policy,
-`ValueTargets` for the critic). This module does not read them.
+Knows turns, segments and token ids. Does not know losses, models, or where rewards and advantages come from. The packing does
+not read the columns of the targets (`Targets` for the policy, `ValueTargets` for the critic): its caller makes them.
 
 Axis suffixes in this folder: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden dimension,
 H heads, V vocabulary; in tree.py others, which are listed there.
@@ -53,6 +35,8 @@ from turnwise.training.losses import Targets
 from turnwise.training.options import Normalization
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
 from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Turn
+
+# Columns: one segment of a trajectory as arrays, up to its last target
 
 
 def logprob_kind(trajectory: Trajectory, turn: Turn) -> LogprobKind:
@@ -108,6 +92,7 @@ def branches_of(
     columns = zip(trajectory.segments, shares, _token_advantages(trajectory), strict=True)
     for index, (segment, share, advantages) in enumerate(columns):
         turn = np.array(segment.turn, dtype=np.int64)
+        # turn_weights[-1] is the last turn's weight, which must not count for tokens that the model did not sample
         weights = np.where(turn >= 0, turn_weights[turn], 0.0)
         targets = np.flatnonzero(weights)
         if not len(targets):
@@ -153,6 +138,9 @@ def _token_advantages(trajectory: Trajectory) -> list[np.ndarray]:
         for column, place in zip(columns, places, strict=True):
             column[place], values = values[: len(place)], values[len(place) :]
     return columns
+
+
+# Average: the share of each token in the loss of a batch
 
 
 def weight_sums(trajectory: Trajectory) -> tuple[list[float], int]:
@@ -203,6 +191,8 @@ def _counts(segment: Segment) -> Counter[int]:
     del counts[-1]  # tokens that the model did not sample
     return counts
 
+
+# Packing: which sequences share a micro-batch
 
 _CUT_TOKENS = 64
 """A further micro-batch costs as much as this number of tokens, besides the tokens that are in it."""
@@ -327,6 +317,11 @@ def _divide(sequences: Sequence[Packed], micro_batch_tokens: int, *, parallel: i
     shared = np.array([0, *(shared_prefix(*pair) for pair in neighbors)])
     cuts, sizes = _cut(lengths, shared, micro_batch_tokens)
     if parallel > 1 and int((lengths - shared).sum()) > parallel * _CUT_TOKENS:
+        # `_cut` minimises tokens, not the largest size: 5 sequences of 500 tokens with the limit 2048 are [500, 2000], and one of
+        # two workers waits. So search for the smallest limit that needs no more rounds of `parallel` micro-batches:
+        # 1250 gives [500, 1000, 1000], which is one too many, 1625 gives [1000, 1500].
+        # Invariant: `cuts` are at most `most` micro-batches of at most `high` tokens (a longer sequence is alone). A smaller
+        # difference than the cost of a micro-batch is not worth a further step of the search.
         most = -(-len(sizes) // parallel) * parallel
         low, high = max(sizes) // (2 * parallel), max(sizes)
         while high - low > _CUT_TOKENS:
@@ -349,14 +344,21 @@ def _cut(lengths: np.ndarray, shared: np.ndarray, limit: int) -> tuple[list[int]
     """
     # own[j] - own[i]: tokens of the sequences i to j - 1, without the prefixes that they share with the sequence before them
     own = np.concatenate([[0], np.cumsum(lengths - shared)])
-    # a micro-batch of the sequences i to j - 1 has opening[i] + own[j] tokens
+    # A micro-batch of the sequences i to j - 1 computes all of sequence i, because the prefix that it shares is in another
+    # micro-batch, and of each later sequence what it does not share: lengths[i] + own[j] - own[i + 1]. So its size is a number
+    # of i plus a number of j, opening[i] + own[j]. Sequences `p q a b`, `p q a c`, `p q x`:
+    #     lengths = 4 4 3   shared = 0 3 2   own = 0 4 5 6   opening = 0 -1 -3
+    #     all three: opening[0] + own[3] = 6 (p q a b c x)   the last two: opening[1] + own[3] = 5 (p q a c x)
     opening = lengths - own[1:]
+    # cost[j]: the smallest cost of the sequences 0 to j - 1; before[j]: where the last of their micro-batches begins
     cost = np.zeros(len(lengths) + 1, dtype=np.int64)
     before = np.zeros(len(lengths) + 1, dtype=np.int64)
     first = 0
     for end in range(1, len(lengths) + 1):
+        # opening never rises (shared[i + 1] <= lengths[i]) and own never falls: too early for one end is too early for later ones
         while first < end - 1 and opening[first] + own[end] > limit:
             first += 1
+        # own[end] is the same for all beginnings, so it changes the cost and not the choice
         costs = cost[first:end] + opening[first:end]
         before[end] = first + int(costs.argmin())
         cost[end] = costs.min() + own[end] + _CUT_TOKENS
@@ -384,6 +386,7 @@ def _flat_row(sequences: Sequence[PackedSequence], targets: Columns) -> MicroBat
     row = FlatRow.of([sequence.token_ids for sequence in sequences])
     column_N = np.concatenate([places[_columns(one)] for one, places in zip(sequences, row.places, strict=True)])
     token_N = _target_tokens(sequences)
+    # one number for each pair of column and token: equal pairs are one prediction. Token ids need fewer than 32 bits
     _, first_U, prediction_N = np.unique(column_N << 32 | token_N, return_index=True, return_inverse=True)
     return MicroBatch(
         token_ids_BL=torch.from_numpy(row.token_ids[None]),
@@ -426,6 +429,8 @@ def _columns(sequence: PackedSequence) -> np.ndarray:
 def _target_tokens(sequences: Sequence[PackedSequence]) -> np.ndarray:
     return np.concatenate([sequence.token_ids[sequence.is_target] for sequence in sequences])
 
+
+# Batch: the trajectories of one optimizer step, packed
 
 _OVER_TOKENS = Normalization("token")
 
@@ -472,7 +477,7 @@ def pack(
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
-    `normalization` sets how the loss is averaged (`normalizer.token_shares`): over tokens, which count by the weight of their
+    `normalization` sets how the loss is averaged (`token_shares`): over tokens, which count by the weight of their
     turn, over segments or over trajectories, which then all count the same, or divided by a constant for each trajectory.
 
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
@@ -609,6 +614,9 @@ def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:
         advantage_N=column(lambda branch: branch.advantages),
         weight_N=column(lambda branch: (branch.share * branch.weights).astype(np.float32)),
     )
+
+
+# The trainer's log-probabilities, written into the segments beside those of the engine
 
 
 def set_trainer_logprobs(

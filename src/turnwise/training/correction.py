@@ -113,6 +113,9 @@ def correct(targets: Sequence[Targets], config: CorrectionConfig) -> Corrected:
     kept = [kept_tokens(micro, config) for micro in targets]
     if config.normalize_weights:
         weights = _normalized(weights, targets, kept, by_sequence=config.level != "token")
+    # The weights of a batch have the sum 1 (not with `normalizer: constant`, where `rescale` is false). If tokens with a share of
+    # 0.25 are rejected, 0.75 is left, and the factor is 4/3. The share is that of all micro-batches, so the division into
+    # micro-batches does not change the result. If all tokens are rejected, nothing is left to scale, and the factor is 1.
     rejected = sum(float(micro.weight_N[~keep_N].sum()) for micro, keep_N in zip(targets, kept, strict=True))
     factor = 1.0 / (1.0 - rejected) if config.rescale and rejected < 1.0 else 1.0
     sums = CorrectionSums()
@@ -154,6 +157,7 @@ def _passes(targets: Targets, rule: Rejection) -> torch.Tensor:
     """Whether the divergence of a token or its sequence is inside the bounds; for k1 the bounds are ratios."""
     log_ratio_N = _log_ratio(targets)
     if rule.estimator == "k1":
+        # each token's logarithm is bounded, but not the sum of a sequence
         value_N = _at_level(log_ratio_N, targets, rule.level).clamp(-_LOG_BOUND, _LOG_BOUND).exp()
         return _inside(value_N, rule.low, rule.high)
     token_N = log_ratio_N.square() / 2 if rule.estimator == "k2" else log_ratio_N.exp() - 1.0 - log_ratio_N
@@ -178,6 +182,8 @@ def _at_level(value_N: torch.Tensor, targets: Targets, level: str) -> torch.Tens
     group_N = groups_of(targets, "sequence")
     if level == "geometric":
         return mean_of_groups(value_N, group_N)
+    # a sequence is never divided among micro-batches, so the targets of one micro-batch have all of its tokens:
+    # group_N = 0 0 1, value_N = 0.5 -0.2 0.1   sequence: 0.3 0.3 0.1   largest: 0.5 0.5 0.1
     groups = int(group_N.max()) + 1
     if level == "sequence":
         return value_N.new_zeros(groups).index_add_(0, group_N, value_N)[group_N]
@@ -195,6 +201,8 @@ def _normalized(
     """Weights divided by their mean over the kept tokens, or over the segments with kept tokens."""
     total = count = 0.0
     for weight_N, micro, keep_N in zip(weights, targets, kept, strict=True):
+        # Weights of sequences are equal for all tokens of a sequence, so each segment counts once, however long it is. Weights
+        # 2 2 2 of one sequence and 1 of another: the mean is (2 + 1) / 2, from the shares 1/3 1/3 1/3 1, and not 7 / 4.
         share_N = micro.counts
         if by_sequence and bool(keep_N.any()):
             _, place_N, count_S = torch.unique(micro.sequence_N[keep_N], return_inverse=True, return_counts=True)
@@ -214,6 +222,7 @@ def _sums(targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, config
     weight = weight_N[known_N].double()
     _, place, length_S = torch.unique(targets.sequence_N[known_N], return_inverse=True, return_counts=True)
     sum_S = log_ratio.new_zeros(len(length_S)).index_add_(0, place, log_ratio)
+    # all tokens of a sequence have the same count, the number of equal segments: the mean over its tokens is that number
     copies_S = count.new_zeros(len(length_S)).index_add_(0, place, count) / length_S
     by_turn = {
         int(index): (int(count[own].sum()), float(-(log_ratio * count)[own].sum()), float((k3 * count)[own].sum()))

@@ -1,23 +1,15 @@
-"""The only forward pass of the learner: log-probabilities, without all logits in memory.
+"""The only forward pass of the learner: log-probabilities of a packed batch, without the logits of all targets in memory.
 
-Log-probabilities of a packed batch under a transformers model: the only forward pass of the learner.
+A transformers model computes the hidden states of a micro-batch. The output layer then runs on chunks of targets: a chunk's
+logits are dropped after use, and the backward pass computes them again. So the largest tensor is [C, V] for a chunk of C
+targets, in both passes, and the values and gradients are those of one large matrix. Models that scale or cap their logits after
+the output layer compute all logits at once.
 
-Axis suffixes are those of packing.py: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden
-dimension, V vocabulary.
+Knows a model's body, its output layer, and the distribution that is sampled from. Does not know losses, advantages or optimizer
+steps. Invariant: prefix trees are used only if a small tree gives the log-probabilities of separate sequences.
 
-The arguments of a transformers model's forward for a micro-batch: token ids, positions, trees, images.
-
-Log-probabilities of targets from hidden states, without the logits [N, V] of all targets in memory at once.
-
-The output layer runs on chunks of targets. A chunk's logits are dropped after use; the backward pass computes them again. So
-the largest tensor is [C, V] for a chunk of C targets, in both passes, and the values and gradients are those of one large
-matrix. Knows the output layer and the distribution that is sampled from, and nothing of batches or of the model's body.
-
-Axis suffixes: N targets, C targets of a chunk, D hidden dimension, V vocabulary.
-
-Values of targets, computed for a chunk of targets at a time in both passes, so that the logits of all are never in memory.
-
-Axis suffixes: N targets, C targets of a chunk, D hidden dimension, K values of each target.
+Axis suffixes are those of batch.py: B rows, L columns, N targets, U distinct predictions, T tokens of a flat row, D hidden
+dimension, V vocabulary; also C targets of a chunk, K values of each target.
 """
 
 from __future__ import annotations
@@ -38,6 +30,8 @@ from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
+
+# Inputs: the arguments of the model's forward for a micro-batch
 
 
 class ModelInputs:
@@ -83,6 +77,8 @@ class ModelInputs:
         with self._vision.forward_inputs(micro.token_ids_BL, kinds, media) as given:
             yield {**inputs, **given}
 
+
+# Chunks: values of targets, computed for a chunk of targets at a time in both passes
 
 _Values = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From hidden states [C, D] and tokens [C] to values [K, C]: log-probabilities, and entropies if K is 2."""
@@ -172,6 +168,8 @@ class _WithSlopes(torch.autograd.Function):
         weighted_KND = slopes_KND * gradients[0].unsqueeze(-1).to(slopes_KND.dtype)
         return None, None, weighted_KND.sum(dim=0), None
 
+
+# Log-probabilities of targets from hidden states
 
 LOGITS_BYTES = 128 * 2**20
 """The memory for the logits of a chunk."""
@@ -271,6 +269,9 @@ class _TargetLogprobs(torch.autograd.Function):
         gradient_N1 = gradients[0].unsqueeze(-1)
         result_NV = torch.sub(logits_NV, total_N.unsqueeze(-1), out=logits_NV if ctx.overwrite else None)
         return result_NV.exp_().mul_(-gradient_N1).scatter_add_(-1, token_N.unsqueeze(-1), gradient_N1), None, None
+
+
+# The forward pass, and the test whether the model can compute prefix trees
 
 
 class Forward:

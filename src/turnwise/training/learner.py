@@ -1,14 +1,9 @@
-"""The protocols of learner and critic. No torch.
+"""The protocols of learner and critic: the parts of a run that own the weights and change them.
 
-The learner: the part of a run that owns the model's weights and changes them.
-
-`Learner` is the protocol that training, fine-tuning and checkpoints use. They know nothing else of the model: no parameters,
-no optimizer, no device. `LocalLearner` (local_learner.py) is the implementation in this process. This module imports no torch.
-
-The critic: the part of a run that owns the weights of the value model and changes them.
-
-`Critic` is the protocol that training and checkpoints use. `LocalCritic` (local_critic.py) is the implementation in this process.
-This module imports no torch.
+`Learner` is what training, fine-tuning and checkpoints use, `Critic` the same for the value model. Their callers know nothing
+else of the models: no parameters, no optimizer, no device. `LocalLearner` and `LocalCritic` compute in this process,
+`ShardedLearner` and `ShardedCritic` on several ranks. This module imports no torch, so that commands without a model start
+quickly.
 """
 
 from __future__ import annotations
@@ -27,6 +22,9 @@ if TYPE_CHECKING:
 
     from turnwise.training.batch import Batch
     from turnwise.training.value_batch import StateBatch, ValueBatch
+
+
+# Learner: the weights of the policy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +187,9 @@ class Learner(Protocol):
     def reference_fingerprint(self) -> str | None:
         """The same of the reference model; None if there is none."""
         ...
+
+
+# Critic: the weights of the value model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,22 +1,13 @@
-"""Targets, the policy losses, the KL divergence, and the loss with all its terms.
+"""Losses of the policy: targets in, one number for each target token out; with the KL divergence and all other terms.
 
-The input and the output of a loss: columns with one entry for each of the N target tokens of a micro-batch.
-
-Losses for policies: pure functions from log-probabilities and targets to one number for each target token.
-
+A policy loss is a pure function `(logprob_N, targets) -> LossTerms`. To add one, write the function and name it in `make_loss`.
 In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
 gradient. `old_logprob` is that of the policy that sampled, or with rollout correction that of the weights before the update.
-The ratio of the tokens that the present weights sampled is 1 before the first optimizer step (`with_own_ratios`).
-`loss.make_loss` chooses a function by name.
+Invariant: the ratio of the tokens that the present weights sampled is 1 before the first optimizer step (`with_own_ratios`).
 
-A loss with all its terms: the policy loss that the recipe names, the KL divergence from a reference model, the entropy bonus.
-
-A policy loss is a function `(logprob_N, targets) -> LossTerms` (policy_losses.py). To add one, write the function and name it in
-`make_loss`. How the tokens are averaged is decided by the batch (`Targets.weight_N`).
-
-Estimates of a KL divergence from tokens that one of the two policies sampled.
-
-Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
+Knows columns with an entry for each of the N target tokens of a micro-batch. Does not know packing, models or ranks. How tokens
+are averaged is decided by the batch (`Targets.weight_N`), not here. Each function names its paper; the estimators of the KL
+divergence are those of Schulman 2020, "Approximating KL divergence" (joschu.net/blog/kl-approx.html).
 """
 
 from __future__ import annotations
@@ -30,6 +21,8 @@ from typing import Literal
 import torch
 
 from turnwise.training.options import Cispo, CorrectionConfig, Gspo, LossConfig, Nll, PpoClip, Reinforce, Sapo
+
+# Input and output of a loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +60,7 @@ class Targets:
     """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
     first_step: bool = False
     """Whether the pass is that before the first optimizer step, without rollout correction: where the present weights have
-    sampled (`policy_losses.fresh_tokens`), the ratios of the loss are then 1, however engine and trainer round."""
+    sampled (`fresh_tokens`), the ratios of the loss are then 1, however engine and trainer round."""
     version: int | None = None
     """Version of the weights that are trained; None where the targets have no versions."""
     advantage_N: torch.Tensor
@@ -123,6 +116,9 @@ Objective = Callable[[torch.Tensor, Targets], LossTerms]
 """`(logprob_N, targets) -> terms`: a loss without the terms for reference model and entropy."""
 
 
+# KL divergence: estimates from tokens that one of the two policies sampled
+
+
 def kl_k3(logprob_N: torch.Tensor, other_logprob_N: torch.Tensor) -> torch.Tensor:
     """An estimate of KL(policy || other) from tokens that the policy sampled: `exp(d) - d - 1`, `d = other - logprob`.
 
@@ -161,6 +157,9 @@ def kl_numbers(
     """`kl_estimate` for lists of log-probabilities, in float64."""
     logprob_N, other_logprob_N = (torch.tensor(values, dtype=torch.float64) for values in (logprobs, other_logprobs))
     return kl_estimate(logprob_N, other_logprob_N, estimator, logprob_N).tolist()
+
+
+# Policy losses
 
 
 def ppo_clip(
@@ -319,6 +318,9 @@ def _terms(
             clipped=logprob_N.new_zeros(()) if outside_N is None else targets.counts[outside_N].sum(),
             max_deviation=torch.where(targets.known_N, deviation_N, 0.0).amax(),
         )
+
+
+# The loss with all its terms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

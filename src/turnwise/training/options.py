@@ -1,8 +1,7 @@
-"""Which loss is minimised and how, in how many processes. No torch.
+"""Which loss is minimised and how, and how several processes train a model together.
 
-Which loss is minimised and how: values that a recipe is translated into. This module imports no torch.
-
-How several processes train a model together. Imports no torch.
+These are the values that a recipe is translated into: loss, correction, reference model, optimizer, ranks and critic. Knows
+numbers and names. Does not know recipes or models, and imports no torch.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from turnwise.models.loading import ModelOptions
 
 
+# Loss, optimizer and reference model
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 
@@ -26,7 +27,7 @@ Normalizer = Literal["token", "sequence", "trajectory", "constant"]
 
 @dataclass(frozen=True, slots=True)
 class Normalization:
-    """How the loss of a batch is averaged over its tokens (`normalizer.token_shares`)."""
+    """How the loss of a batch is averaged over its tokens (`batch.token_shares`)."""
 
     normalizer: Normalizer = "token"
     constant_length: int | None = None
@@ -67,17 +68,17 @@ class CorrectionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossConfig:
-    """Options of all losses; a class below for each loss (`loss.make_loss` builds it, policy_losses.py has the formulas)."""
+    """Options of all losses; a class below for each loss (`losses.make_loss` builds it; losses.py has the formulas)."""
 
     kl_coef: float = 0.0
     """Coefficient of the KL divergence from the reference model. Above 0, the learner holds a reference model."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
-    """Estimator of the KL divergence in the loss (kl.py)."""
+    """Estimator of the KL divergence in the loss (losses.py)."""
     entropy_coef: float = 0.0
     """Coefficient of the entropy bonus."""
     correction: CorrectionConfig | None = None
     off_policy_sequence_mask_delta: float | None = None
-    """Nats (`loss.off_policy_sequence_mask`)."""
+    """Nats (`losses.off_policy_sequence_mask`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +164,8 @@ def lr_at(step: int, *, lr: float, schedule: Schedule, warmup_steps: int, steps:
         return lr * 0.5 * (1.0 + math.cos(math.pi * progress))
     return lr
 
+
+# Several ranks, and the critic
 
 SMALL_GRADIENTS = 2**30
 """Bytes: with at most as many for the gradients of all trained weights, `gradient_sync: auto` adds them up once for a batch."""

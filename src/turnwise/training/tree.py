@@ -287,8 +287,14 @@ class _GatheredAttention(torch.autograd.Function):
                 *heads, 0.0, mask is None, attn_mask=mask, scale=scale
             )
             outputs.append(output_NHRD.transpose(1, 2).flatten(0, 1))
-            sums.append(sum_NHR)
+            sums.append(sum_NHR)  # log of the sum of exp(score) over the keys of each query
         output_THD = torch.cat(outputs)[tree_mask.tree.place_T]
+        # Eight completions of 100 tokens after a prompt of 1000: the row has 1800 tokens, and the gathered keys are 8 x 1100 =
+        # 8800, for each layer. The backward pass gathers them again. The sums are one number for each query and head; without
+        # them, it would have to compute all scores once more before it could compute probabilities.
+        # The sums stay as each bucket has them, padding included, and are not put in the order of the row: a padded query has
+        # other scores than the token whose place it holds. With that token's sum, its probabilities could be infinite, and
+        # infinite times its gradient of 0 is NaN. The output may be that of the other token: it is only multiplied by the 0.
         ctx.save_for_backward(query_THD, key_TJD, value_TJD, output_THD, *sums)
         ctx.tree_mask, ctx.scale = tree_mask, scale
         return output_THD
@@ -300,7 +306,7 @@ class _GatheredAttention(torch.autograd.Function):
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         query_THD, key_TJD, value_TJD, output_THD = (tensor.to(dtype) for tensor in saved[:4])
         tree = ctx.tree_mask.tree
-        # the results of all buckets: 0 for padding, which then changes no gradient
+        # the gradients of the results of all buckets: 0 for padding, which then changes no gradient
         padded = [bucket.query_NR.numel() for bucket in tree.buckets]
         of_results = query_THD.new_zeros(sum(padded), *query_THD.shape[1:])
         of_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
@@ -321,6 +327,7 @@ class _GatheredAttention(torch.autograd.Function):
             )
             of_query, *of_keys = (part.transpose(1, 2).flatten(0, 1) for part in of_heads)
             of_queries.append(of_query)
+            # a token is the key of many runs (a prompt, of all its completions): its gradients are added up over all of them
             for total, part in zip((of_key, of_value), of_keys, strict=True):
                 total.index_add_(0, bucket.key_NK.flatten(), part)
         of_query = torch.cat(of_queries)[tree.place_T]

@@ -1,19 +1,13 @@
-"""An update: gradients of micro-batches in a thread, optimizer steps, and their sums.
+"""An update of the policy: gradients of micro-batches, the order of passes and optimizer steps, and their sums.
 
-An update of the policy: the order of passes and optimizer steps. The passes may be computed in one process or in several.
+The passes are computed in one process, or in several: `PassLearner` is the part of a learner that is the same for both. A
+learner in one process computes all micro-batches itself; a sharded learner shares them out among its ranks. Small models
+compute several micro-batches at a time. Long computations run in a thread, so that the event loop can run conversations and
+react to signals.
 
-`PassLearner` is the part of a learner that is the same for both. A learner in one process computes all micro-batches itself; a
-sharded learner shares them out among its ranks. Knows nothing of models, devices or ranks.
-
-Loss and metrics of optimizer steps, added up over micro-batches.
-
-Long computations in a thread, which stop early if the asyncio task that waits for them is cancelled.
-
-This module does not depend on the computation.
-
-Gradients of micro-batches, added up over a batch. Small models compute several micro-batches at a time.
-
-Knows an optimizer's parameters, and nothing of models or losses.
+Invariant: if the asyncio task that waits is cancelled before the first optimizer step, the thread ends after its present
+micro-batch, and the weights are those of the last finished training step; later, the training step is finished first. Knows
+losses, targets and the parameters of an optimizer. Does not know models, devices or ranks.
 """
 
 from __future__ import annotations
@@ -42,6 +36,8 @@ from turnwise.training.learner import UpdateStats
 from turnwise.training.losses import Loss, Targets, fresh_tokens, nll, with_own_ratios
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.value_batch import StateBatch
+
+# Sums: loss and metrics of optimizer steps, added up over micro-batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +134,8 @@ def update_stats(
     )
 
 
+# Threads: computations that stop early if the task that waits for them is cancelled
+
 M = TypeVar("M")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -190,6 +188,9 @@ async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
     if cancelled and (task := asyncio.current_task()) is not None:
         task.cancel()
     return running.result()
+
+
+# Order: passes and optimizer steps of an update
 
 
 class Passes(ABC, Generic[M, S]):
@@ -374,6 +375,9 @@ def policy_loss(
         fresh_deviation=fresh_deviation(logprob_N, targets),
         logprobs=(TargetLogprobs.of(targets, logprob_N),),
     )
+
+
+# Gradients of micro-batches, added up over a batch
 
 
 class Gradients:

@@ -1,17 +1,10 @@
-"""The value model: head, forward pass, loss, and the order of an update.
+"""The value model of a critic: head, forward pass, loss, and the order of an update.
 
-Values of states under a value model: the body of a transformers model, and a linear layer from hidden states to a number.
+It is the body of a transformers model, and a linear layer from hidden states to a number. The value before a token is read
+where the policy's model predicts the token: at the token before it. As for the policy (`update.py`), an update is computed in
+one process or in several: `PassCritic` is the part of a critic that is the same for both.
 
-The value before a token is read where the policy's model predicts the token: at the token before it.
-
-The value head of a critic: its file, and the parameters that the critic's optimizer changes.
-
-The loss of the critic, a pure function of values and returns, and figures that say how good the values are.
-
-An update of the critic: the order of passes and optimizer steps. The passes may be computed in one process or in several.
-
-`PassCritic` is the part of a critic that is the same for both, as `PassLearner` (policy_update.py) is for learners. Knows nothing
-of models, devices or ranks.
+Knows states, values and returns. Does not know how returns are estimated, nor devices or ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +25,8 @@ from turnwise.training.forward import ModelInputs
 from turnwise.training.learner import CriticStats
 from turnwise.training.update import Passes, StopFlag, run_cancellable
 from turnwise.training.value_batch import StateBatch, StatePlaces, ValueBatch, ValueTargets
+
+# Forward pass: values of states
 
 
 class ValueForward:
@@ -67,6 +62,9 @@ def body_of(model: Any) -> Any:
             f"model of another family"
         )
     return body
+
+
+# Head: its file, and the parameters that the critic's optimizer changes
 
 
 def new_value_head(model: Any) -> torch.nn.Linear:
@@ -109,6 +107,9 @@ def load_head(head: torch.nn.Linear, folder: Path) -> None:
     head.load_state_dict(saved)
 
 
+# Loss: a pure function of values and returns, and figures that say how good the values are
+
+
 def value_loss(
     value_N: torch.Tensor, old_value_N: torch.Tensor, return_N: torch.Tensor, *, clip: float | None = None
 ) -> torch.Tensor:
@@ -142,6 +143,9 @@ def mean_value(batches: Sequence[ValueBatch]) -> float | None:
     """The mean of the old estimates; None without states."""
     values = [micro.targets.old_value_N for batch in batches for micro in batch.micro_batches]
     return float(torch.cat(values).double().mean()) if values else None
+
+
+# Order: passes and optimizer steps of an update
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
-"""The named formats, the tokenizer's own, and the choice of the format that a template writes.
+"""The named formats of tool calls, the tokenizer's own, and the choice of the format that a chat template writes.
 
-The named formats, and the choice of the format that a chat template writes.
-
-A format defined by the tokenizer itself (`response_template` of transformers).
-
-transformers parses the entire turn or raises: if a call is malformed, the turn becomes one malformed call, and its well-formed
-calls are lost. So this format is used only if no named format parses the template; docs/tool_calls.md compares them.
+A new format is a class and an entry of `FORMATS`. Some tokenizers define a format themselves (`response_template` of
+transformers), which parses the entire turn or raises: if a call is malformed, the turn becomes one malformed call, and its
+well-formed calls are lost. So this format is used only if no named format parses the template; docs/tool_calls.md compares
+them. Knows the text that a template writes. Does not know the names of model families.
 """
 
 from __future__ import annotations
@@ -30,6 +28,8 @@ from turnwise.chat.tool_calls.parsing import (
 from turnwise.chat.tool_calls.pythonic import Lfm2, Pythonic
 from turnwise.errors import Failed, TemplateError, boundary, nearest
 from turnwise.types import ToolCall, ToolSchema
+
+# Named formats, and the choice
 
 FORMATS: tuple[ToolFormat, ...] = (
     Hermes(),
@@ -113,6 +113,8 @@ def find_format(
             return format
     return None
 
+
+# The format that the tokenizer defines
 
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 

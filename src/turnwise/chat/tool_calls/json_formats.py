@@ -1,34 +1,30 @@
-"""Formats whose arguments are JSON: Hermes, Qwen, Llama 3, Harmony, Mistral, DeepSeek, Kimi, Cohere.
+"""Formats whose arguments are JSON: Hermes and Qwen, Cohere, Mistral, DeepSeek, Kimi, Llama 3, Harmony.
 
-Formats whose arguments are JSON: Hermes and Qwen, Cohere, Mistral, DeepSeek, Kimi.
+A call ends where its JSON value ends, so a closing mark inside a string does not end it. If the JSON cannot be decoded, or the
+name is missing, the call becomes a `ToolCall` with an error, and parsing continues after the next closing mark or before the
+next opening mark, whichever comes first; in a list of calls, with the next item. A missing closing mark is accepted at the end
+of the text and before the next call.
 
-A call ends where its JSON value ends, so a closing mark inside a string does not end it.
-
-Malformed calls: if the JSON cannot be decoded, or the name is missing, the call becomes a `ToolCall` with an error, and parsing
-continues after the next closing mark or before the next opening mark, whichever comes first. In a list of calls, parsing
-continues with the next item. A missing closing mark is accepted at the end of the text and before the next call.
-
-Llama 3's format: a JSON object with name and parameters, without marks.
+Llama 3 writes a JSON object with name and parameters, without marks:
 
     {"name": "search", "parameters": {"query": "weather"}}
 
 Every JSON object in the text is examined. It is a call if it has a name and no keys but those of a call, or if its name is that
-of a tool on offer. OpenAI's shape, `{"type": "function", "function": {...}}`, is read as the object inside. An object inside any
-other value is content.
+of a tool on offer. OpenAI's shape, `{"type": "function", "function": {...}}`, is read as the object inside. An object inside
+any other value is content. Text that is no JSON is a malformed call only if it begins like a call (`{"name":`); otherwise it is
+content. Parsing continues at the next line, `;` or `<|python_tag|>` that is followed by the beginning of a call.
 
-Malformed calls: text that is no JSON is a malformed call only if it begins like a call (`{"name":`); otherwise it is content.
-Parsing continues at the next line, `;` or `<|python_tag|>` that is followed by the beginning of a call.
-
-Harmony, the format of gpt-oss: a turn consists of messages with headers.
+Harmony, the format of gpt-oss, writes a turn as messages with headers:
 
     <|start|>assistant<|channel|>analysis<|message|>I need the weather.<|end|>
     <|start|>assistant<|channel|>commentary to=functions.search <|constrain|>json<|message|>{"query": "weather"}<|call|>
 
 The text of a turn begins after the generation prompt `<|start|>assistant`. A message with a recipient (`to=`) is a call, on any
-channel. Of the other messages, those on the channel `analysis` are reasoning, the others content.
+channel. Of the other messages, those on the channel `analysis` are reasoning, the others content. If `<|message|>` is missing
+or the body is no JSON object, the message is a malformed call, and parsing continues with the next message. Text without a
+header is content.
 
-Malformed calls: if `<|message|>` is missing or the body is no JSON object, the message is a malformed call, and parsing continues
-with the next message. Text without a header is content.
+Knows the text of a turn and the tools on offer. Does not know templates or tokens, and repairs nothing.
 """
 
 from __future__ import annotations
@@ -54,6 +50,8 @@ from turnwise.chat.tool_calls.parsing import (
     with_written_id,
 )
 from turnwise.types import ToolCall, ToolSchema
+
+# JSON between marks: Hermes and Qwen, Cohere, Mistral, DeepSeek, Kimi
 
 
 class JsonFormat(MarkedFormat):
@@ -277,6 +275,8 @@ class Kimi(NameThenJson):
     )
 
 
+# Llama 3: JSON objects without marks
+
 _LLAMA3_BEGINS = r"\{\s*[\"'](?:name|type|function)[\"']\s*:"
 _CALL = re.compile(_LLAMA3_BEGINS)
 # possessive and with a look-behind, so that a run of white space is scanned once and not from each of its characters
@@ -362,6 +362,8 @@ def _is_call(value: Any, known: Collection[str]) -> bool:
 def _has_arguments(value: Mapping[str, Any]) -> bool:
     return any(key in value for key in _ARGUMENTS)
 
+
+# Harmony: messages with headers
 
 _ENDS = re.compile(r"<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z")
 _PLAIN_TEXT_ENDS = re.compile(rf"{_ENDS.pattern}|(?=<\|channel\|>)")

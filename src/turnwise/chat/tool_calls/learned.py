@@ -1,48 +1,23 @@
-"""A format learned from a template that no named format can parse.
+"""A format of tool calls learned from a chat template, for templates that no named format can parse.
 
-A format of tool calls learned from a chat template, for templates that no named format can parse.
+The template renders probe calls. The text around the names and the arguments gives the marks of the format: a turn with one
+call is compared with a turn with two.
 
-The template renders probe calls. The text around the names and the arguments gives the marks of the format. Arguments may be
+    one     <calls> <call> CALL </call> </calls>
+    two     <calls> <call> CALL </call> <call> CALL </call> </calls>
+                                ^^^^^^^^^^^^^^ between
+    opening <call>, closing </call>, around (<calls>, </calls>)
 
-- a JSON object with the name inside it (`json_object`),
-- a JSON object after the name (`name_first`),
-- one by one between marks (`marked`), or
-- written as in Python (`python`).
+Four kinds are tried in this order, and the first that parses the probe calls back is accepted. Arguments are
 
-A format is accepted only if it parses the probe calls back. It needs an opening mark, because without an
-opening mark a call could not be distinguished from content. Exception: the format of GLM-4, in which the first line of the turn
-is the name of an offered tool, and a JSON object follows.
+- a JSON object with the name inside it, in a list or one by one: `<call>{"function": {"name": "f", "parameters": {...}}}</call>`,
+- a JSON object after the name: `<|call|>f<|args|>{...}<|end|>`,
+- one by one between marks: `<invoke name="f"><parameter name="key">value</parameter></invoke>`, or
+- written as in Python: `<functions>[f(key="value")]</functions>`.
 
-Learned formats in which a call is a JSON object that holds the name.
-
-<TOOLCALL>[{"name": "f", "arguments": {...}}, {"name": "g", "arguments": {...}}]</TOOLCALL>
-<call>{"function": {"name": "f", "parameters": {...}}}</call>
-<call>{"f": {...}}</call>
-
-The JSON values in a rendered probe call.
-
-Tries each kind of learned format, and accepts the first that parses the probe calls back.
-
-Learned formats in which each argument is between marks.
-
-<invoke name="f"><parameter name="key">value</parameter></invoke>
-
-Finds the marks around calls by comparing a turn with one probe call and a turn with two.
-
-one     <calls> <call> CALL </call> </calls>
-two     <calls> <call> CALL </call> <call> CALL </call> </calls>
-                            ^^^^^^^^^^^^^^ between
-opening <call>, closing </call>, around (<calls>, </calls>)
-
-Learned formats in which the arguments are a JSON object after the name.
-
-<|call|>f<|args|>{...}<|end|>           between marks
-f                                       without marks (GLM-4): the first line of the turn is the name of a tool on offer
-{...}
-
-The probe calls that the template renders, and where their parts are in the rendered text.
-
-Learned formats in which calls are written as in Python, between marks: `<functions>[f(key="value")]</functions>`.
+Invariant: a learned format has an opening mark, because without one a call could not be distinguished from content. Exception:
+the format of GLM-4, in which the first line of the turn is the name of an offered tool, and a JSON object follows. Knows
+rendered texts. Does not know the names of model families.
 """
 
 from __future__ import annotations
@@ -66,6 +41,8 @@ from turnwise.chat.tool_calls.parsing import (
 )
 from turnwise.chat.tool_calls.pythonic import PythonCalls
 from turnwise.types import ToolCall, ToolSchema
+
+# Probe calls that the template renders
 
 LEARNED = "learned"
 """The name of every learned format."""
@@ -101,6 +78,8 @@ class ProbeWriter:
         return text[: min(positions, default=len(text))]
 
 
+# JSON values in a rendered probe call
+
 _OPENING = re.compile(r"[\[{\"]")
 
 
@@ -125,6 +104,8 @@ def equals_arguments(value: Any, arguments: Arguments) -> bool:
             return False
     return value == arguments
 
+
+# Marks around calls
 
 NEVER = r"(?!)"
 """A regular expression that matches nothing."""
@@ -154,7 +135,7 @@ class CallMarks:
 
     @property
     def ignored_pattern(self) -> str:
-        """For `MarkedFormat.ignored_pattern`."""
+        """Regular expression of the marks around all calls of a turn."""
         return "|".join(flexible(text) for text in self.around if text.strip())
 
 
@@ -223,6 +204,8 @@ def flexible(text: str) -> str:
     """A regular expression for a text with any amount of white space in place of its white space."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))
 
+
+# Calls that are a JSON object with the name
 
 _NEXT_OBJECT = re.compile(r"\s*,?\s*(?=\{)")
 
@@ -321,6 +304,8 @@ def learn_json_object(written: ProbeWriter) -> ToolFormat | None:
     return _JsonObjects(replace(marks, example=example), shape) if is_mark(marks.opening) else Llama3(example)
 
 
+# Calls with each argument between marks
+
 _PARTS = re.compile(rf"{TOOL}|alpha|beta|value[a-d]|73[12]")
 """Name, keys and values of the probe calls."""
 
@@ -401,6 +386,9 @@ def _texts_between(written: ProbeWriter, arguments: Arguments) -> list[str]:
     return [text[part.end() : end] for part, end in zip(parts, ends, strict=True)]
 
 
+# Calls with a JSON object after the name
+
+
 class _NameFirst(NameThenJson):
     """An opening mark, the name, a separator, the arguments as JSON, and perhaps a closing mark."""
 
@@ -463,6 +451,8 @@ def learn_unmarked_name(written: ProbeWriter) -> ToolFormat | None:
     return _UnmarkedName() if re.match(rf"\s*{TOOL}[^\S\n]*\n\s*\{{", written(FIRST)) else None
 
 
+# Calls written as in Python, between marks
+
 _CALL = re.compile(rf"{TOOL}\s*\(\s*alpha\s*=.*?value[bd]['\"]?\s*\)", re.DOTALL)
 
 
@@ -487,6 +477,9 @@ def learn_python(written: ProbeWriter) -> ToolFormat | None:
     if marks is None or not is_mark(marks.opening.removesuffix("[")) or not marks.closing.removeprefix("]"):
         return None
     return _Python(replace(marks, example=re.sub(r"\(.*\)", "(<name>=<value>, ...)", marks.example, flags=re.DOTALL)))
+
+
+# The choice: the first kind that parses the probe calls back
 
 
 def learn(written: ProbeWriter) -> ToolFormat | None:

@@ -1,10 +1,9 @@
-"""Formats with marks around keys and values: Qwen3-Coder, GLM, Gemma.
+"""Formats with marks around keys and values: Qwen3-Coder, GLM, Muse Glimmer, Gemma.
 
-Formats with marks around each argument and values without a type: Qwen3-Coder, GLM, Muse Glimmer.
-
-Such a format cannot escape its own marks inside a value. Rule: a value ends at the first closing mark of a value that is
-followed by another argument, by the closing mark of the call, or by the end of the text. So a value may hold any single mark,
-but not `</parameter></function>` in a row, and not the opening of another call. The tool's schema decides the type of a value.
+The first three write values without a type, and cannot escape their own marks inside a value. Rule: a value ends at the first
+closing mark of a value that is followed by another argument, by the closing mark of the call, or by the end of the text. So a
+value may hold any single mark, but not `</parameter></function>` in a row, and not the opening of another call. The tool's JSON
+schema decides the type of a value.
 
     <tool_call>
     <function=search>
@@ -14,20 +13,19 @@ but not `</parameter></function>` in a row, and not the opening of another call.
     </function>
     </tool_call>                            search(query="how to write </parameter> in a value")
 
-Malformed calls: if the name or the closing mark of a call is missing, or a value is not closed, the call becomes a `ToolCall`
-with an error; parsing continues after its closing mark or before the next call. The arguments of such a call are not used,
-because more arguments may have been about to follow.
+If the name or the closing mark of a call is missing, or a value is not closed, the call becomes a `ToolCall` with an error;
+parsing continues after its closing mark or before the next call. The arguments of such a call are not used, because more
+arguments may have been about to follow.
 
-The type of values in formats that write all values as plain text: the tool's JSON schema decides.
-
-Gemma's format: `call:name{key:value,...}` between marks, with unquoted keys and with marks around strings.
+Gemma writes `call:name{key:value,...}` between marks, with unquoted keys and with marks around strings:
 
     <|tool_call>call:search{query:<|"|>weather<|"|>,days:3}<tool_call|>
 
-A string cannot hold its own mark. JSON strings are accepted too.
+A string cannot hold its own mark. JSON strings are accepted too. After a malformed call, parsing continues after the closing
+mark, or before the next call if there is no closing mark before it. A call without arguments and without a closing mark is
+malformed.
 
-Malformed calls: parsing continues after the closing mark, or before the next call if there is no closing mark before it. A call
-without arguments and without a closing mark is malformed, because its arguments may have been about to follow.
+Knows the text of a turn and the schemas of the tools on offer. Does not know templates or tokens.
 """
 
 from __future__ import annotations
@@ -46,6 +44,8 @@ from turnwise.chat.tool_calls.parsing import (
     well_formed_call,
 )
 from turnwise.types import ToolSchema
+
+# Types: the tool's JSON schema decides the type of a value that is written as plain text
 
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}  # templates write values with Jinja's `string` filter
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -114,6 +114,8 @@ def _declared(schema: Any) -> set[str]:
         types.add("null")
     return types
 
+
+# Values without a type: Qwen3-Coder, GLM, Muse Glimmer
 
 _SHOWN = 20
 
@@ -234,6 +236,8 @@ class MuseGlimmer(MarkedArguments):
     recovery_pattern = re.compile(r"</atem:invoke>|(?=<atem:invoke\b)|\Z")
     closing_mark = "</atem:invoke>"
 
+
+# Gemma
 
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _HEAD = re.compile(r"\s*call:(?P<name>[^\s{}<>:]+)\s*")

@@ -1,19 +1,16 @@
-"""What all formats share: the interface, the scan of a text, JSON written by a model.
-
-What all formats of tool calls share: the interface, the result, and the scan of a turn's text.
+"""What all formats of tool calls share: the interface, the result, the scan of a turn's text, and JSON written by a model.
 
 A turn is scanned once, from left to right, for the next mark. The opening mark of reasoning begins a reasoning block, in which
 nothing is a call. The opening mark of a call passes control to the format, which returns the index after the call, so marks
-inside arguments do not count. All other text is content. No text is scanned twice, so the cost is linear in its length, also
-for hostile text.
+inside arguments do not count. All other text is content. Invariant: no text is scanned twice, so the cost is linear in its
+length, also for hostile text.
 
     Let me see.<tool_call>{"name": "f", "arguments": {}}</tool_call>
     content "Let me see.", calls (f)
 
-Decodes JSON that a model has written, at any position of a text, with error messages for the model.
-
-NaN, Infinity and unpaired surrogates are refused, because other programs could not read them from a JSON file. Line breaks in
-strings are accepted. Nothing is repaired: JSON with an error is a malformed call.
+JSON is decoded at any position of a text, with error messages for the model. NaN, Infinity and unpaired surrogates are refused,
+because other programs could not read them from a JSON file. Line breaks in strings are accepted. Nothing is repaired: JSON with
+an error is a malformed call. Does not know any single format.
 """
 
 from __future__ import annotations
@@ -29,6 +26,8 @@ from typing import Any, Protocol
 
 from turnwise.chat.reasoning import KNOWN, ReasoningMarks, join_pieces
 from turnwise.types import ToolCall, ToolSchema
+
+# Formats: interface, result and scan
 
 ParsedCalls = tuple[Sequence[ToolCall], int]
 """The calls that begin at an opening mark, and the index after them. No calls: the text is content after all."""
@@ -192,6 +191,8 @@ def tool_names(tools: Sequence[ToolSchema]) -> frozenset[str]:
         str(function["name"]) for function in functions if isinstance(function, dict) and "name" in function
     )
 
+
+# JSON that a model has written
 
 _SPACE: Callable[[str, int], re.Match[str] | None] = re.compile(r"\s*").match
 

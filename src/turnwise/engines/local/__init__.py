@@ -1,8 +1,7 @@
 """The embedded engine: continuous batching with prefix reuse, on the trainer's own model, in the trainer's process.
 
-Read in this order: `engine` (asyncio), `core` (one step), `scheduler` (queue and prefill), `prefix_cache` (reuse and
-eviction), `kv_cache` (memory), `batch` and `sampler` (sampling), `forward` (running the model) with its implementations
-`fused`, `generic` and `vision`.
+Read in this order: `engine` (asyncio), `scheduler` (one step: queue, prefill, running requests, sampling), `cache` (memory,
+reuse and eviction), `forward` (running the model) and `fused` (the same for Llama-like models, written out).
 """
 
 from turnwise.engines.local.engine import LocalEngine

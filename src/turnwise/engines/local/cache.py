@@ -1,23 +1,16 @@
-"""The KV cache: rows of memory, which sequence lies in which row, shared prefixes.
+"""The KV cache: rows of memory, which token sequence lies in which row, and the prefixes that sequences share.
 
-The memory of the KV cache: one row of fixed capacity for each resident sequence, in tensors that grow within a byte budget.
-
-Knows shapes and bytes. Does not know which conversation or which tokens a row holds, or how the model attends to them.
-
-Which sequence of tokens lies in which row of the KV cache: reuse of prefixes, allocation and LRU eviction.
-
-A slot is a resident token sequence. It has a KV row as long as it is resident, and the row may change when rows are moved.
-Knows tokens and recency. Does not know requests, sampling or the model.
+There is one row of fixed capacity for each resident sequence, in tensors that grow within a byte budget. A slot is a resident
+token sequence. It has a row as long as it is resident, and the row may change when rows are moved.
 
     slot   0          1          2
     row    1          0          -           row_S = [1, 0, FREE]
-    state  running    idle       free        idle slots are reused, copied from, or evicted
+    state  running    idle       free        idle slots are reused, copied from, or evicted (least recently used first)
 
-Finds shared prefixes: which cached sequence shares the longest prefix with a prompt, by hashes of blocks of tokens, and
-which prefix the requests of a decode step share.
-
-Knows tokens and hashes only. A hash covers all tokens up to the end of its block, so equal hashes mean (up to collisions,
-which `PrefixCache` rules out by comparing tokens) equal prefixes.
+Shared prefixes are found by hashes of blocks of tokens: which slot shares the longest prefix with a prompt, and which prefix
+the requests of a decode step share. A hash covers all tokens up to the end of its block. Invariant: equal hashes are not
+trusted; `PrefixCache` compares the tokens before it reuses keys and values. Knows shapes, tokens and recency. Does not know
+requests, sampling or the model.
 """
 
 from __future__ import annotations
@@ -29,6 +22,8 @@ import numpy as np
 import torch
 
 from turnwise.models.allocator import long_lived, trim
+
+# Memory: rows of keys and values
 
 INITIAL_ROWS, INITIAL_CAPACITY = 8, 256
 
@@ -130,6 +125,8 @@ def _runs(sources_N: Sequence[int], targets_N: Sequence[int]) -> list[tuple[int,
     return runs
 
 
+# Index: shared prefixes, by hashes of blocks of tokens
+
 BLOCK = 16
 """Tokens in a block."""
 SHARED_READS = 2500
@@ -218,6 +215,8 @@ def _equal_tokens(tokens_BL: np.ndarray) -> int:
     equal_L = (tokens_BL == tokens_BL[:1]).all(axis=0)
     return len(equal_L) if equal_L.all() else int(equal_L.argmin())
 
+
+# Slots: reuse of prefixes, allocation and eviction
 
 FREE = -1
 """No slot, or no row."""

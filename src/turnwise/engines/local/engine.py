@@ -247,7 +247,7 @@ def _context(model: PreTrainedModel, context: int | None) -> int:
 
 
 def _named_tensors(model: PreTrainedModel, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """The model's tensors by its own names, or by those of checkpoint files, in which some models have other names.
+    """Tensors by parameter name. Accepts the names of checkpoint files too, which differ for some models.
 
     Raises EngineError if tensors of checkpoint files are not parts of the model's own.
     """

@@ -1,20 +1,17 @@
-"""The model's own forward over the rows of the cache, with images; the choice of the pass.
+"""The model's forward pass over the rows of the KV cache: the interface, the choice, and the generic pass with images.
 
-The interface between the engine and the model's forward pass, and the choice of an implementation.
+The engine passes tokens, positions and rows, and receives logits. The fused pass (`fused.py`) reads the parameters of
+Llama-like models; the generic pass runs any decoder of transformers through the model's own forward, and the vision pass models
+with images. The generic pass is the reference of the fused one. Invariant: before a pass is used, its logits are compared with
+those of the model's own forward without a cache, and a pass that differs is refused.
 
-The engine passes tokens, positions and KV rows, and receives logits. Implementations: the fused pass reads the parameters
-of Llama-like models, the generic pass runs any decoder of transformers, and the vision pass runs models with images.
+The generic pass knows how transformers uses a cache, and masks of four dimensions. It refuses models that keep another kind of
+state from token to token (recurrent models, linear attention) and encoder-decoder models. Does not know requests, sampling, or
+which sequence lies in which row.
 
-Runs any decoder of transformers with keys and values over the rows of the KV cache, through the model's own forward.
-
-Knows how transformers uses a cache, and masks of four dimensions. Refuses models that keep another kind of state from token
-to token (recurrent models, linear attention) and encoder-decoder models.
-
-The forward pass for models with images: prompts that hold images, and the positions of the tokens after them.
-
-The prefix cache compares tokens only. So each placeholder of an image is replaced by a negative key, computed from the
-contents of the image: two conversations share a prefix only where both tokens and images are the same. The model's own
-forward computes an entire image in the pass that prefills its placeholders; no later pass needs the image.
+The prefix cache compares tokens only. So each placeholder of an image is replaced by a negative key, computed from the contents
+of the image: two conversations share a prefix only where both tokens and images are the same. The model's own forward computes
+an entire image in the pass that prefills its placeholders; no later pass needs the image.
 """
 
 from __future__ import annotations
@@ -38,6 +35,8 @@ from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa
 from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.models.vision import VisionAdapter
 from turnwise.types import Media
+
+# Interface, and the choice of the pass
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +167,8 @@ def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.dev
     return model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False).logits[0, -1].float()
 
 
+# Generic pass: any decoder of transformers
+
 LAYER_TYPES = ("full_attention", "sliding_attention")
 WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 """Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""
@@ -245,6 +246,12 @@ class GenericForward:
         `model_inputs` are arguments of the model's forward, token ids included (None: only the token ids). `position_3NT`
         are position ids on three axes (None: the index in the sequence).
         """
+        # Sequences have different lengths, and begin at different indices. Rows 0 and 2 with 4 and 0 tokens in the cache, and new
+        # tokens [7 8] and [9 9 9], where . is padding:
+        #     tokens_NT   7 8 .    9 9 9        write_rows_M    0 0 2 2 2
+        #     index_NT    4 5 6    0 1 2        write_index_M   4 5 0 1 2       length = 6
+        # Invariant: padding is never written. Each row is read up to `length`, also where it holds nothing or an evicted
+        # sequence: the mask shows a token only the keys up to its own index, which all belong to its sequence.
         steps_T = np.arange(tokens_NT.shape[1])
         index_NT = starts_N[:, None] + steps_T
         length = int((starts_N + lengths_N).max())
@@ -282,6 +289,7 @@ class GenericForward:
             if layer_type == "sliding_attention":
                 visible_NTL = causal_NTL & (keys_L > index_NT[:, :, None] - self._config.sliding_window)
             visible = self._tensor(visible_NTL).unsqueeze(1)
+            # the lowest number and not -inf: padding may see no key in its window, and a softmax over -inf alone is NaN
             zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
             masks[layer_type] = zeros.masked_fill_(~visible, torch.finfo(self._dtype).min)
         return masks[self._layer_types[0]] if len(masks) == 1 and not self._takes_masks_by_type() else masks
@@ -335,6 +343,7 @@ class _RowLayer(CacheLayerMixin):
     def _write_and_read(self, tensor: torch.Tensor | None, states_NKTD: torch.Tensor) -> torch.Tensor:
         assert tensor is not None
         view = self._view
+        # all new keys are written before any is read: the tokens of a pass attend to each other through the cache
         states_MKD = states_NKTD.transpose(1, 2)[view.valid].to(tensor.dtype)
         tensor[0].transpose(1, 2)[view.write_rows_M, view.write_index_M] = states_MKD
         window = tensor[0, :, :, : view.length]
@@ -397,6 +406,9 @@ def _unsupported(model: PreTrainedModel, reason: str) -> EngineError:
         f"the embedded engine cannot run {type(model).__name__}: {reason}. Use another model, or serve this model with another "
         f"engine"
     )
+
+
+# Vision pass: prompts that hold images, and the positions of the tokens after them
 
 
 @dataclass(frozen=True, slots=True)

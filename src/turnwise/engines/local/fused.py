@@ -1,24 +1,16 @@
-"""The pass of Llama, Mistral, Qwen2 and Qwen3 written out: layers, attention, parameters.
-
-The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
+"""The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
 
 It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states and
-the output layer stay in float32) and in oneDNN's layout where that is faster (`models/cpu.py`), and of the norms of
-queries and keys, which are joined. `reload_parameters` makes the copies again.
-Supports these four architectures without variations (`fused_support.unsupported_reason`); the generic pass runs all others.
+the output layer stay in float32) and in oneDNN's layout where that is faster (`models/cpu.py`), and of the norms of queries and
+keys, which are joined. `reload_parameters` makes the copies again. A linear layer may have a LoRA adapter. Its product is added
+to that of the layer, as in the model's own forward; the weights are not merged, because a merged bfloat16 weight would lose
+most of a small adapter by rounding.
 
-Attention of the fused pass, over the rows of the KV cache: one token of each row, or a chunk of a prompt.
+Supports these four architectures without variations (`unsupported_reason`); the generic pass runs all others, and is the
+reference to which this pass is compared (`forward.py`). Does not know requests or sampling.
 
 Axes: R rows from the first to the last that is decoded, H query heads, K key-value heads, G = H / K query heads for each of
 them, J = R * K, L tokens of a row, P tokens of a shared prefix, D head dimension.
-
-The parameters that the fused pass reads: references to those of the model or of its bfloat16 copy, and copies that are packed
-or joined.
-
-A linear layer may have a LoRA adapter. The product of the adapter is added to that of the layer, as in the model's own forward;
-the weights are not merged, because a merged bfloat16 weight would lose most of a small adapter by rounding.
-
-Which models the fused pass can run.
 """
 
 from __future__ import annotations
@@ -38,6 +30,8 @@ from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix
 from turnwise.models.cpu import PackedLayers, fewest_rows, is_packed, onednn_linear, packed_bytes
 from turnwise.models.lora import LinearAdapter, linear_adapter
 from turnwise.models.precision import Bfloat16Linears
+
+# Attention: one token of each row, or a chunk of a prompt
 
 LONG_ROWS_READS = 3000
 """Keys that must be saved for long rows to be computed separately: a second call costs as much as reading these (measured)."""
@@ -308,6 +302,9 @@ def _softmax(scores_JGL: torch.Tensor) -> torch.Tensor:
     return scores_JGL.softmax(dim=-1, dtype=torch.float32).to(scores_JGL.dtype)
 
 
+# Parameters: references to the model's own, and copies that are packed or joined
+
+
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
     """A linear layer, with or without an adapter."""
@@ -450,6 +447,9 @@ class _RMSNorm:
         root_width, root_eps = self._roots[values.shape[-1]]
         root = torch.hypot(torch.linalg.vector_norm(values, dim=-1, keepdim=True), root_eps)
         return (values * torch.div(root_width, root)).mul_(weight)
+
+
+# The pass
 
 
 class FusedForward:
@@ -600,6 +600,8 @@ class FusedForward:
 def _rotate(values_MHD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor) -> torch.Tensor:
     return torch.addcmul(values_MHD * cos_M1D, values_MHD.roll(values_MHD.shape[-1] // 2, -1), sin_M1D)
 
+
+# Support: which models the pass can run
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")

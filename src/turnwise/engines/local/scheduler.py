@@ -1,32 +1,17 @@
-"""Continuous batching: admission, prefill, one decode step, sampling.
-
-Starts waiting requests: gives each a slot in the cache, reuses the longest cached prefix, and prefills the rest.
+"""Continuous batching: a step starts waiting requests, prefills them, and samples one token for each running request.
 
 No token is prefilled twice. A request continues the slot of its conversation, or copies the longest prefix that another slot
 holds. If a request shares a longer prefix with another request of the same round, it waits for the next round. Example: 16
-prompts with a common system prompt, 8 samples each. Round 1 prefills one prompt; round 2 prefills what differs in the other
-15 prompts; round 3 starts the other samples by copying.
+prompts with a common system prompt, 8 samples each. Round 1 prefills one prompt; round 2 prefills what differs in the other 15
+prompts; round 3 starts the other samples by copying.
 
-Knows the queue and the cache. Does not know how tokens are sampled.
+Running requests are arrays. Work for each token is done on entire arrays; only a request that ends, or that has stop texts, is
+handled individually. Sampling takes one number of a counter-based random stream for each token, and the inverse of the
+distribution. Invariant: the random number of a token depends only on (seed, index of the token in the completion), so a request
+samples the same tokens whatever else is in the batch.
 
-The synchronous part of the engine: one step starts waiting requests and samples one token for each running request.
-
-Knows the order of work in a step. Does not know the event loop (`engine`), the order in which requests start (`scheduler`),
-the memory of the cache (`prefix_cache`, `kv_cache`), the model's family (`forward`) or sampling (`sampler`).
-
-The running requests as arrays: the last token of each, its sampled tokens, and when it stops.
-
-Knows sampled tokens and stop conditions. Does not know the model or where keys and values lie. Work for each token is done
-on entire arrays; only a request that ends, or that has stop texts, is handled individually.
-
-A request on its way through the engine: what was asked for, what has been sampled so far, and whether it can be served.
-
-Knows requests and limits. Does not know the queue, the cache or the model.
-
-Samples tokens: one number of a counter-based random stream for each token, and the inverse of the distribution.
-
-Knows logits and sampling options. Does not know requests: the random number of a token depends only on (seed, index of the
-token in the completion), so a request samples the same tokens whatever else is in the batch.
+Knows requests, limits, the queue and the order of work in a step. Does not know the event loop (`engine`), which row a sequence
+lies in (`cache`), or the model (`forward`).
 """
 
 from __future__ import annotations
@@ -47,6 +32,8 @@ from turnwise.errors import EngineError
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.distribution import sampling_logits
 from turnwise.types import Completion, LogprobKind, Request, Sampling
+
+# Requests: what was asked for, what has been sampled so far, and whether it can be served
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +140,8 @@ class RequestLimits:
                 f"{self.vocab_size - 1}. The tokenizer must be the model's own"
             )
 
+
+# Start: slots, reuse of prefixes, prefill
 
 MIN_COPY_TOKENS = 8
 """A prefix is copied from another slot if it saves at least this many tokens of prefill."""
@@ -371,6 +360,8 @@ class Scheduler:
         return stop if prompt.vision_prompt is None else prompt.vision_prompt.snap_to_image_edge(stop, start)
 
 
+# Sampling
+
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _WORD = (1 << 64) - 1
 
@@ -465,6 +456,9 @@ def _inverse_cdf(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor
     below_total_B1 = cumulative_BV[:, -1:] * (1.0 - 2.0**-23)
     target_B1 = torch.from_numpy(uniforms_B).to(probs_BV.device).unsqueeze(1) * below_total_B1
     return torch.searchsorted(cumulative_BV, target_B1, right=True)
+
+
+# Running requests as arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,6 +583,8 @@ class RunningBatch:
         text = self._decode(self._sampled[0][slot, max(0, num_sampled - tail) : num_sampled].tolist())
         return any(stop_text in text for stop_text in stop_texts)
 
+
+# One step of the engine
 
 COMPACT_AFTER = 16
 """Moving a row costs as much as reading this number of rows in vain (measured; more with a long common prefix)."""

@@ -1,11 +1,8 @@
-"""A server process that turnwise starts: devices, memory, supervision.
-
-A server process that turnwise starts, supervises and stops.
+"""A server process that turnwise starts, supervises and stops, and the GPUs that it uses.
 
 The process runs under `guard.py`, in a process group of its own: it ends with turnwise, however turnwise ends. Its output is
-written to a log file. Knows processes and ports; does not know which server it is, nor how to ask it whether it is ready.
-
-Which GPUs of this machine each started server uses. Knows numbers of devices; does not know engines.
+written to a log file. Knows processes, ports and numbers of devices. Does not know which server it is, nor how to ask it
+whether it is ready.
 """
 
 from __future__ import annotations
@@ -28,6 +25,8 @@ from pathlib import Path
 import turnwise
 from turnwise.engines.remote import guard
 from turnwise.errors import ConfigError, EngineError
+
+# Process: start, supervision, end
 
 _POLL = 0.25  # seconds between two checks whether a starting server is ready
 _PROGRESS = 15.0  # seconds between two messages about a starting server
@@ -225,6 +224,8 @@ def _close_pipe(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(OSError):
             process.stdin.close()
 
+
+# Devices: which GPUs of this machine each started server uses
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
 

@@ -1,23 +1,14 @@
 """What an engine asks of a server and what it gets back, and several servers with one model.
 
-Several servers with the same model: which of them serves a conversation, and what happens when one of them is lost.
+`ServerApi` is what differs between kinds of servers; vLLM and SGLang have an implementation each. All turns of a conversation
+go to the same server, whose prefix cache holds the conversation. If a server died, was restarted, or aborted a request, the
+next part of the completion is sampled after the prompt and all tokens that are known; the session sees the joined completion
+only.
 
-All turns of a conversation go to the same server, whose prefix cache holds the conversation. Knows servers and processes; does
-not know prompts or weights.
-
-What an engine asks of a server, whatever kind of server it is. vLLM and SGLang have an implementation each.
-
-Completions in parts: what a server has sampled of a request before it died, was restarted, or aborted the request.
-
-The next part is sampled after the prompt and all tokens that are known. The session sees the joined completion only.
-
-The process that updates the weights of servers, as the servers know it.
-
-A test whether servers have the trainer's weights: each samples some tokens, of which both compute log-probabilities.
-
-If the servers belong to another process than the trainer, the question and the answers are sent between them.
-
-Checks what a server has sampled. A server's answer is not trusted: a bad one fails its conversation, and not the run.
+Invariant: a server's answer is not trusted. A bad one fails its conversation, and not the run. Whether servers have the
+trainer's weights is tested with tokens of which both compute log-probabilities; if the servers belong to another process than
+the trainer, the question and the answers are sent between them. Knows servers and processes. Does not know messages, routes or
+how weights travel.
 """
 
 from __future__ import annotations
@@ -37,6 +28,8 @@ from turnwise.engines.remote.server_process import ServerProcess
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import Completion, LogprobKind, Request, Sampling
+
+# Servers: which of them serves a conversation, and what happens when one of them is lost
 
 _RECHECK = 5.0  # seconds between two checks of a server that was lost and that turnwise did not start
 _MAX_RESTARTS = 5
@@ -251,6 +244,9 @@ def _log_failure(task: asyncio.Future[None]) -> None:
         _log.warning("%s", error)
 
 
+# Parts: what a server has sampled before it died, was restarted, or aborted the request
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """Tokens that a server has sampled for a request, one after the other, and possibly why it has stopped."""
@@ -384,6 +380,9 @@ def _stop_position(token_ids: Sequence[int], sampling: Sampling, decode: Callabl
     return end
 
 
+# Interface: what an engine asks of a server
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
     """What a server serves."""
@@ -458,6 +457,9 @@ class ServerApi(Protocol):
         ...
 
 
+# Owner: the process that updates the weights of servers, as the servers know it
+
+
 @dataclass(frozen=True, slots=True)
 class Owner:
     """A process that updates the weights of servers."""
@@ -468,6 +470,9 @@ class Owner:
     process: str = field(default_factory=lambda: secrets.token_hex(4))
     """Different in each process. A killed process may have used other weights under the same version, so versions and cached
     prefixes are labelled with this text."""
+
+
+# Probe: a test whether servers have the trainer's weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -521,6 +526,8 @@ def check_answer(answer: ProbeAnswer, probe: Probe, version: int) -> float:
         )
     return deviation
 
+
+# Checks of what a server has sampled
 
 _ROUNDING = 1e-3
 """How far above 0 rounding may lift a log-probability."""

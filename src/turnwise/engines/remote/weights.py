@@ -1,21 +1,14 @@
-"""Weights on their way to servers: files, copies, broadcasts, shapes.
+"""Weights on their way to servers: files, copies, broadcasts, and the check of names and shapes.
 
-Weights on their way to servers: files that a server reads, in shared memory or on a disk, or copies that are broadcast.
-
-The weights of an update stay until the next weights have arrived, so that a server can get them again after a failed update or
-a restart.
-
-Names and shapes of a model's weights, and the check that an update has all of them.
-
-Used by the trainer, and inside vLLM's workers, where only the source of turnwise is on the path: needs no other packages.
-
-Tensors from the trainer to the workers of a server by broadcasts of torch.distributed: gloo on CPUs, NCCL between GPUs.
+A server reads files, in shared memory or on a disk, or receives copies by broadcasts of torch.distributed: gloo on CPUs, NCCL
+between GPUs. Invariant: the weights of an update stay until the next weights have arrived, so that a server can get them again
+after a failed update or a restart. An update must have all names and shapes of the model's weights.
 
 Each server has a group of its own: the trainer has rank 0, the workers have the ranks 1 to n. The group is independent of other
-groups of both programs. It is made in the same way as SGLang makes its group for weight updates. This module is imported in the
-trainer and in vLLM's workers; it needs torch only.
+groups of both programs, and is made in the same way as SGLang makes its group for weight updates.
 
-The trainer's groups with the workers of several servers, over which weights are broadcast.
+Used by the trainer, and inside vLLM's workers, where only the source of turnwise is on the path: needs torch and no other
+packages. Does not know learners, requests or routes.
 """
 
 from __future__ import annotations
@@ -39,6 +32,8 @@ from urllib.parse import urlsplit
 
 from turnwise.engines.remote.http import ServerLost
 from turnwise.errors import EngineError
+
+# Store: the weights of an update, as files or as copies
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "turnwise-weights-"
@@ -235,6 +230,9 @@ def _writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+# Shapes: the check that an update has all weights
+
+
 @dataclass(frozen=True, slots=True)
 class WeightShapes:
     """The names and the shapes of all weights of a model."""
@@ -286,6 +284,8 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
         size = int.from_bytes(stream.read(8), "little")
         return json.loads(stream.read(size)), 8 + size
 
+
+# Broadcasts: groups of the trainer and the workers of a server
 
 Backend = Literal["gloo", "nccl"]
 _JOIN_SECONDS = 120.0

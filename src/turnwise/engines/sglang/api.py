@@ -1,13 +1,13 @@
-"""The requests of a SGLang server: tokens, weights, checksums.
-
-The HTTP requests of a SGLang server: token ids in, token ids and log-probabilities out, and weight updates.
+"""The HTTP requests of a SGLang server: token ids in, token ids and log-probabilities out, and weight updates.
 
 Tokens: `/generate` with `input_ids` and `return_logprob`, as a stream. Weights: `/pause_generation`,
-`/update_weights_from_disk` (or `/load_lora_adapter`), `/update_weight_version` and `/continue_generation`.
+`/update_weights_from_disk` (or `/load_lora_adapter`), `/update_weight_version` and `/continue_generation`; by broadcasts,
+`/init_weights_update_group` and `/update_weights_from_distributed`.
 
-Weights to SGLang's workers by broadcasts: `/init_weights_update_group` and `/update_weights_from_distributed`.
-
-The checksums of the weights of a SGLang server, compared with those of an update.
+Running requests are retracted during an update: SGLang computes their prefixes again with the new weights. The label of the
+weights at the server names the run, the time and the version: it gives each token its version, and refuses a second trainer.
+Names and shapes are compared before an update (SGLang accepts a file with missing weights, and dies at a wrong shape), and
+checksums after it. Knows SGLang's routes. Does not know conversations or learners.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ from turnwise.engines.remote.weights import (
 from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Media, Request, Sampling
+
+# Broadcasts: weights to SGLang's workers
 
 
 async def broadcast(
@@ -77,6 +79,8 @@ async def _call(server: HttpServer, path: str, body: Mapping[str, Any]) -> None:
     if not (answer or {}).get("success"):
         raise EngineError(f"{server.url}{path} failed: {(answer or {}).get('message', answer)}")
 
+
+# Checksums: the weights of a server, compared with those of an update
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang keeps these weights as one: the rows of the parts, one after the other."""
@@ -159,6 +163,8 @@ def _parts(name: str, header: Mapping[str, object]) -> Iterator[str]:
         if f".{fused}." in name and all(part in header for part in names):
             yield from names
 
+
+# Requests
 
 PauseMode = Literal["retract", "in_place", "abort"]
 """What happens to running requests during an update, as SGLang names it."""

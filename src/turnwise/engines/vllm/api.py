@@ -1,17 +1,12 @@
-"""The requests of a vLLM server: tokens, images, weights.
-
-The HTTP requests of a vLLM server: token ids in, token ids and log-probabilities out, and weight updates.
+"""The HTTP requests of a vLLM server: token ids in, token ids and log-probabilities out, images, and weight updates.
 
 Tokens: `/inference/v1/generate`, as a stream. Weights: `/pause`, `/collective_rpc` to `worker.WeightReceiver` (or
 `/v1/load_lora_adapter`), `/update_weight_version` and `/resume`. The second group exists only if the server was started with
-VLLM_SERVER_DEV_MODE=1.
+VLLM_SERVER_DEV_MODE=1. `WeightSender` makes the same calls for servers and for the engine in this process.
 
-Images of a request in the form that vLLM takes: hashes, positions of the placeholders, and processed tensors.
-
-vLLM 0.32 takes a processed image as base64 of msgpack (`vllm.v1.serial_utils`): for each input of the model the data
-[dtype, shape, bytes] and a field, which says how vLLM puts the images of several requests together.
-
-Weight updates through calls of `worker.WeightReceiver`, the same for servers and for the engine in this process.
+vLLM 0.32 takes a processed image as base64 of msgpack (`vllm.v1.serial_utils`): for each input of the model the data [dtype,
+shape, bytes] and a field, which says how vLLM puts the images of several requests together. Knows vLLM's routes. Does not know
+conversations or learners.
 """
 
 from __future__ import annotations
@@ -31,6 +26,8 @@ from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_fo
 from turnwise.engines.remote.weights import Backend, TrainerGroups, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Media, Request, Sampling
+
+# Images: hashes, positions of the placeholders, and processed tensors
 
 _RAW = 3
 """vLLM's code of the msgpack extension for the bytes of a tensor."""
@@ -98,6 +95,8 @@ def _msgpack(value: Any) -> bytes:
             raise TypeError(f"{type(value).__name__} has no msgpack form here")
 
 
+# Weights: calls of `worker.WeightReceiver`
+
 WorkerCall = Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]]
 """Calls a method of `worker.WeightReceiver` in all workers of a server, with these arguments. Returns one result of each."""
 
@@ -154,6 +153,8 @@ async def _all(server: str, call: Awaitable[list[dict[str, Any]]]) -> list[dict[
             raise (ServerLost if result.get("broken") else EngineError)(f"{server}: {result['error']}")
     return results
 
+
+# Requests
 
 MODEL = "policy"
 """The name under which a server that turnwise starts serves the model."""

@@ -1,15 +1,11 @@
-"""Code that runs inside vLLM's workers: receives weights.
+"""Code that runs inside vLLM's worker processes: receives weights from files or broadcasts.
 
-Code that runs inside vLLM's worker processes: receives weights from files or broadcasts. Started with
-`--worker-extension-cls`.
+Started with `--worker-extension-cls`. It is imported in vLLM's environment, where only the source of turnwise is on the path:
+no module of turnwise that needs other packages may be imported here. Errors are returned as data, because an exception in a
+worker can end the server.
 
-It is imported in vLLM's environment, where only the source of turnwise is on the path: no module of turnwise that needs other
-packages may be imported here. Errors are returned as data, because an exception in a worker can end the server.
-
-Receives tensors from a trainer that sends them by NCCL through vLLM's communicator, as ms-swift's and TRL's trainers do.
-
-The trainer and this process form a group of two. The trainer broadcasts bytes; who asked for them, and what becomes of them, is
-not known here.
+ms-swift's and TRL's trainers send tensors by NCCL through vLLM's communicator: the trainer and this process form a group of
+two, and the trainer broadcasts bytes. Who asked for them, and what becomes of them, is not known here.
 """
 
 from __future__ import annotations
@@ -23,6 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from turnwise.engines.remote.weights import WeightShapes, read_shapes
+
+# Weights from turnwise's trainer
 
 
 class WeightReceiver:
@@ -84,7 +82,7 @@ class WeightReceiver:
         return {"checksum": checksum, "seconds": time.monotonic() - started}
 
     def turnwise_join(self, owner: str, lease: float, address: dict[str, Any]) -> dict[str, Any]:
-        """Join the trainer's group (`collective.GroupAddress`, as a dictionary), after leaving an earlier one."""
+        """Join the trainer's group (`weights.GroupAddress`, as a dictionary), after leaving an earlier one."""
         refused = self.turnwise_claim(owner, lease)
         if refused:
             return refused
@@ -219,6 +217,9 @@ def _pack_tied_output_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
+
+
+# Tensors from trainers of ms-swift and TRL
 
 
 class SwiftTrainerGroup(Protocol):

@@ -1,15 +1,9 @@
-"""What an estimator receives of a conversation, and how its result is applied.
+"""What an estimator receives of a conversation, and how its result is applied to trajectories.
 
-`Credit`: applies an estimator to the trajectories of a training step.
-
-Failed trajectories, and trajectories without a reward, are taken out before the estimator is called. They are part of no
-statistics and get no advantage.
-
-The numbers that an estimator receives of a conversation: rewards and token counts, no texts and no tokens.
-
-Reads the states and the scores of states that some estimators need from a trajectory.
-
-Means, standard deviations, centring and discounted sums, as the estimators use them.
+An estimator sees an `Episode`: rewards, weights and token counts, no texts and no token ids; some also see states or scores of
+states, which are read from the trajectory here. Invariant: failed trajectories, and trajectories without a reward, are taken
+out before the estimator is called. They are part of no statistics and get no advantage. Means, standard deviations, centring
+and discounted sums are defined once, for all estimators. Does not know which estimator runs, and does not change rewards.
 """
 
 from __future__ import annotations
@@ -26,6 +20,8 @@ from turnwise.errors import Failed, boundary
 from turnwise.rewards.functions import finite_number
 from turnwise.types import Failure, Group, Message, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
+
+# Episode: the numbers of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +147,9 @@ def episode_of(trajectory: Trajectory) -> Episode:
     )
 
 
+# Credit: applies an estimator to the trajectories of a training step
+
+
 @dataclass(frozen=True, slots=True)
 class Credit:
     """Credit assignment: computes the advantages of all trajectories of a training step from their rewards.
@@ -208,6 +207,9 @@ def _baseline(group: Group) -> float | None:
     """The reward of the greedy conversation of a group; None if it has none, or if the conversation failed."""
     greedy = group.baseline
     return None if greedy is None or greedy.failed else greedy.reward
+
+
+# States: what some estimators also read from a trajectory
 
 
 def with_states(trajectory: Trajectory, *, key: str | None) -> Episode:
@@ -283,6 +285,8 @@ def _potential(turn: Turn, key: str) -> float | None:
     value = turn.info.get(key)
     return None if value is None else finite_number(f"turn.info[{key!r}] of turn {turn.index}", value)
 
+
+# Statistics that the estimators share
 
 EPSILON = 1e-6
 """Added to a standard deviation before a division."""

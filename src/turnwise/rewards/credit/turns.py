@@ -1,15 +1,11 @@
-"""Estimators with an advantage for each turn.
+"""Estimators with an advantage for each turn: rewards are accumulated first, and centred afterwards.
 
-Estimators with an advantage for each turn: rewards are accumulated first, and centred afterwards.
-
-r_t is the reward of turn t, with the reward of the conversation added to the last turn. G_t is the return from turn t on:
-`r_t + gamma * r_(t+1) + gamma^2 * r_(t+2) + ...`. A turn that is not trained on (weight 0) keeps its reward, which is part of the
+r_t is the reward of turn t, with the reward of the conversation added to the last turn. G_t is the return from turn t on: `r_t
++ gamma * r_(t+1) + gamma^2 * r_(t+2) + ...`. A turn that is not trained on (weight 0) keeps its reward, which is part of the
 returns of earlier turns. Its own return is in no mean and no standard deviation, and its advantage is 0.
 
-Turn-level estimators as their papers define them. They are biased; each docstring says how.
-
-r_t is the reward of turn t, with the reward of the conversation added to the last turn. Turns that are not trained on (weight 0)
-are in no statistics, and their advantage is 0.
+`mt_grpo`, `igpo` and `turn_potential` are as their papers define them. They are biased; each docstring says how. Each docstring
+names the paper of its estimator. Pure functions of numbers: they know no texts, no tokens and no models.
 """
 
 from __future__ import annotations
@@ -46,6 +42,8 @@ __all__ = [
     "turn_return",
 ]
 
+
+# Accumulate first, centre afterwards
 
 Baseline = Literal["group", "none"]
 """Whether returns are compared with those of the other conversations of the group."""
@@ -283,6 +281,8 @@ def _scaled(batch: Batch, compared: Returns, values: Returns, scale: Scale) -> A
         for group, of_group, width in zip(batch, values, widths, strict=True)
     ]
 
+
+# As their papers define them, with a bias that the docstring explains
 
 Normalised = dict[tuple[int, int], float]
 """Normalised rewards by conversation and turn."""

@@ -1,10 +1,8 @@
-"""The commands of rank 0, and the ranks that follow.
+"""The commands that rank 0 sends to all ranks, and the ranks that follow them.
 
-The commands that rank 0 sends to all ranks. Each rank runs the same command on its own part of the learner.
-
-A command is sent with pickle, from one process of the training to the others.
-
-The process of a rank that follows rank 0, from its start to its end.
+Each rank runs the same command on its own part of the learner, because the passes are collective operations. A command is sent
+with pickle, from one process of the training to the others. Knows the parts that a rank has (`shards.py`). Does not know
+conversations or the loop over training steps, which only rank 0 runs.
 """
 
 from __future__ import annotations
@@ -277,6 +275,9 @@ class Finish:
 
     def run(self, rank: Rank) -> None:
         pass
+
+
+# A rank that follows rank 0, from its start to its end
 
 
 def follow(ranks: Ranks) -> None:

@@ -1,16 +1,12 @@
-"""The process group, and signs of life.
+"""The process groups of a training, what ranks send each other besides tensors, and their signs of life.
 
-The process group: the ranks of a training, and what they send each other besides tensors.
+Rank 0 leads: it sends commands, and the other ranks wait for them. There are two process groups. The *data* group (gloo or
+nccl) adds up and gathers tensors; its operations fail after a time limit. The *control* group (gloo) sends Python objects. It
+has no time limit, because the other ranks wait in it while rank 0 runs conversations. If a process ends, the operations of the
+others fail at once.
 
-Rank 0 leads: it sends commands, and the other ranks wait for them. There are two process groups. The *data* group (gloo or nccl)
-adds up and gathers tensors; its operations fail after a time limit. The *control* group (gloo) sends Python objects. It has no
-time limit, because the other ranks wait in it while rank 0 runs conversations. If a process ends, the operations of the others
-fail at once. `Liveness` (liveness.py) notices a rank that does not end, but does not answer either.
-
-Signs of life: which rank of a training has ended or does not respond.
-
-Each rank counts in the store while its process runs, and watches the counters of the others. A rank that raises writes its error
-there. Knows nothing of models.
+`Liveness` notices a rank that does not end, but does not answer either: each rank counts in the store while its process runs,
+and watches the counters of the others. A rank that raises writes its error there. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -33,6 +29,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from turnwise.errors import ConfigError, RunError
 from turnwise.training.options import RankOptions
+
+# Signs of life: which rank has ended or does not respond
 
 _SIGN_PAUSE = 1.0
 """Seconds between two signs of life."""
@@ -141,6 +139,8 @@ class Liveness:
     def _place(self, other: int) -> str:
         return self._places.get(other, "place unknown")
 
+
+# Process groups
 
 _NO_LIMIT = datetime.timedelta(days=365)
 _CONNECT = datetime.timedelta(minutes=10)

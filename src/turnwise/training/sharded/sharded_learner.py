@@ -1,12 +1,8 @@
-"""Rank 0: learner and critic by commands.
+"""Rank 0 of several ranks: a learner and a critic whose methods are commands that all ranks run.
 
-The learner on rank 0 of several ranks: it implements `Learner` by commands that all ranks run.
-
-The training loop and the state of the run do not know that there are several ranks.
-
-The critic on rank 0 of several ranks: it implements `Critic` by commands that all ranks run.
-
-Rank 0 among the ranks: it sends commands to all ranks, and finds out that a rank was lost. Knows nothing of models.
+The training loop and the state of the run do not know that there are several ranks: they see `Learner` and `Critic`. `Leader`
+sends the commands, and finds out that a rank was lost. Knows commands. Does not know parameters or passes, which are in the
+parts of the ranks (`shards.py`).
 """
 
 from __future__ import annotations
@@ -53,6 +49,8 @@ from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
 from turnwise.training.update import PassLearner, StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import CriticSums, PassCritic, save_head
+
+# Leader: sends commands to all ranks
 
 _ABORT = 15.0
 """Seconds until an operation must have ended that was aborted."""
@@ -157,6 +155,9 @@ def _unknown(error: RuntimeError) -> str:
         f"the ranks could not compute together: {error}. If a rank needed longer than cluster.timeout, raise it; start the same "
         f"command again with resume=auto"
     )
+
+
+# Learner and critic
 
 
 class ShardedLearner(PassLearner):

@@ -1,16 +1,12 @@
-"""A model divided among ranks: FSDP2, loading.
-
-A transformers model whose parameters are divided among ranks, by torch's FSDP2 (`fully_shard`).
+"""A transformers model whose parameters are divided among ranks, by torch's FSDP2 (`fully_shard`), and its loading.
 
 Each layer of the model is a unit: its parameters are gathered before its passes and freed after them. All other parameters
 (embedding, output layer, vision part) belong to the root. Hooks of modules gather the weights. Therefore each pass must run
 inside `ShardedModel.run`, which calls the root: the learner's forward pass calls the model's body and its output layer
-separately.
+separately. While a model is loaded, each rank keeps only its part of each layer.
 
 Gradients are added up over the ranks, and not averaged: the weights of all targets of a batch have the sum 1, whichever ranks
-compute them.
-
-Loads a model that is divided among ranks: each rank keeps only its part of each layer.
+compute them. Knows modules and ranks. Does not know batches, losses or commands.
 """
 
 from __future__ import annotations
@@ -154,6 +150,8 @@ def _layers(model: Any) -> list[Any]:
 def _without_output_dtype(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
 
+
+# Loading: each rank keeps only its part of each layer
 
 _log = logging.getLogger(__name__)
 

@@ -1,22 +1,12 @@
 """The part of learner and critic that each rank has: passes, share of micro-batches, checkpoint.
 
-The part of a sharded learner that each rank has: its share of the model, of the reference model and of the optimizer.
+A rank has its share of the model, of the reference model, of the value model and of the optimizers. The methods are collective:
+all ranks call the same method at the same time, which the commands make sure (`commands.py`). Invariant: all ranks compute the
+same number of passes. A *round* is one pass on each rank; a rank without a micro-batch in a round computes a pass of weight 0.
 
-The methods are collective: all ranks call the same method at the same time, as `commands` (commands.py) makes sure.
-
-The part of a sharded critic that each rank has: its share of the value model and of the optimizer.
-
-The methods are collective, as those of `ModelShard`.
-
-Shares the micro-batches of a batch out among ranks.
-
-All ranks compute the same number of passes, because each pass is a collective operation: a *round* is one pass on each rank. A
-rank without a micro-batch in a round computes a pass of weight 0.
-
-Checkpoints of a sharded learner: each rank writes its own part, with torch.distributed.checkpoint.
-
-The files hold the weights that are trained, the state of the optimizer and a changed reference model. Any number of ranks can
-load them. `load_complete` and `complete_state` convert from and to the state of a learner in one process.
+Checkpoints are written by all ranks, each its own part, with torch.distributed.checkpoint: the weights that are trained, the
+state of the optimizer and a changed reference model. Any number of ranks can load them. `load_complete` and `complete_state`
+convert from and to the state of a learner in one process. Does not know conversations, or when a checkpoint is due.
 """
 
 from __future__ import annotations
@@ -59,6 +49,8 @@ from turnwise.training.value_model import (
     trained_parameters,
 )
 from turnwise.types import Sampling
+
+# Shares: the micro-batches of a batch, divided among ranks in rounds
 
 S = TypeVar("S")
 
@@ -165,6 +157,9 @@ def _dummy_micro_batch() -> MicroBatch[Targets]:
             weight_N=zero_N,
         ),
     )
+
+
+# Policy: the part of the learner
 
 
 class ShardedForward(Forward):
@@ -363,6 +358,8 @@ def _adapter_off(model: Any) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+# Critic: the part of the value model
+
 HEAD_PREFIX = "value_head."
 """What the names of the value head begin with in `CriticShard.state_tensors`."""
 
@@ -446,6 +443,8 @@ class CriticShard:
         weights = adapter_weights(self.model) if self.trains_adapter else self.model.state_dict()
         return {**weights, **{f"{HEAD_PREFIX}{name}": tensor for name, tensor in self._head.state_dict().items()}}
 
+
+# Checkpoint: each rank writes its own part
 
 Shard = ModelShard | CriticShard
 
