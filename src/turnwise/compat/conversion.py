@@ -1,11 +1,7 @@
-"""A recipe from another configuration, with a report; Hydra files without Hydra.
+"""A recipe made from another system's configuration, with a report on every key; and Hydra's YAML files, without Hydra.
 
-The result of reading another system's configuration: a recipe, and a report about every given key.
-
-Reads YAML files of Hydra and OmegaConf without these packages: mappings, defaults lists, overrides and `${...}`.
-
-Supports the part of both that verl's configurations use. A value that cannot be resolved is reported by its key, never guessed.
-"""
+Knows the parts of Hydra and OmegaConf that verl's configurations use: mappings, defaults lists, overrides and `${...}`. Does not
+know the keys of any system. A value that cannot be resolved is reported by its key, never guessed."""
 
 from __future__ import annotations
 

@@ -1,16 +1,11 @@
-"""Gymnasium environments, and the actions of a model.
-
-Runs Gymnasium environments, and classes with `reset` and `step(action) -> (observation, done)`, unchanged.
+"""Runs Gymnasium environments, and classes with `reset` and `step(action) -> (observation, done)`, unchanged.
 
     environment:
       use: turnwise.compat.gym:GymEnvironments
       arguments: {environment: recipes/quiz.py:Quiz, arguments: {questions: 3}}
 
-The model's answer becomes an action, and the observation becomes a message. Each conversation has its own environment object,
-which runs in a thread and is closed once.
-
-Converts an answer of the model into an action of a gymnasium environment, or into an error message for the model.
-"""
+The model's answer becomes an action, or an error message for the model. The observation becomes a message. Each conversation has
+its own environment object, which runs in a thread and is closed once."""
 
 from __future__ import annotations
 

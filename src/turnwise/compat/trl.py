@@ -1,37 +1,28 @@
-"""TRL's environments and reward functions.
-
-TRL's environments (`environment_factory` of its GRPOTrainer), unchanged.
+"""TRL's environments (`environment_factory`) and reward functions (`reward_funcs` of its GRPOTrainer), unchanged.
 
     environment:
       use: turnwise.compat.trl:TrlEnvironments
       arguments: {environment: game.py:GuessEnv}
-
-An environment is a class with `reset(**row)`. Its public methods are tools, and it may have `get_reward()`. A turn without a
-tool call ends the conversation. The behaviour is that of TRL 1.16.
-
-Instances of a class that many conversations use one after the other, as in TRL.
-
-The number of instances may be limited: `self.client = Client(next(urls))` raises StopIteration after the last address. Then
-conversations wait, in order of arrival, until an instance is released. An instance is released after its conversation is
-scored, because reward functions may use it.
-
-TRL's reward functions (`reward_funcs` of its GRPOTrainer), unchanged.
-
     reward:
       batch:
         - {use: turnwise.compat.trl:TrlReward, arguments: {function: my_rewards.py:reward_from_env}}
 
-For a function that returns a reward function, give its arguments:
+An environment is a class with `reset(**row)`. Its public methods are tools, and it may have `get_reward()`. A turn without a
+tool call ends the conversation. As in TRL, conversations use instances of the class one after the other, and the number of
+instances may be limited: `self.client = Client(next(urls))` raises StopIteration after the last address. Then conversations wait,
+in order of arrival. An instance is released after its conversation is scored, because reward functions may use it.
+
+A reward function takes `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with
+an item per conversation, and returns a list of numbers. It may be sync or async. In `reward.batch`, it is called once for all
+conversations of a step, as in TRL; in `reward.group`, once for all conversations of a row. For a function that returns a reward
+function, give its arguments:
 
         - use: turnwise.compat.trl:TrlReward
           arguments:
             function: trl.rewards:get_soft_overlong_punishment
             arguments: {max_completion_len: 1024, soft_punish_cache: 256}
 
-A reward function takes `prompts`, `completions`, `completion_ids`, the columns of the data and `environments`, each a list with
-an item per conversation, and returns a list of numbers. It may be sync or async. In `reward.batch`, it is called once for all
-conversations of a step, as in TRL; in `reward.group`, once for all conversations of a row. The behaviour is that of TRL 1.16.
-"""
+The behaviour is that of TRL 1.16."""
 
 from __future__ import annotations
 

@@ -1,22 +1,8 @@
-"""Converts ms-swift's arguments: conversations, rewards, engine, placement, adapter.
+"""Converts ms-swift's arguments into a recipe, with a report: what was converted, what was not, and why.
 
-Converts ms-swift's arguments into a recipe, with a report: which arguments were converted, which were not, and why.
-
-Arguments that are not given have ms-swift's default where it differs from ours. `flags` holds the tables of arguments that
-need no computation; one module for each part of the recipe converts the others.
-
-Converts ms-swift's arguments about LoRA and gradient checkpointing.
-
-Converts ms-swift's arguments about multi-turn conversations: the scheduler, its plugins, turns, lengths, the loss mask.
-
-Converts ms-swift's arguments about reward functions and their weights.
-
-Converts ms-swift's numbers of processes, and how DeepSpeed or FSDP divides a model among them: the section `cluster`.
-
-Converts ms-swift's arguments about vLLM: the engine of the recipe, and the rollout server of `vllm_mode server`.
-
-Reads the arguments of `swift rollout` for `turnwise serve`.
-"""
+Knows the arguments about conversations, rewards, engines, rollout servers, devices and adapters; `convert_training` knows those
+about training, and the tables of `read_arguments` those that need no computation. Arguments that are not given have ms-swift's
+default where it differs from turnwise's. `from_rollout_arguments` reads the arguments of `swift rollout` for `turnwise serve`."""
 
 from __future__ import annotations
 

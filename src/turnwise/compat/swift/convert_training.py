@@ -1,11 +1,6 @@
-"""Converts ms-swift's arguments: data, loss, correction, batches, credit, steps.
+"""Converts ms-swift's arguments about training: data, loss, correction, batches, credit and steps.
 
-Converts ms-swift's arguments about the loss and about importance sampling between the engine and the trainer.
-
-Converts ms-swift's arguments about batches, credit and the length of the training.
-
-Converts ms-swift's arguments about data sets: files, columns, numbers of rows, seeds.
-"""
+Each function converts the arguments of one part of the recipe. Reads no files; `convert` calls the functions."""
 
 from __future__ import annotations
 

@@ -1,19 +1,10 @@
-"""A scheduler as an environment: with `step`, or with its own `run`.
+"""A scheduler of ms-swift as an environment: one with `step`, or one with a control flow of its own (`run`).
 
-The environment of a scheduler with `step`: the rollout loop asks the scheduler after each turn of the model.
+The rollout loop asks a scheduler with `step` after each turn of the model. A scheduler that overrides `run` runs as a task: each
+call of its `infer_engine` waits until the rollout loop has sampled a turn, and the end of `run` is the end of the conversation.
+The context variable `current_run` of that task says which conversation a call belongs to.
 
-Neither this module nor `run_environment` samples or counts tokens; the rollout loop does both.
-
-The environment of a scheduler that overrides `run`, and so has a control flow of its own.
-
-`run` is started as a task. Each call of its `infer_engine` is one turn of the rollout loop: the call waits until the loop has
-sampled the turn. The end of `run` is the end of the conversation.
-
-The `infer_engine` of a scheduler: a call of it becomes one turn of the rollout loop, and waits for that turn.
-
-A scheduler that overrides `run` has a control flow of its own, and runs as a task (`run_environment`). The context variable
-`current_run` of that task says which conversation a call belongs to.
-"""
+This module neither samples nor counts tokens; the rollout loop does both."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The program of the worker process that compares answers with math-verify. `math_process` starts it, and talks to it.
+"""The program of the worker process that compares answers with math-verify. `outcomes` starts it.
 
 It reads one JSON list `[completion, solution]` a line, and writes one JSON object a line: `{"agree": 0.0 or 1.0}` or
 `{"error": text}`. math-verify limits its time by SIGALRM, so the calls are made in this process's main thread. The file is run
-by its path and imports nothing of turnwise, so that a worker starts fast and needs little memory.
-"""
+by its path and imports nothing of turnwise, so that a worker starts fast and needs little memory."""
 
 from __future__ import annotations
 

@@ -1,16 +1,9 @@
-"""The reward functions that ms-swift provides.
+"""The reward functions that ms-swift provides, with its names and arguments.
 
-The reward functions that ms-swift provides, with its names.
-
-`accuracy` and `math` use math-verify (`pip install 'turnwise[math]'`). `cosine`, `repetition` and `soft_overlong` have ms-swift's
-arguments. `format` and `react_format` check the format of a completion.
-
-Runs math-verify in a worker process, so that a run in any thread can use it and no call blocks the event loop.
-
-math-verify limits its time by SIGALRM, which Python allows in the main thread only, and its parser can run for a long time
-inside one C call, which no signal ends. The worker (`math_worker`) has its own main thread, and is killed and started again if it
-does not answer.
-"""
+`accuracy` and `math` use math-verify (`pip install 'turnwise[math]'`) in a worker process. math-verify limits its time by
+SIGALRM, which Python allows in the main thread only, and its parser can run for a long time inside one C call, which no signal
+ends. The worker has its own main thread, and is killed and started again if it does not answer. So a run in any thread can use
+the functions, and no call blocks the event loop."""
 
 from __future__ import annotations
 
@@ -121,7 +114,7 @@ class MathAccuracy(ORM):
     The answer is the text in `<answer>`; without `<answer>`, the boxed text, or else the LaTeX text. The solution is read in the
     same way, but numbers count without LaTeX. A solution that cannot be read gives 0.
 
-    math-verify runs in a worker process (`math_process`): the function can be called in any thread.
+    math-verify runs in a worker process (`math_worker`): the function can be called in any thread.
 
     Raises ConfigError without math-verify.
     """

@@ -1,17 +1,9 @@
-"""Plugin files with `import swift` at any time, and what a recipe takes from them: `scheduler`, `Reward`, `reward`.
+"""Plugin files of ms-swift, and what a recipe takes from them: `scheduler`, `Reward` and `reward`.
 
-Loads plugin files of ms-swift. In a plugin file, `import swift...` gives the objects of `NAMES` (see `imports`).
-
-`import swift...` in a plugin file, at any time: at its top, and inside a method that runs later, in any thread.
-
-A module looks up `import` in its own builtins. A plugin file, and the modules that it imports from its own folder, run with
-builtins whose `import` returns turnwise's modules under ms-swift's names. Other code is not affected: the modules under
-ms-swift's names are not put into `sys.modules`. The behaviour is the same whether or not ms-swift is installed.
-
-`turnwise.compat.swift:Reward` and `:reward`: ms-swift's reward functions in a recipe.
-
-`turnwise.compat.swift:scheduler`: makes the environment of a scheduler from the arguments of a recipe.
-"""
+A plugin file may `import swift` at any time: at its top, and inside a method that runs later, in any thread. A module looks up
+`import` in its own builtins. A plugin file, and the modules that it imports from its own folder, run with builtins whose `import`
+returns the objects of `NAMES` under ms-swift's names. Other code is not affected: nothing is put into `sys.modules`. The
+behaviour is the same whether or not ms-swift is installed."""
 
 from __future__ import annotations
 

@@ -1,21 +1,15 @@
-"""The data classes of a scheduler; the way from one list of messages to another; the masks that it returns.
+"""What an ms-swift scheduler receives and returns, and what turnwise makes of it: data classes, replies, masks of tokens.
 
-The data classes that an ms-swift scheduler receives and returns: ms-swift's names, with the fields that users access.
-
-Data only. ms-swift declares some of these with pydantic; here all are dataclasses, with the same constructors.
-
-Converts between the messages of ms-swift and turnwise, and finds the `Reply` that leads from one list of messages to another.
+The data classes have ms-swift's names, constructors, and the fields that users access. ms-swift declares some of them with
+pydantic; here all are dataclasses.
 
 A scheduler changes a list of messages to say how the conversation continues. Three kinds of change are recognised: messages
 added after the model's answer are appended; an edited answer is cut where the edit begins, and the model continues it; any
 other change replaces the history.
 
-Which sampled tokens are trained on, if a scheduler returns token ids, a loss mask or log-probabilities.
-
-turnwise trains on the tokens that were sampled. It never takes tokens from a scheduler: it compares the returned ids with the
-sampled ones. A token is trained on if the returned id equals the sampled one and the mask is 1. If lengths or values do not
-fit together, the conversation ends with an error that names the numbers.
-"""
+turnwise trains on the tokens that were sampled, and never takes tokens from a scheduler. A token is trained on if the id that the
+scheduler returned equals the sampled one and the mask is 1. If lengths or values do not fit together, the conversation ends with
+an error that names the numbers."""
 
 from __future__ import annotations
 

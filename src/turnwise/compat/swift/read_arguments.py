@@ -1,20 +1,10 @@
-"""Reads ms-swift's arguments: tables, types, command lines, files.
+"""Reads ms-swift's arguments from a command line, a script, or a YAML or JSON file.
 
-The types of the arguments that the conversion computes with or converts to options: integer, number, text, list, mapping.
-
-Values are words of a command line (always texts) or values of a YAML or JSON file. Each argument is parsed once, here, as its
-type. A value of another type raises an error that names the argument, the value and the type. Other arguments are only
-reported, so the type of their values is guessed from the text.
-
-Reads arguments of ms-swift from a command line, a script, or a YAML or JSON file.
-
-Tables of ms-swift's arguments.
-
-Arguments that become one option with the same value, arguments that must have the value which turnwise always uses, and
-arguments of machinery that does not exist here. `arguments` and the `convert_*` modules convert the others.
-
-Builds a recipe from ms-swift's arguments.
-"""
+Knows the tables of arguments (those that become one option with the same value, those that must have the value which turnwise
+always uses, those of machinery that does not exist here) and the types of the arguments that the conversion computes with. Words
+of a command line are texts. Each argument is parsed once, here; a value of another type raises an error that names the argument,
+the value and the type. The types of arguments that are only reported are guessed. Does not know what an argument means for a
+recipe; `convert` and `convert_training` do."""
 
 from __future__ import annotations
 

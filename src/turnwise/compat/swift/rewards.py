@@ -1,9 +1,7 @@
-"""Calls of reward functions: their arguments and results.
+"""Calls reward functions of ms-swift: builds their arguments from finished trajectories, and checks their results.
 
-Calls reward functions of ms-swift: builds their arguments from finished trajectories, and checks their results.
-
-The `args` that reward classes of ms-swift are made with, and the `trainer_state` that their calls get.
-"""
+Knows the `args` that reward classes are made with, and the `trainer_state` that their calls get. Does not know where the
+functions come from (`plugins`)."""
 
 from __future__ import annotations
 

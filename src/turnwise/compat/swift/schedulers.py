@@ -1,16 +1,9 @@
-"""`MultiTurnScheduler`, and the schedulers that ms-swift provides.
+"""`MultiTurnScheduler` with ms-swift's interface, the schedulers that ms-swift provides, and its gym environments.
 
-`MultiTurnScheduler` with ms-swift's interface, and `ask_scheduler`, which calls its hooks after a turn of the model.
-
-Hooks may be sync or async. Sync hooks run in threads, so that a slow hook does not block other conversations.
-
-What ms-swift provides: schedulers (a tip and a second attempt after a wrong answer; tools in the ReAct format), and the gym
-environment `math_env`.
-
-ms-swift's gym environments: `Env`, `ContextManager`, and the scheduler that connects them with the model.
-
-`OpenEnvScheduler`: an environment on an OpenEnv server, which each row names in `env_config`.
-"""
+`ask_scheduler` calls the hooks of a scheduler after a turn of the model. Hooks may be sync or async; sync hooks run in threads,
+so that a slow hook does not block other conversations. Provided are: a tip and a second attempt after a wrong answer, tools in
+the ReAct format, the gym scheduler with `Env`, `ContextManager` and `math_env`, and `OpenEnvScheduler`: an environment on an
+OpenEnv server, which each row names in `env_config`. Does not know turnwise's environments (`environments`)."""
 
 from __future__ import annotations
 

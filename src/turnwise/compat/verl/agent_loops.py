@@ -1,15 +1,12 @@
-"""The names that verl's agent loops import: `verl.experimental.agent_loop.agent_loop`, and the modules around it.
+"""Runs verl's agent loops: programs of the user that lead a conversation with token ids.
 
-A loop derives from `AgentLoopBase` and overrides `run`. It calls `self.server_manager.generate` with token ids, and returns an
-`AgentLoopOutput`. `agent_loops` runs it; this module has what the loop's own code uses. The helpers of the base class encode
-messages with turnwise's renderer, so that the boundaries between turns are those of the model's template.
+A loop derives from `AgentLoopBase` (`verl.experimental.agent_loop.agent_loop`) and overrides `run`. It calls
+`self.server_manager.generate` with token ids, and returns an `AgentLoopOutput`. `AgentLoops` reads the classes once per run, from
+verl's `agent_loop_config_path` and from Python files with `@register`. Rows select one by the column `agent_name`.
 
-Runs verl's agent loops: programs of the user that lead a conversation with token ids.
-
-`AgentLoops` reads the classes once per run, from verl's `agent_loop_config_path` and from Python files with `@register`. Rows
-select one by the column `agent_name`. A loop runs beside the rollout loop (`environments.agents.token_agent`): each `generate`
-is one turn, and what the loop returns is compared with what was sampled.
-"""
+A loop runs beside the rollout loop (`environments.agents.token_agent`): each `generate` is one turn, and what the loop returns is
+compared with what was sampled. The helpers of the base class encode messages with turnwise's renderer, so that the boundaries
+between turns are those of the model's template."""
 
 from __future__ import annotations
 

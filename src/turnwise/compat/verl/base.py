@@ -1,23 +1,13 @@
-"""Classes with verl's names, and calls of users' classes.
+"""The classes that users of verl derive from and receive, with verl's names, and calls of users' classes.
 
-The base classes for users of verl: `BaseInteraction` and `BaseTool`, with verl's signatures and defaults.
+`BaseInteraction` and `BaseTool` have verl's signatures and defaults. One object serves all conversations and distinguishes them
+by `instance_id`; in turnwise, a conversation has one id for its interaction and its tools. Unlike verl's, the classes of schemas,
+calls and responses (`verl.tools.schemas`) keep all given keys: the chat template receives `items`, `default`, nested `properties`
+and `anyOf`, and a property without `type` is not an error. `AgentData`, the argument `agent_data` of `execute` in verl v0.7, has
+the tokens of the last turn but not those of the prompt, because environments receive messages.
 
-One object serves all conversations and distinguishes them by `instance_id`. In turnwise, a conversation has one id for its
-interaction and its tools.
-
-The data classes of verl's tools: schemas, calls and responses, with verl's names (`verl.tools.schemas`).
-
-Unlike verl's classes, these classes keep all given keys: the chat template receives `items`, `default`, nested `properties` and
-`anyOf`. A property without `type` is not an error.
-
-The argument `agent_data` of `execute` in verl v0.7: the state of the tool's conversation.
-
-An environment receives messages, not tokens. `AgentData` has the tokens of the last turn, but not the tokens of the prompt.
-
-Calls the methods of a user's class: sync or async, with the signatures of all versions of verl.
-
-Sync methods run in a thread. While a method runs, turnwise provides verl's names, because methods may also import them.
-"""
+`call` accepts sync and async methods with the signatures of all versions of verl. Sync methods run in a thread. While a method
+runs, turnwise provides verl's names, because methods may also import them. Knows no conversations and no YAML files."""
 
 from __future__ import annotations
 

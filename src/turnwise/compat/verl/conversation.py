@@ -1,13 +1,9 @@
-"""Conversations with verl's interactions and tools.
+"""Conversations with verl's interactions and tools: one Environment around the user's classes.
 
-Conversations with verl's interactions and tools: one Environment around the user's classes.
-
-`Conversations` reads the files once per run, and makes one `Conversation` per trajectory. The interaction is an environment,
-and the tools are in the usual tool layer in front of it. `Conversation` is in front of both: it collects all messages, which verl
-passes to interactions, and calls `calc_reward` of the tools.
-
-verl's interactions as environments: one object serves all conversations, and answers each turn without a tool call.
-"""
+`Conversations` reads the files once per run, and makes one `Conversation` per trajectory. The interaction is an environment: one
+object serves all conversations, and answers each turn without a tool call. The tools are in the usual tool layer in front of it.
+`Conversation` is in front of both: it collects all messages, which verl passes to interactions, and calls `calc_reward` of the
+tools."""
 
 from __future__ import annotations
 

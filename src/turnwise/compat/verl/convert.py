@@ -1,17 +1,12 @@
-"""Converts verl's configuration, from a file or a script.
+"""Converts verl's configuration, from a file or a shell script, into a recipe, with a report on every key.
 
-Converts verl's configuration into a recipe, with a report: which keys were converted, which were not, and why.
+Knows the keys about conversations, engines and devices; `convert_training` knows those about training, and the tables of `keys`
+those that need no computation. Keys that are not given have verl's default if it differs from turnwise's; verl's own
+configuration files (`ppo_trainer` and the files that it includes) contain these defaults, and are not read.
 
-Keys that are not given have verl's default if it differs from turnwise's. verl's own configuration files (`ppo_trainer` and the
-files that it includes) contain these defaults, and are not read.
-
-Reads the arguments of `python -m verl.trainer.main_ppo` from verl's shell scripts. Scripts are never run.
-
-Supported: variables and their defaults (`${NAME:-512}`, `${1:-vllm}`), integer arithmetic, arrays, `$(pwd)` and the environment.
-A variable that neither the script nor the environment sets, such as `$SLURM_JOB_NUM_NODES`, stays as a reference: `${NAME}`.
-
-Converts verl's keys for devices: how many, and how the model is divided among them. The section `cluster` of a recipe.
-"""
+Scripts are never run. Of `python -m verl.trainer.main_ppo` in a script it reads variables and their defaults (`${NAME:-512}`,
+`${1:-vllm}`), integer arithmetic, arrays, `$(pwd)` and the environment. A variable that neither the script nor the environment
+sets, such as `$SLURM_JOB_NUM_NODES`, stays as a reference: `${NAME}`."""
 
 from __future__ import annotations
 

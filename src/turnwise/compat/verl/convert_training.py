@@ -1,11 +1,6 @@
-"""Converts it: optimization, losses, correction.
+"""Converts verl's keys about training: optimization, steps, policy loss, KL divergence and rollout correction.
 
-Converts verl's keys about optimization and about the run; `arguments` converts the other keys.
-
-Converts verl's keys about the policy loss, its average, its clipping and the KL divergence.
-
-Converts verl's keys `algorithm.rollout_correction.*` into the section correction.
-"""
+Reads no files; `convert` calls the functions."""
 
 from __future__ import annotations
 

@@ -1,15 +1,10 @@
-"""verl's two files, and the functions that read them.
-
-Reads verl's two files: the interactions that answer the model (`interaction:`), and its tools (`tools:`).
+"""Reads verl's two files: the interactions that answer the model (`interaction:`), and its tools (`tools:`).
 
 A `class_name` is `package.module.Class` (importable from the working directory, or one of verl's names), or
-`path/to/file.py:Class`.
+`path/to/file.py:Class`. Errors name the place of a mistake.
 
-verl's functions that create interactions and tools from its two files (`verl.interactions.utils`, `verl.tools.utils`).
-
-For code that calls these functions: they accept the same arguments and raise the same exceptions as in verl. For a recipe, the
-module `files` reads the same files; it is stricter, and its errors name the place of a mistake.
-"""
+For code that calls them, the functions of `verl.interactions.utils` and `verl.tools.utils` are here too. They accept the same
+arguments and raise the same exceptions as in verl; recipes do not use them."""
 
 from __future__ import annotations
 

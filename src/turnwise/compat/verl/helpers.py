@@ -1,22 +1,12 @@
-"""Helper functions with verl's names: graders, files, images, search.
+r"""Helper functions that users of verl import, with verl's names: graders, files, images, search.
 
-verl's grader of GSM8K answers (`verl.utils.reward_score.gsm8k`), which compares texts, not numbers.
-
-`#### 72.0` is not equal to `72` here. `turnwise.data.numeric_answers` compares numbers. This grader exists to give the same
-rewards as verl.
-
-`\boxed{...}` in texts, as verl's preprocessing scripts for mathematics read it (`verl.utils.reward_score.math_reward`).
-
-File functions that verl's preprocessing scripts import (`verl.utils.hdfs_io`, `verl.utils.fs`): local paths and hdfs://.
-
-hdfs:// paths need the command line tool `hdfs`. Training does not use this module.
-
-Converts images and videos of tools in the same way as verl's helpers (`verl.utils.dataset.vision_utils`).
-
-Only the Python type is converted here; the model's processor resizes and splits images.
-
-verl's search helper (`verl.tools.utils.search_r1_like_utils`): returns documents as JSON text, and the request's metadata.
-"""
+- `verl.utils.reward_score.gsm8k` compares texts, not numbers: `#### 72.0` is not equal to `72`. It exists to give the same
+  rewards as verl; `turnwise.data.numeric_answers` compares numbers.
+- `verl.utils.reward_score.math_reward` reads `\boxed{...}`, as verl's preprocessing scripts for mathematics do.
+- `verl.utils.hdfs_io` and `verl.utils.fs`: local paths and hdfs://, which needs the command line tool `hdfs`. Training does not
+  use them.
+- `verl.utils.dataset.vision_utils` converts the Python type of images and videos; the model's processor resizes and splits them.
+- `verl.tools.utils.search_r1_like_utils` returns documents as JSON text, and the request's metadata."""
 
 from __future__ import annotations
 

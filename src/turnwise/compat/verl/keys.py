@@ -1,9 +1,6 @@
-"""Tables of verl's keys, and the recipe that is built from them.
+"""Tables of verl's keys (default values, keys that become one option, keys without effect here), and the recipe builder.
 
-Tables of verl's keys: default values, keys that become one option, and keys that have no effect here.
-
-Builds a recipe from verl's configuration tree.
-"""
+Knows names and values; the keys that need computation are converted by `convert` and `convert_training`."""
 
 from __future__ import annotations
 
@@ -145,7 +142,7 @@ HANDLED: tuple[str, ...] = (
     "trainer.project_name", "trainer.resume_mode", "trainer.save_freq", "trainer.test_freq", "trainer.total_epochs",
     "trainer.total_training_steps",
 )  # fmt: skip
-"""Keys that `arguments` and `optimization` convert one by one."""
+"""Keys that `convert` and `convert_training` convert one by one."""
 
 _NO = "turnwise does not support it"
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {

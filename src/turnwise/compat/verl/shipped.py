@@ -1,4 +1,4 @@
-"""The interactions and the tools that verl ships, with its names, replies and rewards; those of services are in `services`."""
+"""The interactions and the tools that verl ships, with its names, replies and rewards; those of services are in `tools`."""
 
 from __future__ import annotations
 

@@ -1,28 +1,16 @@
-"""verl's tools in the tool layer, those that call a service, and the row's fields for them.
+"""verl's tools in turnwise's tool layer, with the classes that call a service, and the row's fields for tools.
 
-verl's tools in turnwise's tool layer: one object serves all conversations, with one instance per conversation.
+One object serves all conversations, with one instance per conversation. `create` is called when the conversation begins,
+`execute` for each call, `calc_reward` once after the conversation, and `release` exactly once, however the conversation ends.
+Schemas, checks of arguments, time limits and error messages for the model are the same as for other tools.
 
-`create` is called when the conversation begins, `execute` for each call, `calc_reward` once after the conversation, and
-`release` exactly once, however the conversation ends. Schemas, checks of arguments, time limits and error messages for the
-model are the same as for other tools.
-
-verl's `@function_tool`: a function with type hints and a docstring, registered as a tool (`verl.tools.function_tool`).
-
-The functions of a file are offered to the model like all other tools: arguments are checked, calls have a time limit, and errors
-are told to the model. The return value has verl's forms: a text, a mapping, a `ToolResponse`, or a tuple of up to three with a
-reward and metrics; any other value becomes its text.
-
-Tools that call a service: search, SandboxFusion servers and MCP servers, with verl's names, attributes and options.
-
-The clients of the services are in `turnwise.environments`; this module contains verl's classes around them. Subclasses may
-override the same methods as in verl: `execute`, `execute_search`, `execute_code`, `_call_tool`, `_parse_tool_result`.
-
-The pool in which verl's service tools run sync functions: `execution_pool.execute.remote(function, ...)`, without Ray.
-
-The fields of a verl row for its interaction and its tools: `interaction_kwargs`, `tools_kwargs`, `tool_selection`.
-
-They are in `extra_info`, or columns of their own. In parquet, each row has the keys of all rows, so null means not set.
-"""
+- The functions of `@function_tool` (`verl.tools.function_tool`) are tools like all others. They return what verl's may: a text, a
+  mapping, a `ToolResponse`, or a tuple of up to three with a reward and metrics; any other value becomes its text.
+- Search, SandboxFusion and MCP tools have verl's names, attributes and options. Subclasses may override the same methods as in
+  verl: `execute`, `execute_search`, `execute_code`, `_call_tool`, `_parse_tool_result`. The clients of the services are in
+  `turnwise.environments`. Their sync functions run in a pool: `execution_pool.execute.remote(function, ...)`, without Ray.
+- `interaction_kwargs`, `tools_kwargs` and `tool_selection` are in the row's `extra_info`, or columns of their own. In parquet,
+  each row has the keys of all rows, so null means not set."""
 
 from __future__ import annotations
 
