@@ -1,4 +1,9 @@
-"""Large models on a CPU: which freed blocks of memory the C library keeps."""
+"""Large models on a CPU: which freed blocks of memory the C library keeps.
+
+New memory costs as much as several reads, so freed blocks are kept for the next operations. Tensors that live longer (gradients,
+optimizer state, packed weights, the KV cache) are allocated apart from them, so that they do not divide the free memory. Knows
+sizes of blocks. Does not know what is in them. Without glibc, nothing changes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Fingerprints: hashes that are equal for equal contents. A resumed run compares them with those from its start."""
+"""Fingerprints: hashes that are equal for equal contents. A resumed run compares them with those from its start.
+
+Knows files, rows and tokenizers (a model's weights: `models/loading.py`). Does not know what follows from a difference, and
+imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """The only forward pass of the learner: log-probabilities of a packed batch, without the logits of all targets in memory.
 
-A transformers model computes the hidden states of a micro-batch. The output layer then runs on chunks of targets: a chunk's
-logits are dropped after use, and the backward pass computes them again. So the largest tensor is [C, V] for a chunk of C
-targets, in both passes, and the values and gradients are those of one large matrix. Models that scale or cap their logits after
-the output layer compute all logits at once.
+A transformers model computes the hidden states of a micro-batch. The output layer then runs on chunks of targets, whose logits
+are dropped after use. If the output layer is trained, the backward pass computes them again (those of at most four chunks are
+kept); if not, the forward pass already computes the gradients. So the largest tensor is [C, V] for a chunk of C targets, in both
+passes, and the values and gradients are those of one large matrix. Models that scale or cap their logits after the output layer
+compute all logits at once.
 
 Knows a model's body, its output layer, and the distribution that is sampled from. Does not know losses, advantages or optimizer
 steps. Invariant: prefix trees are used only if a small tree gives the log-probabilities of separate sequences.

@@ -1,4 +1,7 @@
-"""The critic in this process: a value model on one device, and its optimizer."""
+"""The critic in this process: a value model on one device, and its optimizer.
+
+Knows how packed states become values and optimizer steps. Does not know how returns are estimated, nor conversations.
+"""
 
 from __future__ import annotations
 

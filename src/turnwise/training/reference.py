@@ -1,4 +1,9 @@
-"""The reference model: a policy that is not trained, of which the KL divergence is measured."""
+"""The reference model: a policy that is not trained, of which the KL divergence is measured.
+
+It is the model before training, another model with the same vocabulary, or, with an adapter, the trained model without its
+adapter. Its weights may be mixed with those of the policy. Knows models and their forward pass. Does not know the estimators of
+the divergence, or which loss uses them.
+"""
 
 from __future__ import annotations
 

@@ -255,6 +255,9 @@ class PassLearner(Passes[MicroBatch[Targets], UpdateSums]):
             return UpdateStats()
         first, *others = [of_batch.batch.micro_batches for of_batch in prepared]
         own_ratios = self.loss.correction is None and self.loss.needs_behaviour_logprobs
+        # The first step has the weights before the update, so its pass gives the `old_logprob` of tokens that they sampled:
+        # their ratios are exactly 1. Later epochs compare with the log-probabilities of that pass, not with those of the engine,
+        # which rounds in another way.
         opening = _before_first_step(first) if own_ratios else first
         sums, norms = await self.take_steps([opening], on_micro_batch, on_first_step, lr, 1, True)
         if own_ratios and epochs > 1:
@@ -319,6 +322,7 @@ def prepare(learner: PassLearner, batch: Batch, stop: StopFlag) -> PreparedBatch
     if correction is None or len(own_N) < len(needed):  # stopped: the result is discarded
         return PreparedBatch(replace(batch, micro_batches=micro_batches))
     corrected = correct([micro.targets for micro in (*micro_batches, *without_gradient)], correction)
+    # `corrected` begins with the micro-batches of the loss; those without gradient are behind them, and are only measured
     kept = [
         replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
         for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=False)

@@ -1,4 +1,9 @@
-"""Publishes a learner's weights to an engine on servers, in this process or in rollout workers: all weights, or an adapter."""
+"""Publishes a learner's weights to an engine on servers, in this process or in rollout workers: all weights, or an adapter.
+
+After an update it may compare the log-probabilities of the servers with the learner's (`ProbeOptions`), and the servers may free
+their memory while the model is trained. Knows what it needs of learner and engine as protocols. Does not know files, routes or
+kinds of servers.
+"""
 
 from __future__ import annotations
 

@@ -216,6 +216,7 @@ def reinforce_pp(batch: Batch, *, gamma: float = 1.0) -> Advantages:
     for episode, of_turns in zip(episodes, returns, strict=True):
         entries: list[float | Sequence[float]] = []
         for values, included in zip(of_turns, episode.trained_T, strict=True):
+            # with gamma 1 and without penalties, all tokens of a turn have the same return: one number stands for them
             tokens = [(value - mean) * factor if included else 0.0 for value in values]
             by_token = gamma != 1.0 or episode.has_penalties
             entries.append(tokens if by_token else (tokens[0] if tokens else 0.0))
@@ -240,7 +241,9 @@ def _minus_others(batch: Batch, returns: Returns) -> Returns:
 
 
 def _group_minus_others(group: Sequence[Episode], returns: Sequence[Sequence[float]]) -> list[list[float]]:
-    # the returns of trained turns, by the index of the turn and by conversation
+    # The returns of trained turns, by the index of the turn and by conversation. Returns (3, 2) and (1,):
+    #     at_turn = {0: {0: 3, 1: 1}, 1: {0: 2}}   last = {0: 2, 1: 1}   result = (3 - 1, 2 - 1) and (1 - 3,)
+    # Invariant: a conversation's own returns are in no mean that is subtracted from them, which would bias the gradient.
     at_turn: dict[int, dict[int, float]] = defaultdict(dict)
     last: dict[int, float] = {}
     for number, episode in enumerate(group):
@@ -412,6 +415,8 @@ def _shares(episode: Episode, decay: float, initial: float) -> list[float]:
     for turn, score in enumerate(episode.potentials_T):
         if score is None:
             continue
+        # The parts of a change have the sum of the change, and the next change begins at this score. So all shares of a
+        # conversation have the sum last score - initial, and a score that falls and rises again gains nothing.
         weights = [decay**distance for distance in range(turn + 1)]
         for distance, part in enumerate(weights):
             shares[turn - distance] += (score - previous) * part / sum(weights)

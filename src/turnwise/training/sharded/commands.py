@@ -69,6 +69,7 @@ class Rank:
 
         def count() -> None:
             nonlocal done
+            # a round has a micro-batch for each rank, the last one perhaps fewer: 5 micro-batches on 2 ranks are 2, 2 and 1
             of_round = min(self.ranks.size, total - done)
             done += of_round
             for _ in range(of_round):
@@ -176,7 +177,7 @@ class GatherWeights:
         gathered: dict[str, torch.Tensor] = {}
         names: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in tensors.items():
-            full = complete(tensor)
+            full = complete(tensor)  # collective: all ranks call it for each tensor, and only rank 0 keeps the result
             if rank.ranks.leads:  # tied weights stay one tensor
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 first = names.setdefault((local.data_ptr(), tensor.shape), name)
@@ -191,7 +192,7 @@ class StreamWeights:
 
     def run(self, rank: Rank) -> None:
         for name, tensor in rank.built.named_tensors().items():
-            full = complete(tensor)
+            full = complete(tensor)  # collective, so all ranks call it for each tensor
             if rank.ranks.leads:
                 rank.on_tensor(name, full)
 

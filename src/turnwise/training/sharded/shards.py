@@ -80,6 +80,7 @@ def rounds_of(
 ) -> Iterator[MicroBatch[Any] | None]:
     """A micro-batch of this rank for each round, or None if it has no more. All ranks end together if rank 0 stops."""
     for number in range(rounds):
+        # only rank 0 is asked to stop: if it left a round alone, the others would wait for it in collective operations
         if ranks.agree(stop.is_set()):
             return
         yield mine[number] if number < len(mine) else None
@@ -124,6 +125,7 @@ def accumulate_rounds(
     for number, micro in enumerate(rounds_of(ranks, mine, rounds, stop)):
         sharded.sync_gradients(last=number == rounds - 1)
         if micro is None:
+            # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
             (compute(_dummy_micro_batch().to(ranks.device)).sum() * 0.0).backward()
         else:
             loss, metrics = loss_of(number, micro.to(ranks.device))
