@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
-from turnwise.record.reader import read_lines
+from turnwise.record.reader import RecordedTrajectories, read, read_lines
 from turnwise.record.run_directory import RunDirectory
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
@@ -339,6 +340,31 @@ def test_one_damaged_line_is_left_out_and_named(run: Path, line: bytes) -> None:
     assert f"left out: {path}:2" in summary
     for options in ({"last": whole}, {"best": 1}, {"worst": 1}, {"failed": True}):
         assert f"left out: {path}:2" in shown(run, **options)
+
+
+@pytest.mark.parametrize(("place", "byte"), [(0, 0), (12, 255), (-5, 7)])
+def test_a_damaged_part_of_a_compressed_record_is_left_out_and_named(run: Path, place: int, byte: int) -> None:
+    plain = run / "trajectories.jsonl"
+    lines = plain.read_bytes().splitlines(keepends=True)
+    plain.unlink()
+    path, first = run / "trajectories.jsonl.gz", gzip.compress(lines[0], 3, mtime=0)
+    second = bytearray(gzip.compress(lines[1], 3, mtime=0))
+    assert second[place] != byte
+    second[place] = byte
+    path.write_bytes(first + bytes(second) + gzip.compress(b"".join(lines[2:]), 3, mtime=0))
+    named = f"left out: {path} is damaged: the part at byte {len(first)} is not gzip data"
+    summary = shown(run)
+    assert f"{len(lines) - 1} conversations;" in summary
+    assert named in summary
+    ids = [json.loads(line)["id"] for line in lines]
+    for _ in range(2):  # without and with the index of the lines
+        everything = shown(run, last=len(lines))
+        assert named in everything
+        assert [id in everything for id in ids] == [True, False, *[True] * (len(ids) - 2)]
+    with pytest.raises(RunError, match=f"the part at byte {len(first)}"):
+        RecordedTrajectories(run)
+    with pytest.raises(RunError, match=f"the part at byte {len(first)}"):
+        list(read(run))
 
 
 def test_a_damaged_line_of_metrics_is_left_out_and_named(run: Path) -> None:

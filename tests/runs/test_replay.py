@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,41 @@ def test_rows_that_are_gone_are_named(tmp_path: Path, model: Path, capsys: pytes
     status, printed = replayed(out, capsys)
     assert status == 1
     assert "row '2' of the record is not among the 1 rows of the data" in printed
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=["in the middle", "at the end"])
+def test_a_damaged_line_is_left_out_and_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    out = collected(tmp_path, model)
+    path = out / "trajectories.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[number] = lines[number][:100] + b"\n"
+    path.write_bytes(b"".join(lines))
+    status, text = replayed(out, capsys)
+    assert status == 1
+    assert f"{path}:{number + 1}" in "".join(text.split("\n"))
+    assert "3 of 3 conversations are the same, 0 differ" in text
+
+
+def test_a_last_line_that_a_killed_run_has_not_finished_is_no_damage(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = collected(tmp_path, model)
+    path = out / "trajectories.jsonl"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert replayed(out, capsys) == (0, "3 of 3 conversations are the same, 0 differ\n")
+
+
+def test_a_damaged_part_of_a_compressed_record_is_left_out_and_named(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = collected(tmp_path, model)
+    path = out / "trajectories.jsonl"
+    first, second, third, last = [gzip.compress(line, 3, mtime=0) for line in path.read_bytes().splitlines(True)]
+    path.unlink()
+    (out / "trajectories.jsonl.gz").write_bytes(first + second[:30] + b"??" + second[32:] + third + last)
+    status, text = replayed(out, capsys)
+    assert status == 1
+    assert f"the part at byte {len(first)} is not gzip data" in " ".join(text.split())
+    assert "3 of 3 conversations are the same, 0 differ" in text

@@ -17,7 +17,7 @@ from turnwise.cli import main
 from turnwise.errors import RunError
 from turnwise.record.writer import AppendedFile
 from turnwise.view.runs import ViewedRun, evaluations
-from turnwise.view.server import ViewServer
+from turnwise.view.server import ViewServer, export
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def test_a_truncated_and_a_damaged_compressed_record(run: Path) -> None:
     assert viewed.summary()["conversations"]["train"] == 24
     second = len(gzip.compress(b"".join(lines[:8]), 3, mtime=0))
     path.write_bytes(complete[:second] + b"\0\0" + complete[second + 2 :])
+    third = second + len(gzip.compress(b"".join(lines[8:16]), 3, mtime=0))
     problem = f"{path} is damaged: the part at byte {second} is not gzip data"
     with pytest.raises(RunError, match=problem):
         viewed.conversation("train", 9)
@@ -98,7 +99,20 @@ def test_a_truncated_and_a_damaged_compressed_record(run: Path) -> None:
     viewed.update()
     assert viewed.problem is not None
     assert problem in viewed.problem
-    assert f"truncate --size={second}" in viewed.problem
+    assert f"those from byte {third} on can be read" in viewed.problem
+    ids = [json.loads(line)["id"] for line in lines]
+    assert viewed.indexes["train"].columns()["id"] == ids[:8] + ids[16:]
+    assert [viewed.conversation("train", number)["id"] for number in (7, 8)] == [ids[7], ids[16]]
+    page = run.parent / "page.html"
+    export([viewed], page)
+    assert f"the part at byte {second}" in page.read_text()
+    viewed.close()
+    path.write_bytes(complete[: third + 20] + b"\xff\xff" + complete[third + 22 :])  # the last part
+    viewed = ViewedRun(run)
+    viewed.update()
+    assert viewed.indexes["train"].columns()["id"] == ids[:16]
+    assert viewed.problem is not None
+    assert f"truncate --size={third}" in viewed.problem
     viewed.close()
 
 

@@ -34,6 +34,8 @@ _PART_BYTES = 1 << 18
 """A part ends after this number of bytes before compression: reading a line decompresses its part."""
 _LEVEL = 3
 _COPY_BYTES = 1 << 16
+_PART_HEAD = b"\x1f\x8b\x08" + bytes(5)
+"""The first bytes of a part, as `gzip.compress` writes them: no name and no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,9 @@ class CompressedPart:
     """Where it begins in the file, in bytes."""
     end: int
     contents: bytes
-    """After decompression."""
+    """After decompression; empty if the part is damaged."""
+    damage: str | None = None
+    """What is wrong with the part and what can be done; None if nothing is."""
 
 
 def is_compressed(path: Path) -> bool:
@@ -72,39 +76,63 @@ def compressed_parts(lines: Iterable[bytes]) -> Iterator[bytes]:
         yield gzip.compress(b"".join(waiting), _LEVEL, mtime=0)
 
 
-def damaged_part(path: Path, begin: int, error: zlib.error) -> RunError:
-    """The error for a part of a compressed file that cannot be decompressed."""
-    return RunError(
-        f"{path} is damaged: the part at byte {begin} is not gzip data ({error}). Restore the file from a copy, or cut it there: "
-        f"truncate --size={begin} {path}"
-    )
-
-
 def read_parts(file: BinaryIO, path: Path, begin: int = 0) -> Iterator[CompressedPart]:
-    """The complete parts of a compressed file from the part at `begin` on. A part that a killed run has not finished is left out.
-
-    Raises RunError if the file is damaged.
+    """The complete parts of a compressed file from the part at `begin` on. A last part that a killed run has not finished is left
+    out. A damaged part has its `damage` instead of contents: it ends where the next part begins that can be read.
     """
     file.seek(begin)
     data = b""
     while data := data or file.read(_COPY_BYTES):
-        decoder, contents, consumed = zlib.decompressobj(wbits=31), list[bytes](), 0
-        while True:
+        decoder, contents, consumed, error = zlib.decompressobj(wbits=31), list[bytes](), 0, "it does not end"
+        while not decoder.eof:
             try:
                 contents.append(decoder.decompress(data))
-            except zlib.error as error:
-                raise damaged_part(path, begin, error) from None
-            consumed += len(data) - len(decoder.unused_data)
-            if decoder.eof:
+            except zlib.error as wrong:
+                error = str(wrong)
                 break
-            if not (data := file.read(_COPY_BYTES)):
-                return
-        yield CompressedPart(begin, begin + consumed, b"".join(contents))
-        begin, data = begin + consumed, decoder.unused_data
+            consumed += len(data) - len(decoder.unused_data)
+            if not decoder.eof and not (data := file.read(_COPY_BYTES)):
+                break
+        if decoder.eof:
+            yield CompressedPart(begin, begin + consumed, b"".join(contents))
+            begin, data = begin + consumed, decoder.unused_data
+            continue
+        behind = _next_part(file, begin)
+        if behind is None and not data:
+            return  # not finished
+        end = file.seek(0, os.SEEK_END) if behind is None else behind
+        yield CompressedPart(begin, end, b"", _damage(path, begin, None if behind is None else end, error))
+        begin, data = file.seek(end), b""
 
 
-def open_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a plain or a compressed file. The last one has no newline if a killed run has not finished it.
+def _next_part(file: BinaryIO, begin: int) -> int | None:
+    """Where the first part behind the part at `begin` begins that can be read; None if there is none."""
+    file.seek(begin)
+    data = file.read()
+    place = data.find(_PART_HEAD, 1)
+    while place >= 0:
+        decoder = zlib.decompressobj(wbits=31)
+        with contextlib.suppress(zlib.error):
+            decoder.decompress(data[place:])
+            if decoder.eof:
+                return begin + place
+        place = data.find(_PART_HEAD, place + 1)
+    return None
+
+
+def _damage(path: Path, begin: int, behind: int | None, error: str) -> str:
+    """The text for a part that cannot be decompressed. `behind` is where the next one begins; None if it is the last one."""
+    text = f"{path} is damaged: the part at byte {begin} is not gzip data ({error})"
+    if behind is None:
+        return f"{text}. Restore the file from a copy, or cut it there: truncate --size={begin} {path}"
+    return (
+        f"{text}. Its conversations are left out; those from byte {behind} on can be read. Restore the file from a copy"
+    )
+
+
+def open_lines(path: Path, *, damaged: list[str] | None = None) -> Iterator[bytes]:
+    """The lines of a plain or a compressed file. The last one has no newline if a killed run has not finished it. With a list
+    `damaged`, a damaged part of a compressed file is left out and described in it.
 
     Raises OSError if the file cannot be read, RunError if it is damaged.
     """
@@ -114,14 +142,16 @@ def open_lines(path: Path) -> Iterator[bytes]:
             return
         rest = b""
         for part in read_parts(file, path):
+            if part.damage is not None:
+                if damaged is None:
+                    raise RunError(part.damage)
+                damaged.append(part.damage)
             *lines, rest = (rest + part.contents).split(b"\n")
             for line in lines:
                 yield line + b"\n"
         if rest:
             yield rest
 
-
-# the places of lines
 
 _FORMAT = 2
 _READ_BYTES = 1 << 20
@@ -160,8 +190,8 @@ class _Places:
 class LineFile:
     """A file as it was when this object was made: lines that are appended later are not seen.
 
-    A last line without a newline is left out if it is not JSON: a killed run has not finished it. A cache that cannot be written
-    is no error. Raises OSError if the file cannot be read, RunError if a compressed file is damaged.
+    A last line without a newline is left out if it is not JSON: a killed run has not finished it. Damaged parts of a compressed
+    file are left out too (`damage`). A cache that cannot be written is no error. Raises OSError if the file cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -187,6 +217,18 @@ class LineFile:
         """Where each line begins, and where the last one ends: line n is `offsets[n]` to `offsets[n + 1]`, in the contents of the
         file without compression."""
         return self._places.offsets
+
+    @property
+    def damage(self) -> list[str]:
+        """What is wrong with the parts of a compressed file that were left out. Raises OSError."""
+        places = self._places
+        ends = zip(places.part_offsets, places.part_offsets[1:], strict=False)
+        empty = [places.part_begins[number] for number, (begin, end) in enumerate(ends) if begin == end]
+        if not empty:
+            return []
+        with self.path.open("rb") as file:
+            found = [next(read_parts(file, self.path, begin), None) for begin in empty]
+        return [part.damage for part in found if part is not None and part.damage is not None]
 
     def line(self, number: int) -> bytes:
         """The line of this number, counted from 0. Raises OSError, RunError."""
@@ -259,13 +301,15 @@ class LineFile:
         number = bisect_right(places.part_offsets, begin) - 1
         first, contents = places.part_offsets[number], b""
         while first + len(contents) < end:
-            file.seek(places.part_begins[number])
-            data = file.read(places.part_begins[number + 1] - places.part_begins[number])
+            start, number = places.part_begins[number], number + 1
+            if places.part_offsets[number - 1] == places.part_offsets[number]:
+                continue  # a damaged part
+            file.seek(start)
             try:
-                contents += zlib.decompress(data, wbits=31)
-            except zlib.error as error:
-                raise damaged_part(self.path, places.part_begins[number], error) from None
-            number += 1
+                contents += zlib.decompress(file.read(places.part_begins[number] - start), wbits=31)
+            except zlib.error as error:  # it was not when the file was indexed
+                behind = _next_part(file, start)
+                raise RunError(_damage(self.path, start, behind, str(error))) from None
         return contents[begin - first : end - first]
 
     def _hash(self, file: BinaryIO) -> str:

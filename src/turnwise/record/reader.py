@@ -51,7 +51,7 @@ def read(run_or_file: str | Path, *, damaged: list[str] | None = None) -> Iterat
     """The trajectories of a run or of one of its files, in their order, each read when it is asked for.
 
     A last line that a killed run has not finished is skipped. Images are references (`StoredImage`). With a list `damaged`, a
-    damaged line is left out, and what is wrong with it is added to the list.
+    damaged line, or part of a compressed file, is left out, and what is wrong with it is added to the list.
 
     Raises RunError if the file is missing or cannot be read, or a line is damaged or has a newer schema.
     """
@@ -73,8 +73,9 @@ class RecordedTrajectories(Sequence[Trajectory]):
     Opening the file finds where each line begins (`LineFile`); a trajectory is read when it is asked for, without reading the
     others. Lines that are appended later are not seen.
 
-    Raises RunError if the file is missing or cannot be read; on access, if the line is damaged or has a newer schema. With a list
-    `damaged`, what is read as a list leaves out damaged lines, and what is wrong with them is added to the list.
+    Raises RunError if the file is missing or cannot be read, or a part of a compressed file is damaged; on access, if the line is
+    damaged or has a newer schema. With a list `damaged`, damaged parts and, in what is read as a list, damaged lines are left
+    out, and what is wrong with them is added to the list.
     """
 
     def __init__(self, run_or_file: str | Path, *, damaged: list[str] | None = None) -> None:
@@ -82,8 +83,13 @@ class RecordedTrajectories(Sequence[Trajectory]):
         self._damaged = damaged
         try:
             self._lines = LineFile(self.path)
+            damage = self._lines.damage
         except OSError as error:
             raise _unreadable(self.path, error) from None
+        if damage and damaged is None:
+            raise RunError(damage[0])
+        if damaged is not None:
+            damaged.extend(damage)
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -144,7 +150,7 @@ def read_lines(path: Path, *, damaged: list[str] | None = None) -> Iterator[dict
 def _objects(path: Path, damaged: list[str] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of each line, and its object."""
     try:
-        for number, line in enumerate(open_lines(path), 1):
+        for number, line in enumerate(open_lines(path, damaged=damaged), 1):
             try:
                 value = parse_line(line, f"{path}:{number}")
             except RunError as error:

@@ -322,7 +322,7 @@ class LearningWatch:
         if not noisy or any(_answers(group) > 1 for group in noisy):
             return None
         names = self._reward_functions()
-        source = f"the reward functions ({', '.join(names)})" if names else self.config.environment.use
+        source = f"The reward functions ({', '.join(names)})" if names else f"environment={self.config.environment.use}"
         first = noisy[0]
         rewards = ", ".join(f"{t.reward:g}" for t in first.trajectories[:4] if t.reward is not None)
         return (

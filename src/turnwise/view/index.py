@@ -69,6 +69,8 @@ class ConversationIndex:
         """How often the index was emptied because the record was written again."""
         self.ready = False
         """Whether `update` has looked at the record."""
+        self.damage: list[str] = []
+        """What is wrong with parts of a compressed record, whose conversations are left out."""
         self._file: LineFile | None = None
         self._file_state: tuple[Path, int, int] | None = None
         self._writing = threading.Lock()
@@ -154,12 +156,12 @@ class ConversationIndex:
         try:
             status = path.stat()
         except FileNotFoundError:
-            self._file, self._file_state, self.lines = None, None, 0
+            self._file, self._file_state, self.lines, self.damage = None, None, 0, []
             return None
         state = (path, status.st_size, status.st_mtime_ns)
         if self._file is None or self._file_state != state:
             self._file = LineFile(path)
-            self._file_state, self.lines = state, len(self._file)
+            self._file_state, self.lines, self.damage = state, len(self._file), self._file.damage
         return self._file
 
     def _next_block(self, file: LineFile) -> range:

@@ -64,7 +64,7 @@ class ViewedRun:
         self.indexes = {kind: ConversationIndex(path / name) for kind, name in FILES.items()}
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
         self.problem: str | None = None
-        """Why a file of the run cannot be read; None if there is no problem."""
+        """Why a file of the run, or a part of it, cannot be read; None if there is no problem."""
         evaluated = (path / "evaluation.json").is_file()
         self.name = f"{path.absolute().parent.name}/{path.name}" if evaluated else path.absolute().name
         """The name of the directory; of a model of an evaluation, with the name of the evaluation."""
@@ -78,6 +78,7 @@ class ViewedRun:
         for index in self.indexes.values():
             try:
                 complete &= index.update(seconds)
+                problem = next(iter(index.damage), problem)
             except RunError as error:
                 problem = str(error)
         self.problem = problem

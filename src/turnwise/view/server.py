@@ -328,8 +328,9 @@ def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Seque
     if most < 1:
         raise ConfigError(f"--most is {most}; it must be at least 1")
     for run in runs:
-        for index in run.indexes.values():  # a damaged record is an error here
+        for index in run.indexes.values():  # a record that cannot be read is an error here
             index.update()
+        run.update()  # the page names damaged parts of it
     parts = [_run(run, most, ids) for run in runs]
     missing = set(ids) - {found for part in parts for columns in part["columns"].values() for found in columns["id"]}
     if missing:
