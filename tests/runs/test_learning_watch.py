@@ -300,7 +300,7 @@ def test_identical_answers_with_different_rewards_are_told_as_such(grad_norm: fl
     assert told[0].startswith(
         "in all 1 groups with reward differences, the answers are identical and only their rewards differ (row 0: 0, 1)"
     )
-    assert "the reward functions (judge.py:judge) must give identical conversations the same reward" in told[0]
+    assert "learnt. The reward functions (judge.py:judge) must give identical conversations the same reward" in told[0]
     assert not any("top_k" in text for text in told)
     assert problems(LearningWatch(made()), 1, step((0.0, 1.0)), grad_norm=1.0) == []
 
