@@ -327,7 +327,7 @@ def test_a_blocked_loop_is_charged_to_who_blocks_it_and_named_with_function_and_
     (message,) = caplog.messages
     assert message.startswith("the environment Blocks.step blocked the event loop for 0.3 s in Blocks.step (")
     assert f"{__file__}:" in message
-    for way in ("write `def` instead of `async def`", "environment.thread: true", "asyncio.to_thread(function, ...)"):
+    for way in ("set environment.thread: true", "asyncio.to_thread(function, ...)"):
         assert way in message
 
 

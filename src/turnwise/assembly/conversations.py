@@ -21,7 +21,13 @@ from turnwise.config.engines import OpenAIEngineSection
 from turnwise.config.schema import Config, ToolUse
 from turnwise.config.section import changed_options
 from turnwise.engines.engine import Engine
-from turnwise.environments.environment import Environment, EnvironmentFactory, MessageCheck, ThreadedEnvironment
+from turnwise.environments.environment import (
+    Environment,
+    EnvironmentFactory,
+    MessageCheck,
+    SharesObject,
+    ThreadedEnvironment,
+)
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, Failed, boundary
@@ -32,6 +38,7 @@ from turnwise.rollout.context import Limits, RolloutContext, TextContext
 from turnwise.rollout_server.client import RolloutClient
 from turnwise.services.chat import ChatEndpoint, EndpointOptions
 from turnwise.types import Sampling, ToolSchema
+from turnwise.user_code.calls import NO_ASYNC, thread_ways
 from turnwise.user_code.references import resolve
 
 # tools
@@ -42,6 +49,13 @@ def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
 
     Raises ConfigError.
     """
+    named = _named_tool(use, key=key)
+    if isinstance(named, Tool):
+        return dataclasses.replace(named, option=key)
+    return dataclasses.replace(named, tools=tuple(dataclasses.replace(method, option=key) for method in named.tools))
+
+
+def _named_tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
     target = resolve(use.use, key=key)
     options = {name: value for name, value in use.model_dump(exclude={"use", "arguments"}).items() if value is not None}
     if isinstance(target, type):
@@ -61,7 +75,7 @@ def tool(use: ToolUse, *, key: str) -> Tool | Toolbox:
         raise ConfigError(
             f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"
         )
-    return Tool.of(target, **options)
+    return dataclasses.replace(Tool.of(target), **options)
 
 
 def tool_schemas(config: Config) -> list[ToolSchema]:
@@ -246,10 +260,22 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
         return Tools(all_tools, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if all_tools else then
 
     if source is not None:
-        return Environments(lambda: source.make(in_front), servers, source)
+        ways = _ways(source, config)
+        return Environments(lambda: _with_ways(ways, lambda: source.make(in_front)), servers, source)
     if config.environment.thread:
         return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers)
     return Environments(lambda: in_front((), constructor()), servers)
+
+
+def _ways(source: EnvironmentSource, config: Config) -> str:
+    """How `async` methods of the source's classes are run in a thread, for the warning of code that blocks."""
+    accepted = "thread" in inspect.signature(type(source)).parameters and not config.environment.arguments.get("thread")
+    return f"{NO_ASYNC}, set environment.arguments.thread: true" if accepted else NO_ASYNC
+
+
+def _with_ways(ways: str, make: EnvironmentFactory) -> Environment:
+    thread_ways.set(ways)  # in the context of the conversation, which all its calls share
+    return make()
 
 
 def _elsewhere(option: str) -> Environment:
@@ -276,7 +302,7 @@ def _check_environment(
         if config.environment.thread:
             raise ConfigError(
                 f"environment.thread has no effect with {name}, which runs the methods of other classes: remove it. To run a "
-                f"blocking method in a thread, write `def` instead of `async def`"
+                f"blocking method in a thread, {' or '.join(_ways(source, config).split(', '))}"
             )
         return source, environment_tools
     if not isinstance(built, Environment):
@@ -289,6 +315,11 @@ def _check_environment(
         raise ConfigError(
             f"environment: {name} creates a {type(built).__name__} without {', '.join(missing)}; an environment has async "
             f"methods begin(row), step(turn) and close(), or is an async generator function with @environment"
+        )
+    if config.environment.thread and isinstance(built, SharesObject) and built.shares:
+        raise ConfigError(
+            f"environment.thread gives each conversation an event loop of its own, and the conversations of {name} share one "
+            f"object (environment.arguments.shared), which belongs to one loop: remove one of the two options"
         )
     close_tried_environment(built.close, name)
     return None, ()

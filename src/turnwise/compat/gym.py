@@ -24,6 +24,7 @@ from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
 from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.user_code.thread_loops import OwnLoop, own_loop, refuse_unused_thread
 from turnwise.user_code.threads import ThreadedObject, columns_for
 
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -115,6 +116,7 @@ class GymEnvironments:
         invalid_reward: float = 0.0,
         render: bool = False,
         info: bool = False,
+        thread: bool = False,
     ) -> None:
         """Create the factory.
 
@@ -132,6 +134,7 @@ class GymEnvironments:
             invalid_reward: The reward of an answer that is not a valid action.
             render: Append the text of `render()` to the observation. Create the environment with `render_mode: ansi`.
             info: Append the information that `reset` and `step` return, as JSON.
+            thread: Run `async` methods in an event loop of the conversation's own, in a thread, so that they may block.
 
         Raises ConfigError.
         """
@@ -139,7 +142,7 @@ class GymEnvironments:
             environment = _registered(environment)
         self._read = None if action is None else referred(action, "action")
         self.show = None if observation is None else referred(observation, "observation")
-        self.render, self.info = render, info
+        self.render, self.info, self.thread = render, info, thread
         self._seed, self._options = seed, options
         if isinstance(invalid_reward, bool) or not isinstance(invalid_reward, int | float):
             raise ConfigError(f"environment.arguments.invalid_reward is {invalid_reward!r}; it must be a number")
@@ -174,6 +177,8 @@ class GymEnvironments:
                 f"environment.arguments.arguments.render_mode to ansi"
             )
         self.actions(environment)
+        if self.thread:
+            refuse_unused_thread(type(environment).__name__, _methods(environment))
 
     def actions(self, environment: Any) -> ActionParser:
         """The parser of the actions of an environment."""
@@ -208,8 +213,10 @@ class _Game:
         self._name = rules.maker.name
         self._foreign = ThreadedObject(rules.maker.make, end, name=self._name)
         self._refused = 0
+        self._loop = OwnLoop(self._name) if rules.thread else None
 
     async def begin(self, row: Row) -> Opening:
+        own_loop.set(self._loop)
         seed, options = self._rules.seed(row), self._rules.options(row)
         self._environment = await self._foreign.make()
         self._actions = self._rules.actions(self._environment)
@@ -250,7 +257,11 @@ class _Game:
         )
 
     async def close(self) -> None:
-        await self._foreign.close()
+        try:
+            await self._foreign.close()
+        finally:
+            if self._loop is not None:
+                self._loop.end()
 
     async def _shown(self, observation: Any, info: Any) -> Any:
         rules = self._rules
@@ -288,6 +299,7 @@ class ToolEnvironments:
         arguments: Mapping[str, Any] | None = None,
         tools: Mapping[str, str | Callable[..., Any]] | None = None,
         role: Literal["user", "tool"] = "user",
+        thread: bool = False,
     ) -> None:
         """Create the factory.
 
@@ -295,6 +307,7 @@ class ToolEnvironments:
         the complete text of the model's turn, tool calls included. `reset` receives the row's columns for which it has
         parameters. `role` is the role of the messages with the observations: some chat templates refuse `tool` after a turn
         without a tool call (Gemma 4, gpt-oss). Reward functions that read `trajectory["turns"]` always see the role `tool`.
+        `thread` runs `async` methods in an event loop of the conversation's own, in a thread, so that they may block.
 
         Raises ConfigError.
         """
@@ -307,11 +320,16 @@ class ToolEnvironments:
                     "environment.arguments.tools and environment.arguments.arguments.tools are both set: remove one"
                 )
             given["tools"] = {name: referred(tool, f"tools.{name}") for name, tool in tools.items()}
-        self._maker = ObjectFactory.of(environment, given, wants=("reset", "step"))
+        self._thread = thread
+        self._maker = ObjectFactory.of(environment, given, wants=("reset", "step"), check=self._check)
         self._role = role
 
     def __call__(self) -> Environment:
-        return _Steps(self._maker, self._role)
+        return _Steps(self._maker, self._role, thread=self._thread)
+
+    def _check(self, environment: Any) -> None:
+        if self._thread:
+            refuse_unused_thread(type(environment).__name__, _methods(environment))
 
     def tools(self) -> Sequence[Tool]:
         """No tools: the environment runs its own tools."""
@@ -328,12 +346,14 @@ class ToolEnvironments:
 class _Steps:
     """One conversation with an object that has `reset` and `step`."""
 
-    def __init__(self, maker: ObjectFactory, role: str) -> None:
+    def __init__(self, maker: ObjectFactory, role: str, *, thread: bool) -> None:
         self._foreign = ThreadedObject(maker.make, end, name=maker.name)
         self._name = maker.name
         self._role = role
+        self._loop = OwnLoop(self._name) if thread else None
 
     async def begin(self, row: Row) -> Opening:
+        own_loop.set(self._loop)
         self._environment = await self._foreign.make()
         columns = columns_for(self._environment.reset, row, name=f"{self._name}.reset")
         return Opening(
@@ -366,7 +386,17 @@ class _Steps:
         )
 
     async def close(self) -> None:
-        await self._foreign.close()
+        try:
+            await self._foreign.close()
+        finally:
+            if self._loop is not None:
+                self._loop.end()
+
+
+def _methods(environment: Any) -> list[Callable[..., Any]]:
+    """The methods that conversations call."""
+    found = (getattr(environment, name, None) for name in ("reset", "step", "render", "close"))
+    return [method for method in found if callable(method)]
 
 
 def _registered(name: str) -> Callable[..., Any]:

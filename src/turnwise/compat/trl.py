@@ -55,6 +55,7 @@ from turnwise.user_code.calls import (
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import number_or_none, reward_number
+from turnwise.user_code.thread_loops import OwnLoop, call_async, own_loop, refuse_unused_thread
 from turnwise.user_code.threads import ThreadedObject, columns_for, run_in_thread
 
 _BATCH = "all conversations"
@@ -241,6 +242,8 @@ class _Kind:
     scores: bool
     """Whether it has `get_reward`."""
     pool: InstancePool
+    methods: Sequence[Callable[..., Any]]
+    """What conversations call."""
 
 
 class TrlEnvironments:
@@ -261,12 +264,15 @@ class TrlEnvironments:
         *,
         arguments: Mapping[str, Any] | None = None,
         timeout: float = 30.0,
+        thread: bool = False,
     ) -> None:
         """Create the factory.
 
         `environment` is a class, a function that returns an environment, or a reference to a class or function. It may also be
         a mapping from names to these; the column `environment` then selects a name for each row. `arguments` are the keyword
-        arguments with which an environment is created. `timeout` is the time limit of a tool call in seconds.
+        arguments with which an environment is created. `timeout` is the time limit of a tool call in seconds. `thread` runs
+        `async` methods in an event loop of the conversation's own, in a thread, so that they may block. An instance that is
+        used again then gets another loop.
 
         Raises ConfigError.
         """
@@ -275,6 +281,10 @@ class TrlEnvironments:
         if not several:
             raise ConfigError("environment.arguments.environment is empty; name at least one environment")
         self._kinds = {name: _kind(value, arguments, timeout) for name, value in several.items()}
+        self._thread = thread
+        if thread:
+            names = " and ".join(kind.maker.name for kind in self._kinds.values())
+            refuse_unused_thread(names, [method for kind in self._kinds.values() for method in kind.methods])
 
     def __call__(self) -> Environment:
         return self.make(lambda tools, then: Tools(tools, then=then) if tools else then)
@@ -286,7 +296,7 @@ class TrlEnvironments:
 
     def make(self, in_front: InFront) -> Environment:
         """An environment behind its own tools and the recipe's tools. The row determines its own tools."""
-        return _Chosen(self._kind_of, in_front)
+        return _Chosen(self._kind_of, in_front, thread=self._thread)
 
     async def aclose(self) -> None:
         """Close the remaining instances, which conversations have used one after the other."""
@@ -318,13 +328,15 @@ class TrlEnvironments:
 class _Chosen:
     """One conversation. Its tools are known when it begins, because the row selects the class."""
 
-    def __init__(self, kind_of: Callable[[Row], tuple[_Kind, Row]], in_front: InFront) -> None:
+    def __init__(self, kind_of: Callable[[Row], tuple[_Kind, Row]], in_front: InFront, *, thread: bool) -> None:
         self._kind_of = kind_of
         self._in_front = in_front
         self._inner: _Played | None = None
         self._outer: Environment | None = None
+        self._loop = OwnLoop("trl") if thread else None
 
     async def begin(self, row: Row) -> Opening:
+        own_loop.set(self._loop)
         kind, row = self._kind_of(row)
         self._inner = _Played(kind)
         boxes = [] if kind.box is None else [replace(kind.box, make=self._inner.tools)]
@@ -342,8 +354,12 @@ class _Chosen:
         return None if self._inner is None else self._inner.environment_handle()
 
     async def close(self) -> None:
-        if self._outer is not None:
-            await self._outer.close()
+        try:
+            if self._outer is not None:
+                await self._outer.close()
+        finally:
+            if self._loop is not None:
+                self._loop.end()
 
 
 class _Played:
@@ -427,7 +443,7 @@ class _Played:
 
 
 def _kind(reference: str | Callable[..., Any], arguments: Mapping[str, Any] | None, timeout: float) -> _Kind:
-    boxes: list[tuple[Toolbox | None, bool]] = []
+    boxes: list[tuple[Toolbox | None, bool, list[Callable[..., Any]]]] = []
 
     def look(instance: Any) -> None:
         public = [
@@ -437,12 +453,12 @@ def _kind(reference: str | Callable[..., Any], arguments: Mapping[str, Any] | No
         # these tools are read for their schemas only: each conversation calls the methods of its own instance
         tools = tuple(Tool.of(method, timeout=timeout) for method in methods)
         box = Toolbox(make=object, name=type(instance).__name__, tools=tools) if tools else None
-        boxes.append((box, "get_reward" in public))
+        boxes.append((box, "get_reward" in public, [getattr(instance, name) for name in public]))
 
     first: list[Any] = []
     maker = ObjectFactory.of(reference, arguments, wants=("reset",), check=look, keep=first.append)
-    ((box, scores),) = boxes
-    return _Kind(maker, box, scores, InstancePool(maker.name, first))
+    ((box, scores, called),) = boxes
+    return _Kind(maker, box, scores, InstancePool(maker.name, first), called)
 
 
 def _with_trl_results(method: Callable[..., Any], running: list[str]) -> Callable[..., Any]:
@@ -452,7 +468,7 @@ def _with_trl_results(method: Callable[..., Any], running: list[str]) -> Callabl
         @wraps(method)
         async def waiting(**arguments: Any) -> Any:
             with _listed(method.__name__, running):
-                return _content(await method(**arguments))
+                return _content(await call_async(lambda: method(**arguments), kind="tool"))
 
         return waiting
 

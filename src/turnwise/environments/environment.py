@@ -14,28 +14,21 @@ TypeError or ValueError with the value, the rule and the fix.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import contextvars
 import functools
 import inspect
 import math
-import threading
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Generator,
     Iterator,
     Mapping,
     Sequence,
 )
-from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
-from turnwise.errors import boundary
 from turnwise.json_yaml import half_character
 from turnwise.types import (
     EarlierHistory,
@@ -55,6 +48,7 @@ from turnwise.types import (
 from turnwise.user_code.calls import leave_running, wait_for_left
 from turnwise.user_code.copies import copy_row, copy_turn
 from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.thread_loops import ThreadLoop
 from turnwise.user_code.threads import ThreadedObject
 
 # the interface, and generators
@@ -325,60 +319,13 @@ def environment(
 
 # an environment in a thread
 
-T = TypeVar("T")
 
-_JOIN_SECONDS = 15.0
+@runtime_checkable
+class SharesObject(Protocol):
+    """An environment that may share an object of the user with those of other conversations."""
 
-
-class ThreadLoop:
-    """An event loop in a daemon thread. All calls share one context."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._context = contextvars.copy_context()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run a coroutine in the thread's event loop."""
-        return self._context.copy().run(asyncio.run_coroutine_threadsafe, coroutine, self._loop)
-
-    async def run(self, function: Callable[[], Awaitable[T]], *, kind: str) -> T:
-        """Call and await a function in the thread's event loop. Returns its result. Raises Failed, of the kind `kind`."""
-
-        async def call() -> T:
-            with boundary(kind):
-                return await function()
-
-        async def in_context() -> T:
-            # a task for each call; all calls share one context
-            return await asyncio.get_running_loop().create_task(call(), context=self._context)
-
-        return await asyncio.wrap_future(self.submit(in_context()))
-
-    @property
-    def inside(self) -> bool:
-        """Whether the caller is in this thread."""
-        return threading.current_thread() is self._thread
-
-    def stop(self, *, wait: bool = True) -> None:
-        """Stop the loop and its thread. With `wait`, wait until the thread has ended."""
-        with contextlib.suppress(RuntimeError):  # the loop is already closed
-            self._loop.call_soon_threadsafe(self._loop.stop)
-        if wait and not self.inside:
-            self._thread.join(timeout=_JOIN_SECONDS)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_forever()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        finally:
-            self._loop.close()
+    shares: bool
+    """Whether it does: the object must then stay in one event loop."""
 
 
 class ThreadedEnvironment:

@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 import turnwise.environments.mcp as mcp_lines
-from turnwise.environments.environment import ThreadLoop
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.types import Failure
+from turnwise.user_code.thread_loops import ThreadLoop
 from turnwise.user_code.threads import run_in_thread
 
 if TYPE_CHECKING:

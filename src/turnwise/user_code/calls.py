@@ -133,6 +133,8 @@ class Stretch(NamedTuple):
     """Seconds of garbage collection when it began."""
     until: float = math.inf
     """`time.monotonic()` at which a limit of its conversation is over: the call is then interrupted."""
+    advice: str = ""
+    """What to do if it blocks, as a sentence without a period."""
 
 
 class LoopWatch:
@@ -152,12 +154,17 @@ class LoopWatch:
         """When the watching thread has last interrupted a call, as `time.monotonic()`."""
         self._interrupts = _set_interrupt(self)
 
-    def begin(self, name: str, *, until: float = math.inf) -> Stretch:
-        """A stretch of the call `name` begins, which is interrupted at `until`. What is returned is handed to `end`."""
+    def begin(self, name: str, *, advice: str, until: float = math.inf) -> Stretch:
+        """A stretch of the call `name` begins, which is interrupted at `until`. What is returned is handed to `end`.
+
+        `advice` says what to do if it blocks.
+        """
         if self._watcher is None:
             self._watcher = threading.Thread(target=_watch, args=(weakref.ref(self),), name="loop-watch", daemon=True)
             self._watcher.start()
-        stretch = Stretch(name, time.monotonic(), self._running, time.thread_time(), collector_time.seconds, until)
+        stretch = Stretch(
+            name, time.monotonic(), self._running, time.thread_time(), collector_time.seconds, until, advice
+        )
         self._running = stretch
         return stretch
 
@@ -214,14 +221,38 @@ class LoopWatch:
         self._reported.add(key)
         _log.warning(
             "%s %s the event loop for %.1f s%s, and all other conversations waited (their deadlines are extended by this "
-            "time). Use `await` instead of blocking calls; or run the code in a thread: write `def` instead of `async def`, set "
-            "environment.thread: true for an environment of turnwise, thread: true for a tool, or write "
-            "`await asyncio.to_thread(function, ...)` around the blocking call (docs/environments.md, Errors)",
+            "time). %s (docs/environments.md, Errors)",
             stretch.name,
             "has blocked" if still else "blocked",
             seconds,
             f" in {line}" if line else "",
+            stretch.advice,
         )
+
+
+NO_ASYNC = "write `def` instead of `async def`"
+"""A way out for users' classes of other systems: their methods without `async` run in threads."""
+
+thread_ways: ContextVar[str] = ContextVar("turnwise_thread_ways", default="set environment.thread: true")
+"""How the `async` methods of the conversation's environment are run in a thread, as a list of imperatives; empty: in no way."""
+
+
+def _advice(kind: str, ways: str | None) -> str:
+    """What to do if an `async` function of the kind blocks. `ways` are those of the function; None: of its environment."""
+    if ways is None:
+        ways = "" if kind == "reward" else thread_ways.get()
+    instead = f"{ways}, or " if ways else ""
+    return (
+        f"Use `await` instead of blocking calls; or run the code in a thread: {instead}write "
+        f"`await asyncio.to_thread(function, ...)` around the blocking call"
+    )
+
+
+_SYNC_REWARD = (
+    "Write `async def`, with `await asyncio.to_thread(function, ...)` around what takes long: a sync reward function runs in the "
+    "main thread"
+)
+_SYNC = "Shorten it: code that is neither `async` nor in a thread holds up all conversations"
 
 
 def _watch(reference: weakref.ref[LoopWatch]) -> None:
@@ -468,9 +499,11 @@ GRACE = 1.0
 class _Driven:
     """Awaits what a user's function returns, measures each stretch between two awaits, and can abandon the function."""
 
-    __slots__ = ("_function", "_limits", "_name", "abandoned")
+    __slots__ = ("_advice", "_function", "_limits", "_name", "_ways", "abandoned")
 
-    def __init__(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
+    def __init__(self, function: Callable[[], Awaitable[Any]], name: str, ways: str | None) -> None:
+        self._advice = ""
+        self._ways = ways
         self._function = function
         self._limits = limits.get()
         self._name = name
@@ -480,7 +513,7 @@ class _Driven:
         watch, own_time, coroutine = loop_watch(), stopwatch(), _awaited(self._function)
         error: BaseException | None = None
         while True:
-            stretch = watch.begin(self._name, until=first_end(self._limits))
+            stretch = watch.begin(self._name, advice=self._advice, until=first_end(self._limits))
             try:
                 waits_for = coroutine.send(None) if error is None else coroutine.throw(error)
             except StopIteration as result:
@@ -502,6 +535,7 @@ class _Driven:
     async def run(self, kind: str) -> Any:
         """The result of the function. Raises Failed, of the kind `kind`."""
         limits.set(self._limits)  # the context of the conversation does not have those of the caller
+        self._advice = _advice(kind, self._ways)  # here, because this context knows the conversation's environment
         with boundary(kind):
             return await self
 
@@ -527,8 +561,10 @@ def own_context() -> Context:
     return shareable((shared_context() or contextvars.copy_context()).copy())
 
 
-async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) -> T:
+async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str, ways: str | None = None) -> T:
     """Await what a user's function returns, in a task of its own.
+
+    `ways` says how the function is run in a thread, if not in those of its environment (`thread_ways`).
 
     If the caller is cancelled, so is the task. If the task has not ended `GRACE` seconds later, it is abandoned.
 
@@ -536,7 +572,7 @@ async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str) ->
     when a limit of its conversation is over: it is interrupted then, in the main thread.
     """
 
-    driven = _Driven(function, name)
+    driven = _Driven(function, name, ways)
     task = spawn(driven.run(kind), name=name)
     try:
         await _end_of(task)
@@ -615,7 +651,7 @@ def call_blocking(function: Callable[[], T], *, kind: str, name: str, shared: bo
     Raises Failed, of the kind `kind`, whatever the function raises.
     """
     watch, own_time, context = loop_watch(), stopwatch(), shared_context()
-    stretch = watch.begin(name)
+    stretch = watch.begin(name, advice=_SYNC_REWARD if kind == "reward" else _SYNC)
     try:
         with boundary(kind):
             return context.run(function) if shared and context is not None else function()

@@ -32,6 +32,7 @@ from typing import Any, Generic, TypeVar
 from turnwise.errors import Failed, boundary, failed_by
 from turnwise.types import Failure, Row
 from turnwise.user_code.calls import call_blocking, spawn
+from turnwise.user_code.thread_loops import call_async, copy_variables
 
 # threads
 
@@ -204,14 +205,7 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
         return run(function, name=name, kind=kind)
     finally:
         if future.done():
-            _copy_variables(context)
-
-
-def _copy_variables(context: contextvars.Context) -> None:
-    """Set the variables that were set in the thread in the caller's context too."""
-    for variable, value in context.items():
-        if variable.get(None) is not value:
-            variable.set(value)
+            copy_variables(context)
 
 
 # objects of one conversation
@@ -250,11 +244,12 @@ class ThreadedObject(Generic[T]):
         return self._busy is not None and not self._busy.done()
 
     async def ask(self, function: Callable[[], Any]) -> Any:
-        """The result of a function, sync or async. Raises what an async function raises; errors of a sync function as Failed."""
+        """The result of a function, sync or async. Raises errors of a sync function, and of an async one in the conversation's
+        own loop, as Failed; otherwise what the function raises."""
         if inspect.iscoroutinefunction(function):
-            return await function()
+            return await call_async(function, kind="environment")
         result = await self._aside(function)
-        return await result if inspect.isawaitable(result) else result
+        return await call_async(lambda: result, kind="environment") if inspect.isawaitable(result) else result
 
     async def close(self) -> None:
         """Close the object, if it was created and is not closed."""
@@ -268,7 +263,7 @@ class ThreadedObject(Generic[T]):
                     lambda instance=instance, end=self._end: end(instance), name=self._name, kind="environment"
                 )
                 if inspect.isawaitable(result):
-                    await result
+                    await call_async(lambda result=result: result, kind="environment")
 
     async def _aside(self, function: Callable[[], Any]) -> Any:
         self._busy = spawn(run_in_thread(function, name=self._name, kind="environment"))

@@ -197,8 +197,15 @@ class StepEnvironment:
     """
 
     def __init__(
-        self, scheduler: Any, *, name: str, gym_weight: float | None = None, lock: asyncio.Lock | None = None
+        self,
+        scheduler: Any,
+        *,
+        name: str,
+        gym_weight: float | None = None,
+        lock: asyncio.Lock | None = None,
+        shares: bool = False,
     ) -> None:
+        self.shares = shares
         self.scheduler = scheduler
         self.name = name
         self.gym_weight = gym_weight
@@ -359,7 +366,8 @@ class RunEnvironment:
     With `gym_weight`, the reward of the last turn is `gym_weight` times `rollout_infos["total_reward"]`.
     """
 
-    def __init__(self, scheduler: Any, *, name: str, gym_weight: float | None = None) -> None:
+    def __init__(self, scheduler: Any, *, name: str, gym_weight: float | None = None, shares: bool = False) -> None:
+        self.shares = shares
         self.scheduler = scheduler
         self.name = name
         self.gym_weight = gym_weight

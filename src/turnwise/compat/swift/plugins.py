@@ -45,6 +45,7 @@ from turnwise.data.images import load_image
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Trajectory
+from turnwise.user_code.calls import NO_ASYNC, thread_ways
 
 _ROOT = "swift"
 """turnwise always provides modules of this name. It provides modules of other names only if no such package is installed."""
@@ -496,9 +497,11 @@ def scheduler(
     instance, lock = _shared_instance(made_from, make) if shared else (make(), None)
     weight = _gym_weight(kind, name, use_gym_env, gym_weight)
     number = str(next(_numbers))
+    if lock is not None:  # in a conversation: environment.thread is refused
+        thread_ways.set(NO_ASYNC)
     if kind.run is not MultiTurnScheduler.run:
-        return RunEnvironment(instance, name=number, gym_weight=weight)
-    return StepEnvironment(instance, name=number, gym_weight=weight, lock=lock)
+        return RunEnvironment(instance, name=number, gym_weight=weight, shares=shared)
+    return StepEnvironment(instance, name=number, gym_weight=weight, lock=lock, shares=shared)
 
 
 def named_scheduler(

@@ -42,6 +42,7 @@ from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Message, Row, SamplingChange, ToolSchema
 from turnwise.user_code.references import load_file
 from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.thread_loops import own_loop
 
 T = TypeVar("T", bound=type)
 
@@ -480,6 +481,7 @@ class _LoopRun:
         client = LLMServerClient(model, self._prompts, params)
         loop = self._loop(client)
         name = f"{type(loop).__name__}.run"
+        own_loop.set(None)  # a loop waits for the engine, which is in the loop of all conversations
         output = await call(loop.run, params, keywords=_row_fields(row), name=name, kind="environment")
         with boundary("environment"):
             return _result(output, name)

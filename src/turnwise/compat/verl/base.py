@@ -6,8 +6,9 @@ calls and responses (`verl.tools.schemas`) keep all given keys: the chat templat
 and `anyOf`, and a property without `type` is not an error. `AgentData`, the argument `agent_data` of `execute` in verl v0.7, has
 the tokens of the last turn but not those of the prompt, because environments receive messages.
 
-`call` accepts sync and async methods with the signatures of all versions of verl. Sync methods run in a thread. While a method
-runs, turnwise provides verl's names, because methods may also import them. Knows no conversations and no YAML files."""
+`call` accepts sync and async methods with the signatures of all versions of verl. Sync methods run in a thread, and so do `async`
+methods in a conversation with an `OwnLoop`. While a method runs, turnwise provides verl's names, because methods may also import
+them. Knows no conversations and no YAML files."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ from turnwise.compat.verl.names import verl_names
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message, Turn
 from turnwise.user_code.calls import conversation_name, spawn
+from turnwise.user_code.thread_loops import call_async
 from turnwise.user_code.threads import run_in_thread
 
 
@@ -325,10 +327,11 @@ async def call(
             bound = _fitting(method, arguments, keywords or {})
             with verl_names():
                 if inspect.iscoroutinefunction(method):
-                    result = await bound()
+                    result = await call_async(bound, kind=kind)
                 else:
                     result = await run_in_thread(bound, name=name, kind=kind)
-                    result = await result if inspect.isawaitable(result) else result
+                    if inspect.isawaitable(started := result):
+                        result = await call_async(lambda: started, kind=kind)
                 return result
     finally:
         if _calls.isEnabledFor(logging.DEBUG):

@@ -39,6 +39,7 @@ from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.thread_loops import OwnLoop, own_loop, refuse_unused_thread
 
 _log = logging.getLogger(__name__)
 
@@ -180,6 +181,7 @@ class Interaction:
 
 _TOOL_AGENT, _SINGLE_TURN_AGENT = "tool_agent", "single_turn_agent"
 """verl's own agents."""
+_METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 _SECONDS = 25.0  # for the release of tools; less than the time that the rollout loop allows for closing
 
 InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
@@ -215,6 +217,7 @@ class Conversations:
         default_agent: str | None = None,
         config: str | Mapping[str, Any] | None = None,
         tool_parser: str | None = None,
+        thread: bool = False,
     ) -> None:
         """Read the files.
 
@@ -227,7 +230,8 @@ class Conversations:
         conversation ends after `max_user_turns` answers of the interaction. `tool_timeout` is the time limit of a call in
         seconds, unless a tool's own `timeout` is longer. `rewards` is `add` or `record`: `add` adds the rewards of tools and
         interactions to the turns' rewards; `record` only records them, so that the reward functions alone are the objective,
-        as in verl's trainer. Raises ConfigError.
+        as in verl's trainer. `thread` runs the `async` methods of interactions and tools in an event loop of the conversation's
+        own, in a thread, so that they may block; agent loops are not affected. Raises ConfigError.
         """
         if interactions is None and tools is None and function_tools is None and agent_loops is None:
             raise ConfigError("set interactions, tools, function_tools or agent_loops: one of verl's files")
@@ -240,12 +244,7 @@ class Conversations:
             raise ConfigError(f"max_user_turns={max_user_turns} {problem}")
         if not (tool_timeout > 0 and math.isfinite(tool_timeout)):
             raise ConfigError(f"tool_timeout={tool_timeout}; give a number of seconds above 0")
-        if rewards not in ("add", "record"):
-            raise ConfigError(f"rewards={rewards!r}; there are add and record")
-        if rewards == "record" and then is not None:
-            raise ConfigError(
-                f"rewards=record has no effect on then={then}, which is not a class of verl: remove one of the two"
-            )
+        _check_rewards(rewards, then)
         follow_verl_logging()
         self.records_rewards = rewards == "record"
         """Whether the rewards of tools and interactions are only recorded, and not added to the turns' rewards."""
@@ -260,6 +259,27 @@ class Conversations:
         self._default_agent = default_agent or _TOOL_AGENT
         self._refuse_unknown_agent(default_agent)
         self._tools, self._servers = read_tools(tools, timeout=tool_timeout) if tools is not None else ([], [])
+        self.thread = thread
+        """Whether `async` methods run in a thread of their conversation."""
+        if thread:
+            refuse_unused_thread("what the files name", self._methods())
+
+    def _methods(self) -> list[Callable[..., Any]]:
+        """The methods of the user's classes that conversations call."""
+        of_tools = [
+            method
+            for tool in self._tools
+            for method in (
+                getattr(tool.instance, name, None) for name in ("create", "execute", "calc_reward", "release")
+            )
+        ]
+        of_interactions = [
+            method
+            for interaction in self._interactions.values()
+            for method in (getattr(interaction, name, None) for name in _METHODS)
+        ]
+        functions = [function.fn for function, _ in self._functions.values()]
+        return [method for method in (*of_tools, *of_interactions, *functions) if callable(method)]
 
     def _refuse_unknown_agent(self, name: str | None) -> None:
         """Raises ConfigError if `default_agent` names no agent."""
@@ -345,6 +365,16 @@ class Conversations:
         return [tool for name, (_, tool) in self._functions.items() if selection is None or name in selection]
 
 
+def _check_rewards(rewards: str, then: Any) -> None:
+    """Raises ConfigError."""
+    if rewards not in ("add", "record"):
+        raise ConfigError(f"rewards={rewards!r}; there are add and record")
+    if rewards == "record" and then is not None:
+        raise ConfigError(
+            f"rewards=record has no effect on then={then}, which is not a class of verl: remove one of the two"
+        )
+
+
 class _ByAgent:
     """One conversation, led by the agent that its row names."""
 
@@ -352,8 +382,10 @@ class _ByAgent:
         self._setup = setup
         self._in_front = in_front
         self._inner: Environment | None = None
+        self._loop = OwnLoop("verl") if setup.thread else None
 
     async def begin(self, row: Row) -> Opening:
+        own_loop.set(self._loop)
         self._inner = self._setup.led_by(row, self._in_front)
         return await self._inner.begin(row)
 
@@ -368,8 +400,12 @@ class _ByAgent:
         return Reply(done=True, reward=reward)
 
     async def close(self) -> None:
-        if self._inner is not None:
-            await self._inner.close()
+        try:
+            if self._inner is not None:
+                await self._inner.close()
+        finally:
+            if self._loop is not None:
+                self._loop.end()
 
 
 class Conversation:

@@ -17,7 +17,6 @@ from turnwise.environments.agents.anthropic_messages import AnthropicMessages
 from turnwise.environments.agents.chat_completions import ChatCompletions, openai_error
 from turnwise.environments.agents.requests import AgentAnswer, AgentConversation, ChatRequest, Refused
 from turnwise.environments.agents.responses import Responses
-from turnwise.environments.environment import ThreadLoop
 from turnwise.errors import Failed, boundary
 from turnwise.json_yaml import lone_surrogate
 from turnwise.services.http_server import (
@@ -28,6 +27,7 @@ from turnwise.services.http_server import (
     missing_library,
     uvicorn_server,
 )
+from turnwise.user_code.thread_loops import ThreadLoop
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

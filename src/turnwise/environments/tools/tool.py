@@ -21,8 +21,8 @@ from turnwise.environments.tools.result import Answer, Result, Truncation, faile
 from turnwise.environments.tools.schema import Arguments, FromSchema, WrongArguments, schema_of
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Failure, ToolCall, ToolOutcome, ToolSchema
+from turnwise.user_code.calls import NO_ASYNC, deadline
 from turnwise.user_code.calls import call as call_user_code
-from turnwise.user_code.calls import deadline
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.threads import run_in_thread
 
@@ -57,6 +57,8 @@ class Tool:
     """Whether an async function runs in a thread with its own event loop, so that it may block."""
     truncation: Truncation | None = None
     """How a long result is shortened. None: `Tools` decides."""
+    option: str = ""
+    """The key of the recipe that names the tool, such as `tools.0`; empty: the environment brings the tool."""
 
     def __post_init__(self) -> None:
         if not (self.timeout > 0 and math.isfinite(self.timeout)):
@@ -167,8 +169,9 @@ class Tool:
             await asyncio.sleep(min(_FIRST_PAUSE * 2 ** (attempt - 1), _MAX_PAUSE))
 
     async def _attempt(self, given: Mapping[str, Any]) -> Result:
+        ways = f"{NO_ASYNC}, set {self.option}.thread: true" if self.option else None
         async with deadline(self.timeout):
-            return await call_user_code(lambda: self._call(given), kind="tool", name=f"the tool {self.name}")
+            return await call_user_code(lambda: self._call(given), kind="tool", name=f"the tool {self.name}", ways=ways)
 
     async def _call(self, given: Mapping[str, Any]) -> Result:
         with boundary("tool"):
