@@ -1,4 +1,4 @@
-"""Builds the objects of a recipe: environment, tools, rewards, engine, rows and values. Use `from turnwise import build`.
+"""Builds the objects of a recipe: environment, tools, rewards, engine, rows and values. Use `from turnwise import assembly`.
 
 Every object that a recipe names is imported and checked here, before a run begins.
 """

@@ -118,7 +118,7 @@ class LocalLearner(PassLearner):
 
     @property
     def model(self) -> Any:
-        """The transformers model, for an engine that samples on the same parameters (`build.engine`), and for nothing else."""
+        """The transformers model, for an engine that samples on the same parameters (`assembly.engine`), and for nothing else."""
         return self._model
 
     @property
