@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Unpack
 
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.local_paths import as_given
 from turnwise.recipe import Options, Recipe, rows_option, saved_model
 from turnwise.record.evaluation import Comparison, EvaluationResult, ModelResult, read_results
 from turnwise.record.reader import RecordedTrajectories, evaluation_frame, metrics_frame, read_lines, trajectories_frame
@@ -223,8 +224,10 @@ def rollout(recipe: Recipe | None = None, *, progress: bool = True, **options: U
     from turnwise.runs.sampling_only import collect
 
     config = _config(recipe, options)
-    _wait_for(collect(config, Path(config.output), _console(progress)))
-    return RunResult(Path(config.output))
+    out = Path(config.output)
+    place = out.absolute()  # user code may change the working directory
+    _wait_for(collect(config, out, _console(progress)))
+    return RunResult(as_given(out, place))
 
 
 def evaluate(
@@ -260,8 +263,9 @@ def evaluate(
     values = [_evaluated(name, model, directory, number) for number, (name, model) in enumerate(named, 1)]
     chosen = evaluated_models(config, values, single_turn=single_turn)
     console = _console(progress)
+    place = directory.absolute()  # user code may change the working directory
     print_results(console, _wait_for(evaluate_models(config, chosen, directory, console)))
-    return EvaluationRun(directory)
+    return EvaluationRun(as_given(directory, place))
 
 
 def _evaluated(name: str | None, model: Evaluated, directory: Path, number: int) -> str | NamedOptions:

@@ -5,13 +5,15 @@ A hub name is looked up over the network, which takes a minute where there is no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from turnwise.errors import TurnwiseError, nearest
 
-__all__ = ["looks_like_path", "no_file", "refuse_other_than_model"]
+__all__ = ["as_given", "looks_like_path", "no_file", "refuse_other_than_model", "same_directory"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SUFFIXES = frozenset(
@@ -47,6 +49,24 @@ def looks_like_path(text: str) -> bool:
         or os.path.lexists(text)
         or (bool(slash) and (folder == _OUTPUTS or os.path.isdir(folder)))
     )
+
+
+@contextlib.contextmanager
+def same_directory() -> Iterator[None]:
+    """Afterwards, the working directory is the same as before, whatever the user code inside does: the paths of a recipe that are
+    read later mean what they meant. For code that runs before conversations, and for the conversations of one of several models.
+    """
+    before = os.getcwd()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            os.chdir(before)
+
+
+def as_given(path: Path, place: Path) -> Path:
+    """`path` if it still is the absolute path `place`, and `place` if the working directory has changed since."""
+    return path if path.absolute() == place else place
 
 
 def no_file(path: Path, kind: str) -> str | None:

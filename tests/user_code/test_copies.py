@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 
 from support.conversations import Says, a_row, call, hold_all, scripted
 from turnwise import assembly
-from turnwise.api import Step, train
+from turnwise.api import Step, evaluate, rollout, train
 from turnwise.compat.gym import ToolEnvironments
 from turnwise.compat.trajectory_dict import DictReward, DictTurnReward
 from turnwise.compat.trl import TrlEnvironments, TrlReward
@@ -798,3 +799,73 @@ def test_a_run_goes_on_where_it_began_when_user_code_changes_the_working_directo
     assert len(result.trajectories) == 4
     assert (result.model / "model.safetensors").is_file() or any(result.model.rglob("*.safetensors"))
     assert list((tmp_path / "other").iterdir()) == []
+
+
+WANDERS = """
+import os
+from turnwise import SingleTurn
+from turnwise.types import Reply
+
+class Wanders(SingleTurn):
+    def __init__(self):
+        os.chdir("/")
+
+    async def step(self, turn):
+        os.chdir("/")
+        return Reply(done=True, reward=1.0)
+"""
+
+
+def of_places(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A recipe with relative paths only, whose environment changes the working directory."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    Path("rows.jsonl").write_text('{"prompt": "2+2?"}\n{"prompt": "3+3?"}\n')
+    Path("wanders.py").write_text(WANDERS)
+    Path("model").symlink_to(model)
+    Path("second").symlink_to(model)
+    return {
+        "model": {"path": "model"},
+        "data": {"train": "rows.jsonl", "eval": "rows.jsonl"},
+        "environment": "wanders.py:Wanders",
+        "limits": {"turns": 1, "tokens_per_turn": 4},
+        "output": "runs/here",
+        "progress": False,
+    }
+
+
+def test_an_evaluation_goes_on_where_it_began_when_an_environment_changes_the_working_directory(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = of_places(tmp_path, model, monkeypatch)
+    evaluate(models=["model", "second"], **options)  # the second model is loaded after the conversations of the first
+    out = tmp_path / "work" / "runs" / "here-eval"
+    assert {one.name for one in out.iterdir()} >= {"eval.json", "config.yaml", "model", "second"}
+    config = yaml.safe_load((out / "second" / "config.yaml").read_text())
+    assert config["model"]["path"] == "second"  # what the user wrote
+    assert json.loads((out / "eval.json").read_text())["models"][1]["model"] == "second"
+
+
+def test_a_rollout_goes_on_where_it_began_when_an_environment_changes_the_working_directory(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout(**of_places(tmp_path, model, monkeypatch))
+    out = tmp_path / "work" / "runs" / "here"
+    assert {one.name for one in out.iterdir()} >= {"config.yaml", "metrics.jsonl", "trajectories.jsonl"}
+    config = yaml.safe_load((out / "config.yaml").read_text())
+    assert (config["model"]["path"], config["data"]["train"]) == ("model", "rows.jsonl")
+
+
+def test_a_run_whose_environment_changes_the_working_directory_resumes(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = of_places(tmp_path, model, monkeypatch)
+    run = {**options, "credit": {"name": "grpo"}, "checkpoint": {"every": 1}, "eval": {"every": 1}}
+    sizes = {"batch_size": 1, "group_size": 2}
+    train(**run, train={"steps": 1, **sizes})
+    os.chdir(tmp_path / "work")
+    result = train(**run, train={"steps": 2, **sizes}, resume="auto")
+    assert result.directory == tmp_path / "work" / "runs" / "here"
+    assert len(result.trajectories) == 4
+    config = yaml.safe_load((result.directory / "config.yaml").read_text())
+    assert config["model"]["path"] == "model"

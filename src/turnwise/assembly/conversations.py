@@ -31,6 +31,7 @@ from turnwise.environments.environment import (
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import same_directory
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
@@ -235,6 +236,7 @@ class Environments:
                 await resource.aclose()
 
 
+@same_directory()
 def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]] | None = None) -> Environments:
     """The factory of the recipe's environments, each wrapped in the recipe's tools.
 

@@ -18,6 +18,7 @@ from turnwise.config.schema import Config, RewardUse
 from turnwise.config.train_checks import chosen_estimator, environment_may_reward
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import same_directory
 from turnwise.rewards.credit import Credit, critic, outcome, turns
 from turnwise.rewards.credit import credit as states
 from turnwise.rewards.functions import BatchReward, CallPlan, Form, GroupReward, TrajectoryReward, TurnReward, plan_call
@@ -33,6 +34,7 @@ from turnwise.user_code.references import resolve
 # reward functions and turn weights
 
 
+@same_directory()
 def scorer(config: Config) -> Scorer:
     """The recipe's reward functions, with the arguments that each is called with.
 

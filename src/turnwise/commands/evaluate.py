@@ -13,6 +13,7 @@ from pathlib import Path
 
 from turnwise.commands.command import Context, add_overrides, add_recipe, damage_notes, load_recipe, print_lines
 from turnwise.errors import ConfigError
+from turnwise.local_paths import as_given
 
 # `turnwise eval`
 
@@ -56,6 +57,7 @@ def _run_eval(options: argparse.Namespace, context: Context) -> int:
     from turnwise.terminal.tables import print_results
 
     out: Path = options.out or Path(f"{config.output.rstrip('/')}-eval")
+    place = out.absolute()  # user code may change the working directory
     models = evaluated_models(config, options.model, single_turn=options.single_turn)
     print_lines(context.console, notes, style="dim")
     try:
@@ -65,6 +67,7 @@ def _run_eval(options: argparse.Namespace, context: Context) -> int:
             context.console, [f"finished conversations are kept in {out}; to resume: {_resume_command(options, out)}"]
         )
         raise
+    out = as_given(out, place)
     print_results(context.console, result)
     print_lines(
         context.console,
@@ -110,12 +113,13 @@ def _run_rollout(options: argparse.Namespace, context: Context) -> int:
 
     print_lines(context.console, notes, style="dim")
     started = time.perf_counter()
+    place = options.out.absolute()  # user code may change the working directory
     summary = context.stops.run(collect(config, options.out, context.console))
     print_lines(
         context.console,
         [
             f"{summary['conversations']} conversations in {time.perf_counter() - started:.1f} s, reward "
-            f"{summary['reward/mean']}; to read them: turnwise show {options.out}"
+            f"{summary['reward/mean']}; to read them: turnwise show {as_given(options.out, place)}"
         ],
     )
     return 0

@@ -33,6 +33,7 @@ from turnwise.config.recipe import checked
 from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, DataError, RunError
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
+from turnwise.local_paths import same_directory
 from turnwise.record.evaluation import EvaluationResult, ModelResult, compare, summarize
 from turnwise.record.lines import SUFFIX, compressed_parts, is_compressed, open_lines
 from turnwise.record.metrics import conversation_metrics, cut_answers, failures, mean
@@ -387,15 +388,18 @@ async def evaluate_models(
     prepared = [prepare(model.config, assembly.evaluation_sampling(model.config)) for model in models]
     _print(console, [note for conversations in prepared for note in conversations.notes])
     rows = _common_rows(config, prepared, console)
-    directory = EvaluationDirectory(out, config)
+    directory = EvaluationDirectory(out.absolute(), config)
     _print(console, directory.notes)
     try:
         about_rows = {"count": len(rows), "sha256": fingerprint.of_rows(rows)}
         results: list[ModelResult] = []
         for model, conversations in zip(models, prepared, strict=True):
-            place = directory.model(model.name, model.config, about_rows)
-            await _run_model(model, conversations, rows, place, console)
-            results.append(_result(model, rows, place))
+            with (
+                same_directory()
+            ):  # the next model's paths mean what they meant, whatever user code does in conversations
+                place = directory.model(model.name, model.config, about_rows)
+                await _run_model(model, conversations, rows, place, console)
+                results.append(_result(model, rows, place))
         result = _evaluation(config, rows, models, results)
         directory.write_results(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
     finally:

@@ -129,6 +129,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     Returns the summary, which is also the only line of `out/metrics.jsonl`. Raises TurnwiseError. If all conversations failed,
     everything is written, and then RolloutError is raised.
     """
+    shown, out = out, out.absolute()  # user code may change the working directory
     conversations = prepare(config, assembly.sampling(config))
     _print(console, conversations.notes, style="dim")
     rows, notes = conversations.keep_rows(assembly.rows(config, limit=config.rollout.max_rows))
@@ -163,7 +164,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     }
     writer.finish(config, summary)
     if summary["failed"] == 1.0:
-        raise RolloutError(f"all {len(trajectories)} conversations failed; they are in {out}, with their errors")
+        raise RolloutError(f"all {len(trajectories)} conversations failed; they are in {shown}, with their errors")
     return summary
 
 
