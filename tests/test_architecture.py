@@ -107,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "assembly": {
         "types",
         "errors",
+        "local_paths",
         "rollout_server",
         "ray_workers",
         "version",
@@ -128,6 +129,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "loggers",
         "types",
         "errors",
+        "local_paths",
         "assembly",
         "chat",
         "config",
