@@ -77,7 +77,7 @@ def test_a_class_with_the_name_of_another_systems_class_is_listed_and_not_counte
         tmp_path,
         **{
             "a": "class ToolResponse: pass\nclass B: pass\n",
-            "compat/verl/schemas": "class ToolResponse: pass\nclass B: pass\n",
+            "compat/verl/base": "class ToolResponse: pass\nclass B: pass\n",
         },
     )
     assert found["class names defined more than once"].value == 1
