@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
@@ -314,6 +316,28 @@ def test_a_checkpoint_of_an_earlier_layout_is_named_as_such(tmp_path: Path) -> N
     (tmp_path / "checkpoint").symlink_to(step.relative_to(tmp_path))
     with pytest.raises(RunError, match=r"step-000003 was written by an earlier version of turnwise.*model\.path="):
         Checkpoints(tmp_path).find()
+
+
+def test_the_state_of_the_optimizer_is_written_while_the_model_is(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def save(folder: Path) -> None:
+        state, end = folder.parent / "trainer.pt", time.monotonic() + 60
+        while not state.exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        seen.append(state.exists())
+        (folder / "config.json").write_text("{}")
+
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, save_model=save, tokenizer=byte_tokenizer(), state={"policy": {"steps": torch.tensor(7)}})
+    found = checkpoints.find()
+    assert seen == [True]
+    assert found is not None
+    assert found.state()["policy"]["steps"] == 7
+    names = [line.partition("  ")[2] for line in (found.folder / "SHA256SUMS").read_text().splitlines()]
+    assert set(names) == {
+        path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if path.is_file()
+    } - {"SHA256SUMS"}
 
 
 def test_a_link_that_is_gone_or_names_nothing_loses_no_run(copied: Path) -> None:

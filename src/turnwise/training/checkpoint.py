@@ -149,27 +149,28 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             folder = temporary / _MODEL
             folder.mkdir(parents=True)
-            save_model(folder)
-            tokenizer.save_pretrained(folder)
-            if processor is not None:
-                processor.save_pretrained(folder)
-            if save_critic is not None:
-                (temporary / _CRITIC).mkdir()
-                save_critic(temporary / _CRITIC)
-            for part, write in ((_SHARDS, save_shards), (f"{_SHARDS}/{_CRITIC}", save_critic_shards)):
-                (temporary / part).mkdir(parents=True)
-                write(temporary / part)
-            for part in (f"{_SHARDS}/{_CRITIC}", _SHARDS):
-                if not any((temporary / part).iterdir()):
-                    (temporary / part).rmdir()
-            torch.save(dict(state), temporary / _STATE)
-            files = sorted(path for path in temporary.rglob("*") if path.is_file())
-            with ThreadPoolExecutor(4) as workers:  # hashing and waiting for the disk release the GIL
-                sums = list(workers.map(_sync, files))
+            # the state is larger than the model: it is written at the same time (files, hashes and the disk need no GIL)
+            with ThreadPoolExecutor(4) as workers:
+                state_sum = workers.submit(_write_state, dict(state), temporary / _STATE)
+                save_model(folder)
+                tokenizer.save_pretrained(folder)
+                if processor is not None:
+                    processor.save_pretrained(folder)
+                if save_critic is not None:
+                    (temporary / _CRITIC).mkdir()
+                    save_critic(temporary / _CRITIC)
+                for part, write in ((_SHARDS, save_shards), (f"{_SHARDS}/{_CRITIC}", save_critic_shards)):
+                    (temporary / part).mkdir(parents=True)
+                    write(temporary / part)
+                for part in (f"{_SHARDS}/{_CRITIC}", _SHARDS):
+                    if not any((temporary / part).iterdir()):
+                        (temporary / part).rmdir()
+                files = [path for path in temporary.rglob("*") if path.is_file() and path != temporary / _STATE]
+                names = [path.relative_to(temporary).as_posix() for path in files]
+                sums = dict(zip(names, workers.map(_sync, files), strict=True)) | {_STATE: state_sum.result()}
         except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError if the disk is full
             raise self._failed(step, temporary, error) from error
-        names = [path.relative_to(temporary).as_posix() for path in files]
-        return PendingCheckpoint(step, temporary, dict(zip(names, sums, strict=True)))
+        return PendingCheckpoint(step, temporary, {name: sums[name] for name in sorted(sums)})
 
     def finish(self, unfinished: PendingCheckpoint, about: Mapping[str, Any]) -> None:
         """Write `about` into the checkpoint, make it the newest checkpoint, and remove the oldest checkpoints beyond `keep`.
@@ -351,6 +352,12 @@ def _differs(path: Path, digest: str, name: str) -> str | None:
         return None if of_file(path) == digest else f"{name} was changed after it was written (its checksum differs)"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"{name} cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+def _write_state(state: Mapping[str, Any], path: Path) -> str:
+    """Write the state of the optimizers, and flush it to disk. Returns the file's SHA-256."""
+    torch.save(state, path)
+    return _sync(path)
 
 
 def _sync(path: Path) -> str:
