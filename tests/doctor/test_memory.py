@@ -14,9 +14,11 @@ import yaml
 from transformers import Qwen3Config
 
 from support.tiny import save_rows, tiny_model
+from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.schema import Config
-from turnwise.doctor.memory import Prediction, Workload, memory_check, predict, workload_of
+from turnwise.doctor.examine import examine
+from turnwise.doctor.memory import Prediction, Workload, longest_prompt, memory_check, predict, workload_of
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.models import cpu
 
@@ -260,3 +262,31 @@ def test_the_command_compares_with_the_memory_that_it_is_given(
     told = capsys.readouterr().out
     assert "and there are 0.5 GiB" in told
     assert main(["doctor", str(model), "--memory-gb", "0.5"]) == 1
+
+
+def test_the_longest_prompt_of_the_rows_is_measured(tmp_path: Path, model: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": "x" * size}) + "\n" for size in (5, 300, 40)))
+    place = {"path": str(model)}
+    recipe = config(model=place, data={"train": str(rows)}, limits={"turns": 1, "tokens_per_turn": 8})
+    renderer = assembly.renderer(recipe, str(model))
+    read = assembly.rows(recipe)
+    prompt = longest_prompt(recipe, read, renderer)
+    assert prompt == len(renderer.encode_opening(read[1].messages).token_ids)
+    assert prompt > 300
+    assert workload_of(recipe, shape(max_position_embeddings=8192), "train", prompt=prompt).tokens == prompt + 8
+    (memory,) = [check for check in examine(str(model), recipe) if check.name == "memory"]
+    assert f"128 conversations of up to {prompt + 8} tokens" in memory.text
+    tools = config(model=place, data={"train": str(rows)}, tools=["turnwise.environments.calculator:calculator"])
+    with_tools = longest_prompt(tools, read, renderer)
+    assert with_tools is not None
+    assert with_tools > prompt
+    bounded = config(data={"train": str(rows), "max_prompt_tokens": 100}, limits={"turns": 1, "tokens_per_turn": 8})
+    assert workload_of(bounded, shape(max_position_embeddings=8192), "train", prompt=prompt).tokens == 108
+
+
+def test_prompts_that_an_environment_may_change_are_not_measured(tmp_path: Path, model: Path) -> None:
+    rows = save_rows(tmp_path / "rows.jsonl", 2)
+    recipe = config(model={"path": str(model)}, data={"train": str(rows)}, environment="place.py:told")
+    renderer = assembly.renderer(recipe, str(model))
+    assert longest_prompt(recipe, assembly.rows(recipe), renderer) is None

@@ -8,6 +8,7 @@ have colours on a terminal and are aligned plain text elsewhere.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.table import Table
 
 from turnwise.commands.command import Context, add_overrides, add_recipe, count, positive, step_number
 from turnwise.doctor.check import Check, show
-from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.planning.placement import PlanLine
 from turnwise.planning.simulation import MeasuredWorkload, ScalingRow
 
@@ -177,7 +178,7 @@ def _training_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping
     """The sections of the plan of a recipe for `turnwise train`, and the check of the memory."""
     from turnwise import assembly
     from turnwise.config.train_checks import refuse_without_effect
-    from turnwise.doctor.memory import on_gpu, read_model_config
+    from turnwise.doctor.memory import longest_prompt, on_gpu, read_model_config
     from turnwise.planning.memory import engine_memory_lines, number_of_ranks, refuse_impossible
     from turnwise.planning.placement import batch_lines, placement_lines
 
@@ -189,12 +190,16 @@ def _training_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping
     placement = placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks)
     if model_config is not None:
         placement += engine_memory_lines(config, model_config)
-    rows = len(assembly.rows(config))
+    read = assembly.rows(config)
+    rows, prompt = len(read), None
+    if model_config is not None:
+        with contextlib.suppress(TurnwiseError):  # a plan needs no tokenizer
+            prompt = longest_prompt(config, read, assembly.renderer(config, config.model.path))
     sections = {
         "a training step": batch_lines(config.with_known_steps(rows), rows=rows, ranks=ranks),
         "placement": placement,
     }
-    return sections, _memory(config, ranks, "train", options.memory_gb)
+    return sections, _memory(config, ranks, "train", options.memory_gb, prompt=prompt)
 
 
 def _fine_tuning_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping[str, Sequence[PlanLine]], Check]:
@@ -224,13 +229,14 @@ def _fine_tuning_plan(config: Config, options: argparse.Namespace) -> tuple[Mapp
     return sections, _memory(config, ranks, "sft", options.memory_gb, longest=known)
 
 
-def _memory(config: Config, ranks: int, section: str, memory_gb: float | None, *, longest: int | None = None) -> Check:
+def _memory(config: Config, ranks: int, section: str, memory_gb: float | None, **known: int | None) -> Check:
+    """The check of the memory. `known` are the lengths that are known: `longest`, `prompt`."""
     from turnwise.doctor.memory import memory_check
     from turnwise.planning.memory import rank_memory_check
 
     if config.cluster.distributed:
-        return rank_memory_check(config, ranks, section=section, memory_gb=memory_gb, longest=longest)
-    return memory_check(config, config.model.path, section=section, memory_gb=memory_gb, longest=longest)
+        return rank_memory_check(config, ranks, section=section, memory_gb=memory_gb, **known)
+    return memory_check(config, config.model.path, section=section, memory_gb=memory_gb, **known)
 
 
 def _known_model(config: Config, read: Callable[[str], Any]) -> Any | None:

@@ -113,9 +113,14 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _memory(path: str, config: Config, memory_gb: float | None) -> Check:
-    from turnwise.doctor.memory import memory_check  # torch
+    from turnwise.doctor.memory import longest_prompt, memory_check  # torch
 
-    return memory_check(config, path, section="sft" if fine_tunes(config) else "train", memory_gb=memory_gb)
+    if fine_tunes(config):
+        return memory_check(config, path, section="sft", memory_gb=memory_gb)
+    prompt = None
+    with contextlib.suppress(TurnwiseError):  # the checks `model` and `rows` report it
+        prompt = longest_prompt(config, assembly.rows(config), _renderer(path, config))
+    return memory_check(config, path, section="train", memory_gb=memory_gb, prompt=prompt)
 
 
 def _rule(config: Config | None) -> TurnWeighting | None:

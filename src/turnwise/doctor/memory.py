@@ -20,14 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from turnwise import assembly
+from turnwise.chat.media import has_media
+from turnwise.chat.renderer import Renderer
 from turnwise.config.algorithm import OptimizationSection
 from turnwise.config.engines import LocalEngineSection
 from turnwise.config.schema import Config
-from turnwise.config.train_checks import needs_critic, needs_reference
+from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference
 from turnwise.doctor.check import Check
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.engines.local.fused import unsupported_reason
-from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import packed_bytes, with_fast_layers
@@ -39,7 +41,7 @@ from turnwise.training.batch import default_micro_batch_tokens
 from turnwise.training.forward import TokenLogprobs
 from turnwise.training.options import OptimizerConfig
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
-from turnwise.types import Sampling
+from turnwise.types import Row, Sampling
 
 # one pass over a micro-batch without contents
 
@@ -258,7 +260,9 @@ _MASTER_BYTES = {"float32": 4, "kahan": 2, "none": 0, "stochastic_rounding": 0}
 _UNKNOWN_TOKENS = 2048
 """Tokens of a conversation if neither the recipe nor the model bounds them more."""
 _UNKNOWN_PROMPT, _UNKNOWN_REPLY = 512, 256
-"""Tokens of a prompt without data.max_prompt_tokens, and of what an environment answers to a turn."""
+"""Tokens of a prompt that is not known before the run, and of what an environment answers to a turn."""
+_MEASURED_ROWS = 1000
+"""The most rows whose prompts are measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,18 +354,24 @@ def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerConfig,
 
 
 def memory_check(
-    config: Config, path: str, *, section: str, memory_gb: float | None = None, longest: int | None = None
+    config: Config,
+    path: str,
+    *,
+    section: str,
+    memory_gb: float | None = None,
+    longest: int | None = None,
+    prompt: int | None = None,
 ) -> Check:
     """The predicted peak of a training step, and the options to change if it does not fit.
 
     `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
-    conversation. If the model's configuration is missing, or the
-    model cannot run on tensors without contents, there is no prediction, and the check is a note.
+    conversation, and `prompt` that of the longest prompt. If the model's configuration is missing, or the model cannot run on
+    tensors without contents, there is no prediction, and the check is a note.
     """
     try:
         with boundary("model"):
             model_config = read_model_config(path)
-            workload = workload_of(config, model_config, section, longest=longest)
+            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
             found = predict(config, model_config, workload, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
@@ -420,22 +430,44 @@ def read_model_config(path: str) -> Any:
     return AutoConfig.from_pretrained(path)
 
 
-def workload_of(config: Config, model_config: Any, section: str, *, longest: int | None = None) -> Workload:
+def workload_of(
+    config: Config, model_config: Any, section: str, *, longest: int | None = None, prompt: int | None = None
+) -> Workload:
     """The conversations of a step, as long as the recipe and the model allow, and not longer than the `longest`, if it is
-    known."""
+    known. `prompt` is the length of the longest prompt, if it is known (`longest_prompt`)."""
     bounds = [config.limits.context, longest, context_length(model_config.to_dict())]
     if section == "train":
-        bounds.append(_longest_conversation(config))
+        bounds.append(_longest_conversation(config, prompt))
     elif config.limits.context is None and longest is None:
         bounds.append(_UNKNOWN_TOKENS)
     conversations = config.sft.batch_size if section == "sft" else config.train.batch_size * config.train.group_size
     return Workload(conversations=conversations, tokens=min(bound for bound in bounds if bound is not None))
 
 
-def _longest_conversation(config: Config) -> int:
-    """Tokens of a conversation that the limits of turns and sampled tokens allow."""
+def longest_prompt(config: Config, rows: Sequence[Row], renderer: Renderer) -> int | None:
+    """Tokens of the longest prompt of the rows, with the tools that the recipe names.
+
+    None if a run may have other prompts: an environment that may add to them, MCP servers, images, or no messages.
+    """
+    measured = rows[:_MEASURED_ROWS]
+    as_in_rows = config.environment.use in WITHOUT_REWARD and config.mcp.servers is None
+    if not as_in_rows or not measured or any(not row.messages or has_media(row.messages) for row in measured):
+        return None
+    try:
+        tools = assembly.tool_schemas(config)
+        openings = (
+            renderer.for_arguments(row.chat_template_kwargs).encode_opening(row.messages, tools) for row in measured
+        )
+        return max(len(opening.token_ids) for opening in openings)
+    except TurnwiseError:  # another check says what is wrong
+        return None
+
+
+def _longest_conversation(config: Config, known: int | None) -> int:
+    """Tokens of a conversation that the limits of turns and sampled tokens allow. `known` is the longest prompt."""
     limits = config.limits
-    prompt = config.data.max_prompt_tokens or _UNKNOWN_PROMPT
+    prompts = [prompt for prompt in (config.data.max_prompt_tokens, known) if prompt is not None]
+    prompt = min(prompts, default=_UNKNOWN_PROMPT)
     sampled = limits.turns * limits.tokens_per_turn
     sampled = sampled if limits.tokens is None else min(sampled, limits.tokens)
     answers = sampled + (limits.turns - 1) * _UNKNOWN_REPLY

@@ -159,13 +159,19 @@ def _bytes(module: Any) -> int:
 
 
 def rank_memory_check(
-    config: Config, ranks: int, *, section: str, memory_gb: float | None, longest: int | None = None
+    config: Config,
+    ranks: int,
+    *,
+    section: str,
+    memory_gb: float | None,
+    longest: int | None = None,
+    prompt: int | None = None,
 ) -> Check:
     """As `doctor.memory.memory_check`, for the device of rank 0. On a CPU, the ranks share the memory of the machine."""
     try:
         with boundary("model"):
             model_config = read_model_config(config.model.path)
-            workload = workload_of(config, model_config, section, longest=longest)
+            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
             found = rank_memory(config, model_config, workload, ranks, section=section)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a rank cannot be predicted: {failed.failure.message}")
