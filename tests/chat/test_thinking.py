@@ -87,7 +87,7 @@ def one_pass(renderer: Renderer, messages: list[Message], *, cue: bool = False) 
 
 
 def document(template: str, thinking: Any) -> tuple[Renderer, Trajectory]:
-    renderer = Renderer(byte_tokenizer(template))
+    renderer = Renderer(byte_tokenizer(template), unchecked=["tools shown"])
     trajectory = hold(list(SAID), the_document, renderer=renderer, thinking=thinking)
     assert trajectory.error is None, trajectory.error
     return renderer, trajectory
