@@ -293,7 +293,7 @@ def test_real_templates_get_the_verdict_that_the_documentation_has_of_them(path:
 
 BY_NAME = {one.name: one for one in SCENARIOS}
 KINDS = {
-    "tool turns": ("tool round", "three tool rounds", "parallel calls"),
+    "tool turns": ("tool round", "three tool rounds", "parallel calls", "words and a call"),
     "user turns": ("single turn", "retry by user"),
     "system turns": ("retry by system",),
 }

@@ -76,6 +76,19 @@ tools:
         description: The reward of an answer.
         parameters: {type: object, properties: {answer: {type: string, description: The answer.}}, required: [answer]}
 """
+_AGENTS = """
+- {name: my_agent, _target_: my_agent_loops.MyAgent}
+"""
+_AGENT_LOOPS = """
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+class MyAgent(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        ids = await self.apply_chat_template(list(kwargs["raw_prompt"]))
+        output = await self.server_manager.generate("1", prompt_ids=ids, sampling_params=sampling_params)
+        mask = [1] * len(output.token_ids)
+        return AgentLoopOutput(prompt_ids=ids, response_ids=output.token_ids, response_mask=mask, metrics={})
+"""
 _SCHEDULER = """
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
@@ -100,7 +113,12 @@ FILES: dict[str, dict[str, str]] = {
         + "class Judge:\n    def __init__(self, model):\n        pass\n    def __call__(self, completions):\n        return []\n",
     },
     "docs/swift.md": {"plugin.py": _SCHEDULER},
-    "docs/verl.md": {"interaction_config.yaml": _INTERACTION, "tool_config.yaml": _VERL_TOOL},
+    "docs/verl.md": {
+        "interaction_config.yaml": _INTERACTION,
+        "tool_config.yaml": _VERL_TOOL,
+        "agents.yaml": _AGENTS,
+        "my_agent_loops.py": _AGENT_LOOPS,
+    },
     "docs/guides/from_verl.md": {"interaction_config.yaml": _INTERACTION, "tool_config.yaml": _VERL_TOOL},
 }
 """Page (`*`: all pages) -> files that its examples use, and that the page does not show: name -> content."""
