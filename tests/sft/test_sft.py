@@ -388,7 +388,6 @@ def test_a_system_message_of_the_recipe_is_in_the_tokens(recipe: Path, model: Pa
 
 
 REFUSED: Mapping[str, str] = {
-    "sft.epochs=2": "sft.epochs=2 has no effect beside sft.steps=3: remove one of them",
     "sft.warmup_steps=3": "sft.warmup_steps=3 must be less than sft.steps=3: no step would have the full learning rate",
     "sft.eval_every=2": "sft.eval_every has no effect without held-out rows: set data.eval",
     "sft.max_eval_rows=2": "sft.max_eval_rows has no effect without held-out rows: set data.eval",
@@ -424,6 +423,8 @@ def test_options_without_effect_are_refused(recipe: Path, option: str) -> None:
 
 def test_options_that_contradict_each_other_are_refused(recipe: Path) -> None:
     for options, told in (
+        # both on the command line: one alone replaces the recipe's other
+        (["sft.steps=3", "sft.epochs=2"], "sft.epochs=2 has no effect beside sft.steps=3: remove one of them"),
         (["resume=auto", "replace=true"], "resume=auto continues the earlier run and replace=true moves it away"),
         (
             ["deterministic=true", "model.device=cuda"],
