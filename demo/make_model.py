@@ -25,7 +25,6 @@ from questions import questions
 from student import Habits, Trace, converse
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from turnwise.training.loss import make_loss
 
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
@@ -34,6 +33,7 @@ from turnwise.sft.replay import problems, replay, weigh
 from turnwise.training.batch import pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
+from turnwise.training.losses import make_loss
 from turnwise.training.options import Nll, OptimizerConfig
 from turnwise.types import Row, Sampling
 

@@ -41,7 +41,7 @@ PARTS = {
     "chat": Part(("chat/*",), ("tests/chat",)),
     "local": Part(("engines/local/*",), ("tests/engines",)),
     "train": Part(
-        ("train.py", "runs/health.py", "runs/health.py"),
+        ("train.py", "runs/health.py"),
         (
             "tests/test_train.py",
             "tests/test_train_loss.py",

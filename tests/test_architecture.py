@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "turnwise"
+import turnwise
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "turnwise"
 FILES = sorted(SOURCE.rglob("*.py"))
 HEAVY = {"torch", "transformers", "datasets", "matplotlib", "mcp", "vllm", "sglang", "ray"}
 
@@ -511,6 +514,16 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         "training/sharded/shards.py",
         "engines/local/engine.py",
     }
+
+
+def test_programs_beside_the_package_import_modules_that_exist() -> None:
+    programs = [path for folder in ("demo", "scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    imported = {(path.relative_to(ROOT).as_posix(), name) for path in programs for name in imports(path)}
+    used = {(path, name) for path, name in imported if name.startswith("turnwise.")}
+    assert ("demo/make_model.py", "turnwise.training.losses") in used  # the reading works
+    known = {"turnwise." + ".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in FILES}
+    known |= {name.removesuffix(".__init__") for name in known} | {f"turnwise.{name}" for name in turnwise.__all__}
+    assert {(path, name) for path, name in used if name not in known} == set()
 
 
 def _name(node: ast.expr) -> str:

@@ -236,16 +236,18 @@ def test_a_function_gives_the_user_a_voice_beside_the_event_loop() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("answer", "timeout", "message"),
     [
-        (lambda: time.sleep(2), "the modelled user did not answer within 0.05 s"),
-        (lambda: 5, "TypeError: the chat_model of the modelled user returned 5; it must return a text"),
-        (lambda: 1 // 0, "ZeroDivisionError"),
-        (lambda: "  ", "the modelled user returned an empty answer"),
+        (lambda: time.sleep(2), 0.05, "the modelled user did not answer within 0.05 s"),
+        (lambda: 5, 60, "TypeError: the chat_model of the modelled user returned 5; it must return a text"),
+        (lambda: 1 // 0, 60, "ZeroDivisionError"),
+        (lambda: "  ", 60, "the modelled user returned an empty answer"),
     ],
 )
-def test_a_function_that_fails_fails_the_conversation(answer: Callable[[], Any], message: str) -> None:
-    trajectory = hold(Says("a"), lambda: ModelledUser(chat_model=lambda _: answer(), system_prompt="s", timeout=0.05))
+def test_a_function_that_fails_fails_the_conversation(answer: Callable[[], Any], timeout: float, message: str) -> None:
+    trajectory = hold(
+        Says("a"), lambda: ModelledUser(chat_model=lambda _: answer(), system_prompt="s", timeout=timeout)
+    )
     assert message in failure(trajectory)
 
 

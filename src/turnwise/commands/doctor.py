@@ -229,14 +229,22 @@ def _fine_tuning_plan(config: Config, options: argparse.Namespace) -> tuple[Mapp
     return sections, _memory(config, ranks, "sft", options.memory_gb, longest=known)
 
 
-def _memory(config: Config, ranks: int, section: str, memory_gb: float | None, **known: int | None) -> Check:
-    """The check of the memory. `known` are the lengths that are known: `longest`, `prompt`."""
+def _memory(
+    config: Config,
+    ranks: int,
+    section: str,
+    memory_gb: float | None,
+    *,
+    longest: int | None = None,
+    prompt: int | None = None,
+) -> Check:
+    """The check of the memory, with the lengths that are known."""
     from turnwise.doctor.memory import memory_check
     from turnwise.planning.memory import rank_memory_check
 
     if config.cluster.distributed:
-        return rank_memory_check(config, ranks, section=section, memory_gb=memory_gb, **known)
-    return memory_check(config, config.model.path, section=section, memory_gb=memory_gb, **known)
+        return rank_memory_check(config, ranks, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt)
+    return memory_check(config, config.model.path, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt)
 
 
 def _known_model(config: Config, read: Callable[[str], Any]) -> Any | None:
