@@ -71,7 +71,9 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
     opened.compare_tokenizer(renderer)
     tools_in_rows = kind == "sft" and any(row.fields.get("tools") for row in [*rows, *held_out])
     row_notes = preflight_rows(config, renderer, [*rows, *held_out], tools=tools_in_rows)  # its errors name the row
-    notes = preflight(config, renderer, source=opened.source, tools=tools_in_rows, rows=rows, training=kind == "train")
+    notes = preflight(
+        config, renderer, source=str(opened.source), tools=tools_in_rows, rows=rows, training=kind == "train"
+    )
     notes += row_notes
     notes += unread_columns(config, rows) if kind == "train" else []
     rows, dropped = assembly.drop_long_prompts(config, rows, renderer)

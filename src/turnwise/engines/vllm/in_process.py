@@ -85,7 +85,7 @@ class InProcessApi:
         )
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
-        from vllm import SamplingParams  # pyright: ignore[reportMissingImports]
+        from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
             EngineDeadError,
