@@ -48,8 +48,9 @@ METRICS = (
     ),
     Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_BOTH),
     Metric(
-        "conversations", "count", "", "Number of conversations. In fine-tuning: of the held-out conversations that have a loss.",
-        lines="rollout, sft eval",
+        "conversations", "count", "", "Number of conversations. In an evaluation: failed ones included; evaluations of another "
+        "number are not compared. In fine-tuning: of the held-out conversations that have a loss.",
+        lines="eval, rollout, sft eval",
     ),
     Metric(
         "reward/mean", "reward", _FINISHED, "Total reward of a conversation.",
@@ -86,10 +87,6 @@ METRICS = (
     Metric(
         "metrics/<name>", "any", "mean over the finished conversations for which the number was reported",
         "A number that a reward function or an environment reported (TRL: `log_metric`). It is not part of the reward.",
-    ),
-    Metric(
-        "conversations", "count", "all conversations",
-        "Conversations of the evaluation, failed ones included. Evaluations of another number are not compared.", lines="eval",
     ),
     Metric(
         "pass_rate", "share", "finished conversations",
