@@ -120,7 +120,7 @@ def test_rates() -> None:
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
-    with pytest.raises(ConfigError, match=r"no model could be loaded from .*model\.path must be"):
+    with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
         load_model(ModelOptions(path=f"{tmp_path}/nothing", dtype="float32", device="cpu"))
     with_sinks = made(CONFIGS["sinks"]())
     with pytest.raises(ConfigError, match=r"train\.share_prompts=always: GptOssForCausalLM does not"):
