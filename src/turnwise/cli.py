@@ -17,9 +17,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from turnwise.commands.command import Context
-from turnwise.errors import ConfigError
-
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -288,6 +285,8 @@ def _run_completion(options: argparse.Namespace, context: Context) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError:
+        from turnwise.errors import ConfigError
+
         raise ConfigError(
             "shell completion needs the `argcomplete` package: pip install 'turnwise[completion]'"
         ) from None

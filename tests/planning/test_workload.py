@@ -101,7 +101,7 @@ def test_the_command_refuses_a_plan_that_does_not_fit(
     assert main(["plan", str(recipe), "--memory-gb", "0.1"]) == 1
     assert "and there are 0.1 GiB" in capsys.readouterr().out
     assert main(["plan", str(recipe), "--simulate", str(tmp_path), "--devices", "eight"]) == 1
-    assert "--devices eight: give integers" in capsys.readouterr().err
+    assert "--devices eight: give numbers of at least 1, separated by commas" in capsys.readouterr().err
 
 
 ENVIRONMENT = """

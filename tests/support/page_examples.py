@@ -89,6 +89,10 @@ class MyAgent(AgentLoopBase):
         mask = [1] * len(output.token_ids)
         return AgentLoopOutput(prompt_ids=ids, response_ids=output.token_ids, response_mask=mask, metrics={})
 """
+_ROLLOUT_FUNC = """
+def rollout_func(prompts, trainer):
+    return trainer.vllm_generation.generate(prompts)
+"""
 _SCHEDULER = """
 from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
 
@@ -112,6 +116,7 @@ FILES: dict[str, dict[str, str]] = {
         + "def politeness(turn):\n    return 0.0\n"
         + "class Judge:\n    def __init__(self, model):\n        pass\n    def __call__(self, completions):\n        return []\n",
     },
+    "docs/guides/from_trl.md": {"rollouts.py": _ROLLOUT_FUNC},
     "docs/swift.md": {"plugin.py": _SCHEDULER},
     "docs/verl.md": {
         "interaction_config.yaml": _INTERACTION,

@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
-from turnwise.terminal.report import Heartbeat
-
 if TYPE_CHECKING:
     import asyncio
 
@@ -188,6 +186,8 @@ def run_to_end(work: Coroutine[Any, Any, None], run: RunState, report: Report, c
 
     Returns the exit status. Raises KeyboardInterrupt after a signal.
     """
+    from turnwise.terminal.report import Heartbeat  # behind the parser, because it loads pydantic and YAML
+
     console = context.console
     show_cursor = _SHOW_CURSOR if console.is_terminal else ""
     context.stops.farewell = lambda: f"{show_cursor}turnwise: {run.stopped_text(resume)}"

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
-from turnwise.config.engines import local_ranks
 from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,6 +146,8 @@ def run_as_rank(
     cluster = config.cluster
     if not cluster.distributed:
         return None
+    from turnwise.config.engines import local_ranks  # pydantic, which `--help` of a command does not need
+
     rank = os.environ.get("RANK")
     if cluster.launcher != "torchrun" and "TURNWISE_STORE_PORT" not in os.environ:
         if rank is not None:

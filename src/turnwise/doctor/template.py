@@ -42,7 +42,7 @@ from turnwise.chat.tool_calls import undescribed
 from turnwise.config.schema import Config
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import masked
-from turnwise.errors import DataError, TemplateError, TurnwiseError
+from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.models.model_config import context_length
 from turnwise.types import Message, Row, ToolSchema
 
@@ -976,7 +976,8 @@ def preflight(
 
     `source` is the model directory; None: the config files are not checked. `tools` is true if there are tools that the recipe
     does not name, for example in the rows. `training`: the checks `mask`, `credit` and `rows` are made too. Raises TemplateError
-    if a check fails that `override_checks` does not name, or the template requires tools and there are none.
+    if a check fails that `override_checks` does not name, or the template requires tools and there are none; ConfigError if an
+    option of images has no effect.
     """
     has_tools = tools or bool(config.tools) or config.mcp.servers is not None
     if has_tools:
@@ -999,7 +1000,7 @@ def preflight(
         # processing images takes long, and the run does it for all rows
         images = [row for row in rows if has_media(row.messages)][:_READY]
         texts = [row for row in rows if not has_media(row.messages)][:_OPENED]
-        checks.append(_tried("rows", lambda: openings(config, [*images, *texts], renderer)))
+        checks.append(_rows_check(config, [*images, *texts], renderer))
     _refuse_failures(config, checks)
     notes = [f"override_checks: {check.name} fails: {check.text}" for check in checks if check.status == "fail"]
     passed = {check.name for check in checks if check.status != "fail"}
@@ -1014,6 +1015,16 @@ def preflight(
     if config.limits.turns == 1:  # no message follows the model's turn
         shown = [check for check in shown if check.name not in (*_KINDS, "thinking")]
     return notes + [f"{check.name}: {check.text}" for check in shown if _matters(check, has_tools)]
+
+
+def _rows_check(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:
+    """`openings` at the start of a run: an option without effect is an error there, which `override_checks` cannot allow."""
+    try:
+        return openings(config, rows, renderer)
+    except ConfigError:
+        raise
+    except TurnwiseError as error:
+        return wrong("rows", error)
 
 
 def openings(config: Config, rows: Sequence[Row], renderer: Renderer) -> Check:

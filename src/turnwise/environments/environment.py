@@ -29,7 +29,6 @@ from collections.abc import (
 from dataclasses import replace
 from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
-from turnwise.json_yaml import half_character
 from turnwise.types import (
     EarlierHistory,
     Edit,
@@ -455,7 +454,7 @@ def _check_types(reply: Reply) -> None:
         raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
     if not isinstance(reply.prefill, str):
         raise TypeError(f"Reply(prefill={reply.prefill!r:.80}): prefill must be a text")
-    if (problem := half_character(reply.prefill)) is not None:
+    if (problem := _half_character(reply.prefill)) is not None:
         raise ValueError(f"Reply(prefill=...) cannot be encoded: {problem}")
     if not isinstance(reply.masked, Mapping):
         raise TypeError(f"Reply(masked={reply.masked!r:.80}): masked must be a dictionary of token positions by turn")
@@ -464,7 +463,7 @@ def _check_types(reply: Reply) -> None:
             raise TypeError(f"Reply(outcomes=...): one of them is {outcome!r:.80}; each must be a ToolOutcome")
     if reply.resume is not None and not (isinstance(reply.resume, Resume) and isinstance(reply.resume.add, str)):
         raise TypeError(f"Reply(resume={reply.resume!r:.80}): give Resume(keep=..., add='...')")
-    if reply.resume is not None and (problem := half_character(reply.resume.add)) is not None:
+    if reply.resume is not None and (problem := _half_character(reply.resume.add)) is not None:
         raise ValueError(f"Resume(add=...) cannot be encoded: {problem}")
     if not isinstance(reply.metrics, Mapping):
         raise TypeError(f"Reply(metrics={reply.metrics!r:.80}): metrics must be a dictionary of numbers")
@@ -609,7 +608,7 @@ def _check_tools(tools: Sequence[ToolSchema]) -> None:
             )
         if name in names:
             raise ValueError(f"Reply(tools=...): two tools have the name {name!r}; the names must differ")
-        if (problem := half_character(tool)) is not None:
+        if (problem := _half_character(tool)) is not None:
             raise ValueError(f"the schema of the tool {name!r} cannot be encoded: {problem}")
         names.append(name)
 
@@ -637,7 +636,7 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise TypeError(
                 f"messages must be a list of {{'role': ..., 'content': ...}}; one of them is {message!r:.80}"
             )
-        if (problem := half_character(message)) is not None:
+        if (problem := _half_character(message)) is not None:
             raise ValueError(f"a message with the role {message['role']!r} cannot be encoded: {problem}")
 
 
@@ -647,3 +646,10 @@ def turn_seed(seed: int, index: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (value ^ (value >> 31)) & 0x7FFFFFFFFFFFFFFF
+
+
+def _half_character(value: Any) -> str | None:
+    """`half_character`, which is imported where a value is checked: `import turnwise` for an environment needs no YAML."""
+    from turnwise.json_yaml import half_character
+
+    return half_character(value)

@@ -7,10 +7,9 @@ could parse it: a function that returns "1.0" has a defect, and the answer of a 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from typing import Any
-
-import numpy as np
 
 __all__ = ["equal_rewards", "is_rounding", "number_or_none", "reaches", "reward_number"]
 
@@ -46,7 +45,8 @@ def reward_number(value: Any, source: str) -> float:
 
     Raises TypeError if the value is not a number.
     """
-    if isinstance(value, np.ndarray) and value.size == 1:
+    numpy = sys.modules.get("numpy")  # not imported here: environments that have no arrays start without it
+    if numpy is not None and isinstance(value, numpy.ndarray) and value.size == 1:
         value = value.item()  # float() of one with axes is deprecated
     if isinstance(value, str | bytes | bytearray):
         raise TypeError(f"{source} gave the text {value!r:.80}; a reward must be a number: convert it with float(...)")
