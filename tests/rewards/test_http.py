@@ -83,7 +83,7 @@ def test_null_does_not_apply_and_metrics_are_recorded() -> None:
 
     with serving(answer) as server:
         one, other = run(server.url, ["a", "b"])
-    assert (one.rewards, other.rewards) == ({"turns": 0.0}, {"turns": 0.0, "server": 2.0})
+    assert (one.rewards, other.rewards) == ({}, {"turns": 0.0, "server": 2.0})
     assert (one.metrics, other.metrics) == ({"length": 3.0}, {})
 
 

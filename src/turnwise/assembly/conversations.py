@@ -39,7 +39,7 @@ from turnwise.rollout.context import Limits, RolloutContext, TextContext
 from turnwise.rollout_server.client import RolloutClient
 from turnwise.services.chat import ChatEndpoint, EndpointOptions
 from turnwise.types import Sampling, ToolSchema
-from turnwise.user_code.calls import NO_ASYNC, thread_ways
+from turnwise.user_code.calls import NO_ASYNC, advise_threads
 from turnwise.user_code.references import resolve
 
 # tools
@@ -276,7 +276,7 @@ def _ways(source: EnvironmentSource, config: Config) -> str:
 
 
 def _with_ways(ways: str, make: EnvironmentFactory) -> Environment:
-    thread_ways.set(ways)  # in the context of the conversation, which all its calls share
+    advise_threads(ways)
     return make()
 
 

@@ -233,14 +233,13 @@ class LoopWatch:
 NO_ASYNC = "write `def` instead of `async def`"
 """A way out for users' classes of other systems: their methods without `async` run in threads."""
 
-thread_ways: ContextVar[str] = ContextVar("turnwise_thread_ways", default="set environment.thread: true")
-"""How the `async` methods of the conversation's environment are run in a thread, as a list of imperatives; empty: in no way."""
+_OWN_ENVIRONMENT = "set environment.thread: true"
 
 
 def _advice(kind: str, ways: str | None) -> str:
     """What to do if an `async` function of the kind blocks. `ways` are those of the function; None: of its environment."""
     if ways is None:
-        ways = "" if kind == "reward" else thread_ways.get()
+        ways = "" if kind == "reward" else _thread_ways()
     instead = f"{ways}, or " if ways else ""
     return (
         f"Use `await` instead of blocking calls; or run the code in a thread: {instead}write "
@@ -318,11 +317,13 @@ def loop_watch() -> LoopWatch:
 class Stopwatch:
     """Counts the seconds that do not count for the deadlines of one conversation."""
 
-    __slots__ = ("_waited", "_waiting", "_watch", "blocked", "lockstep", "name")
+    __slots__ = ("_waited", "_waiting", "_watch", "blocked", "lockstep", "name", "thread_ways")
 
     def __init__(self, name: str, watch: LoopWatch, *, lockstep: bool) -> None:
         self.name = name
         self.lockstep = lockstep
+        self.thread_ways = _OWN_ENVIRONMENT
+        """How `async` methods of the environment are run in a thread, for the advice if they block."""
         self.blocked = 0.0
         """Seconds for which this conversation blocked the event loop itself."""
         self._watch = watch
@@ -402,6 +403,21 @@ def shared_context() -> Context | None:
 def stopwatch() -> Stopwatch | None:
     """The stopwatch of the caller's conversation; None outside of conversations."""
     return _stopwatch.get()
+
+
+def advise_threads(ways: str) -> None:
+    """Say how `async` methods of the conversation's environment are run in a thread: a list of imperatives, or empty if in no way.
+
+    Without a call, it is by `environment.thread`. No effect outside of conversations.
+    """
+    watch = _stopwatch.get()
+    if watch is not None:
+        watch.thread_ways = ways
+
+
+def _thread_ways() -> str:
+    watch = _stopwatch.get()
+    return _OWN_ENVIRONMENT if watch is None else watch.thread_ways
 
 
 def conversation_name() -> str:

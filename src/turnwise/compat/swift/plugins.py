@@ -45,7 +45,7 @@ from turnwise.data.images import load_image
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Trajectory
-from turnwise.user_code.calls import NO_ASYNC, thread_ways
+from turnwise.user_code.calls import NO_ASYNC, advise_threads
 
 _ROOT = "swift"
 """turnwise always provides modules of this name. It provides modules of other names only if no such package is installed."""
@@ -498,7 +498,7 @@ def scheduler(
     weight = _gym_weight(kind, name, use_gym_env, gym_weight)
     number = str(next(_numbers))
     if lock is not None:  # in a conversation: environment.thread is refused
-        thread_ways.set(NO_ASYNC)
+        advise_threads(NO_ASYNC)
     if kind.run is not MultiTurnScheduler.run:
         return RunEnvironment(instance, name=number, gym_weight=weight, shares=shared)
     return StepEnvironment(instance, name=number, gym_weight=weight, lock=lock, shares=shared)
