@@ -406,7 +406,7 @@ def stopwatch() -> Stopwatch | None:
 
 
 def advise_threads(ways: str) -> None:
-    """Say how `async` methods of the conversation's environment are run in a thread: a list of imperatives, or empty if in no way.
+    """Say how `async` methods of the conversation's environment are run in a thread: imperatives, or empty if in no way.
 
     Without a call, it is by `environment.thread`. No effect outside of conversations.
     """
