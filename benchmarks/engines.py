@@ -50,11 +50,11 @@ from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from turnwise import assembly
-from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine, closing
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
 from turnwise.models.loading import published_weights
+from turnwise.options.schema import Config
 from turnwise.types import Completion, Request, Sampling
 
 HERE = Path(__file__).resolve().parent

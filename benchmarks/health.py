@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 from turnwise.record.reader import read_lines
 from turnwise.runs.health import HealthMonitors
 

@@ -108,11 +108,11 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     from transformers.initialization import no_init_weights
 
     from turnwise import assembly
-    from turnwise.config.schema import Config
     from turnwise.engines.local.engine import LARGE_CACHE
     from turnwise.models.cpu import with_fast_layers
     from turnwise.models.loading import adapt
     from turnwise.models.precision import Bfloat16Linears
+    from turnwise.options.schema import Config
     from turnwise.training.local_learner import LocalLearner
     from turnwise.types import Sampling
 
@@ -203,7 +203,7 @@ def rank(path: str, kind: str, args: argparse.Namespace) -> None:
 
     from turnwise import assembly
     from turnwise.assembly.learners import rank_options
-    from turnwise.config.schema import Config
+    from turnwise.options.schema import Config
     from turnwise.training.sharded.commands import follow
     from turnwise.training.sharded.ranks import Ranks
 
@@ -326,8 +326,8 @@ def main() -> None:
 
 def rows(kind: str, args: argparse.Namespace) -> Iterator[list[str]]:
     """The rows of a kind of training: one for each process."""
-    from turnwise.config.schema import Config
     from turnwise.doctor.memory import Workload, predict
+    from turnwise.options.schema import Config
     from turnwise.planning.memory import rank_memory
 
     config = Config.model_validate(options(args.size, kind, args))

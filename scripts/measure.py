@@ -108,7 +108,7 @@ def trace_step(source: Path = SOURCE) -> dict[str, set[int]]:
     """
     from rich.console import Console
 
-    from turnwise.config.schema import Config
+    from turnwise.options.schema import Config
     from turnwise.terminal.train_report import TrainReport
     from turnwise.train import assemble, train
 

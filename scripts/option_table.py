@@ -16,8 +16,8 @@ from generated_page import replace_block, write_or_check
 from pydantic.fields import FieldInfo
 
 from turnwise.config.resume_rules import EXPLAINED, RULES
-from turnwise.config.schema import Config
-from turnwise.config.section import Section, Use, name_of, named_sections, shared_options
+from turnwise.options.schema import Config
+from turnwise.options.section import Section, Use, name_of, named_sections, shared_options
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipes.md"
 BEGIN, END = "<!-- options: made by scripts/option_table.py -->", "<!-- end of options -->"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from turnwise import assembly
-from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import ConfigError, DataError
 from turnwise.models.model_config import context_length
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Sampling
 from turnwise.user_code.references import MOVED, resolve

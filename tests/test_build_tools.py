@@ -18,8 +18,8 @@ from support.tiny import save_model, save_rows
 from turnwise import assembly
 from turnwise.assembly.conversations import tool as tool_of
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.record.writer import write_config
 from turnwise.runs.sampling_only import collect
 from turnwise.terminal.train_report import TrainReport

@@ -18,9 +18,9 @@ from support.conversations import Says, a_row, hold, hold_all
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.recipe import RENAMED
-from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.environments.tools.tool import Tool
+from turnwise.options.schema import Config
 from turnwise.types import Group
 from turnwise.user_code.references import MOVED
 

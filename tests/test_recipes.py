@@ -15,8 +15,8 @@ import pytest
 from support.servers import Answer, serving
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.data.gsm8k import main as preprocess
+from turnwise.options.schema import Config
 from turnwise.user_code.references import resolve
 
 ROOT = Path(__file__).parent.parent

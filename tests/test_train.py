@@ -22,10 +22,10 @@ from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.tiny import save_model
 from support.training import overlap_surely
-from turnwise.config.algorithm import steps_of_epochs
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, RolloutError, RunError
+from turnwise.options.algorithm import steps_of_epochs
+from turnwise.options.schema import Config
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import TrainingRun, assemble, train
 

@@ -16,9 +16,9 @@ import torch
 from rich.console import Console
 
 from support.tiny import save_rows
-from turnwise.config.schema import Config
 from turnwise.engines.engine import Engine
 from turnwise.errors import RolloutError
+from turnwise.options.schema import Config
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import TrainingRun, _warn_of_disagreement, assemble, pack_groups, train
 from turnwise.training.learner import UpdateStats

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunDirectory
 from turnwise.train import assemble, train
 from turnwise.types import Group

@@ -27,9 +27,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, Unpack
 
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
 from turnwise.local_paths import as_given
+from turnwise.options.schema import Config
 from turnwise.recipe import Options, Recipe, rows_option, saved_model
 from turnwise.record.evaluation import Comparison, EvaluationResult, ModelResult, read_results
 from turnwise.record.reader import RecordedTrajectories, evaluation_frame, metrics_frame, read_lines, trajectories_frame

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from turnwise.config.environment_values import with_references
 from turnwise.config.recipe import checked, load
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.environment_values import with_references
+from turnwise.options.schema import Config
 from turnwise.user_code.references import is_live, reference_to
 
 __all__ = ["Options", "Recipe", "rows_option", "saved_model"]

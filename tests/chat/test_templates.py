@@ -11,10 +11,10 @@ from support import CHATML, byte_tokenizer
 from support.conversations import a_row, hold, scripted
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario, preflight
 from turnwise.environments.environment import environment
 from turnwise.errors import TemplateError
+from turnwise.options.schema import Config
 from turnwise.types import Opening, Reply, Row, Turn
 
 FILES = template_files()

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from support.recipes import save_recipe
-from turnwise.config.engines import ClusterSection
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
+from turnwise.options.engines import ClusterSection
+from turnwise.options.schema import Config
 
 ROOT = Path(__file__).parent.parent.parent
 SLURM = ROOT / "deploy" / "slurm"

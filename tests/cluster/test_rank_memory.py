@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from turnwise.config.schema import Config
 from turnwise.doctor.memory import Workload
+from turnwise.options.schema import Config
 from turnwise.planning.memory import rank_memory
 
 pytestmark = pytest.mark.cluster

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from turnwise.cli import main
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 from turnwise.record.evaluation import (
     Comparison,
     Cost,

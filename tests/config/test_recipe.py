@@ -10,16 +10,16 @@ import pytest
 import yaml
 
 from turnwise.commands.convert import converted
-from turnwise.config.algorithm import GspoSection
-from turnwise.config.engines import LocalEngineSection, ScriptedEngineSection
 from turnwise.config.recipe import ABSENT, CALLED, DIFFERENT, VALUES, VALUES_THERE, load
 from turnwise.config.resume_rules import RULES
-from turnwise.config.schema import Config
-from turnwise.config.section import Section, changed_options, named_sections
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, training_warnings
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError
+from turnwise.options.algorithm import GspoSection
+from turnwise.options.engines import LocalEngineSection, ScriptedEngineSection
+from turnwise.options.schema import Config
+from turnwise.options.section import Section, changed_options, named_sections
 
 LEAST = {"model": {"path": "m"}, "data": {"train": "rows.jsonl"}}
 

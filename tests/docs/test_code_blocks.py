@@ -21,9 +21,9 @@ from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import _parse, main
 from turnwise.config.recipe import checked, load
-from turnwise.config.schema import Config
 from turnwise.doctor.template import preflight
 from turnwise.environments.mcp import McpServers
+from turnwise.options.schema import Config
 
 BLOCKS = all_blocks()
 LANGUAGES = {"python", "yaml", "sh", "json", "text", "layers"}

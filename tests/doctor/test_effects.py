@@ -22,10 +22,10 @@ from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
 from turnwise import assembly
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.doctor.options import EFFECTS, schema
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, DataError, EngineError
+from turnwise.options.schema import Config
 from turnwise.sft import fine_tune as sft
 from turnwise.terminal.train_report import SftReport, TrainReport
 from turnwise.train import TrainingRun, assemble, train

@@ -20,13 +20,13 @@ from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.config.section import Use
 from turnwise.doctor.check import Check
 from turnwise.doctor.examine import examine
 from turnwise.doctor.options import take_effect
 from turnwise.doctor.recipe import conversations
 from turnwise.doctor.template import openings
 from turnwise.errors import DataError
+from turnwise.options.section import Use
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
 OF_A_MODEL = [

@@ -16,11 +16,11 @@ from transformers import Qwen3Config
 from support.tiny import save_rows, tiny_model
 from turnwise import assembly
 from turnwise.cli import main
-from turnwise.config.schema import Config
 from turnwise.doctor.examine import examine
 from turnwise.doctor.memory import Prediction, Workload, longest_prompt, memory_check, predict, workload_of
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.models import cpu
+from turnwise.options.schema import Config
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 WORK = Workload(conversations=8, tokens=256, prompt_tokens=64)

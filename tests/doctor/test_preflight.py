@@ -20,10 +20,10 @@ from support.tiny import save_model, save_rows
 from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer
 from turnwise.config.recipe import load
-from turnwise.config.schema import OVERRIDABLE_CHECKS, Config
 from turnwise.doctor.template import preflight, read_directory, template_checks, unread_columns
 from turnwise.environments.environment import environment
 from turnwise.errors import ConfigError, TemplateError
+from turnwise.options.schema import OVERRIDABLE_CHECKS, Config
 from turnwise.runs.sampling_only import collect
 from turnwise.train import assemble
 from turnwise.types import Opening, Reply, Row, Turn

@@ -18,12 +18,12 @@ from engines.conformance.subjects import change
 from support.vision import image_part, picture, served_vision_model, text_part
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.servers import Probe
 from turnwise.environments.environment import environment
 from turnwise.errors import EngineError
 from turnwise.models.loading import published_weights, token_logprobs
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Completion, LogprobKind, Opening, Reply, Request, Row, Sampling, Segment, Turn

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.servers import Owner, Part
@@ -22,6 +21,7 @@ from turnwise.engines.sglang.api import SglangApi, check_checksums, file_content
 from turnwise.engines.sglang.images import decode_images
 from turnwise.engines.sglang.launch import SglangLaunch, server_command
 from turnwise.errors import ConfigError, EngineError
+from turnwise.options.schema import Config
 from turnwise.types import Media, Request, Sampling
 
 SERVER = HttpServer("http://127.0.0.1:1")

@@ -18,10 +18,10 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.servers import Probe
 from turnwise.models.loading import token_logprobs
+from turnwise.options.schema import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 

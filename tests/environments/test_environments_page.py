@@ -14,8 +14,8 @@ from support.conversations import RENDERER, Says, a_row, call, hold, scripted
 from support.servers import Answer, serving
 from turnwise import assembly
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
-from turnwise.config.schema import Config
 from turnwise.environments.users import ModelledUser
+from turnwise.options.schema import Config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 

@@ -15,12 +15,12 @@ from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, s
 from support.servers import Answer, serving
 from turnwise import assembly
 from turnwise.assembly.references import named_callable
-from turnwise.config.schema import Config
-from turnwise.config.section import Use
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import Endpoint, ModelledUser
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+from turnwise.options.section import Use
 from turnwise.rollout.chat_model import EngineChatModel
 from turnwise.rollout.context import Limits
 from turnwise.services.json_service import ServiceError

@@ -12,10 +12,10 @@ import pytest
 
 from support.conversations import Says, call, hold, hold_all
 from turnwise.assembly import environment_factory
-from turnwise.config.schema import Config
 from turnwise.environments.environment import SingleTurn, ThreadedEnvironment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rollout import rollout
 from turnwise.rollout.context import Limits
 from turnwise.types import Failure, Opening, Reply, Row, Stop, Turn

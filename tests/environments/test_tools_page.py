@@ -10,8 +10,8 @@ import yaml
 
 from support.conversations import Says, a_row, call, hold
 from turnwise import assembly
-from turnwise.config.schema import Config, ToolCallsSection, ToolUse
 from turnwise.environments.mcp import McpServers
+from turnwise.options.schema import Config, ToolCallsSection, ToolUse
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
 

@@ -12,12 +12,12 @@ import yaml
 
 from fuzz.mutations import RAW, VALUES, accepted_or_refused, mutated_text, mutated_tree, places, write
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import read_rows
 from turnwise.errors import TurnwiseError
+from turnwise.options.schema import Config
 
 ROUNDS = 500
 """Data files of each test."""

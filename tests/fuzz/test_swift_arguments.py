@@ -14,7 +14,7 @@ from fuzz.mutations import RAW, VALUES, accepted_or_refused, mutated_text, mutat
 from turnwise.commands.convert import as_recipe
 from turnwise.compat.swift import from_swift_arguments
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 
 ROUNDS = 120
 

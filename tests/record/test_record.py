@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from support.conversations import CUE, Says, a_row, call, hold, spoken
-from turnwise.config.schema import Config
 from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
+from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunDirectory
 from turnwise.record.trajectory_json import trajectory_record
 from turnwise.record.writer import write_trajectories, writing

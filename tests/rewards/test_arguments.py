@@ -16,9 +16,9 @@ import pytest
 from support.conversations import Says, a_row, hold_all
 from turnwise import assembly
 from turnwise.cli import main
-from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rewards.functions import (
     BatchReward,
     CallPlan,

@@ -14,12 +14,12 @@ from support.conversations import a_row, call, hold, scripted
 from turnwise import assembly
 from turnwise.compat.trajectory_dict import DictReward, DictTurnReward, as_dictionary
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.tools.tool import Tool
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics
 from turnwise.rewards.functions import TurnReward
 from turnwise.rewards.scorer import Scorer

@@ -11,8 +11,8 @@ import pytest
 from support.conversations import a_row, hold_all, scripted
 from support.servers import Answer, serving
 from turnwise import assembly
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rewards.http import HttpReward
 from turnwise.types import Group, Trajectory
 

@@ -11,8 +11,8 @@ import pytest
 from support.conversations import RENDERER, a_row, hold, hold_all, scripted
 from support.servers import Answer, serving
 from turnwise import assembly
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rewards.functions import GroupReward, TrajectoryReward, plan_call
 from turnwise.rewards.judge import ComparingJudge, Judge
 from turnwise.rewards.scorer import Scorer

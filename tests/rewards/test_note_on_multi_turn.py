@@ -14,8 +14,8 @@ import pytest
 from support.conversations import Says, a_row, hold
 from turnwise import assembly
 from turnwise.compat.gym import ToolEnvironments
-from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
+from turnwise.options.schema import Config
 from turnwise.record.trajectory_json import decode_trajectory, encode_line, trajectory_record
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward
 from turnwise.rewards.scorer import Scorer

@@ -15,9 +15,9 @@ import torch
 
 from support.conversations import Says, hold, hold_all
 from turnwise import assembly
-from turnwise.config.schema import Config
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.record.evaluation import summarize
 from turnwise.record.metrics import conversation_metrics
 from turnwise.record.writer import Retention

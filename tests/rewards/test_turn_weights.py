@@ -18,9 +18,9 @@ from rich.console import Console
 from support.tiny import save_rows
 from turnwise import assembly
 from turnwise.config.recipe import load
-from turnwise.config.schema import LOSS_MASKS, Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.schema import LOSS_MASKS, Config
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, without_cut_turns
 from turnwise.runs.sampling_only import collect
 from turnwise.terminal.train_report import TrainReport

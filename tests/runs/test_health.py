@@ -11,9 +11,9 @@ import pytest
 
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics, duplicate_share, lowest_correlation
 from turnwise.runs.health import HealthMonitors, LearningWatch
 from turnwise.types import Failure, Group, Row, Trajectory, Turn

@@ -23,9 +23,9 @@ from support.tiny import save_model, tiny_model
 from test_train import lines, run, timeless
 from training.test_weights import conversations
 from turnwise.config.recipe import checked
-from turnwise.config.schema import KlRewardSection
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
+from turnwise.options.schema import KlRewardSection
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.credit.credit import Batch, Episode, episode_of
 from turnwise.runs.training_run import KlReward

@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from support.tiny import save_model, save_rows
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_reward
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics
 from turnwise.runs.health import LearningWatch
 from turnwise.terminal.train_report import TrainReport

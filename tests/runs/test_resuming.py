@@ -26,9 +26,9 @@ from support.tiny import save_model, save_rows
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.resume_rules import RULES, check_options, option_values
-from turnwise.config.schema import Config
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError, RunError
+from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunLock
 from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import checkpoint_due

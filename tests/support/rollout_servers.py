@@ -16,7 +16,7 @@ from rich.console import Console
 
 from turnwise.commands.serve import ServeOptions, serve
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
 from turnwise.rollout_server.server import Address
 from turnwise.rollout_server.wire import served_options

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from support.vision import image_processor, picture, save_vision_model, vision_tokenizer
 from turnwise.chat.media import MediaProcessor
-from turnwise.config.schema import Config
 from turnwise.errors import DataError
+from turnwise.options.schema import Config
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 

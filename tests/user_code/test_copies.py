@@ -26,12 +26,12 @@ from turnwise.compat.gym import ToolEnvironments
 from turnwise.compat.trajectory_dict import DictReward, DictTurnReward
 from turnwise.compat.trl import TrlEnvironments, TrlReward
 from turnwise.compat.verl.reward import CustomScore
-from turnwise.config.schema import Config
 from turnwise.data.rows import read_rows
 from turnwise.environments.agents.agents import AgentFunction
 from turnwise.environments.environment import ThreadedEnvironment, environment, user_message
 from turnwise.environments.tools.tool import Tool
 from turnwise.environments.tools.toolbox import Tools
+from turnwise.options.schema import Config
 from turnwise.record.trajectory_json import trajectory_record
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward, plan_call
 from turnwise.rewards.scorer import Scorer

@@ -19,9 +19,9 @@ from turnwise.compat.gym import GymEnvironments, ToolEnvironments
 from turnwise.compat.swift.schedulers import MultiTurnScheduler
 from turnwise.compat.trl import TrlEnvironments
 from turnwise.compat.verl import Conversations
-from turnwise.config.schema import Config
 from turnwise.environments.environment import ThreadedEnvironment
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Stop
 from turnwise.user_code.thread_loops import OwnLoop

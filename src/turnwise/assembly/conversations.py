@@ -17,9 +17,6 @@ from typing import Any, Protocol, runtime_checkable
 from turnwise import types
 from turnwise.assembly.references import close_tried, close_tried_environment, named_callable
 from turnwise.chat.renderer import Renderer
-from turnwise.config.engines import OpenAIEngineSection
-from turnwise.config.schema import Config, ToolUse
-from turnwise.config.section import changed_options
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import (
     Environment,
@@ -32,6 +29,9 @@ from turnwise.environments.mcp import McpServers
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools, Truncation
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
+from turnwise.options.engines import OpenAIEngineSection
+from turnwise.options.schema import Config, ToolUse
+from turnwise.options.section import changed_options
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer

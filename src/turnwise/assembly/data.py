@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.data.conversations import read_conversations
 from turnwise.data.order import Curriculum, Order, RowOrder, weighted_order
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
+from turnwise.options.schema import Config
 from turnwise.types import Row
 from turnwise.user_code.references import resolve
 

@@ -27,15 +27,6 @@ from turnwise.assembly.conversations import renderer as build_renderer
 from turnwise.assembly.learners import model_options
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine
-from turnwise.config.engines import (
-    ClusterSection,
-    OpenAIEngineSection,
-    ScriptedEngineSection,
-    ServerEngineSection,
-    SglangEngineSection,
-    VllmEngineSection,
-)
-from turnwise.config.schema import Config
 from turnwise.data.images import media_kind, media_value
 from turnwise.engines import scripted
 from turnwise.engines.engine import CopiedWeights, Engine, SharedWeights, WeightPublisher
@@ -48,6 +39,15 @@ from turnwise.engines.remote.weights import Backend, WeightCopies, WeightFiles, 
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length, cpu_memory_gb, kv_token_bytes, vocabulary_size
+from turnwise.options.engines import (
+    ClusterSection,
+    OpenAIEngineSection,
+    ScriptedEngineSection,
+    ServerEngineSection,
+    SglangEngineSection,
+    VllmEngineSection,
+)
+from turnwise.options.schema import Config
 from turnwise.ray_workers.ray_api import RAY_ADDRESS, ActorOptions
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.ray_workers.rollouts import PoolOptions, RayOptions, RayRollouts

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from turnwise.assembly.conversations import sampling
-from turnwise.config.algorithm import (
+from turnwise.config.train_checks import needs_reference
+from turnwise.options.algorithm import (
     CispoSection,
     GspoSection,
     LossSection,
@@ -22,9 +23,8 @@ from turnwise.config.algorithm import (
     SapoSection,
     SftSection,
 )
-from turnwise.config.engines import ClusterSection
-from turnwise.config.schema import Config
-from turnwise.config.train_checks import needs_reference
+from turnwise.options.engines import ClusterSection
+from turnwise.options.schema import Config
 from turnwise.ray_workers.ranks import RankGroupOptions, RayRanks
 from turnwise.ray_workers.ray_api import ActorOptions
 from turnwise.training.options import (

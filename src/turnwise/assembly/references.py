@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from turnwise.config.recipe import renamed_arguments
-from turnwise.config.section import Use
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.options.section import Use
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from turnwise.assembly.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
-from turnwise.config import algorithm as sections
-from turnwise.config.schema import Config, RewardUse
 from turnwise.config.train_checks import chosen_estimator, environment_may_reward
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
+from turnwise.options import algorithm as sections
+from turnwise.options.schema import Config, RewardUse
 from turnwise.rewards.credit import Credit, critic, outcome, turns
 from turnwise.rewards.credit import credit as states
 from turnwise.rewards.functions import BatchReward, CallPlan, Form, GroupReward, TrajectoryReward, TurnReward, plan_call

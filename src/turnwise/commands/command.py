@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from turnwise.config.schema import Config
+    from turnwise.options.schema import Config
     from turnwise.runs.run_state import RunState
     from turnwise.terminal.report import Report
 
@@ -82,8 +82,8 @@ def load_recipe(options: argparse.Namespace) -> tuple[Config, list[str]]:
 
 def refuse_missing_files(config: Config) -> None:
     """Refuse a recipe with a data set or a file of user code that does not exist. Raises ConfigError or DataError."""
-    from turnwise.config.section import Section, Use
     from turnwise.data.rows import refuse_missing_source
+    from turnwise.options.section import Section, Use
     from turnwise.user_code.references import refuse_missing_file
 
     for source in (config.data.train, config.data.eval):

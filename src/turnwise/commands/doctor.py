@@ -24,8 +24,8 @@ from turnwise.planning.placement import PlanLine
 from turnwise.planning.simulation import MeasuredWorkload, ScalingRow
 
 if TYPE_CHECKING:
-    from turnwise.config.schema import Config
     from turnwise.doctor.check import Check
+    from turnwise.options.schema import Config
     from turnwise.planning.placement import PlanLine
 
 

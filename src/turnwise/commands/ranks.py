@@ -23,7 +23,7 @@ from turnwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from turnwise.commands.command import Context
-    from turnwise.config.schema import Config
+    from turnwise.options.schema import Config
 
 
 # processes on this machine
@@ -146,7 +146,7 @@ def run_as_rank(
     cluster = config.cluster
     if not cluster.distributed:
         return None
-    from turnwise.config.engines import local_ranks  # pydantic, which `--help` of a command does not need
+    from turnwise.options.engines import local_ranks  # pydantic, which `--help` of a command does not need
 
     rank = os.environ.get("RANK")
     if cluster.launcher != "torchrun" and "TURNWISE_STORE_PORT" not in os.environ:

@@ -23,10 +23,10 @@ from rich.console import Console
 from turnwise import assembly
 from turnwise.commands.command import Context, add_recipe, count, port, print_lines, step_number
 from turnwise.config.engine_checks import refuse_without_effect_when_serving
-from turnwise.config.schema import Config
 from turnwise.doctor.template import preflight
 from turnwise.engines.vllm.worker import join_by_nccl
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rollout_server.conversations import ConversationQueue, Leases, ServerMetrics, WeightUpdates
 from turnwise.rollout_server.server import TOKEN, Address, ServedRun, open_socket, serving, token_for
 from turnwise.rollout_server.swift import SwiftWeights, swift_routes
@@ -34,7 +34,7 @@ from turnwise.rollout_server.wire import base_weights, processor_fingerprint, se
 from turnwise.training import fingerprint
 
 if TYPE_CHECKING:
-    from turnwise.config.schema import Config
+    from turnwise.options.schema import Config
 
 
 # `turnwise serve`

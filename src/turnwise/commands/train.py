@@ -26,7 +26,7 @@ from turnwise.errors import ConfigError
 from turnwise.starter import DEMO_OUTPUT, demo_overrides, demo_recipe, write_project
 
 if TYPE_CHECKING:
-    from turnwise.config.schema import Config
+    from turnwise.options.schema import Config
 
 
 # `turnwise train`

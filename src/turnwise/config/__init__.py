@@ -1,1 +1,1 @@
-"""The recipe: its schema, how it is read, and which combinations of options are refused."""
+"""Recipes: how they are read, and which combinations of options are refused."""

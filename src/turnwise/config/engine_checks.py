@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from turnwise.config.algorithm import OptimizationSection
-from turnwise.config.engines import ServerEngineSection, SglangEngineSection, VllmEngineSection
-from turnwise.config.schema import Config
-from turnwise.config.section import changed_options
 from turnwise.errors import ConfigError
+from turnwise.options.algorithm import OptimizationSection
+from turnwise.options.engines import ServerEngineSection, SglangEngineSection, VllmEngineSection
+from turnwise.options.schema import Config
+from turnwise.options.section import changed_options
 
 # engines
 

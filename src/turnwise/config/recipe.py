@@ -14,13 +14,13 @@ from typing import Any, get_args
 
 from pydantic import ValidationError
 
-from turnwise.config.environment_values import insert_values
 from turnwise.config.resume_rules import RULES
-from turnwise.config.schema import Config, LoraSection
-from turnwise.config.section import Section, name_of, named_sections, shared_options
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.local_paths import no_file
+from turnwise.options.environment_values import insert_values
+from turnwise.options.schema import Config, LoraSection
+from turnwise.options.section import Section, name_of, named_sections, shared_options
 
 # names of other systems, and names that have changed
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from turnwise.config.environment_values import same_value, with_digests
-from turnwise.config.schema import Config
-from turnwise.config.section import Section, Use
 from turnwise.errors import ConfigError, RunError, nearest
+from turnwise.options.environment_values import same_value, with_digests
+from turnwise.options.schema import Config
+from turnwise.options.section import Section, Use
 
 __all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "option_values", "refuse_unknown_names"]
 

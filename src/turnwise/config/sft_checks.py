@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from turnwise.config.algorithm import SftSection
 from turnwise.config.engine_checks import cluster_problems
-from turnwise.config.engines import LocalEngineSection
-from turnwise.config.schema import Config
-from turnwise.config.section import Section, changed_options
 from turnwise.config.train_checks import (
     Problem,
     deterministic_device_problem,
@@ -16,6 +12,10 @@ from turnwise.config.train_checks import (
     weight_problems,
 )
 from turnwise.errors import ConfigError
+from turnwise.options.algorithm import SftSection
+from turnwise.options.engines import LocalEngineSection
+from turnwise.options.schema import Config
+from turnwise.options.section import Section, changed_options
 
 __all__ = ["refuse_sft_without_effect"]
 

@@ -7,14 +7,14 @@ a run would not read is refused here.
 
 from __future__ import annotations
 
-from turnwise.config import algorithm as sections
-from turnwise.config.algorithm import LossSection, OptimizerSection
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
-from turnwise.config.engines import LocalEngineSection
-from turnwise.config.schema import LOSS_MASKS, Config, DataSection
-from turnwise.config.section import changed_options
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
+from turnwise.options import algorithm as sections
+from turnwise.options.algorithm import LossSection, OptimizerSection
+from turnwise.options.engines import LocalEngineSection
+from turnwise.options.schema import LOSS_MASKS, Config, DataSection
+from turnwise.options.section import changed_options
 
 # credit
 

@@ -9,8 +9,6 @@ from typing import Any, Literal
 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.engines import OpenAIEngineSection, ScriptedEngineSection
-from turnwise.config.schema import Config
 from turnwise.doctor import template
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
@@ -19,6 +17,8 @@ from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, rewards, row_arguments
 from turnwise.doctor.template import openings, template_checks
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.options.engines import OpenAIEngineSection, ScriptedEngineSection
+from turnwise.options.schema import Config
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Row, Sampling
 

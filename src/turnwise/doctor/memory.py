@@ -22,9 +22,6 @@ from torch.utils._pytree import tree_leaves
 from turnwise import assembly
 from turnwise.chat.media import has_media
 from turnwise.chat.renderer import Renderer
-from turnwise.config.algorithm import OptimizationSection
-from turnwise.config.engines import LocalEngineSection
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference
 from turnwise.doctor.check import Check
 from turnwise.engines.local.engine import LARGE_CACHE
@@ -37,6 +34,9 @@ from turnwise.models.loading import ModelOptions, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
+from turnwise.options.algorithm import OptimizationSection
+from turnwise.options.engines import LocalEngineSection
+from turnwise.options.schema import Config
 from turnwise.training.batch import default_micro_batch_tokens
 from turnwise.training.forward import TokenLogprobs
 from turnwise.training.options import OptimizerConfig

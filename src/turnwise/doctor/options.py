@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any, get_args, get_origin
 
 from turnwise import assembly
-from turnwise.config.algorithm import ESTIMATORS, LOSSES, CorrectionSection, RejectionSection
-from turnwise.config.engines import OpenAIEngineSection, ScriptedEngineSection
-from turnwise.config.schema import Config
-from turnwise.config.section import Section, Use, changed_options
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.options.algorithm import ESTIMATORS, LOSSES, CorrectionSection, RejectionSection
+from turnwise.options.engines import OpenAIEngineSection, ScriptedEngineSection
+from turnwise.options.schema import Config
+from turnwise.options.section import Section, Use, changed_options
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn

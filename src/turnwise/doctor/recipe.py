@@ -10,14 +10,14 @@ from typing import Any
 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.algorithm import GrpoSection, RlooSection
-from turnwise.config.engines import LocalEngineSection
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
 from turnwise.engines.engine import Engine
+from turnwise.options.algorithm import GrpoSection, RlooSection
+from turnwise.options.engines import LocalEngineSection
+from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit.credit import episode_of
 from turnwise.rollout.rollout import new_group, rollout_groups

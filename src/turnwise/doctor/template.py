@@ -39,11 +39,11 @@ from turnwise.chat.renderer import EncodedMessages, Renderer, Thinking, lost_in_
 from turnwise.chat.template_arguments import argument_text, refuse_unread_arguments
 from turnwise.chat.template_profile import KeptReasoning, generation_config_stops
 from turnwise.chat.tool_calls import undescribed
-from turnwise.config.schema import Config
 from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import masked
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.models.model_config import context_length
+from turnwise.options.schema import Config
 from turnwise.types import Message, Row, ToolSchema
 
 # rendering turn by turn and in one pass

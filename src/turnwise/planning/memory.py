@@ -14,8 +14,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise import assembly
 from turnwise.assembly.engines import cache_gb
-from turnwise.config.engines import LocalEngineSection, ServerEngineSection, local_ranks
-from turnwise.config.schema import Config
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
     PROGRAM_BYTES,
@@ -32,6 +30,8 @@ from turnwise.doctor.memory import (
 )
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import context_length
+from turnwise.options.engines import LocalEngineSection, ServerEngineSection, local_ranks
+from turnwise.options.schema import Config
 from turnwise.planning.placement import PlanLine
 from turnwise.training.options import SMALL_GRADIENTS
 

@@ -9,10 +9,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.config.algorithm import steps_of_epochs
-from turnwise.config.engines import LocalEngineSection, ServerEngineSection
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.algorithm import steps_of_epochs
+from turnwise.options.engines import LocalEngineSection, ServerEngineSection
+from turnwise.options.schema import Config
 
 # training
 

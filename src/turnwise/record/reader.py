@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from turnwise.config.environment_values import insert_values
 from turnwise.errors import ConfigError, Failed, RunError, boundary
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
+from turnwise.options.environment_values import insert_values
 from turnwise.record.lines import LineFile, existing_file, open_lines
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import Trajectory, Turn

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from turnwise.config.schema import Config
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.options.schema import Config
 from turnwise.record.lines import SUFFIX, LineFile
 from turnwise.record.trajectory_json import encode_line
 from turnwise.record.writer import AppendedFile, replace_file, trajectory_lines, write_config, writing

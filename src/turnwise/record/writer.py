@@ -17,8 +17,8 @@ from typing import Any
 
 import yaml
 
-from turnwise.config.schema import Config
 from turnwise.errors import RunError
+from turnwise.options.schema import Config
 from turnwise.record.lines import compressed_parts, is_compressed
 from turnwise.record.trajectory_json import MediaStore, trajectory_line
 from turnwise.types import Trajectory

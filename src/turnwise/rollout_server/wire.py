@@ -29,11 +29,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from turnwise.chat.media import MediaProcessor
-from turnwise.config.environment_values import same_value, with_digests
-from turnwise.config.schema import Config
 from turnwise.data.images import digest, is_image, load_image, media_kind, media_value
 from turnwise.data.rows import COLUMNS
 from turnwise.errors import DataError, EngineError, RunError, TurnwiseError
+from turnwise.options.environment_values import same_value, with_digests
+from turnwise.options.schema import Config
 from turnwise.record.trajectory_json import MediaStore, StoredImage, decode_trajectory, encode_line, trajectory_record
 from turnwise.types import Completion, LogprobKind, Media, Message, Row, Sampling, Segment, Trajectory, Turn
 

@@ -27,13 +27,13 @@ from typing import Any
 from rich.console import Console
 
 from turnwise import assembly
-from turnwise.config.engines import OpenAIEngineSection
-from turnwise.config.environment_values import Origins, insert_values, same_value, with_digests
 from turnwise.config.recipe import checked
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, DataError, RunError
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
 from turnwise.local_paths import same_directory
+from turnwise.options.engines import OpenAIEngineSection
+from turnwise.options.environment_values import Origins, insert_values, same_value, with_digests
+from turnwise.options.schema import Config
 from turnwise.record.evaluation import EvaluationResult, ModelResult, compare, summarize
 from turnwise.record.lines import SUFFIX, compressed_parts, is_compressed, open_lines
 from turnwise.record.metrics import conversation_metrics, cut_answers, failures, mean

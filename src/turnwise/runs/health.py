@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 from turnwise.record.metrics import cut_answers, lowest_correlation
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences

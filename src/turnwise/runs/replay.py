@@ -17,13 +17,13 @@ from typing import Any
 from turnwise import assembly
 from turnwise.chat.media import process_row_media
 from turnwise.chat.renderer import Renderer
-from turnwise.config.engines import OpenAIEngineSection
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.engines.scripted import RecordedEngine, RecordedText
 from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length
+from turnwise.options.engines import OpenAIEngineSection
+from turnwise.options.schema import Config
 from turnwise.record.reader import RecordedTrajectories, trajectories_file
 from turnwise.record.trajectory_json import encode_line, trajectory_record
 from turnwise.rewards.judge import UsesEngine

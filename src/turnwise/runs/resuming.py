@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar
 
 from turnwise.chat.renderer import Renderer
 from turnwise.config.resume_rules import check_options, option_values, refuse_unknown_names
-from turnwise.config.schema import Config
 from turnwise.errors import RunError, TemplateError
+from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunDirectory
 from turnwise.training import fingerprint
 from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint

@@ -17,14 +17,14 @@ from typing import Any, Literal
 from turnwise import assembly
 from turnwise.chat.media import process_row_media
 from turnwise.chat.renderer import Renderer
-from turnwise.config.algorithm import OptimizationSection
-from turnwise.config.schema import Config
 from turnwise.data.order import RowOrder
 from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.errors import RunError
 from turnwise.loggers.logger import Loggers
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
+from turnwise.options.algorithm import OptimizationSection
+from turnwise.options.schema import Config
 from turnwise.record.metrics import template_mismatches
 from turnwise.record.run_directory import RunDirectory
 from turnwise.record.writer import Retention

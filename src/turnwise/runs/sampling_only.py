@@ -19,12 +19,12 @@ from turnwise import assembly
 from turnwise.chat.media import process_row_media
 from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer
-from turnwise.config.engines import OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
-from turnwise.config.schema import Config
 from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.engines.engine import closing
 from turnwise.errors import ConfigError, DataError, RolloutError
 from turnwise.models.model_config import context_length
+from turnwise.options.engines import OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
+from turnwise.options.schema import Config
 from turnwise.record.lines import SUFFIX, existing_file, is_compressed
 from turnwise.record.metrics import conversation_metrics, cut_answers, failures, template_mismatches
 from turnwise.record.run_directory import RunLock, refuse_run_directory

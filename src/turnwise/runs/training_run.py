@@ -19,11 +19,11 @@ from statistics import fmean
 from typing import Any, Literal
 
 from turnwise import assembly
-from turnwise.config.schema import Config, KlRewardSection
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import DataState, RowSource, initial_pass_rates
 from turnwise.engines.engine import WeightPublisher
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config, KlRewardSection
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit

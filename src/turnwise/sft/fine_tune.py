@@ -17,10 +17,10 @@ from typing import Any
 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.algorithm import steps_of_epochs
-from turnwise.config.schema import Config, EnvironmentUse
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
+from turnwise.options.algorithm import steps_of_epochs
+from turnwise.options.schema import Config, EnvironmentUse
 from turnwise.planning.placement import ConversationTokens
 from turnwise.record.metrics import mean, share
 from turnwise.runs.run_state import RunState, loggers, read_inputs

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise import types
-from turnwise.config.schema import Config
+from turnwise.options.schema import Config
 from turnwise.record.reader import read_lines
 from turnwise.record.run_directory import RunDirectory
 from turnwise.terminal.conversation import conversation

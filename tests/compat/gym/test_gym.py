@@ -16,10 +16,10 @@ from gymnasium import spaces
 from support.conversations import Says, a_row, call, hold, hold_all
 from turnwise import assembly
 from turnwise.compat.gym import GymEnvironments
-from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 

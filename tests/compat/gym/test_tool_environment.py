@@ -15,8 +15,8 @@ import pytest
 from support.conversations import Says, a_row, hold, hold_all
 from turnwise import assembly
 from turnwise.compat.gym import ToolEnvironments
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 

@@ -12,9 +12,9 @@ import pytest
 from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.swift.convert import COMPUTED, from_swift_arguments
 from turnwise.compat.swift.read_arguments import ALIASES, CHOICES, FIXED, LISTS, OPTIONS, read_arguments
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 
 SCRIPT = """\
 # Multi-turn on two machines; don't forget the server.

@@ -14,9 +14,9 @@ from support.swift_client import mirror
 from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.swift.convert import from_rollout_arguments, from_swift_arguments
 from turnwise.config.engine_checks import refuse_engine
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 
 FULL = "--rlhf_type grpo --model M --dataset d.jsonl --tuner_type full --max_steps 10 "
 SERVER = "rollout " + FULL + "--vllm_mode server "

@@ -27,8 +27,8 @@ from turnwise.compat.swift.outcomes import (
     SoftOverlong,
 )
 from turnwise.compat.swift.rewards import RewardArgs, arguments_of, orms
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.types import Group, Trajectory
 
 OPENS = (

@@ -15,8 +15,8 @@ from support.vision import save_vision_model
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.compat.trl import TrlEnvironments
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError, DataError
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 

@@ -12,8 +12,8 @@ import torch
 from support.conversations import Says, a_row, call, hold_all
 from turnwise import assembly
 from turnwise.compat.trl import TrlEnvironments, TrlReward
-from turnwise.config.schema import Config
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rewards.functions import BatchReward, GroupReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits

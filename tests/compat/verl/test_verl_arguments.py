@@ -19,9 +19,9 @@ from turnwise.compat.conversion import ConversionReport
 from turnwise.compat.verl.convert import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
 from turnwise.config.recipe import checked
-from turnwise.config.schema import Config
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 

@@ -12,9 +12,9 @@ from compat.verl.verl_files import a_tool, an_interaction, names, schema, set_up
 from support.conversations import a_row, call, hold
 from turnwise.assembly import environment_factory
 from turnwise.compat.verl import Conversations
-from turnwise.config.schema import Config
 from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 
 TOOL = {"type": "native"}
 

@@ -15,10 +15,10 @@ from turnwise.assembly import scorer
 from turnwise.compat.verl import CustomBatchScore, CustomScore, data_source_score
 from turnwise.compat.verl.helpers import compute_score, extract_solution
 from turnwise.compat.verl.reward import num_turns
-from turnwise.config.schema import Config
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError, Failed
+from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics
 from turnwise.record.trajectory_json import trajectory_record
 from turnwise.rollout.context import Limits

@@ -18,12 +18,12 @@ import pytest
 
 from engines.conformance.subjects import MODEL, Adapted, Claims, Subject, state_of
 from turnwise import assembly
-from turnwise.config.schema import Config
 from turnwise.engines.remote import guard
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.servers import Probe
 from turnwise.models.loading import token_logprobs
 from turnwise.models.lora import save_adapter
+from turnwise.options.schema import Config
 from turnwise.types import LogprobKind
 
 SLOW = "while kill -STOP $0; do sleep 0.2; kill -CONT $0; sleep 0.005; done"

@@ -19,13 +19,13 @@ from engines.conformance.reference import reference_logprobs
 from engines.conformance.subjects import MODEL, change, load_model, state_of
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.servers import Probe
 from turnwise.engines.remote.weights import WeightFiles
 from turnwise.engines.vllm.in_process import InProcessServer
 from turnwise.errors import EngineError
 from turnwise.models.loading import token_logprobs
+from turnwise.options.schema import Config
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 PROMPT = [5, 17, 300, 44, 45]

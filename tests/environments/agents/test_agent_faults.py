@@ -21,11 +21,11 @@ from support import byte_tokenizer
 from support.conversations import RENDERER, Says, a_row, hold
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.config.schema import Config
 from turnwise.environments.agents import AgentFunction, Program
 from turnwise.environments.agents.proxy import ProxyLease
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.runs.sampling_only import conversation_context, prepare

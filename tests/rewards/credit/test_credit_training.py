@@ -21,8 +21,8 @@ from support.conversations import a_row
 from support.recipes import save_recipe
 from turnwise import assembly
 from turnwise.config.recipe import load
-from turnwise.config.schema import Config
 from turnwise.errors import RolloutError
+from turnwise.options.schema import Config
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch
 from turnwise.types import Group, Segment, Trajectory, Turn

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.config.section import NonEmpty, NotNegative, Positive, Seconds, Section
+from turnwise.options.section import NonEmpty, NotNegative, Positive, Seconds, Section
 
 if TYPE_CHECKING:
     pass

@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.config.section import NonEmpty, NotNegative, Positive, Section, changed_options, short_for
+from turnwise.options.section import NonEmpty, NotNegative, Positive, Section, changed_options, short_for
 
 # credit
 

@@ -18,9 +18,9 @@ from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
 from support.tiny import save_rows
-from turnwise.config.environment_values import insert_values, same_value, with_digests, with_references
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError, failed_by, hide, without_hidden
+from turnwise.options.environment_values import insert_values, same_value, with_digests, with_references
 from turnwise.recipe import Recipe
 from turnwise.record.reader import recorded_options
 from turnwise.rollout_server.wire import differences, served_options

@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PrivateAttr, Tag, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.config.algorithm import (
+from turnwise.errors import nearest
+from turnwise.options.algorithm import (
     AnyCredit,
     AutoCreditSection,
     CispoSection,
@@ -28,7 +29,7 @@ from turnwise.config.algorithm import (
     TrainSection,
     steps_of_epochs,
 )
-from turnwise.config.engines import (
+from turnwise.options.engines import (
     ClusterSection,
     EvaluationSamplingSection,
     LimitsSection,
@@ -40,8 +41,8 @@ from turnwise.config.engines import (
     SglangEngineSection,
     VllmEngineSection,
 )
-from turnwise.config.environment_values import Origins, with_references
-from turnwise.config.section import (
+from turnwise.options.environment_values import Origins, with_references
+from turnwise.options.section import (
     NonEmpty,
     NotNegative,
     Positive,
@@ -52,7 +53,6 @@ from turnwise.config.section import (
     expand_reference,
     short_for,
 )
-from turnwise.errors import nearest
 
 # model and data
 
