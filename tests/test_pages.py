@@ -38,7 +38,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 def test_the_reward_functions_of_the_page_give_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (python, *_), (recipe, *_) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
+    (_, python, *_), (_, recipe, *_) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
     (tmp_path / "my_rewards.py").write_text(python)
     options = {"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(recipe)}
     scorer = assembly.scorer(Config.model_validate(options))

@@ -96,7 +96,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("turnwise convert --from swift train.sh --out recipe.yaml", "from a script of ms-swift (docs/swift.md)"),
     ),
     "merge": (("turnwise merge runs/lora --out merged", "write the model of a run with an adapter completely"),),
-    "retrieval": (("turnwise retrieval corpus.jsonl", "run a search server for the search tool (docs/search.md)"),),
+    "retrieval": (("turnwise retrieval corpus.jsonl", "run a search server for the search tool (docs/tools.md)"),),
     "completion": (('eval "$(turnwise completion bash)"', "complete commands and options in this shell"),),
 }
 """For each command: examples, and what each of them does."""

@@ -17,12 +17,13 @@ from turnwise.compat.gym import GymEnvironments, ToolEnvironments
 from turnwise.environments.users import ModelledUser
 from turnwise.options.schema import Config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, TRL = ((DOCS / name).read_text(encoding="utf-8") for name in ("environments.md", "trl.md"))
 
 
 def blocks(language: str) -> list[str]:
-    """The page's examples."""
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    """The examples of the pages about environments and about TRL."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE + TRL, re.MULTILINE | re.DOTALL)
 
 
 def code(word: str) -> dict[str, Any]:
@@ -51,13 +52,15 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], A
 
 
 def test_an_interaction(recipe: Callable[[str], Any]) -> None:
-    trajectory = hold(Says("Rome", "Bern", "Paris"), recipe("capital.py"), row=a_row(answer="Paris"))
-    assert [turn.reward for turn in trajectory.turns] == [-0.1, -0.1, 0.5]
-    assert (trajectory.turns[2].info, trajectory.stop) == ({"try": 3}, "done")
+    trajectory = hold(Says("A lot.", "100", "60"), recipe("market.py"), row=a_row(limit=80))
+    assert [turn.reward for turn in trajectory.turns] == [-0.1, 0.0, 0.75]
+    assert (trajectory.turns[2].info, trajectory.stop) == ({"price": 60}, "done")
+    told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert told[1:] == ["What is your price?", "100 is too much for me."]
 
 
 def test_a_scripted_user() -> None:
-    trajectory = hold(Says("a", "b", "c"), code("ScriptedUser([")["make_environment"])
+    trajectory = hold(Says("a", "b", "c"), code("ScriptedUser([")["doubtful"])
     assert [one["content"] for one in trajectory.messages] == ["Hi", "a", "Are you sure?", "b", "Thank you.", "c"]
 
 

@@ -21,9 +21,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 
 
-def test_the_first_example_runs(tmp_path: Path) -> None:
-    code, *_ = blocks("python")
-    recipe, *_ = blocks("yaml")
+def test_the_example_with_a_class_runs(tmp_path: Path) -> None:
+    (code,) = [block for block in blocks("python") if block.startswith("# shop.py")]
+    (recipe,) = [block for block in blocks("yaml") if "shop.py:price" in block]
     (tmp_path / "shop.py").write_text(code)
     parts = yaml.safe_load(recipe.replace("shop.py", str(tmp_path / "shop.py")))
     make = assembly.environment_factory(

@@ -109,14 +109,13 @@ FILES: dict[str, dict[str, str]] = {
         "lines.jsonl": '["#### 1", "#### 2"]\n["#### 3", "#### 4"]\n',
     },
     "README.md": {"guess.jsonl": '{"prompt": "Guess a number from 1 to 9.", "secret": "7"}\n' * 2},
-    "docs/environments.md": {"my_rewards.py": "def reward_from_env(completions, environments):\n    return [0.0]\n"},
     "docs/recipes.md": {
         "my_tools.py": _SEARCH,
         "my_rewards.py": _FUNCTION.format("brevity")
         + "def politeness(turn):\n    return 0.0\n"
         + "class Judge:\n    def __init__(self, model):\n        pass\n    def __call__(self, completions):\n        return []\n",
     },
-    "docs/guides/from_trl.md": {"rollouts.py": _ROLLOUT_FUNC},
+    "docs/trl.md": {"rollouts.py": _ROLLOUT_FUNC},
     "docs/swift.md": {"plugin.py": _SCHEDULER},
     "docs/verl.md": {
         "interaction_config.yaml": _INTERACTION,
@@ -128,7 +127,7 @@ FILES: dict[str, dict[str, str]] = {
 }
 """Page (`*`: all pages) -> files that its examples use, and that the page does not show: name -> content."""
 SHOWN = {
-    "docs/guides/environment.md": {"market.jsonl": "json"},
+    "docs/environments.md": {"market.jsonl": "json"},
     "docs/sft.md": {"conversations.jsonl": "json"},
     "docs/tools.md": {"mcp.json": "json"},
 }

@@ -153,7 +153,7 @@ def _from_swift(options: argparse.Namespace) -> tuple[Config, list[str], dict[st
 def register_retrieval(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
-        "Run a search server (BM25) over a corpus, reachable from this machine only (docs/search.md). If the "
+        "Run a search server (BM25) over a corpus, reachable from this machine only (docs/tools.md). If the "
         "environment variable TURNWISE_RETRIEVAL_TOKEN is set, requests must carry this token."
     )
     parser.add_argument(

@@ -351,7 +351,7 @@ def _of_other_system(parameters: Collection[str]) -> str:
     if not names.isdisjoint(("completions", "prompts", "completion_ids")):
         return (
             ". For a reward function that is written for TRL: {use: turnwise.compat.trl:TrlReward, arguments: {function: "
-            "file.py:name}} in reward.batch (docs/guides/from_trl.md)"
+            "file.py:name}} in reward.batch (docs/trl.md)"
         )
     return ""
 
