@@ -1,4 +1,4 @@
-"""The pages about rewards and about trained models say what is true: their examples run."""
+"""The pages about rewards and about engines say what is true: their examples run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from turnwise.user_code.references import MOVED
 ROOT = Path(__file__).parent.parent
 REWARDS, TRAINED, LIMITS, README = (
     (ROOT / name).read_text(encoding="utf-8")
-    for name in ("docs/rewards.md", "docs/trained_model.md", "docs/limits.md", "README.md")
+    for name in ("docs/rewards.md", "docs/engines.md", "docs/limits.md", "README.md")
 )
 
 
@@ -74,7 +74,7 @@ def test_the_examples_with_a_trained_model_run(
     shutil.copytree(ROOT / "demo" / "model", tmp_path / "runs" / "demo" / "checkpoint")
     for block in blocks(TRAINED, "python"):
         names: dict[str, Any] = {}
-        exec(compile(block, "docs/trained_model.md", "exec"), names)
+        exec(compile(block, "docs/engines.md", "exec"), names)
     assert capsys.readouterr().out.strip()
     for made in ("bfloat16", "mean"):
         assert (tmp_path / "runs" / "demo" / made / "model.safetensors").is_file()
