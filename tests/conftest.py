@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -24,6 +25,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 # a busy machine is no reason to fail
 settings.register_profile("turnwise", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("turnwise")
+
+
+def pytest_collection_finish() -> None:
+    """Libraries and tests are a million objects: each run of a test that collects garbage at its start would visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -268,7 +268,10 @@ class _TurnByTurn:
         if self.ids != self.one_pass_ids[: len(self.ids)]:
             return False
         candidates: list[tuple[int, EncodedMessages]] = []
+        following = frozenset(self.one_pass_ids[len(self.ids) :])
         for stop in self._renderer.stop_token_ids:
+            if stop not in following:  # most of them, for a model with many
+                continue
             bridge = self._renderer.encode_bridge(stop, answers, prior)
             if not bridge.token_ids:
                 continue

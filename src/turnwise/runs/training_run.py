@@ -512,8 +512,10 @@ async def frozen_start_objects() -> AsyncIterator[None]:
     """Inside the context, the garbage collector skips all objects that exist when the context begins.
 
     These are modules, classes and the model: a million objects, which a full collection visits each time, and which stay until
-    the end of the run anyway. Collections are rarer, too. A threshold of 0 stays: it turns the collector off.
+    the end of the run anyway. Collections are rarer, too. A threshold of 0 stays: it turns the collector off. If the
+    program has frozen objects itself before, nothing is thawed at the end: Python cannot thaw some of them.
     """
+    frozen_before = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     new, *older = gc.get_threshold()
@@ -522,4 +524,5 @@ async def frozen_start_objects() -> AsyncIterator[None]:
         yield
     finally:
         gc.set_threshold(new, *older)
-        gc.unfreeze()
+        if not frozen_before:
+            gc.unfreeze()

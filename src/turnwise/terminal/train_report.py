@@ -39,6 +39,7 @@ def draw_rewards(path: Path, metrics: Lines, evaluations: Lines) -> None:
     steps = [step["step"] for step in known]
     figure = _empty_figure(8, 6)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.4))
+    figure.subplots_adjust(left=0.12, right=0.98, bottom=0.09, top=0.98, hspace=0.17)
     means, widths = [step["reward/mean"] for step in known], [step["reward/std"] for step in known]
     above.plot(steps, means, color="tab:green", label="training, mean")
     low, high = zip(*((mean - width, mean + width) for mean, width in zip(means, widths, strict=True)), strict=True)
@@ -66,6 +67,7 @@ def draw_loss(path: Path, metrics: Lines, evaluations: Lines) -> None:
         return
     figure = _empty_figure(8, 4)
     axes = figure.subplots()
+    figure.subplots_adjust(left=0.12, right=0.98, bottom=0.13, top=0.97)
     axes.plot([step["step"] for step in known], [step["loss"] for step in known], color="tab:green", label="training")
     held_out = [line for line in evaluations if line["loss"] is not None]
     if held_out:
@@ -80,7 +82,7 @@ def _empty_figure(width: float, height: float) -> Any:
     """A figure that needs no display. Not made by pyplot, whose backend belongs to the notebook that calls `turnwise.api`."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height))  # with fixed margins: a layout that fits them draws the figure three times
 
 
 def _plot_held_out(axes: Any, evaluations: Lines, name: str) -> None:
