@@ -27,6 +27,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).parent.parent
 SOURCE, SITE = ROOT / "build" / "site-source", ROOT / "build" / "site"
 OUTSIDE = {
+    "README.md": "index.md",
     "benchmarks/README.md": "benchmarks.md",
     "demo/README.md": "demo.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -34,9 +35,34 @@ OUTSIDE = {
 }
 """Pages that are not in docs/: path in the repository -> path in the site. Pages of recipes/ keep their path."""
 
+MOVED = {
+    "guides/environment": "environments#your-own-environment",
+    "guides/simulated_user": "environments#simulated-users",
+    "guides/tool": "tools#your-own-tool",
+    "guides/mcp": "tools#mcp",
+    "search": "tools#document-search",
+    "guides/reward": "rewards#a-reward-function",
+    "guides/thinking": "tokens#thinking",
+    "guides/images": "multimodal",
+    "guides/gsm8k": "one_gpu",
+    "guides/lora": "one_gpu#4-larger-models-lora",
+    "guides/vllm": "engines#vllm",
+    "guides/sglang": "engines#sglang",
+    "trained_model": "engines#a-trained-model",
+    "guides/asynchronous": "pipeline",
+    "guides/evaluation": "evaluation",
+    "guides/from_verl": "verl",
+    "guides/from_swift": "swift",
+    "guides/from_trl": "trl",
+    "slurm": "deploy#slurm",
+    "kuberay": "deploy#kubernetes-with-kuberay",
+    "api": "python#reference",
+}
+"""Pages that were joined with another page: old path in the site -> new path and anchor. The old address leads to the new one."""
+
 _FENCE = re.compile(r"^( *)```.*?^\1```[^\n]*\n?", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)(?=[)#])")
-_LANGUAGES = {".yaml": "yaml", ".py": "python", ".json": "json", ".jsonl": "json", ".ipynb": "json"}
+_LANGUAGES = {".cff": "yaml", ".yaml": "yaml", ".py": "python", ".json": "json", ".jsonl": "json", ".ipynb": "json"}
 
 
 def outside_fences(text: str, change: Callable[[str], str]) -> str:
@@ -157,6 +183,20 @@ def notebook_page(file: Path) -> tuple[str, dict[str, bytes]]:
     return "\n\n".join(parts) + "\n", images
 
 
+def redirect(site: Path, moved: dict[str, str]) -> None:
+    """Write a page at each old address that leads to the new one: `{"guides/mcp": "tools#mcp"}`."""
+    for old, new in moved.items():
+        name, _, anchor = new.partition("#")
+        address = posixpath.relpath(f"{name}.html", posixpath.dirname(old) or ".") + (f"#{anchor}" if anchor else "")
+        page = site / f"{old}.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(
+            f'<!doctype html><title>Moved</title><meta http-equiv="refresh" content="0; url={address}">'
+            f'<a href="{address}">This page has moved.</a>\n',
+            encoding="utf-8",
+        )
+
+
 class _Page(HTMLParser):
     """The anchors, links and loaded files of one page of the site."""
 
@@ -233,8 +273,9 @@ def main() -> int:
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=False)
     if done.returncode:
         return done.returncode
-    api = SITE / "api.html"  # docstrings introduce an example by two colons, as in reStructuredText
+    api = SITE / "python.html"  # docstrings introduce an example by two colons, as in reStructuredText
     api.write_text(api.read_text(encoding="utf-8").replace("::</p>", ":</p>"), encoding="utf-8")
+    redirect(SITE, MOVED)
     wrong = list(problems(SITE))
     for problem in wrong:
         print(problem, file=sys.stderr)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_site import ROOT, notebook_page, outside_fences, problems, site_pages, stage, with_tables
+from docs_site import MOVED, ROOT, notebook_page, outside_fences, problems, redirect, site_pages, stage, with_tables
 
 
 def a_repository(folder: Path, **pages: str) -> Path:
@@ -73,6 +73,16 @@ def test_problems_of_a_built_site_are_listed(tmp_path: Path) -> None:
         "a.html: the link c.html leads to no file",
         "style.css loads https://fonts.org/g.css",
     ]
+
+
+def test_the_address_of_a_page_that_moved_leads_to_its_new_place(tmp_path: Path) -> None:
+    (tmp_path / "tools.html").write_text('<h2 id="mcp">MCP</h2>')
+    redirect(tmp_path, {"guides/mcp": "tools#mcp", "search": "tools", "old": "tools#gone"})
+    assert 'content="0; url=../tools.html#mcp"' in (tmp_path / "guides" / "mcp.html").read_text()
+    assert list(problems(tmp_path)) == ["old.html: the link tools.html#gone leads to no anchor of tools.html"]
+    pages = set(site_pages(ROOT).values())
+    assert {f"{old}.md" for old in MOVED} & pages == set()
+    assert {f"{new.partition('#')[0]}.md" for new in MOVED.values()} <= pages
 
 
 def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path: Path) -> None:

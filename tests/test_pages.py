@@ -178,6 +178,6 @@ def test_the_pages_name_files_that_are_there_and_the_readme_names_them() -> None
     for page in (REWARDS, TRAINED, LIMITS):
         for target in re.findall(r"\]\(([\w./]+\.md)\)", page):
             assert (ROOT / "docs" / target).resolve().is_file(), target
-    for name in ("rewards", "limits", "start", "index"):
+    for name in ("rewards", "limits", "start"):
         assert f"(docs/{name}.md)" in README
     assert turnwise.__version__ != "unknown"

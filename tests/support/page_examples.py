@@ -93,16 +93,6 @@ _ROLLOUT_FUNC = """
 def rollout_func(prompts, trainer):
     return trainer.vllm_generation.generate(prompts)
 """
-_SCHEDULER = """
-from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns
-
-class MyScheduler(MultiTurnScheduler):
-    def step(self, infer_request, response_choice, current_turn):
-        infer_request.messages.append({"role": "user", "content": "Are you sure?"})
-        return {"infer_request": infer_request}
-
-multi_turns["my_scheduler"] = MyScheduler
-"""
 FILES: dict[str, dict[str, str]] = {
     "*": {
         "recipe.yaml": (ROOT / "recipes" / "calculator.yaml").read_text(encoding="utf-8"),
@@ -116,14 +106,12 @@ FILES: dict[str, dict[str, str]] = {
         + "class Judge:\n    def __init__(self, model):\n        pass\n    def __call__(self, completions):\n        return []\n",
     },
     "docs/trl.md": {"rollouts.py": _ROLLOUT_FUNC},
-    "docs/swift.md": {"plugin.py": _SCHEDULER},
     "docs/verl.md": {
         "interaction_config.yaml": _INTERACTION,
         "tool_config.yaml": _VERL_TOOL,
         "agents.yaml": _AGENTS,
         "my_agent_loops.py": _AGENT_LOOPS,
     },
-    "docs/guides/from_verl.md": {"interaction_config.yaml": _INTERACTION, "tool_config.yaml": _VERL_TOOL},
 }
 """Page (`*`: all pages) -> files that its examples use, and that the page does not show: name -> content."""
 SHOWN = {

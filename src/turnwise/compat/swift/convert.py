@@ -291,7 +291,7 @@ def convert_placement(builder: SwiftRecipeBuilder) -> None:
         command = (
             f"torchrun --nnodes {variable or nodes} --nproc-per-node {processes // nodes} -m turnwise train RECIPE"
         )
-        builder.assume("cluster.launcher", "torchrun", f"{start}: start `{command}` on each machine (docs/slurm.md)")
+        builder.assume("cluster.launcher", "torchrun", f"{start}: start `{command}` on each machine (docs/deploy.md)")
     stage, words = str(builder.values.get("deepspeed")), str(builder.values.get("fsdp") or "").split()
     _divide(builder, "deepspeed", _STAGES, [stage])
     _divide(builder, "fsdp", _FSDP, words)

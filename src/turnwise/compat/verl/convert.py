@@ -296,7 +296,7 @@ def convert_placement(builder: VerlRecipeBuilder) -> None:
         builder.set("cluster.launcher", "torchrun", _NODES, _GPUS)
         machines = nodes if variable is None else variable
         start = f"torchrun --nnodes {machines} --nproc-per-node {gpus if builder.is_set(_GPUS) else 8} -m turnwise train RECIPE"
-        builder.assume("cluster.launcher", "torchrun", f"start `{start}` on each machine (docs/slurm.md)")
+        builder.assume("cluster.launcher", "torchrun", f"start `{start}` on each machine (docs/deploy.md)")
     _fsdp(builder)
 
 
