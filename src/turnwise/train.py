@@ -23,14 +23,7 @@ from turnwise.rollout.context import RolloutContext
 from turnwise.rollout.pipeline import TakenGroups
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.health import RunProblem
-from turnwise.runs.training_run import (
-    CriticMetrics,
-    KlRewardMetrics,
-    TrainingRun,
-    assemble,
-    frozen_start_objects,
-    step_timeline,
-)
+from turnwise.runs.training_run import TrainingRun, assemble, frozen_start_objects, step_timeline
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import (
     Batch,
@@ -40,6 +33,8 @@ from turnwise.training.batch import (
     share_saved,
     stale_without_logprobs,
 )
+from turnwise.training.critic_step import CriticMetrics
+from turnwise.training.kl_reward import KlRewardMetrics
 from turnwise.training.learner import UpdateStats
 from turnwise.training.update import rounding_of_ratios
 from turnwise.types import Group, Row, Trajectory
@@ -122,13 +117,13 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
             taken = await _take(run)
             update_started = time.perf_counter()
             _weigh(run, taken.groups)
-            learnt = await _learn(run, taken.trained)
+            result = await _learn(run, taken.trained)
             seconds = {
                 "rollout": taken.seconds,
                 "waiting": taken.taken - taken.asked,
                 "train": time.perf_counter() - update_started,
             }
-            _finish_step(run, report, taken, learnt, seconds=seconds, started=started)
+            _finish_step(run, report, taken, result, seconds=seconds, started=started)
         if run.evaluation_due(config.eval.every):
             await _evaluate(run, report)
     report.end(run.directory, run.checkpoints.newest)
@@ -197,7 +192,7 @@ def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Learnt:
+class _StepResult:
     """What a step has changed."""
 
     policy: UpdateStats | None
@@ -210,16 +205,16 @@ class _Learnt:
     """The share of the policy's tokens that were not computed."""
 
 
-async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
+async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
     """Compute advantages, update the weights and publish them."""
-    training = run.critic_training
-    if training is not None:
-        await training.set_values(groups)
+    critic_step = run.critic_step
+    if critic_step is not None:
+        await critic_step.set_values(groups)
     kl_reward = None if run.kl_reward is None else await run.kl_reward.set_penalties(groups)
     run.credit(groups)
     batches = pack_groups(run, groups)
     update = critic = None
-    if training is None or training.trains_policy(run.step):
+    if critic_step is None or critic_step.trains_policy(run.step):
         update = await _update(run, batches)
         if run.config.record.trainer_logprobs:
             set_trainer_logprobs([t for group in groups for t in group.trajectories], batches, update.logprobs)
@@ -229,9 +224,9 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _Learnt:
     # at once, so that no further token is sampled from the old weights
     await run.publisher.publish(run.step + 1)
     run.pipeline.publish(run.step + 1)
-    if training is not None:
-        critic = await training.update(groups, cancellable=update is None, on_first_step=run.begin_update)
-    return _Learnt(update, critic, kl_reward, share_saved(batches))
+    if critic_step is not None:
+        critic = await critic_step.update(groups, cancellable=update is None, on_first_step=run.begin_update)
+    return _StepResult(update, critic, kl_reward, share_saved(batches))
 
 
 async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
@@ -251,13 +246,13 @@ def _finish_step(
     run: TrainingRun,
     report: TrainReport,
     taken: TakenGroups,
-    learnt: _Learnt,
+    result: _StepResult,
     *,
     seconds: dict[str, float],
     started: float,
 ) -> None:
     """Write down the step, and warn of what keeps the run from learning."""
-    groups, update = taken.groups, learnt.policy
+    groups, update = taken.groups, result.policy
     options = run.config.train
     used = run.pipeline.state
     metrics: dict[str, Any] = {
@@ -274,9 +269,9 @@ def _finish_step(
         "ratio/clip_fraction": update and update.clip_fraction,
         "tokens/trained": update.tokens if update else 0,
         **(update.correction if update else {}),
-        "tokens/prefix_saved": learnt.saved,
-        **(learnt.critic.named() if learnt.critic else {}),
-        **(learnt.kl_reward.named() if learnt.kl_reward else {}),
+        "tokens/prefix_saved": result.saved,
+        **(result.critic.named() if result.critic else {}),
+        **(result.kl_reward.named() if result.kl_reward else {}),
     }
     if options.dynamic_sampling or options.replace_failed:
         metrics["groups/replaced"] = sum(active.replaced for active in taken.active)

@@ -28,7 +28,7 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.options.schema import KlRewardSection
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.credit.credit import Batch, Episode, episode_of
-from turnwise.runs.training_run import KlReward
+from turnwise.training.kl_reward import KlReward
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.options import ReferenceConfig
 from turnwise.types import Group, LogprobKind, Row, Sampling, Trajectory
@@ -50,9 +50,22 @@ def groups_of(trajectories: list[Trajectory]) -> list[Group]:
     return [Group(id="g", row=Row(id="g", messages=[]), trajectories=trajectories)]
 
 
+def kl_reward(learner: LocalLearner, **options: Any) -> KlReward:
+    return KlReward(
+        learner,
+        **{
+            "estimator": "k1",
+            "coef": 0.5,
+            "target": None,
+            "horizon": 10_000,
+            "micro_batch_tokens": None,
+            **options,
+        },
+    )
+
+
 def penalised(learner: LocalLearner, trajectories: list[Trajectory], **options: Any) -> KlReward:
-    section = KlRewardSection(**{"coef": 0.5, **options})
-    kl = KlReward(learner, section, 64, section.coef)
+    kl = kl_reward(learner, micro_batch_tokens=64, **options)
     asyncio.run(kl.set_penalties(groups_of(trajectories)))
     return kl
 
@@ -135,9 +148,7 @@ def test_the_adaptive_coefficient_is_that_of_the_paper(learner: LocalLearner) ->
     for target, factor in ((1e-6, 1 + 0.2 * 4 / 100), (1e6, 1 - 0.2 * 4 / 100)):
         assert penalised(learner, conversations(), target=target, horizon=100).coef == pytest.approx(0.5 * factor)
     assert penalised(learner, conversations()).coef == 0.5
-    divergence = asyncio.run(
-        KlReward(learner, KlRewardSection(coef=0.5), None, 0.5).set_penalties(groups_of(conversations()))
-    ).divergence
+    divergence = asyncio.run(kl_reward(learner).set_penalties(groups_of(conversations()))).divergence
     assert divergence is not None
     target = divergence / 1.1  # within the bounds: the relative error is 0.1
     assert penalised(learner, conversations(), target=target, horizon=40).coef == pytest.approx(
@@ -147,7 +158,7 @@ def test_the_adaptive_coefficient_is_that_of_the_paper(learner: LocalLearner) ->
 
 def test_metrics_are_means_over_conversations(learner: LocalLearner) -> None:
     trajectories = conversations()
-    kl = KlReward(learner, KlRewardSection(coef=0.5), None, 0.5)
+    kl = kl_reward(learner)
     metrics = asyncio.run(kl.set_penalties(groups_of(trajectories))).named()
     sums = [sum(map(sum, trajectory.penalties)) for trajectory in trajectories]
     counts = [sum(map(len, trajectory.penalties)) for trajectory in trajectories]

@@ -1,20 +1,17 @@
 """A training run: everything that the loop of `train` needs, assembled from a recipe.
 
-Beside learner, engine and pipeline these are the critic with its values and its update, the KL divergence in the reward (what
-each sampled token costs, because it is more likely than under the reference model), and the timeline of a step: when its
-groups ran, what their conversations waited for, and how long the trainer waited for the groups (docs/record.md). Objects that
-exist at the start are frozen, so that Python's garbage collector stays fast. The algorithm itself is in `train.py`.
+Beside the assembly, this file writes the timeline of a step: when its groups ran, what their conversations waited for, and how
+long the trainer waited for the groups (docs/record.md). Objects that exist at the start are frozen, so that Python's garbage
+collector stays fast. The algorithm is in `train.py`, and the calculations are in `training/`.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import math
-import statistics
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
@@ -33,237 +30,19 @@ from turnwise.rollout.pipeline import ActiveGroup, Pipeline, PipelineOptions, Ta
 from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
 from turnwise.runs.run_state import RunInputs, RunState, loggers, read_inputs
-from turnwise.training.batch import divide_evenly, logprob_kind
+from turnwise.training.critic_step import CriticStep
+from turnwise.training.kl_reward import KlReward
 from turnwise.training.learner import Critic, Learner
-from turnwise.training.losses import kl_numbers
-from turnwise.training.value_batch import ValuePacking, by_turn, pack_states, pack_value_targets, set_values
-from turnwise.training.value_model import explained_variance, mean_value
-from turnwise.types import NOT_SAMPLED, Failure, Group, LogprobKind, Row, Trajectory
+from turnwise.types import NOT_SAMPLED, Row, Trajectory
 
 __all__ = [
     "MAX_GROUPS",
-    "CriticMetrics",
-    "CriticTraining",
     "DataState",
-    "KlReward",
-    "KlRewardMetrics",
     "TrainingRun",
     "assemble",
     "frozen_start_objects",
     "step_timeline",
 ]
-
-
-# the critic
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticMetrics:
-    """The metrics `critic/<field>` of a training step."""
-
-    loss: float
-    explained_variance: float | None
-    clip_fraction: float
-    grad_norm: float
-    value_mean: float | None
-
-    def named(self) -> dict[str, float | None]:
-        """The metrics by their names in metrics.jsonl."""
-        return {f"critic/{column.name}": getattr(self, column.name) for column in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class CriticTraining:
-    """A critic, and how a recipe uses it."""
-
-    critic: Critic
-    level: Literal["turn", "token"]
-    """Whether the estimator of advantages needs a value before each turn, or before each sampled token."""
-    config: Config
-
-    def trains_policy(self, step: int) -> bool:
-        """Whether the policy is trained in a step, counted from 0; in the steps of `critic.warmup_steps`, it is not."""
-        return step >= self.config.critic.warmup_steps
-
-    async def set_values(self, groups: Sequence[Group]) -> None:
-        """Set `Trajectory.values` of all trajectories that have a reward. Before credit."""
-        trajectories = [
-            trajectory
-            for group in groups
-            for trajectory in group.trajectories
-            if trajectory.reward is not None and not trajectory.failed
-        ]
-        batch = pack_states(trajectories, self._packing())
-        set_values(trajectories, await self.critic.values(batch), self.level)
-
-    async def update(
-        self,
-        groups: Sequence[Group],
-        *,
-        cancellable: bool,
-        on_first_step: Callable[[], None],
-    ) -> CriticMetrics:
-        """Train the critic on the trajectories of a step, with as many optimizer steps as the policy."""
-        options = self.config.train
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories if _has_targets(trajectory)]
-        batches = [
-            pack_value_targets(part, self._packing()) for part in divide_evenly(trajectories, options.minibatches)
-        ]
-        stats = await self.critic.update(
-            batches,
-            lr=self.config.critic.lr,
-            epochs=options.ppo_epochs,
-            cancellable=cancellable,
-            on_first_step=on_first_step,
-        )
-        return CriticMetrics(
-            loss=stats.loss,
-            explained_variance=explained_variance(batches),
-            clip_fraction=stats.clip_fraction,
-            grad_norm=stats.grad_norm,
-            value_mean=mean_value(batches),
-        )
-
-    def _packing(self) -> ValuePacking:
-        required = self.critic.requirements
-        return ValuePacking(
-            level=self.level,
-            micro_batch_tokens=self.config.train.micro_batch_tokens or required.micro_batch_tokens,
-            parallel=required.parallel,
-            share_prompts=required.share_prompts,
-        )
-
-
-def _has_targets(trajectory: Trajectory) -> bool:
-    """Whether the critic is trained on a turn of the trajectory."""
-    return bool(trajectory.returns) and any(turn.weight > 0 for turn in trajectory.turns)
-
-
-# the KL divergence in the reward
-
-_LARGEST_CHANGE = 0.2
-"""The largest relative error of the divergence that changes an adaptive coefficient."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KlRewardMetrics:
-    """The metrics `kl_reward/<field>` of a training step."""
-
-    divergence: float | None
-    """Mean over the conversations of the mean estimate of a token, in nats."""
-    penalty: float | None
-    """What is subtracted from the reward of a conversation, on average."""
-    coef: float
-    """The coefficient of this step."""
-
-    def named(self) -> dict[str, float | None]:
-        """The metrics by their names in metrics.jsonl."""
-        return {f"kl_reward/{column.name}": getattr(self, column.name) for column in fields(self)}
-
-
-@dataclass(slots=True)
-class KlReward:
-    """Computes the penalties of `reward.kl`, and adapts their coefficient if the recipe has a target.
-
-    With d, the log-probability of a token under the policy that sampled it minus its log-probability under the reference model,
-    the penalty of the token is `coef` times the estimate of the KL divergence (`training/losses.py`). Tokens of turns that are
-    not trained on have the penalty 0.
-
-    After a step with n conversations, an adaptive coefficient is multiplied by `1 + e * n / horizon`, where e is the relative
-    error of the divergence, `divergence / target - 1`, clipped to [-0.2, 0.2]: Ziegler and others, 2019, arXiv 1909.08593.
-    """
-
-    learner: Learner
-    options: KlRewardSection
-    micro_batch_tokens: int | None
-    """Tokens of a forward pass; None: the learner's default."""
-    coef: float
-    """The coefficient of the next step."""
-
-    async def set_penalties(self, groups: Sequence[Group]) -> KlRewardMetrics:
-        """Set `Trajectory.penalties` of all trajectories that have a reward. Before credit, after the weights of turns.
-
-        A trajectory whose penalty is not finite fails.
-        """
-        trajectories = [
-            trajectory
-            for group in groups
-            for trajectory in group.trajectories
-            if trajectory.reward is not None and not trajectory.failed
-        ]
-        means: list[float] = []
-        for trajectory, estimates in zip(trajectories, await self._estimates(trajectories), strict=True):
-            flat = [number for of_turn in estimates for number in of_turn]
-            if not math.isfinite(sum(flat)):
-                trajectory.fail(_not_finite(self.options))
-                continue
-            trained = [
-                number
-                for turn, of_turn in zip(trajectory.turns, estimates, strict=True)
-                if turn.weight > 0
-                for number in of_turn
-            ]
-            trajectory.penalties = [
-                [self.coef * number if turn.weight > 0 else 0.0 for number in of_turn]
-                for turn, of_turn in zip(trajectory.turns, estimates, strict=True)
-            ]
-            if trained:
-                means.append(statistics.fmean(trained))
-        penalties = [math.fsum(map(math.fsum, t.penalties)) for t in trajectories if not t.failed]
-        metrics = KlRewardMetrics(
-            divergence=statistics.fmean(means) if means else None,
-            penalty=statistics.fmean(penalties) if penalties else None,
-            coef=self.coef,
-        )
-        self._adapt(metrics.divergence, len(means))
-        return metrics
-
-    def _adapt(self, divergence: float | None, conversations: int) -> None:
-        if self.options.target is None or divergence is None:
-            return
-        error = divergence / self.options.target - 1.0
-        error = min(max(error, -_LARGEST_CHANGE), _LARGEST_CHANGE)
-        self.coef *= 1.0 + error * conversations / self.options.horizon
-
-    async def _estimates(self, trajectories: Sequence[Trajectory]) -> list[list[list[float]]]:
-        """For each trajectory and turn, the estimate of the divergence for each sampled token."""
-        required = self.learner.requirements
-        packing = ValuePacking(
-            level="token",
-            micro_batch_tokens=self.micro_batch_tokens or required.micro_batch_tokens,
-            parallel=1,
-            share_prompts=required.share_prompts,
-        )
-        batch = pack_states(trajectories, packing)
-        reference = await self.learner.logprobs(batch, reference=True)
-        reported = [number for t in trajectories for number in _reported(t, required.logprob_kinds)]
-        if any(math.isnan(number) for number in reported):
-            own = await self.learner.logprobs(batch)
-            reported = [o if math.isnan(number) else number for number, o in zip(reported, own, strict=True)]
-        return by_turn(trajectories, kl_numbers(reported, reference, self.options.estimator))
-
-
-def _reported(trajectory: Trajectory, kinds: Collection[LogprobKind]) -> list[float]:
-    """The log-probability that the engine reported for each sampled token, by turn; NaN where its kind cannot be used."""
-    by_turn: list[list[float]] = [[] for _ in trajectory.turns]
-    for segment in trajectory.segments:
-        for turn, logprob in zip(segment.turn, segment.logprobs, strict=True):
-            if turn >= 0:
-                by_turn[turn].append(logprob)
-    return [
-        logprob if logprob_kind(trajectory, turn) in kinds else math.nan
-        for turn, logprobs in zip(trajectory.turns, by_turn, strict=True)
-        for logprob in logprobs
-    ]
-
-
-def _not_finite(options: KlRewardSection) -> Failure:
-    return Failure(
-        "reward",
-        f"the KL divergence from the reference model is not a finite number (reward.kl.estimator={options.estimator}): the "
-        f"reference model gives a token of the conversation almost no probability. Use reward.kl.estimator=k1, or another "
-        f"reference model",
-    )
 
 
 # the assembly
@@ -281,6 +60,8 @@ class TrainingRun(RunState):
     publisher: WeightPublisher
     """Hands new weights to the engine."""
     watch: LearningWatch
+    critic_step: CriticStep | None
+    """The values of the critic and its update; None without a critic."""
     kl_reward: KlReward | None
     """The KL divergence in the reward; None without `reward.kl`."""
     pipeline: Pipeline
@@ -301,12 +82,6 @@ class TrainingRun(RunState):
     @property
     def scorer(self) -> Scorer:
         return self.pipeline.scorer
-
-    @property
-    def critic_training(self) -> CriticTraining | None:
-        """The use of the critic; None without a critic."""
-        level = self.credit.needs_values
-        return None if self.critic is None or level is None else CriticTraining(self.critic, level, self.config)
 
     def worker_metrics(self) -> dict[str, int]:
         """The rollout workers that were lost since the last call; empty without rollout workers."""
@@ -368,6 +143,7 @@ def assemble(config: Config) -> TrainingRun:
         credit=credit,
         publisher=assembly.publisher(config, engine, learner, model),
         watch=LearningWatch(config, _finished_steps(opened)),
+        critic_step=_critic_step(config, critic, credit.needs_values),
         kl_reward=_kl_reward(config, learner, opened),
         pipeline=Pipeline(
             context=context,
@@ -394,13 +170,36 @@ def _refuse_with_known_steps(config: Config, inputs: RunInputs) -> None:
         ) from None
 
 
+def _critic_step(config: Config, critic: Critic | None, level: Literal["turn", "token"] | None) -> CriticStep | None:
+    """How the recipe uses its critic; None without a critic."""
+    if critic is None or level is None:
+        return None
+    train = config.train
+    return CriticStep(
+        critic,
+        level=level,
+        lr=config.critic.lr,
+        epochs=train.ppo_epochs,
+        minibatches=train.minibatches,
+        warmup_steps=config.critic.warmup_steps,
+        micro_batch_tokens=train.micro_batch_tokens,
+    )
+
+
 def _kl_reward(config: Config, learner: Learner, opened: OpenedRun) -> KlReward | None:
     """The KL divergence in the reward. A resumed run goes on with its adaptive coefficient."""
     options = config.reward.kl
     if options.coef == 0:
         return None
     coef = opened.number("kl_coef", options.coef) if options.target is not None else options.coef
-    return KlReward(learner, options, config.train.micro_batch_tokens, coef)
+    return KlReward(
+        learner,
+        estimator=options.estimator,
+        coef=coef,
+        target=options.target,
+        horizon=options.horizon,
+        micro_batch_tokens=config.train.micro_batch_tokens,
+    )
 
 
 def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config) -> DataState:
