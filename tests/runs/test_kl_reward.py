@@ -25,7 +25,6 @@ from training.test_weights import conversations
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
-from turnwise.options.schema import KlRewardSection
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.credit.credit import Batch, Episode, episode_of
 from turnwise.training.kl_reward import KlReward

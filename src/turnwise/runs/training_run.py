@@ -20,7 +20,7 @@ from turnwise.config.train_checks import refuse_without_effect, refuse_without_r
 from turnwise.data.order import DataState, RowSource, initial_pass_rates
 from turnwise.engines.engine import WeightPublisher
 from turnwise.errors import ConfigError
-from turnwise.options.schema import Config, KlRewardSection
+from turnwise.options.schema import Config
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
