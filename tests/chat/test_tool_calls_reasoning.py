@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.chat.tool_calls import MARKS, reasoning_blocks, split_reasoning
+from turnwise.chat.tool_calls import KNOWN, MARKS
 
 
 @pytest.mark.parametrize(("opening", "closing"), MARKS, ids=[opening for opening, _ in MARKS])
 def test_a_thought_stands_between_its_familys_marks(opening: str, closing: str) -> None:
-    assert split_reasoning(f"{opening}\nHm.\n{closing}\n\nWell.") == ("Hm.", "Well.")
-    assert split_reasoning(f"\nHm.\n{closing}\n\nWell.", opened=True) == ("Hm.", "Well.")
-    assert split_reasoning(f"{opening}\nHm.\n{closing}\n\nWell.", opened=True) == ("Hm.", "Well.")  # once more
-    assert split_reasoning(f"{opening}Hm") == ("Hm", "")  # cut
-    assert split_reasoning("Hm", opened=True) == ("Hm", "")
-    assert split_reasoning(f"So {opening}1{closing} and {opening}2{closing} on") == ("1\n2", "So\nand\non")
+    assert KNOWN.split(f"{opening}\nHm.\n{closing}\n\nWell.") == ("Hm.", "Well.")
+    assert KNOWN.split(f"\nHm.\n{closing}\n\nWell.", opened=True) == ("Hm.", "Well.")
+    assert KNOWN.split(f"{opening}\nHm.\n{closing}\n\nWell.", opened=True) == ("Hm.", "Well.")  # once more
+    assert KNOWN.split(f"{opening}Hm") == ("Hm", "")  # cut
+    assert KNOWN.split("Hm", opened=True) == ("Hm", "")
+    assert KNOWN.split(f"So {opening}1{closing} and {opening}2{closing} on") == ("1\n2", "So\nand\non")
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_thought_stands_between_its_familys_marks(opening: str, closing: str) 
     ],
 )
 def test_what_is_thought_and_what_is_said(text: str, reasoning: str, said: str) -> None:
-    assert split_reasoning(text) == (reasoning, said)
+    assert KNOWN.split(text) == (reasoning, said)
 
 
 @given(
@@ -43,9 +43,9 @@ def test_what_is_thought_and_what_is_said(text: str, reasoning: str, said: str) 
     st.booleans(),
 )
 def test_thoughts_are_in_order_and_hold_what_was_thought(text: str, opened: bool) -> None:
-    found = reasoning_blocks(text, opened=opened)
+    found = KNOWN.reasoning_blocks(text, opened=opened)
     places = [place for block in found for place in (block.start, block.end)]
     assert places == sorted(places)
     assert all(block.text in text[block.start : block.end] for block in found)
-    assert all(mark in split_reasoning(text)[1] or mark in text for mark, _ in MARKS if mark in text)
+    assert all(mark in KNOWN.split(text)[1] or mark in text for mark, _ in MARKS if mark in text)
     assert bool(found) >= opened

@@ -12,9 +12,17 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from turnwise.chat.probes import DESCRIBED_TOOL, PLACEHOLDER, QUESTION, TOOL, assistant_message, probe_call
+from turnwise.chat.probes import (
+    DESCRIBED_TOOL,
+    PLACEHOLDER,
+    QUESTION,
+    TOOL,
+    RenderMessages,
+    assistant_message,
+    probe_call,
+)
 from turnwise.chat.tool_calls.describe import undescribed
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolSchema
@@ -174,15 +182,7 @@ class MessageFormat:
         return (TOOL,) if required else ()
 
 
-class RenderAsGiven(Protocol):
-    """Renders messages without changing their shape. Raises TemplateError if the template refuses them."""
-
-    def __call__(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]
-    ) -> str: ...
-
-
-def find_message_format(render: RenderAsGiven, where: str) -> MessageFormat:
+def find_message_format(render: RenderMessages, where: str) -> MessageFormat:
     """Find out in which shape a template takes messages. `where` names it in error messages.
 
     Raises TemplateError if there is no shape in which it writes an assistant message's content unchanged.
@@ -196,7 +196,7 @@ def find_message_format(render: RenderAsGiven, where: str) -> MessageFormat:
     return MessageFormat(base.content_as_parts, base.requires_tools, describes, _call_format(render, base))
 
 
-def _content_format(render: RenderAsGiven, where: str) -> MessageFormat:
+def _content_format(render: RenderMessages, where: str) -> MessageFormat:
     """Content as text or as parts, without tools or, where the template refuses that, with a tool."""
     first: TemplateError | None = None
     for requires_tools, as_parts in itertools.product((False, True), (False, True)):
@@ -219,7 +219,7 @@ def _content_format(render: RenderAsGiven, where: str) -> MessageFormat:
     )
 
 
-def _call_format(render: RenderAsGiven, base: MessageFormat) -> CallFormat | None:
+def _call_format(render: RenderMessages, base: MessageFormat) -> CallFormat | None:
     """How calls are given. Conversations without tools are tried first; some templates write calls only with tools."""
     turn = probe_call({"text": PLACEHOLDER})
     question = base.shaped(QUESTION)
@@ -242,7 +242,7 @@ def _call_format(render: RenderAsGiven, base: MessageFormat) -> CallFormat | Non
     return None
 
 
-def _needs_short_ids(render: RenderAsGiven, base: MessageFormat, calls: CallFormat) -> bool:
+def _needs_short_ids(render: RenderMessages, base: MessageFormat, calls: CallFormat) -> bool:
     """Whether the template refuses the id `call_0` and takes one of nine letters and digits."""
     turn = probe_call({"text": "x"})
     turn["tool_calls"][0]["id"] = "call_0"

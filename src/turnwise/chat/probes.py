@@ -18,9 +18,9 @@ from __future__ import annotations
 import functools
 import itertools
 import marshal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 from turnwise.types import Message, ToolSchema
 
@@ -233,30 +233,16 @@ TEXTS = 512
 LONGEST_TEXT = 8192
 """Characters of a text, and bytes of a conversation, that are kept in a cache at most."""
 
-R = TypeVar("R")
-
 
 class RenderMessages(Protocol):
-    """Renders messages as one text. The text depends on the arguments only."""
+    """Renders messages as one text, which depends on the arguments only. Raises TemplateError if the template refuses them.
+
+    `tools` are those of the conversation; None for a probe.
+    """
 
     def __call__(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema] | None = None
     ) -> str: ...
-
-
-def cached_by_arguments(make: Callable[[str], R]) -> Callable[[str], R]:
-    """What is made for a set of template arguments, given as text, with a cache."""
-    return functools.lru_cache(maxsize=ARGUMENT_SETS)(make)
-
-
-def cached_by_roles(question: Callable[..., R]) -> Callable[..., R]:
-    """The question with a cache. All its arguments must be hashable."""
-    return functools.lru_cache(maxsize=ROLE_SEQUENCES)(question)
-
-
-def cached_by_text(encode: Callable[..., R]) -> Callable[..., R]:
-    """The encoding function with a cache."""
-    return functools.lru_cache(maxsize=TEXTS)(encode)
 
 
 def cached_by_content(render: RenderMessages) -> RenderMessages:
@@ -267,17 +253,19 @@ def cached_by_content(render: RenderMessages) -> RenderMessages:
         content: bytes
         messages: Sequence[Message] = field(compare=False)
         add_generation_prompt: bool = field(compare=False)
-        tools: Sequence[ToolSchema] = field(compare=False)
+        tools: Sequence[ToolSchema] | None = field(compare=False)
 
     @functools.lru_cache(maxsize=TEXTS)
     def rendered(arguments: RenderArguments) -> str:
         prompts = arguments.add_generation_prompt
         return render(arguments.messages, add_generation_prompt=prompts, tools=arguments.tools)
 
-    def cached(messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]) -> str:
+    def cached(
+        messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema] | None = None
+    ) -> str:
         try:
             # version 2 of the format: equal values give equal bytes. Images and other objects raise ValueError
-            content = marshal.dumps((list(messages), add_generation_prompt, list(tools)), 2)
+            content = marshal.dumps((list(messages), add_generation_prompt, list(tools or ())), 2)
         except ValueError:
             content = b""
         if not 0 < len(content) <= LONGEST_TEXT:

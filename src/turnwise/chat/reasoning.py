@@ -18,9 +18,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from turnwise.chat.probes import QUESTION, assistant_message, probe_call
+from turnwise.chat.probes import QUESTION, RenderMessages, assistant_message, probe_call
 from turnwise.errors import TemplateError
 from turnwise.types import Message
 
@@ -179,16 +178,6 @@ KNOWN = ReasoningMarks()
 """The marks of well-known families, for texts whose template is not known."""
 
 
-def reasoning_blocks(text: str, *, opened: bool = False) -> list[ReasoningBlock]:
-    """The blocks of reasoning in a text, by the marks of well-known families."""
-    return KNOWN.reasoning_blocks(text, opened=opened)
-
-
-def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Reasoning and content, by the marks of well-known families."""
-    return KNOWN.split(text, opened=opened)
-
-
 def _trimmed(text: str, start: int, end: int) -> tuple[str, int]:
     """`text[start:end]` without surrounding white space, and the index at which it begins."""
     trimmed = text[start:end].strip()
@@ -219,12 +208,6 @@ _ENDS_AND_BEGINS += (("_end", ""), ("end_", ""), ("eo", "bo"))
 """Parts of a closing mark, each with the part that stands in the opening mark instead."""
 
 
-class Render(Protocol):
-    """Renders messages. Raises TemplateError if the template refuses them."""
-
-    def __call__(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """How a template writes reasoning."""
@@ -244,7 +227,7 @@ class ReasoningFormat:
         return self.marks.split(text, opened=opened)[1] if self.supported else text
 
 
-def find_reasoning_format(render: Render, source: str) -> ReasoningFormat:
+def find_reasoning_format(render: RenderMessages, source: str) -> ReasoningFormat:
     """Find out how a template writes reasoning. `source` is its Jinja source."""
     prober = _ReasoningProber(render, source)
     key = prober.find_key()
@@ -258,7 +241,7 @@ def find_reasoning_format(render: Render, source: str) -> ReasoningFormat:
 class _ReasoningProber:
     """Renders the probes of one template."""
 
-    def __init__(self, render: Render, source: str) -> None:
+    def __init__(self, render: RenderMessages, source: str) -> None:
         self._render = render
         self._source = source
         self._strings, self._names = _constants(source)

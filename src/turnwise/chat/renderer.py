@@ -27,16 +27,16 @@ from typing import Any, Literal, Protocol
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
 from turnwise.chat.probes import (
+    ARGUMENT_SETS,
     LONGEST_TEXT,
     NO_CONVERSATION,
     QUESTION,
+    ROLE_SEQUENCES,
+    TEXTS,
     TOOL,
     BaseTurn,
     PriorConversation,
     assistant_message,
-    cached_by_arguments,
-    cached_by_roles,
-    cached_by_text,
     probe_call,
     probe_message,
     probe_word,
@@ -106,7 +106,7 @@ class TurnBoundary:
         self._decode = decode
         self._special = special
         self._stops = frozenset(profile.stop_tokens.token_ids)
-        self._find_cached = cached_by_roles(self._find)
+        self._find_cached = functools.lru_cache(maxsize=ROLE_SEQUENCES)(self._find)
 
     def find(
         self, roles: tuple[str, ...], bases: Sequence[BaseTurn], prior: PriorConversation, last_token: int
@@ -375,7 +375,7 @@ def _lost_turn(coder: TurnCoder, turn: WrittenTurn, *, tools: bool) -> LostTurn 
     )
     if (turn.calls and not writes_calls) or (turn.reasoning and not profile.reasoning.supported):
         return None  # the template writes no such turn
-    offered = [TOOL] if tools else coder.template.messages.probe_tools()
+    offered = [TOOL] if tools else coder.template.message_format.probe_tools()
     try:
         text, opening = _sampled(coder, turn, offered)
     except TemplateError:
@@ -412,7 +412,7 @@ def _sampled(coder: TurnCoder, turn: WrittenTurn, tools: Sequence[ToolSchema]) -
     template, marks = coder.template, coder.profile.reasoning.marks
     prompt = template.render([QUESTION], add_generation_prompt=True, tools=tools)
     opening = marks.reasoning_opening(prompt) if coder.profile.reasoning.supported else ""
-    message = turn.message(template.reasoning.key)
+    message = turn.message(template.reasoning_format.key)
     text = template.completion_text(message, before=[QUESTION], tools=tools)
     opened, closed = next(iter(marks.own), ("", ""))
     if turn.reasoning and turn.reasoning not in text and opened:
@@ -504,7 +504,7 @@ class Renderer:
         self.special = special_tokens(tokenizer)
         """Tokens that no plain text is encoded to."""
         self._text_ids = text_encoder(tokenizer)
-        self._encode = cached_by_text(self._encode_text)
+        self._encode = functools.lru_cache(maxsize=TEXTS)(self._encode_text)
         self._decode = text_decoder(tokenizer, self._text_ids, self.special)
         self.template = Template(tokenizer, self.where, dict(chat_template_kwargs))
         self.profile: TemplateProfile = find_profile(
@@ -533,7 +533,7 @@ class Renderer:
             other._base = self
             return other
 
-        self._with_arguments = cached_by_arguments(with_arguments)
+        self._with_arguments = functools.lru_cache(maxsize=ARGUMENT_SETS)(with_arguments)
         self._base: Renderer = self
         """The renderer with the arguments that all conversations share. It keeps those with further arguments."""
 
@@ -562,7 +562,9 @@ class Renderer:
 
         base: Renderer | None = None
         base, unchanged = parsing(self._base), self._base
-        base._with_arguments = cached_by_arguments(lambda arguments: parsing(unchanged._with_arguments(arguments)))
+        base._with_arguments = functools.lru_cache(maxsize=ARGUMENT_SETS)(
+            lambda arguments: parsing(unchanged._with_arguments(arguments))
+        )
         return base
 
     @classmethod

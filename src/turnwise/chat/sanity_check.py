@@ -140,7 +140,8 @@ class SanityCheck:
             if is_turn and end < len(segment) and (turns[end] >= 0 or end in injected):
                 continue  # the same turn continues
             if is_turn:
-                reasoning_opened = bool(runs) and bool(self._reasoning_opening(runs[-1].text))
+                marks = self._renderer.profile.reasoning.marks
+                reasoning_opened = bool(runs) and bool(marks.reasoning_opening(runs[-1].text))
                 runs.append(
                     self._turn_run(segment, start, end, reasoning_opened, calls=number in checked.turns_with_calls)
                 )
@@ -171,9 +172,6 @@ class SanityCheck:
         bare = self._renderer.profile.reasoning.marks.without_reasoning_opening(text)
         bare_ids = ids if bare == text else ids[: len(ids) - len(self._renderer.encode(text[len(bare) :]))]
         return ContextRun(text, ids, start, bare=bare, bare_ids=bare_ids)
-
-    def _reasoning_opening(self, text: str) -> str:
-        return self._renderer.profile.reasoning.marks.reasoning_opening(text)
 
     def _reasoning_texts(self, text: str, opened: bool) -> Sequence[str]:
         reasoning = self._renderer.profile.reasoning

@@ -14,13 +14,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.chat.message_format import MessageFormat, find_message_format, joined, with_description
 from turnwise.chat.probes import (
     NO_CONVERSATION,
     PLACEHOLDER,
     QUESTION,
+    ROLE_SEQUENCES,
     SYSTEM_WORD,
     TOOL,
     TOOL_WORD,
@@ -30,7 +31,6 @@ from turnwise.chat.probes import (
     assistant_message,
     base_conversation,
     cached_by_content,
-    cached_by_roles,
     longer_conversations,
     probe_message,
     probe_messages,
@@ -106,35 +106,10 @@ def _renamed(message: Message, role: str | None) -> Message:
     return {"role": role, "content": content}
 
 
-class ProbedTemplate(Protocol):
-    """The part of a template that plans are found with. All methods raise TemplateError if the template refuses the messages."""
-
-    @property
-    def writes_calls(self) -> bool:
-        """Whether the template writes tool calls."""
-        ...
-
-    def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema] | None = None
-    ) -> str:
-        """The messages as one text."""
-        ...
-
-    def text_after_placeholder(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[ToolSchema] | None = None,
-    ) -> str | None:
-        """The rendered text behind the placeholder; None if the template does not write the placeholder."""
-        ...
-
-
 class PlanFinder:
     """Finds the plans of one template. `where` names the template in error messages."""
 
-    def __init__(self, template: ProbedTemplate, where: str) -> None:
+    def __init__(self, template: Template, where: str) -> None:
         self._template = template
         self._where = where
 
@@ -284,9 +259,9 @@ class Template:
         self._describe: Callable[[Sequence[ToolSchema]], str] | None = None
         """Describes tools in the system message; None if the template does it."""
         # these two are what rendering itself needs; they are fields of TemplateProfile too
-        self.messages: MessageFormat = find_message_format(self._render_as_given, where)
-        self.reasoning: ReasoningFormat = find_reasoning_format(self.render, self.source)
-        self._find_plan = cached_by_roles(PlanFinder(self, where).find)
+        self.message_format: MessageFormat = find_message_format(self._render_as_given, where)
+        self.reasoning_format: ReasoningFormat = find_reasoning_format(self.render, self.source)
+        self._find_plan = functools.lru_cache(maxsize=ROLE_SEQUENCES)(PlanFinder(self, where).find)
 
     # rendering
 
@@ -299,19 +274,19 @@ class Template:
         """
         if self._describe is not None and tools:
             messages = with_description(messages, self._describe(tools), accepts_system=self._accepts_system)
-        shaped = [self.messages.shaped(message) for message in messages]
-        tools = self.messages.probe_tools(messages) if tools is None else tools
+        shaped = [self.message_format.shaped(message) for message in messages]
+        tools = self.message_format.probe_tools(messages) if tools is None else tools
         return self._render_shaped(shaped, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def _render_as_given(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema]
+        self, messages: Sequence[Message], *, add_generation_prompt: bool, tools: Sequence[ToolSchema] | None = None
     ) -> str:
         import jinja2
 
         try:
             return self._tokenizer.apply_chat_template(
                 list(messages),
-                tools=list(tools) or None,
+                tools=list(tools or ()) or None,
                 add_generation_prompt=add_generation_prompt,
                 tokenize=False,
                 **self.arguments,
@@ -330,11 +305,11 @@ class Template:
         self, message: Message, *, before: Sequence[Message] = (QUESTION,), tools: Sequence[ToolSchema] | None = None
     ) -> str:
         """The text that the model must generate, end of turn included, for the template to write this assistant message."""
-        tools = self.messages.probe_tools([*before, message]) if tools is None else tools
+        tools = self.message_format.probe_tools([*before, message]) if tools is None else tools
         prompt = self.render(before, add_generation_prompt=True, tools=tools)
         text = self.render([*before, message], add_generation_prompt=False, tools=tools)
         # the opening mark of reasoning may be in the generation prompt only, and need not be written in the finished turn
-        for start in (prompt, self.reasoning.marks.without_reasoning_opening(prompt)):
+        for start in (prompt, self.reasoning_format.marks.without_reasoning_opening(prompt)):
             if text.startswith(start):
                 return text[len(start) :]
         pairs = zip(prompt, text, strict=False)
@@ -359,7 +334,7 @@ class Template:
     @property
     def writes_calls(self) -> bool:
         """Whether the template writes tool calls."""
-        return self.messages.calls is not None
+        return self.message_format.calls is not None
 
     def planned_opening(self, messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> list[Message]:
         """The opening messages as this template accepts them.

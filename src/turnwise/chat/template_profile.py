@@ -55,17 +55,17 @@ class KeptReasoning:
 
 def find_kept_reasoning(template: Template, format: TurnFormat) -> KeptReasoning:
     """Find out which earlier reasoning the template leaves out."""
-    if not template.reasoning.supported:
+    if not template.reasoning_format.supported:
         return KeptReasoning()
 
     def turn(reasoning: str, calls: bool, number: int) -> Message:
-        return template_message(_sample_turn(template, reasoning, calls, number), format, template.reasoning)
+        return template_message(_sample_turn(template, reasoning, calls, number), format, template.reasoning_format)
 
     return KeptReasoning(user=_kept(template, turn, "user"), tool=_kept(template, turn, "tool"))
 
 
 def _sample_turn(template: Template, reasoning: str, calls: bool, number: int) -> ParsedTurn:
-    opening, closing = next(iter(template.reasoning.marks.own), ("", ""))
+    opening, closing = next(iter(template.reasoning_format.marks.own), ("", ""))
     call = ToolCall(id=f"callprob{number}", name="probe_tool", arguments={"text": "x"}, text="")
     return ParsedTurn(
         text=f"{opening}\n{reasoning}\n{closing}\n\nSaid.",
@@ -210,7 +210,7 @@ def _turn_parts(template: Template, turn_format: TurnFormat) -> Iterator[tuple[s
     """Completions of several kinds, each up to its last word, with the name of the kind."""
     for marked in _marked_reasoning(template, turn_format):
         yield "reasoning", marked
-    key = template.reasoning.key
+    key = template.reasoning_format.key
     reasoning: Message = {} if key is None else {key: _LINES + probe_word(0)}
     kinds: list[tuple[str, Message]] = [("an answer of several lines", assistant_message(_LINES + PLACEHOLDER))]
     if reasoning:
@@ -230,7 +230,7 @@ def _turn_parts(template: Template, turn_format: TurnFormat) -> Iterator[tuple[s
 
 def _marked_reasoning(template: Template, turn_format: TurnFormat) -> Iterator[str]:
     """Thoughts between the marks that the template removes from a content."""
-    for opening, closing in template.reasoning.marks.own:
+    for opening, closing in template.reasoning_format.marks.own:
         if not turn_format.closing.startswith(closing):
             yield f"{opening}\n{_LINES}\n{closing}\n\n"
 
@@ -360,8 +360,8 @@ def find_profile(
     written = _find_tool_format(tokenizer, template, turn, stop_tokens)
     parser = named or written
     return TemplateProfile(
-        messages=template.messages,
-        reasoning=template.reasoning,
+        messages=template.message_format,
+        reasoning=template.reasoning_format,
         kept_reasoning=find_kept_reasoning(template, turn),
         turn=turn,
         stop_tokens=stop_tokens,
@@ -424,7 +424,7 @@ def _find_tool_format(
             write,
             own=[] if own is None else [own],
             ends=[turn.closing.strip(), *stops],
-            marks=template.reasoning.marks,
+            marks=template.reasoning_format.marks,
         )
     except TemplateError as error:
         return TemplateProblem(f"writes tool calls that cannot be examined ({error})")

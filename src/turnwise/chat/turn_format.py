@@ -80,8 +80,8 @@ def find_turn_format(template: Template) -> TurnFormat:
     _check_closing(template, closing)
     before, _, _ = template.completion_text(assistant_message(PLACEHOLDER)).partition(PLACEHOLDER)
     leading_space = before if before.isspace() else ""
-    answer_opening = template.reasoning.without_reasoning(before).lstrip()
-    for _, mark in template.reasoning.marks.own:  # the end of reasoning that the generation prompt opens
+    answer_opening = template.reasoning_format.without_reasoning(before).lstrip()
+    for _, mark in template.reasoning_format.marks.own:  # the end of reasoning that the generation prompt opens
         answer_opening = answer_opening.removeprefix(mark).lstrip()
     content = _turn_content(template)
     if not template.writes_calls:
@@ -109,13 +109,13 @@ def _check_closing(template: Template, closing: str) -> None:
 
 
 def _turn_content(template: Template) -> TurnContent:
-    key = template.reasoning.key
+    key = template.reasoning_format.key
     sample = assistant_message("Said.")
     if key is not None:
         sample[key] = "Thought."
     prompt = template.render([QUESTION], add_generation_prompt=True)
     sampled = template.completion_text(sample).partition("Said.")[0] + "Said."
-    raw = assistant_message(template.reasoning.marks.reasoning_opening(prompt) + sampled)
+    raw = assistant_message(template.reasoning_format.marks.reasoning_opening(prompt) + sampled)
     try:
         same_text = all(
             template.render([QUESTION, raw, *after], add_generation_prompt=False)

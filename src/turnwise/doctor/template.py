@@ -150,7 +150,7 @@ def check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
 
 def _check_scenario(renderer: Renderer, scenario: Scenario) -> Finding:
     template = renderer.template
-    tools = (scenario.tools if template.writes_calls else []) or template.messages.probe_tools()
+    tools = (scenario.tools if template.writes_calls else []) or template.message_format.probe_tools()
     opening = renderer.encode_opening(scenario.opening, tools)
     messages, adaptations = list(opening.messages), _adaptations(scenario.opening, opening.messages)
     priors: list[PriorConversation] = []

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-import turnwise.environments.mcp as mcp_lines
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary, nearest
@@ -275,7 +274,7 @@ class _Session:
 
     def _line_too_long(self) -> None:
         self.problem = (
-            f"it wrote more than {mcp_lines.LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was stopped. Each "
+            f"it wrote more than {LONGEST_LINE // 2**20} MiB to its stdout without a line break, and was stopped. Each "
             f"message must be one shorter line; other output belongs on stderr"
         )
         if not self.client.done():
@@ -301,13 +300,13 @@ class _Session:
 
         server = self._server
         if server.command is not None:
-            mcp_lines.listen(self._line_too_long)
+            _listener.set(self._line_too_long)
             parameters = StdioServerParameters(
                 command=server.command,
                 args=server.args,
                 env=server.env,
                 cwd=server.cwd,
-                encoding=mcp_lines.ENCODING,
+                encoding=ENCODING,
                 encoding_error_handler="replace",  # otherwise an invalid byte ends the reader without an error
             )
             async with stdio_client(parameters, errlog=self._stderr.open()) as streams:
@@ -588,11 +587,7 @@ LONGEST_LINE = 16 * 2**20
 """In characters. An image in a result is one line. The time that the SDK needs for a line is quadratic in its length."""
 
 _listener: ContextVar[Callable[[], None] | None] = ContextVar("turnwise_mcp_line_too_long", default=None)
-
-
-def listen(listener: Callable[[], None]) -> None:
-    """Set the listener: decoders created later in this task and its child tasks call `listener` when a line is too long."""
-    _listener.set(listener)
+"""What decoders that are created in this task and its child tasks call when a line is too long."""
 
 
 class _Decoder(codecs.IncrementalDecoder):

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import has_media
 from turnwise.engines.remote.engine import WriteAdapter
 from turnwise.engines.remote.http import Failures, HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.publisher import WeightSource
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.context import RolloutContext, Runner
@@ -317,27 +318,10 @@ class RolloutClient:
                 _log.info("the lease of the rollout server was not renewed: %s", error)
 
 
-class HasWeights(Protocol):
-    """The part of a learner that publishing needs (`training.learner.Learner`)."""
-
-    @property
-    def trains_adapter(self) -> bool:
-        """Whether only an adapter is trained."""
-        ...
-
-    def weights(self) -> Mapping[str, Any]:
-        """The present weights."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter into a directory."""
-        ...
-
-
 class ServerWeights:
     """A `WeightPublisher` that sends the learner's weights to a rollout server."""
 
-    def __init__(self, client: RolloutClient, learner: HasWeights) -> None:
+    def __init__(self, client: RolloutClient, learner: WeightSource) -> None:
         self._client = client
         self._learner = learner
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -40,14 +40,6 @@ _MODEL, _CRITIC, _SHARDS = "model", "critic", "shards"
 _STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"writing-\d{6,}")
-
-
-class Processor(Protocol):
-    """The processor of images and videos, which prepares a model's input beside its tokenizer: `chat.media.Vision`."""
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write its files into a model directory."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +112,7 @@ class Checkpoints:
         tokenizer: Any,
         state: Mapping[str, Any],
         about: Mapping[str, Any] | None = None,
-        processor: Processor | None = None,
+        processor: Any = None,
     ) -> None:
         """Call `write`, then `finish`. Raises RunError if the checkpoint cannot be written."""
         pending = self.write(step, save_model=save_model, tokenizer=tokenizer, state=state, processor=processor)
@@ -133,14 +125,15 @@ class Checkpoints:
         save_model: Callable[[Path], None],
         tokenizer: Any,
         state: Mapping[str, Any],
-        processor: Processor | None = None,
+        processor: Any = None,
         save_critic: Callable[[Path], None] | None = None,
         save_shards: Callable[[Path], None] = lambda folder: None,
         save_critic_shards: Callable[[Path], None] = lambda folder: None,
     ) -> PendingCheckpoint:
-        """Write the large files of a step's checkpoint. `processor` is that of a vision model. `save_critic` writes the critic's
-        weights into a directory; None: there is no critic. `save_shards` and `save_critic_shards` write the parts of a learner
-        and of a critic on several ranks.
+        """Write the large files of a step's checkpoint. `processor` is that of a vision model (`chat.media.Vision`).
+
+        `save_critic` writes the critic's weights into a directory; None: there is no critic. `save_shards` and
+        `save_critic_shards` write the parts of a learner and of a critic on several ranks.
 
         Raises RunError if they cannot be written; the previous checkpoint is unchanged.
         """

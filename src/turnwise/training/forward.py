@@ -299,11 +299,6 @@ class Forward:
         )
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    @property
-    def chunks_logits(self) -> bool:
-        """Whether the logits of all targets are never in memory at once."""
-        return self._head is not None
-
     def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
         with self._inputs.of(micro) as inputs, autocast(micro.token_ids_BL.device, self._autocast):

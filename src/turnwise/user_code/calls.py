@@ -395,16 +395,6 @@ def shareable(context: Context) -> Context:
     return context
 
 
-def shared_context() -> Context | None:
-    """The context that all calls of the caller's conversation share; None outside of conversations."""
-    return _context.get()
-
-
-def stopwatch() -> Stopwatch | None:
-    """The stopwatch of the caller's conversation; None outside of conversations."""
-    return _stopwatch.get()
-
-
 def advise_threads(ways: str) -> None:
     """Say how `async` methods of the conversation's environment are run in a thread: imperatives, or empty if in no way.
 
@@ -526,7 +516,7 @@ class _Driven:
         self.abandoned = False
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        watch, own_time, coroutine = loop_watch(), stopwatch(), _awaited(self._function)
+        watch, own_time, coroutine = loop_watch(), _stopwatch.get(), _awaited(self._function)
         error: BaseException | None = None
         while True:
             stretch = watch.begin(self._name, advice=self._advice, until=first_end(self._limits))
@@ -567,14 +557,14 @@ def spawn(
 
     If the conversation ends first, asyncio does not log the task's exception.
     """
-    task = asyncio.get_running_loop().create_task(coroutine, context=context or shared_context(), name=name)
+    task = asyncio.get_running_loop().create_task(coroutine, context=context or _context.get(), name=name)
     task.add_done_callback(forget)
     return task
 
 
 def own_context() -> Context:
     """A copy of the conversation's context, so that calls that run at the same time do not see each other's variables."""
-    return shareable((shared_context() or contextvars.copy_context()).copy())
+    return shareable((_context.get() or contextvars.copy_context()).copy())
 
 
 async def call(function: Callable[[], Awaitable[T]], *, kind: str, name: str, ways: str | None = None) -> T:
@@ -666,7 +656,7 @@ def call_blocking(function: Callable[[], T], *, kind: str, name: str, shared: bo
 
     Raises Failed, of the kind `kind`, whatever the function raises.
     """
-    watch, own_time, context = loop_watch(), stopwatch(), shared_context()
+    watch, own_time, context = loop_watch(), _stopwatch.get(), _context.get()
     stretch = watch.begin(name, advice=_SYNC_REWARD if kind == "reward" else _SYNC)
     try:
         with boundary(kind):

@@ -6,14 +6,7 @@ finds the format of a chat template from the template itself; if no named format
 the template writes. docs/tool_calls.md lists the formats and their behaviour for common mistakes.
 """
 
-from turnwise.chat.reasoning import (
-    KNOWN,
-    MARKS,
-    ReasoningBlock,
-    ReasoningMarks,
-    reasoning_blocks,
-    split_reasoning,
-)
+from turnwise.chat.reasoning import KNOWN, MARKS, ReasoningBlock, ReasoningMarks
 from turnwise.chat.tool_calls.describe import describe_tools, undescribed
 from turnwise.chat.tool_calls.formats import FORMATS, FromResponseTemplate, by_name, detect, find_format
 from turnwise.chat.tool_calls.json_formats import Hermes
@@ -33,7 +26,5 @@ __all__ = [
     "describe_tools",
     "detect",
     "find_format",
-    "reasoning_blocks",
-    "split_reasoning",
     "undescribed",
 ]
