@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from turnwise.rewards.credit.credit import Advantages, Batch, Episode, ValueEstimates
+from turnwise.rewards.credit.credit import Advantages, Episode, EpisodeGroups, ValueEstimates
 
 __all__ = ["LARGE", "SEVERAL_STATES", "Estimator", "Problem", "expected_gradient", "large_group_gradient", "stopping"]
 
 LARGE = 4096
 """The size of a large group."""
 
-Estimator = Callable[[Batch], Advantages | ValueEstimates]
+Estimator = Callable[[EpisodeGroups], Advantages | ValueEstimates]
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
 from turnwise.rewards.credit import critic, outcome, turns
-from turnwise.rewards.credit.credit import Batch, Episode, episode_of
+from turnwise.rewards.credit.credit import Episode, EpisodeGroups, episode_of
 from turnwise.training.kl_reward import KlReward
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.options import ReferenceConfig
@@ -206,7 +206,7 @@ def test_estimators_of_turns_subtract_the_sum_of_a_turn_and_estimators_of_tokens
 
 
 PENALTIES = [[0.1 * (1 + (3 * row + token) % 4) for token in range(6)] for row in range(6)]
-PEERS: dict[str, tuple[str, dict[str, Any], Callable[[Batch], Any]]] = {
+PEERS: dict[str, tuple[str, dict[str, Any], Callable[[EpisodeGroups], Any]]] = {
     "gae": (
         "compute_gae_advantage_return",
         {"gamma": 0.99, "lam": 0.9},
@@ -257,7 +257,9 @@ def true_gradient() -> torch.Tensor:
     return gradient
 
 
-def expected_gradient(estimate: Callable[[Batch], Any], *, by_turn: bool, estimator: str = "k1") -> torch.Tensor:
+def expected_gradient(
+    estimate: Callable[[EpisodeGroups], Any], *, by_turn: bool, estimator: str = "k1"
+) -> torch.Tensor:
     """Of a group of two, over all pairs of conversations. `by_turn`: each token is a turn; else both are one turn."""
     total = torch.zeros_like(POLICY)
     for pair in itertools.product(REWARDS, repeat=2):
@@ -287,7 +289,7 @@ def expected_gradient(estimate: Callable[[Batch], Any], *, by_turn: bool, estima
     return total
 
 
-UNBIASED: dict[str, tuple[Callable[[Batch], Any], bool]] = {
+UNBIASED: dict[str, tuple[Callable[[EpisodeGroups], Any], bool]] = {
     "rloo": (outcome.rloo, False),
     "shared": (partial(turns.shared, baseline="none"), True),
     "turn_return": (partial(turns.turn_return, scale="none"), True),

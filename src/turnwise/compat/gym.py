@@ -35,7 +35,7 @@ class InvalidAction(Exception):
 
 
 class ActionParser:
-    """Parses actions of one action space. None stands for a space of all texts.
+    """Parses actions of one action space. `space=None`: every text is an action.
 
     Raises ConfigError if actions of the space cannot be written as text and no `function` is given.
     """

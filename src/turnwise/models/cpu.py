@@ -150,16 +150,16 @@ class _Linear(torch.autograd.Function):
         weight, *sources = ctx.saved_tensors
         outputs, inputs = weight.shape
         gradient_MO, used_OI = gradients[0].reshape(-1, outputs), weight.to(ctx.dtype)
-        of_values = of_weight = of_bias = None
+        grad_values = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             shape, dtype = ctx.values
-            of_values = linear(gradient_MO, used_OI.t(), None).view(shape).to(dtype)
+            grad_values = linear(gradient_MO, used_OI.t(), None).view(shape).to(dtype)
         if ctx.needs_input_grad[1]:
             values_MI = ctx.function(*sources).reshape(-1, inputs).to(ctx.dtype)
-            of_weight = weight_gradient(gradient_MO, values_MI, used_OI).to(weight.dtype)
+            grad_weight = weight_gradient(gradient_MO, values_MI, used_OI).to(weight.dtype)
         if ctx.needs_input_grad[2]:
-            of_bias = gradient_MO.sum(dim=0, dtype=weight.dtype)
-        return of_values, of_weight, of_bias, None, None
+            grad_bias = gradient_MO.sum(dim=0, dtype=weight.dtype)
+        return grad_values, grad_weight, grad_bias, None, None
 
 
 def weight_gradient(gradient_MO: torch.Tensor, values_MI: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -274,24 +274,24 @@ class _TrainedSwiGLU(torch.autograd.Function):
         weights, sources = others[:3], others[3:]
         gradient_MD = gradients[0].reshape(-1, gradients[0].shape[-1])
         gate, up, down = (weight.to(ctx.dtype) for weight in weights)
-        of_values: torch.Tensor | None = None
-        of_weights: list[torch.Tensor | None] = [None, None, None]
-        of_up_MF = F.silu(gate_MF)
+        grad_values: torch.Tensor | None = None
+        grad_weights: list[torch.Tensor | None] = [None, None, None]
+        grad_up_MF = F.silu(gate_MF)
         if ctx.needs_input_grad[3]:
-            of_weights[2] = weight_gradient(gradient_MD, of_up_MF * up_MF, down).to(weights[2].dtype)
-        of_gate_MF = linear(gradient_MD, down.t(), None)  # so far, the gradient of the product
-        of_up_MF.mul_(of_gate_MF)
-        of_gate_MF.mul_(up_MF)
-        torch.ops.aten.silu_backward.grad_input(of_gate_MF, gate_MF, grad_input=of_gate_MF)
+            grad_weights[2] = weight_gradient(gradient_MD, grad_up_MF * up_MF, down).to(weights[2].dtype)
+        grad_gate_MF = linear(gradient_MD, down.t(), None)  # so far, the gradient of the product
+        grad_up_MF.mul_(grad_gate_MF)
+        grad_gate_MF.mul_(up_MF)
+        torch.ops.aten.silu_backward.grad_input(grad_gate_MF, gate_MF, grad_input=grad_gate_MF)
         if ctx.needs_input_grad[0]:
-            of_values = linear(of_gate_MF, gate.t(), None).add_(linear(of_up_MF, up.t(), None))
-            of_values = of_values.view(gradients[0].shape).to(weights[0].dtype)
+            grad_values = linear(grad_gate_MF, gate.t(), None).add_(linear(grad_up_MF, up.t(), None))
+            grad_values = grad_values.view(gradients[0].shape).to(weights[0].dtype)
         if any(ctx.needs_input_grad[1:3]):
             values_MD = ctx.function(*sources).reshape(gradient_MD.shape).to(ctx.dtype)
-            for place, (gradient_MF, weight) in enumerate(((of_gate_MF, gate), (of_up_MF, up))):
+            for place, (gradient_MF, weight) in enumerate(((grad_gate_MF, gate), (grad_up_MF, up))):
                 if ctx.needs_input_grad[1 + place]:
-                    of_weights[place] = weight_gradient(gradient_MF, values_MD, weight).to(weights[place].dtype)
-        return of_values, *of_weights, None, None, None
+                    grad_weights[place] = weight_gradient(gradient_MF, values_MD, weight).to(weights[place].dtype)
+        return grad_values, *grad_weights, None, None, None
 
 
 def _normed(values: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -316,13 +316,13 @@ class _TrainedNorm(torch.autograd.Function):
         values, weight, scale = ctx.saved_tensors
         normed = values * scale
         product = normed * gradients[0]
-        of_values = of_weight = None
+        grad_values = grad_weight = None
         if ctx.needs_input_grad[1]:
-            of_weight = product.flatten(0, -2).sum(dim=0)
+            grad_weight = product.flatten(0, -2).sum(dim=0)
         if ctx.needs_input_grad[0]:
             mean = (product @ weight).unsqueeze(-1).div_(values.shape[-1])
-            of_values = torch.mul(gradients[0], weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
-        return of_values, of_weight, None
+            grad_values = torch.mul(gradients[0], weight, out=product).addcmul_(normed, mean, value=-1).mul_(scale)
+        return grad_values, grad_weight, None
 
 
 # Packed weights: copies in the layout in which oneDNN computes

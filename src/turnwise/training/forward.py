@@ -120,20 +120,20 @@ class _Recomputed(torch.autograd.Function):
         pieces = zip(
             hidden_ND.split(ctx.chunk), token_N.split(ctx.chunk), gradients[0].split(ctx.chunk, dim=1), strict=True
         )
-        of_hidden: list[torch.Tensor] = []
+        grad_hidden: list[torch.Tensor] = []
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         for hidden_CD, token_C, gradient_KC in pieces:
             with torch.enable_grad():
                 own_CD = hidden_CD.detach().requires_grad_()
                 values_KC = ctx.function(own_CD, token_C)
-            of_own_CD, *others = torch.autograd.grad(values_KC, [own_CD, *parameters], gradient_KC, allow_unused=True)
-            of_hidden.append(of_own_CD)
+            grad_own_CD, *others = torch.autograd.grad(values_KC, [own_CD, *parameters], gradient_KC, allow_unused=True)
+            grad_hidden.append(grad_own_CD)
             for place, gradient in enumerate(others):
                 if gradient is not None:
                     total = sums[place]
                     sums[place] = gradient if total is None else total.add_(gradient)
             del values_KC, others  # before the next chunk is computed
-        return None, None, torch.cat(of_hidden), None, *sums
+        return None, None, torch.cat(grad_hidden), None, *sums
 
 
 class _WithSlopes(torch.autograd.Function):

@@ -23,8 +23,8 @@ from turnwise.training.options import OptimizerConfig
 from turnwise.training.update import Gradients, StopFlag
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import (
+    CriticBase,
     CriticSums,
-    PassCritic,
     ValueForward,
     critic_loss,
     load_head,
@@ -36,7 +36,7 @@ from turnwise.training.value_model import (
 __all__ = ["LocalCritic"]
 
 
-class LocalCritic(PassCritic):
+class LocalCritic(CriticBase):
     """A `Critic` in this process, on one device.
 
     `model` is a causal language model, whose body computes hidden states; its output layer is not used. `folder` is a directory
@@ -88,7 +88,7 @@ class LocalCritic(PassCritic):
     def measure(
         self, micro_batches: Sequence[MicroBatch[StatePlaces]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> list[torch.Tensor]:
-        """See `PassCritic.measure`."""
+        """See `CriticBase.measure`."""
         values: list[torch.Tensor] = []
         with torch.no_grad():
             for micro in stop.until_set(micro_batches):
@@ -100,7 +100,7 @@ class LocalCritic(PassCritic):
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[ValueTargets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> CriticSums:
-        """See `PassCritic.accumulate`."""
+        """See `CriticBase.accumulate`."""
         sums = self._gradients.of_batch(
             micro_batches,
             lambda micro: critic_loss(self._forward, micro, clip=self._clip),
@@ -110,7 +110,7 @@ class LocalCritic(PassCritic):
         return sum(sums, CriticSums())
 
     def step(self, lr: float) -> float:
-        """See `PassCritic.step`."""
+        """See `CriticBase.step`."""
         return self._optimizer.step(lr)
 
     def save(self, folder: Path) -> None:

@@ -24,13 +24,13 @@ from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
 from turnwise.training.reference import Reference
-from turnwise.training.update import Gradients, PassLearner, StopFlag, UpdateSums, policy_loss
+from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, policy_loss
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
 
 
-class LocalLearner(PassLearner):
+class LocalLearner(LearnerBase):
     """A `Learner` in this process, on one device.
 
     There is a reference model if the loss has a KL term, or if `reference` is given (`Reference`); `reference_model` is its
@@ -132,7 +132,7 @@ class LocalLearner(PassLearner):
     def target_logprobs(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
     ) -> list[torch.Tensor]:
-        """See `PassLearner.target_logprobs`."""
+        """See `LearnerBase.target_logprobs`."""
         logprobs: list[torch.Tensor] = []
         with torch.no_grad():
             for micro in stop.until_set(micro_batches):
@@ -146,12 +146,12 @@ class LocalLearner(PassLearner):
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> UpdateSums:
-        """See `PassLearner.accumulate`."""
+        """See `LearnerBase.accumulate`."""
         sums = self._gradients.of_batch(micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
         return sum(sums, UpdateSums())
 
     def step(self, lr: float) -> float:
-        """See `PassLearner.step`."""
+        """See `LearnerBase.step`."""
         with self._threads.during("optimizer", self._optimizer.numel):
             return self._optimizer.step(lr)
 

@@ -308,15 +308,15 @@ class _GatheredAttention(torch.autograd.Function):
         tree = ctx.tree_mask.tree
         # the gradients of the results of all buckets: 0 for padding, which then changes no gradient
         padded = [bucket.query_NR.numel() for bucket in tree.buckets]
-        of_results = query_THD.new_zeros(sum(padded), *query_THD.shape[1:])
-        of_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
-        of_queries: list[torch.Tensor] = []
-        of_key, of_value = torch.zeros_like(key_TJD), torch.zeros_like(value_TJD)
-        parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), of_results.split(padded), saved[4:], strict=True)
-        for bucket, mask, of_result, sum_NHR in parts:
+        grad_results = query_THD.new_zeros(sum(padded), *query_THD.shape[1:])
+        grad_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
+        grad_queries: list[torch.Tensor] = []
+        grad_key, grad_value = torch.zeros_like(key_TJD), torch.zeros_like(value_TJD)
+        parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), grad_results.split(padded), saved[4:], strict=True)
+        for bucket, mask, grad_result, sum_NHR in parts:
             heads = bucket.heads(query_THD, key_TJD, value_TJD)
-            of_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                of_result.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
+            grad_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad_result.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
                 *heads,
                 output_THD[bucket.query_NR].transpose(1, 2),
                 sum_NHR,
@@ -325,13 +325,13 @@ class _GatheredAttention(torch.autograd.Function):
                 attn_mask=mask,
                 scale=ctx.scale,
             )
-            of_query, *of_keys = (part.transpose(1, 2).flatten(0, 1) for part in of_heads)
-            of_queries.append(of_query)
+            grad_query, *grad_keys = (part.transpose(1, 2).flatten(0, 1) for part in grad_heads)
+            grad_queries.append(grad_query)
             # a token is the key of many runs (a prompt, of all its completions): its gradients are added up over all of them
-            for total, part in zip((of_key, of_value), of_keys, strict=True):
+            for total, part in zip((grad_key, grad_value), grad_keys, strict=True):
                 total.index_add_(0, bucket.key_NK.flatten(), part)
-        of_query = torch.cat(of_queries)[tree.place_T]
-        return *(part.to(gradients[0].dtype) for part in (of_query, of_key, of_value)), None, None
+        grad_query = torch.cat(grad_queries)[tree.place_T]
+        return *(part.to(gradients[0].dtype) for part in (grad_query, grad_key, grad_value)), None, None
 
 
 _current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)

@@ -1,6 +1,6 @@
 """An update of the policy: gradients of micro-batches, the order of passes and optimizer steps, and their sums.
 
-The passes are computed in one process, or in several: `PassLearner` is the part of a learner that is the same for both. A
+The passes are computed in one process, or in several: `LearnerBase` is the part of a learner that is the same for both. A
 learner in one process computes all micro-batches itself; a sharded learner shares them out among its ranks. Small models
 compute several micro-batches at a time. Long computations run in a thread, so that the event loop can run conversations and
 react to signals.
@@ -193,7 +193,7 @@ async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
 # Order: passes and optimizer steps of an update
 
 
-class Passes(ABC, Generic[M, S]):
+class UpdateLoop(ABC, Generic[M, S]):
     """What a learner and a critic have in common: gradients of batches, and optimizer steps. Both methods block."""
 
     @abstractmethod
@@ -225,7 +225,7 @@ class Passes(ABC, Generic[M, S]):
         return sums, norms
 
 
-class PassLearner(Passes[MicroBatch[Targets], UpdateSums]):
+class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
     """The methods of a `Learner` that run passes through its model. The passes themselves are abstract; they block."""
 
     loss: Loss
@@ -248,7 +248,7 @@ class PassLearner(Passes[MicroBatch[Targets], UpdateSums]):
         on_micro_batch: Callable[[], None] = lambda: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> UpdateStats:
-        """See `Learner.update` and `Passes.take_steps`."""
+        """See `Learner.update` and `UpdateLoop.take_steps`."""
         # before the first step: afterwards the weights are no longer those that sampled
         prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
         if not prepared:
@@ -300,7 +300,7 @@ class PreparedBatch:
     """The learner's own log-probabilities of all targets, where correction needs them."""
 
 
-def prepare(learner: PassLearner, batch: Batch, stop: StopFlag) -> PreparedBatch:
+def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch:
     """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
 
     The learner computes log-probabilities of tokens for which the engine reported none that the loss can use. Rollout correction

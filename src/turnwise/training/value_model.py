@@ -2,7 +2,7 @@
 
 It is the body of a transformers model, and a linear layer from hidden states to a number. The value before a token is read
 where the policy's model predicts the token: at the token before it. As for the policy (`update.py`), an update is computed in
-one process or in several: `PassCritic` is the part of a critic that is the same for both.
+one process or in several: `CriticBase` is the part of a critic that is the same for both.
 
 Knows states, values and returns. Does not know how returns are estimated, nor devices or ranks.
 """
@@ -23,7 +23,7 @@ from turnwise.models.precision import autocast
 from turnwise.training.batch import MicroBatch
 from turnwise.training.forward import ModelInputs
 from turnwise.training.learner import CriticStats
-from turnwise.training.update import Passes, StopFlag, run_cancellable
+from turnwise.training.update import StopFlag, UpdateLoop, run_cancellable
 from turnwise.training.value_batch import StateBatch, StatePlaces, ValueBatch, ValueTargets
 
 # Forward pass: values of states
@@ -160,7 +160,7 @@ class CriticSums:
         return CriticSums(self.loss + other.loss, self.clipped + other.clipped, self.states + other.states)
 
 
-class PassCritic(Passes[MicroBatch[ValueTargets], CriticSums]):
+class CriticBase(UpdateLoop[MicroBatch[ValueTargets], CriticSums]):
     """The methods of a `Critic` that run passes through its model. The passes themselves are abstract; they block."""
 
     @abstractmethod

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from turnwise.rewards.credit import critic, outcome, turns
-from turnwise.rewards.credit.credit import Batch, Episode
+from turnwise.rewards.credit.credit import Episode, EpisodeGroups
 
 MIRROR = next((folder / ".mirror" for folder in Path(__file__).parents if (folder / ".mirror").is_dir()), Path("none"))
 """Bare git directories `<owner>+<name>/repo`, if there are any."""
@@ -27,7 +27,7 @@ REWARDS = [[1.0, 0.0, 0.5], [0.2, 0.9, 0.2]]
 LENGTHS = [[3, 5, 2], [4, 1, 6]]
 VALUES = torch.linspace(-0.4, 0.7, 36).reshape(6, 6).tolist()
 
-BATCH: Batch = [
+BATCH: EpisodeGroups = [
     [
         Episode([reward], tokens_T=[length], values_T=[VALUES[3 * g + n][:length]], baseline=0.3)
         for n, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
@@ -100,7 +100,7 @@ def by_token(advantages: Any) -> list[list[list[float]]]:
 
 
 def verl_tokens(
-    name: str, estimator: Callable[[Batch], Any], penalties: Sequence[Sequence[float]], **arguments: Any
+    name: str, estimator: Callable[[EpisodeGroups], Any], penalties: Sequence[Sequence[float]], **arguments: Any
 ) -> tuple[list[list[float]], list[list[float]]]:
     """The advantages of all tokens of each conversation of `BATCH` with penalties of tokens: ours, and verl's."""
     batch = []
@@ -114,7 +114,7 @@ def verl_tokens(
 
 
 CONFIG = SimpleNamespace(gamma=0.9)
-PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[Batch], Any]]] = {
+PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[EpisodeGroups], Any]]] = {
     "grpo": ("compute_grpo_outcome_advantage", {}, outcome.grpo),
     "dr_grpo": (
         "compute_grpo_outcome_advantage",
@@ -177,7 +177,7 @@ SWIFT = [
 
 
 @pytest.mark.parametrize(("estimator", "scale", "ours"), SWIFT)
-def test_the_values_are_those_of_ms_swift(estimator: str, scale: str, ours: Callable[[Batch], Any]) -> None:
+def test_the_values_are_those_of_ms_swift(estimator: str, scale: str, ours: Callable[[EpisodeGroups], Any]) -> None:
     compute = _swift()
     rewards = torch.tensor([reward for group in REWARDS for reward in group], dtype=torch.float64)[:, None]
     theirs, _ = compute(rewards, torch.ones(1, dtype=torch.float64), 3, estimator, scale)
@@ -212,6 +212,6 @@ def _swift() -> Callable[..., Any]:
     ],
     ids=["grpo", "rloo", "opo", "reinforce_pp"],
 )
-def test_the_values_are_these(estimator: Callable[[Batch], Any], expected: list[list[float]]) -> None:
+def test_the_values_are_these(estimator: Callable[[EpisodeGroups], Any], expected: list[list[float]]) -> None:
     found = [[entry for (entry,) in group] for group in estimator(BATCH)]
     assert [pytest.approx(values, abs=6e-6) for values in expected] == found

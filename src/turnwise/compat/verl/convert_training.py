@@ -75,7 +75,7 @@ def convert_rollout_correction(builder: VerlRecipeBuilder, *, one_step: bool) ->
 
 
 def _report_unused(builder: VerlRecipeBuilder) -> None:
-    """Keys of weights without weights, and of a rule without a rule."""
+    """Report keys that have no effect because importance weights, or rejection, are switched off."""
     if not builder.value(_WEIGHTS):
         builder.convert("nothing: tokens have no weights", _WEIGHTS)
         for key in (_HIGH, _NORMALIZE):

@@ -316,7 +316,8 @@ class JoinedCompletion:
             if len(part.all_versions) != len(self.token_ids) - self.start:
                 raise EngineError(
                     f"a server reported the weight versions of {len(part.all_versions)} tokens, and has sent "
-                    f"{len(self.token_ids) - self.start}"
+                    f"{len(self.token_ids) - self.start}. The numbers must be equal. "
+                    f"Use a version of the server with which turnwise is tested (docs/engines.md)"
                 )
             self.versions[self.start :] = part.all_versions
         if self.cached_tokens is None:
@@ -560,7 +561,10 @@ def check_part(server: str, part: Part, *, vocab_size: int, room: int) -> None:
             f"most 0 (-9999 stands for NaN or minus infinity). The weights of the model may not be finite"
         )
     if part.versions is not None and len(part.versions) != len(ids):
-        raise EngineError(f"{server} returned {len(ids)} tokens and the weight versions of {len(part.versions)} tokens")
+        raise EngineError(
+            f"{server} returned {len(ids)} tokens and the weight versions of {len(part.versions)} tokens. "
+            f"The numbers must be equal. Use a version of the server with which turnwise is tested (docs/engines.md)"
+        )
 
 
 @contextmanager

@@ -105,7 +105,7 @@ class Episode:
         return sum(count for count, trained in zip(self.tokens_T, self.trained_T, strict=True) if trained)
 
 
-Batch = Sequence[Sequence[Episode]]
+EpisodeGroups = Sequence[Sequence[Episode]]
 """The conversations of a training step that have a reward and did not fail, by group."""
 
 Advantages = list[list[list[float | Sequence[float]]]]
@@ -165,7 +165,7 @@ class Credit:
 
     name: str
     """The name of the estimator in a recipe: `credit.name`."""
-    estimate: Callable[[Batch], Advantages | ValueEstimates]
+    estimate: Callable[[EpisodeGroups], Advantages | ValueEstimates]
     """The estimator, with its options bound."""
     needs_values: Literal["turn", "token"] | None = None
     """What `Trajectory.values` must hold before the call: the value of the state before each turn, the value before each sampled

@@ -13,14 +13,14 @@ import itertools
 from collections.abc import Sequence
 from itertools import chain
 
-from turnwise.rewards.credit.credit import Batch, Episode, ValueEstimates, return_to_go, whitening
+from turnwise.rewards.credit.credit import Episode, EpisodeGroups, ValueEstimates, return_to_go, whitening
 
 __all__ = ["bilevel_gae", "critic", "gae", "turn_gae"]
 
 Entries = list[float | Sequence[float]]
 
 
-def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> ValueEstimates:
+def gae(batch: EpisodeGroups, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> ValueEstimates:
     """Generalised advantage estimation over the sampled tokens of a conversation.
 
     With the value V_j before token j: `delta_j = r_j + gamma * V_(j+1) - V_j` and
@@ -45,7 +45,7 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = T
     return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], whiten)
 
 
-def turn_gae(batch: Batch, *, gamma: float = 0.99, lam: float = 0.9, whiten: bool = True) -> ValueEstimates:
+def turn_gae(batch: EpisodeGroups, *, gamma: float = 0.99, lam: float = 0.9, whiten: bool = True) -> ValueEstimates:
     """Generalised advantage estimation over turns: all tokens of a turn have its advantage.
 
     With the value V_t of the state before turn t: `delta_t = r_t + gamma * V_(t+1) - V_t` and
@@ -68,7 +68,7 @@ def turn_gae(batch: Batch, *, gamma: float = 0.99, lam: float = 0.9, whiten: boo
     return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], whiten)
 
 
-def critic(batch: Batch, *, gamma: float = 1.0, whiten: bool = True) -> ValueEstimates:
+def critic(batch: EpisodeGroups, *, gamma: float = 1.0, whiten: bool = True) -> ValueEstimates:
     """The return from the turn on, minus the value of the state before the turn: the third scheme of the multi-turn note.
 
     `A_t = G_t - V_t`; the critic's target is G_t. This is `turn_gae` with lam 1: the critic is only a baseline, so errors of the
@@ -87,7 +87,7 @@ def critic(batch: Batch, *, gamma: float = 1.0, whiten: bool = True) -> ValueEst
 
 
 def bilevel_gae(
-    batch: Batch,
+    batch: EpisodeGroups,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -175,7 +175,7 @@ def _sums(advantages: Sequence[Sequence[float]], values: Sequence[Sequence[float
     return [[a + v for a, v in zip(*turn, strict=True)] for turn in zip(advantages, values, strict=True)]
 
 
-def _estimates(batch: Batch, estimates: list[list[tuple[Entries, Entries]]], whiten: bool) -> ValueEstimates:
+def _estimates(batch: EpisodeGroups, estimates: list[list[tuple[Entries, Entries]]], whiten: bool) -> ValueEstimates:
     advantages = [[entries for entries, _ in group] for group in estimates]
     returns = [[targets for _, targets in group] for group in estimates]
     if whiten:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from turnwise.rewards.credit.credit import (
     Advantages,
-    Batch,
     Episode,
+    EpisodeGroups,
     Scale,
     centred,
     divisors,
@@ -23,7 +23,7 @@ from turnwise.user_code.reward_number import equal_rewards, is_rounding
 __all__ = ["gdpo", "gpg", "grpo", "opo", "reinforce_pp_baseline", "remax", "rloo"]
 
 
-def grpo(batch: Batch, *, scale: Scale = "std") -> Advantages:
+def grpo(batch: EpisodeGroups, *, scale: Scale = "std") -> Advantages:
     """Group-relative outcome advantage: `(R - mean) / (std + 1e-6)`, the same number for all turns of a conversation.
 
     The mean is that of the group. `scale="std"` divides by the standard deviation of the group's rewards, `scale="batch"` by
@@ -49,7 +49,7 @@ def grpo(batch: Batch, *, scale: Scale = "std") -> Advantages:
     )
 
 
-def rloo(batch: Batch) -> Advantages:
+def rloo(batch: EpisodeGroups) -> Advantages:
     """REINFORCE leave-one-out: R minus the mean reward of the other conversations of the group.
 
     This is `n / (n - 1)` times `grpo` with `scale="none"`. A group of one has nothing to compare with: its advantage is 0.
@@ -64,7 +64,7 @@ def rloo(batch: Batch) -> Advantages:
     return _for_all_turns(batch, [leave_one_out(group) for group in _rewards(batch)])
 
 
-def opo(batch: Batch) -> Advantages:
+def opo(batch: EpisodeGroups) -> Advantages:
     """R minus a mean in which each conversation of the group counts by its number of trained tokens.
 
     The weights approximate the baseline with the smallest variance of the gradient. A group of one has advantage 0, and so has
@@ -88,7 +88,7 @@ def opo(batch: Batch) -> Advantages:
     return _for_all_turns(batch, [of_group(group) for group in batch])
 
 
-def gpg(batch: Batch) -> Advantages:
+def gpg(batch: EpisodeGroups) -> Advantages:
     """`alpha * (R - mean)`, where alpha makes up for groups without a gradient.
 
     alpha is the number of conversations of the batch, divided by the number of those whose group has unequal rewards. (verl
@@ -107,7 +107,7 @@ def gpg(batch: Batch) -> Advantages:
     return _for_all_turns(batch, [[alpha * value for value in centred(group)] for group in rewards])
 
 
-def remax(batch: Batch) -> Advantages:
+def remax(batch: EpisodeGroups) -> Advantages:
     """R minus the reward of the greedy conversation of the same row (`Episode.baseline`).
 
     The greedy conversation is sampled at temperature 0 and is not trained on. A group of one needs nothing else. Equal rewards
@@ -127,7 +127,7 @@ def remax(batch: Batch) -> Advantages:
     return _for_all_turns(batch, [[advantage(episode) for episode in group] for group in batch])
 
 
-def reinforce_pp_baseline(batch: Batch) -> Advantages:
+def reinforce_pp_baseline(batch: EpisodeGroups) -> Advantages:
     """REINFORCE++ with a group baseline: `R - mean` of the group, then whitened over all trained tokens of the batch.
 
     Whitening subtracts the mean over tokens and divides by their standard deviation. Because tokens are counted, the mean is not
@@ -148,7 +148,7 @@ def reinforce_pp_baseline(batch: Batch) -> Advantages:
     return _for_all_turns(batch, [[(value - mean) * factor for value in group] for group in values])
 
 
-def gdpo(batch: Batch, *, weights: Mapping[str, float] = {}) -> Advantages:
+def gdpo(batch: EpisodeGroups, *, weights: Mapping[str, float] = {}) -> Advantages:
     """Normalises each part of the reward within its group, adds the parts, and normalises the sum over the batch.
 
     The parts are those of `Trajectory.rewards`: each reward function, and `turns` for the rewards of the environment. They are
@@ -187,11 +187,11 @@ def gdpo(batch: Batch, *, weights: Mapping[str, float] = {}) -> Advantages:
     return _for_all_turns(batch, [[(value - mean) / divisor for value in group] for group in sums])
 
 
-def _rewards(batch: Batch) -> list[list[float]]:
+def _rewards(batch: EpisodeGroups) -> list[list[float]]:
     return [[episode.reward for episode in group] for group in batch]
 
 
-def _for_all_turns(batch: Batch, values: Sequence[Sequence[float]]) -> Advantages:
+def _for_all_turns(batch: EpisodeGroups, values: Sequence[Sequence[float]]) -> Advantages:
     """The same advantage for all turns of each conversation."""
     return [
         [[value] * episode.turns for episode, value in zip(group, of_group, strict=True)]

@@ -17,8 +17,8 @@ from typing import Literal
 
 from turnwise.rewards.credit.credit import (
     Advantages,
-    Batch,
     Episode,
+    EpisodeGroups,
     Scale,
     centred,
     divisors,
@@ -52,7 +52,7 @@ Returns = list[list[list[float]]]
 """For each group, conversation and turn: a number."""
 
 
-def turn_return(batch: Batch, *, gamma: float = 1.0, scale: Scale = "std") -> Advantages:
+def turn_return(batch: EpisodeGroups, *, gamma: float = 1.0, scale: Scale = "std") -> Advantages:
     """The return from the turn on, minus the mean return of the other conversations of the group at the same turn.
 
     `A_t = G_t - mean of G_t of the other conversations that have turn t`. If no other conversation has turn t, the mean is that
@@ -72,7 +72,7 @@ def turn_return(batch: Batch, *, gamma: float = 1.0, scale: Scale = "std") -> Ad
     return _scaled(batch, returns, _minus_others(batch, returns), scale)
 
 
-def shared(batch: Batch, *, baseline: Baseline = "group") -> Advantages:
+def shared(batch: EpisodeGroups, *, baseline: Baseline = "group") -> Advantages:
     """Each turn has the final reward R of the conversation: the first scheme of the multi-turn note.
 
     `baseline="group"` subtracts the mean R of the other conversations of the group (this is `rloo`); a group of one has
@@ -95,7 +95,7 @@ def shared(batch: Batch, *, baseline: Baseline = "group") -> Advantages:
     return _scaled(batch, returns, values, "none")
 
 
-def discounted(batch: Batch, *, gamma: float = 0.95, baseline: Baseline = "group") -> Advantages:
+def discounted(batch: EpisodeGroups, *, gamma: float = 0.95, baseline: Baseline = "group") -> Advantages:
     """A turn has `R * gamma^(turns after it)`: the second scheme of the multi-turn note.
 
     R is the final reward of the conversation. `baseline="group"` subtracts the mean of `R * gamma^(turns after it)` over the
@@ -113,7 +113,7 @@ def discounted(batch: Batch, *, gamma: float = 0.95, baseline: Baseline = "group
     return _scaled(batch, returns, returns if baseline == "none" else _minus_others(batch, returns), "none")
 
 
-def kevin(batch: Batch, *, gamma: float = 0.4, scale: Scale = "std") -> Advantages:
+def kevin(batch: EpisodeGroups, *, gamma: float = 0.4, scale: Scale = "std") -> Advantages:
     """The discounted return from the turn on, normalised over all turns of all conversations of the group.
 
     `A_t = (G_t - mean) / (std + 1e-6)`, with one mean and one standard deviation for all turns of the group. A group with a
@@ -143,7 +143,7 @@ def kevin(batch: Batch, *, gamma: float = 0.4, scale: Scale = "std") -> Advantag
 
 
 def gigpo(
-    batch: Batch, *, omega: float = 1.0, gamma: float = 0.95, scale: Literal["std", "none"] = "none"
+    batch: EpisodeGroups, *, omega: float = 1.0, gamma: float = 0.95, scale: Literal["std", "none"] = "none"
 ) -> Advantages:
     """The advantage of the conversation, plus `omega` times the advantage among all turns in the same state.
 
@@ -182,7 +182,7 @@ def gigpo(
     return _scaled(batch, advantages, advantages, "none")
 
 
-def reinforce_pp(batch: Batch, *, gamma: float = 1.0) -> Advantages:
+def reinforce_pp(batch: EpisodeGroups, *, gamma: float = 1.0) -> Advantages:
     """REINFORCE++: the return from a token on, whitened over all trained tokens of the batch.
 
     The reward of a turn is received at its last token; `gamma` discounts each sampled token. Whitening subtracts the mean over
@@ -232,7 +232,7 @@ def _token_returns(episode: Episode, gamma: float) -> list[list[float]]:
     return [[next(returns) for _ in tokens] for tokens in rewards]
 
 
-def _minus_others(batch: Batch, returns: Returns) -> Returns:
+def _minus_others(batch: EpisodeGroups, returns: Returns) -> Returns:
     """Each return minus the mean of the other conversations' returns at the same turn.
 
     Where no other conversation has the turn, the mean is that of their last turns; 0 if there are no others.
@@ -273,7 +273,7 @@ def _trained(group: Sequence[Episode], values: Sequence[Sequence[float]]) -> lis
     ]
 
 
-def _scaled(batch: Batch, compared: Returns, values: Returns, scale: Scale) -> Advantages:
+def _scaled(batch: EpisodeGroups, compared: Returns, values: Returns, scale: Scale) -> Advantages:
     """The values divided by the standard deviation of the compared numbers; 0 for turns that are not trained on."""
     widths = divisors([_trained(group, of_group) for group, of_group in zip(batch, compared, strict=True)], scale)
     return [
@@ -291,7 +291,7 @@ Normalised = dict[tuple[int, int], float]
 """Normalised rewards by conversation and turn."""
 
 
-def mt_grpo(batch: Batch, *, outcome_weight: float = 1.0, scale: Literal["std", "none"] = "std") -> Advantages:
+def mt_grpo(batch: EpisodeGroups, *, outcome_weight: float = 1.0, scale: Literal["std", "none"] = "std") -> Advantages:
     """The normalised reward of the turn, plus the normalised outcome; for the last turn only the outcome.
 
     The reward of turn t is normalised over the conversations of the group that have turn t; the outcome (the reward of the last
@@ -329,7 +329,7 @@ def mt_grpo(batch: Batch, *, outcome_weight: float = 1.0, scale: Literal["std", 
 
 
 def igpo(
-    batch: Batch,
+    batch: EpisodeGroups,
     *,
     gamma: float = 1.0,
     normalise: Literal["separate", "joint"] = "separate",
@@ -377,7 +377,7 @@ def igpo(
 
 
 def turn_potential(
-    batch: Batch, *, decay: float = 0.5, weight: float = 1.0, initial: float = 0.0, scale: Scale = "std"
+    batch: EpisodeGroups, *, decay: float = 0.5, weight: float = 1.0, initial: float = 0.0, scale: Scale = "std"
 ) -> Advantages:
     """The advantage of `grpo`, plus the changes of a score of the state.
 

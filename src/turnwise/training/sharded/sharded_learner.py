@@ -46,9 +46,9 @@ from turnwise.training.sharded.commands import (
 )
 from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
-from turnwise.training.update import PassLearner, StopFlag, UpdateSums
+from turnwise.training.update import LearnerBase, StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces, ValueTargets
-from turnwise.training.value_model import CriticSums, PassCritic, save_head
+from turnwise.training.value_model import CriticBase, CriticSums, save_head
 
 # Leader: sends commands to all ranks
 
@@ -160,7 +160,7 @@ def _unknown(error: RuntimeError) -> str:
 # Learner and critic
 
 
-class ShardedLearner(PassLearner):
+class ShardedLearner(LearnerBase):
     """A `Learner` on all `ranks`. Raises ConfigError if the model cannot be loaded, or cannot be trained by several ranks.
 
     If a rank is lost, the running method raises RunError, and so do all later calls.
@@ -187,19 +187,19 @@ class ShardedLearner(PassLearner):
     def target_logprobs(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
     ) -> list[torch.Tensor]:
-        """See `PassLearner.target_logprobs`."""
+        """See `LearnerBase.target_logprobs`."""
         return self.leader.measure(micro_batches, lambda mine, rounds: MeasureLogprobs(mine, rounds, reference), stop)
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> UpdateSums:
-        """See `PassLearner.accumulate`."""
+        """See `LearnerBase.accumulate`."""
         return self.leader.run_shared(
             micro_batches, lambda mine, rounds: Accumulate(mine, rounds, len(micro_batches)), stop, on_micro_batch
         )
 
     def step(self, lr: float) -> float:
-        """See `PassLearner.step`."""
+        """See `LearnerBase.step`."""
         return self.leader.run(OptimizerStep(lr))
 
     def weights(self) -> Mapping[str, torch.Tensor]:
@@ -253,7 +253,7 @@ class ShardedLearner(PassLearner):
         self.leader.close()
 
 
-class ShardedCritic(PassCritic):
+class ShardedCritic(CriticBase):
     """A `Critic` on all ranks, which the learner's `leader` commands. Raises what `ShardedLearner` raises."""
 
     def __init__(self, leader: Leader, options: CriticOptions) -> None:
@@ -267,7 +267,7 @@ class ShardedCritic(PassCritic):
     def measure(
         self, micro_batches: Sequence[MicroBatch[StatePlaces]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> list[torch.Tensor]:
-        """See `PassCritic.measure`."""
+        """See `CriticBase.measure`."""
         return self._leader.measure(
             micro_batches, lambda mine, rounds: MeasureValues(mine, rounds, len(micro_batches)), stop, on_micro_batch
         )
@@ -275,7 +275,7 @@ class ShardedCritic(PassCritic):
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[ValueTargets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> CriticSums:
-        """See `PassCritic.accumulate`."""
+        """See `CriticBase.accumulate`."""
         return self._leader.run_shared(
             micro_batches,
             lambda mine, rounds: Accumulate(mine, rounds, len(micro_batches), "critic"),
@@ -284,7 +284,7 @@ class ShardedCritic(PassCritic):
         )
 
     def step(self, lr: float) -> float:
-        """See `PassCritic.step`."""
+        """See `CriticBase.step`."""
         return self._leader.run(OptimizerStep(lr, "critic"))
 
     def save(self, folder: Path) -> None:
