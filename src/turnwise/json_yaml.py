@@ -18,17 +18,6 @@ import yaml
 
 from turnwise.errors import TurnwiseError, text_of
 
-__all__ = [
-    "MAX_DEPTH",
-    "PlainLoader",
-    "check_text",
-    "half_character",
-    "lone_surrogate",
-    "parse_json",
-    "parse_yaml",
-    "read_text",
-]
-
 MAX_DEPTH = 64
 """Maximum nesting of lists and mappings. Conversations, schemas and recipes need about ten levels."""
 

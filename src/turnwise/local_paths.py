@@ -13,8 +13,6 @@ from pathlib import Path
 
 from turnwise.errors import TurnwiseError, nearest
 
-__all__ = ["as_given", "looks_like_path", "no_file", "refuse_other_than_model", "same_directory"]
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SUFFIXES = frozenset(
     {

@@ -13,8 +13,6 @@ from turnwise.options.environment_values import with_references
 from turnwise.options.schema import Config
 from turnwise.user_code.references import is_live, reference_to
 
-__all__ = ["Options", "Recipe", "rows_option", "saved_model"]
-
 Rows = str | Path | Iterable[Mapping[str, Any]]
 """Rows: a file, a directory or a hub id as in `data.train`; or a list of dicts, a generator of dicts, a `datasets.Dataset`."""
 Object = str | Callable[..., Any] | Mapping[str, Any]

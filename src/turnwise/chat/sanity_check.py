@@ -24,8 +24,6 @@ from turnwise.chat.token_differences import (
 from turnwise.errors import TemplateError
 from turnwise.types import Message, MismatchKind, Segment, TemplateMismatch, ToolSchema
 
-__all__ = ["SanityCheck", "SegmentMessages"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentMessages:

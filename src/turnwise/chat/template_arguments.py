@@ -13,8 +13,6 @@ from typing import Any
 
 from turnwise.errors import TemplateError, nearest
 
-__all__ = ["argument_text", "refuse_unread_arguments"]
-
 _GIVEN = ("messages", "conversation", "tools", "add_generation_prompt", "continue_final_message")
 """What the renderer gives to the template itself."""
 _OF_TRANSFORMERS = (

@@ -10,8 +10,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["decode", "text_decoder", "text_encoder"]
-
 _TRIED = 32
 """Special tokens that are tried to see whether a tokenizer puts spaces behind them."""
 _STEPS_OF_ENCODE = frozenset({"encode", "__call__", "_encode_plus", "set_truncation_and_padding", "_convert_encoding"})

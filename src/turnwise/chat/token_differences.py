@@ -15,17 +15,6 @@ from typing import Literal
 
 from turnwise.types import MismatchKind, TemplateMismatch
 
-__all__ = [
-    "ContextRun",
-    "Difference",
-    "SanityMode",
-    "TextReader",
-    "TurnRun",
-    "find_differences",
-    "find_retokenized",
-    "mismatch_of",
-]
-
 SanityMode = Literal["strict", "ignore_strippable", "disable"]
 
 _SHOWN = 60  # characters of a difference in a report, and a third as many ids

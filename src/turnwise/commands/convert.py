@@ -16,8 +16,6 @@ from turnwise.errors import ConfigError
 if TYPE_CHECKING:
     from turnwise.compat.conversion import ConversionReport
 
-__all__ = ["SYSTEMS", "as_recipe", "converted", "refuse", "register_convert"]
-
 SYSTEMS = ("verl", "swift")
 """Systems whose configurations can be converted."""
 

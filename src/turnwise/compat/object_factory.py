@@ -19,8 +19,6 @@ from turnwise.types import Message
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 
-__all__ = ["InFront", "ObjectFactory", "end", "messages_of", "number", "opened", "plain", "referred"]
-
 InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
 """Wraps an environment in `Tools`: the given tools, and the tools of the recipe."""
 

@@ -17,8 +17,6 @@ from turnwise.environments.agents.token_agent import ContextText
 from turnwise.errors import Failed, boundary
 from turnwise.types import Message, ToolSchema
 
-__all__ = ["TokenPrompts"]
-
 _MARK = "\ue000"
 """Stands for the content of a message, while the text around it is found."""
 

@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["AbsentValues", "DroppedNulls"]
-
 _log = logging.getLogger(__name__)
 _TYPING = ("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 """Keys by which a schema restricts values. A schema without any of them allows all, null included."""

@@ -20,18 +20,6 @@ from urllib.parse import unquote, urlparse
 
 from turnwise.errors import DataError
 
-__all__ = [
-    "MOST_PIXELS",
-    "digest",
-    "image_file",
-    "is_image",
-    "load_image",
-    "media_kind",
-    "media_value",
-    "probe_image",
-    "recorded_path",
-]
-
 MOST_PIXELS = 64_000_000
 """Maximum number of pixels of an image. A larger image is probably a mistake, or a file made to exhaust the memory."""
 

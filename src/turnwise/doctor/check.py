@@ -13,8 +13,6 @@ from rich.text import Text
 from turnwise.errors import TurnwiseError
 from turnwise.types import Segment
 
-__all__ = ["Check", "Status", "TokenRun", "as_json", "run_lengths", "show", "worst", "wrong"]
-
 Status = Literal["ok", "note", "fail"]
 
 _ORDER: tuple[Status, ...] = ("ok", "note", "fail")

@@ -19,8 +19,6 @@ from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.types import Message, MismatchKind, Opening, Reply, Row, Sampling, Trajectory, Turn
 
-__all__ = ["completion_of", "cost", "masked"]
-
 _TURNS, _LONG = 40, 200
 _EARLY, _LATE = 5, 200
 """The two turns whose numbers of encoded tokens are compared, counted from 1."""

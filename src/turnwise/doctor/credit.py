@@ -27,8 +27,6 @@ from turnwise.training.batch import Batch, pack
 from turnwise.training.options import Normalization
 from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Segment, Trajectory, Turn
 
-__all__ = ["conserved", "lost"]
-
 _LINES = {
     "plain": ["It is 12 years old.", "Yes.", "I am sure."],
     "cut": ["It is 12 years old, or not.", " years old.", "I am sure."],

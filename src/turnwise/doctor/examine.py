@@ -22,8 +22,6 @@ from turnwise.options.schema import Config
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Row, Sampling
 
-__all__ = ["Weights", "examine"]
-
 Weights = Literal["auto", "always", "never"]
 """Whether the model is loaded. `auto`: only if its weights are small enough to load quickly."""
 

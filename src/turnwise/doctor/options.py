@@ -25,8 +25,6 @@ from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
 
-__all__ = ["EFFECTS", "fine_tunes", "options_of", "schema", "take_effect"]
-
 
 def _rates(config: Config) -> list[float]:
     if config.train.epochs is not None:

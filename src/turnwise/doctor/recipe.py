@@ -23,8 +23,6 @@ from turnwise.rewards.credit.credit import episode_of
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
-__all__ = ["conversations", "rewards", "row_arguments"]
-
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
 """The conversations are few and short: the check is about sums of rewards, and needs no good completions."""
 

@@ -20,8 +20,6 @@ from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Opening, Reply, Row, Sampling, Trajectory, Turn
 
-__all__ = ["round_trip"]
-
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
 _QUESTIONS = ("How old is the tree?", "Name a number.")
 _EACH = 3

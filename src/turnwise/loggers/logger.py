@@ -14,8 +14,6 @@ from typing import Any, Protocol
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Trajectory
 
-__all__ = ["Logger", "LoggerUnreachable", "Loggers", "RestartingLogger", "start_or_wait", "starting"]
-
 _log = logging.getLogger(__name__)
 _CLOSING_SECONDS = 60.0
 _CHANGING = re.compile(r"0x[0-9a-f]+|\d+")

@@ -14,17 +14,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "LARGE_MODEL",
-    "gradients_first",
-    "is_large",
-    "keep_freed_blocks",
-    "long_lived",
-    "return_freed_blocks",
-    "trim",
-    "trim_kept",
-]
-
 LARGE_MODEL = 20_000_000
 """With more parameters, a matrix product takes long enough for all torch threads, and activations fill the memory."""
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["sampling_logits"]
-
 
 def sampling_logits(
     logits_NV: torch.Tensor,

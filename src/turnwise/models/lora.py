@@ -18,22 +18,6 @@ import torch
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 
-__all__ = [
-    "LinearAdapter",
-    "LoraOptions",
-    "adapter_base",
-    "adapter_weights",
-    "add_adapter",
-    "has_adapter",
-    "initialize_magnitudes",
-    "linear_adapter",
-    "load_adapter",
-    "merged",
-    "save_adapter",
-    "with_second_adapter",
-    "without_adapter",
-]
-
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
 """peft's name for the only adapter of a model."""

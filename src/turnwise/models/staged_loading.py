@@ -23,8 +23,6 @@ from turnwise.models.cpu import with_fast_layers
 from turnwise.models.loading import ModelOptions, adapt, model_family
 from turnwise.models.lora import adapter_base, initialize_magnitudes
 
-__all__ = ["IncompleteWeights", "StagedModel", "open_staged"]
-
 
 class IncompleteWeights(Exception):
     """The weights cannot be read part by part. `load_model` must load the model, or says what is wrong with the checkpoint."""

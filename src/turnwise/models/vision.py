@@ -19,8 +19,6 @@ import torch
 from turnwise.errors import TurnwiseError
 from turnwise.types import Media
 
-__all__ = ["VisionAdapter"]
-
 _TOKEN_TYPES = {"image": 1, "video": 2}
 """The values of `mm_token_type_ids` in transformers; 0 is text."""
 

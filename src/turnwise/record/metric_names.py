@@ -10,8 +10,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["METRICS", "Metric", "metric_hint", "metric_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Metric:

@@ -38,8 +38,6 @@ from turnwise.user_code.calls import (
 )
 from turnwise.user_code.copies import ConversationCopies
 
-__all__ = ["GroupScoring", "Scorer"]
-
 _log = logging.getLogger(__name__)
 
 

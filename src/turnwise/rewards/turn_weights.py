@@ -15,8 +15,6 @@ from turnwise.errors import Failed, boundary
 from turnwise.types import Failure, Stop, Trajectory, Turn
 from turnwise.user_code.copies import ConversationCopies
 
-__all__ = ["TURN_WEIGHTINGS", "TurnWeighting", "custom", "takes_trajectory", "was_cut", "without_cut_turns"]
-
 TurnWeighting = Callable[[Trajectory], None]
 """Sets the weight of each turn of a trajectory. An error inside fails that trajectory and is not raised."""
 

@@ -27,8 +27,6 @@ from turnwise.rollout.context import RolloutContext, Runner
 from turnwise.rollout_server.wire import differences, fill_trajectory, pack_adapter, processor_fingerprint, request_body
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
 
-__all__ = ["RolloutClient", "ServerOptions", "ServerWeights", "trainer_name"]
-
 _ATTEMPTS = 3
 """How often a conversation is sent to a server that is lost in mid-conversation."""
 _BUSY_SECONDS = 0.5

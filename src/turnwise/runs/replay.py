@@ -34,8 +34,6 @@ from turnwise.services.chat import ChatAnswer, ContextFullError
 from turnwise.services.json_service import ServiceError
 from turnwise.types import Completion, Group, Message, Row, Stop, ToolSchema, Trajectory, Turn
 
-__all__ = ["Replayed", "replay"]
-
 _NOT_REPLAYED = ("engine", "deadline", "internal")
 """Kinds of failures that have their cause outside of the environment and the rewards."""
 _SHOWN = 120  # characters of a value

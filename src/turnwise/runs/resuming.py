@@ -17,8 +17,6 @@ from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
 from turnwise.training.learner import Critic, Learner
 from turnwise.types import Row
 
-__all__ = ["OpenedRun", "open_run"]
-
 _FORMAT = 1
 
 Number = TypeVar("Number", int, float)

@@ -25,25 +25,6 @@ if TYPE_CHECKING:
     import uvicorn
     from starlette.requests import Request
 
-__all__ = [
-    "BACKLOG",
-    "BODY_SECONDS",
-    "HEADER_SECONDS",
-    "RequestRefused",
-    "bearer_token",
-    "body_chunks",
-    "equal_secrets",
-    "is_loopback",
-    "json_body",
-    "listen",
-    "missing_library",
-    "most_connections",
-    "refuse_foreign_host",
-    "refuse_without_token",
-    "refuse_wrong_token",
-    "uvicorn_server",
-]
-
 BACKLOG = 2048
 """Connections that wait to be accepted."""
 IDLE_SECONDS = 60

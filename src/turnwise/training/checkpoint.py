@@ -34,8 +34,6 @@ from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.training.fingerprint import of_file
 
-__all__ = ["Checkpoints", "PendingCheckpoint", "SavedCheckpoint"]
-
 _MODEL, _CRITIC, _SHARDS = "model", "critic", "shards"
 _STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
 _NAME = re.compile(r"step-(\d{6,})")

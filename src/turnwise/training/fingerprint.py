@@ -14,8 +14,6 @@ from typing import Any
 
 from turnwise.types import Row
 
-__all__ = ["of_file", "of_rows", "of_tokenizer"]
-
 
 def of_file(path: Path) -> str:
     """SHA-256 of a file, as `sha256sum` prints it."""

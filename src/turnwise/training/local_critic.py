@@ -33,8 +33,6 @@ from turnwise.training.value_model import (
     trained_parameters,
 )
 
-__all__ = ["LocalCritic"]
-
 
 class LocalCritic(CriticBase):
     """A `Critic` in this process, on one device.

@@ -28,8 +28,6 @@ from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.precision import product_dtype, set_text_attention, unsupported
 
-__all__ = ["FlatRow", "FlatRun", "Tree", "shared_prefix", "tree_attention", "use_tree_attention"]
-
 _NAME = "turnwise_tree"
 _CALL_PAIRS = 16_384
 """Pairs of a query and a key that cost as much as a further call of the attention function."""

@@ -34,16 +34,6 @@ from turnwise.types import (
     Turn,
 )
 
-__all__ = [
-    "ConversationCopies",
-    "copy_containers",
-    "copy_opening",
-    "copy_reply",
-    "copy_row",
-    "copy_turn",
-    "take_rewards",
-]
-
 T = TypeVar("T")
 _CallOrOutcome = TypeVar("_CallOrOutcome", ToolCall, ToolOutcome)
 

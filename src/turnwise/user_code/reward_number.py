@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["equal_rewards", "is_rounding", "number_or_none", "reaches", "reward_number"]
-
 _ROUNDING = 1e-9
 """The largest difference of rewards that counts as a rounding error; relative for rewards above 1."""
 

@@ -22,8 +22,6 @@ from pydantic_core import from_json
 from turnwise.errors import RunError
 from turnwise.record.lines import LineFile, existing_file
 
-__all__ = ["COLUMNS", "ConversationIndex"]
-
 _FORMAT = 1
 COLUMNS = (
     "id",

@@ -13,8 +13,6 @@ from typing import Any
 from turnwise.chat.tool_calls.parsing import ToolFormat
 from turnwise.types import ToolSchema
 
-__all__ = ["describe_tools", "undescribed"]
-
 
 def describe_tools(format: ToolFormat, tools: Sequence[ToolSchema]) -> str:
     """The text that describes `tools` to a model that writes calls in `format`.

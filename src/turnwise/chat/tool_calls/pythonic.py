@@ -33,8 +33,6 @@ from turnwise.chat.tool_calls.parsing import (
 )
 from turnwise.types import ToolCall, ToolSchema
 
-__all__ = ["Lfm2", "PythonCalls", "Pythonic"]
-
 _NAME = r"[^\W\d][\w.\-]*"
 _HEAD = re.compile(rf"(?P<name>{_NAME})\s*\(")
 _ARGUMENT = re.compile(r"\s*(?P<key>[^\W\d][\w.\-]*)\s*=(?!=)")

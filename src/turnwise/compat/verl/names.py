@@ -23,8 +23,6 @@ from typing import Any
 
 from turnwise.errors import nearest
 
-__all__ = ["NAMES", "ours", "verl_names"]
-
 _HERE = "turnwise.compat.verl"
 
 _BOXED = (f"{_HERE}.helpers:last_boxed_only_string", f"{_HERE}.helpers:remove_boxed")

@@ -21,8 +21,6 @@ from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import reward_number
 
-__all__ = ["CustomBatchScore", "CustomScore", "data_source_score", "num_turns"]
-
 _SINGULAR = ("data_source", "solution_str", "ground_truth", "extra_info")
 _PLURAL = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 

@@ -14,8 +14,6 @@ from turnwise.data.images import load_image
 from turnwise.data.numeric_answers import final_answer, same_number, truth
 from turnwise.errors import ConfigError, nearest
 
-__all__ = ["Geo3kTool", "Gsm8kInteraction", "Gsm8kTool", "ImageZoomInTool", "WeatherInteraction"]
-
 _RIGHT = "Your response is correct!"
 _WRONG = "Your response is incorrect! You need to reflect on your answer and try again."
 

@@ -21,8 +21,6 @@ from turnwise.environments.agents.requests import (
 )
 from turnwise.types import Message, ToolSchema
 
-__all__ = ["AnthropicMessages"]
-
 _READ = ("model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences")
 _ERRORS = {
     401: "authentication_error",

@@ -19,8 +19,6 @@ from turnwise.environments.agents.requests import (
 )
 from turnwise.types import Message, ToolSchema
 
-__all__ = ["ChatCompletions", "openai_error"]
-
 _READ = (
     "model", "messages", "tools", "tool_choice", "stream", "max_tokens", "max_completion_tokens", "stop", "chat_template_kwargs",
 )  # fmt: skip

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-__all__ = ["Dialect", "Proxy", "ProxyLease"]
-
 _LONGEST_BODY = 32 << 20  # bytes
 _NAME = "the server of agents"
 _REMEMBERED = 10_000  # keys of conversations that have ended

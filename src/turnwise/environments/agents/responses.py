@@ -23,8 +23,6 @@ from turnwise.environments.agents.requests import (
 )
 from turnwise.types import Message, ToolSchema
 
-__all__ = ["Responses"]
-
 _READ = (
     "model",
     "input",

@@ -13,8 +13,6 @@ from turnwise.environments.sandbox.process import Ran, SandboxError
 from turnwise.errors import ConfigError
 from turnwise.services.json_service import service
 
-__all__ = ["SandboxFusion"]
-
 
 class SandboxFusion:
     """A tool that runs a program on a SandboxFusion server.

@@ -30,8 +30,6 @@ from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
 from turnwise.environments.tools.tool import requires
 from turnwise.errors import ConfigError
 
-__all__ = ["PythonSession", "Sandbox", "code_interpreter"]
-
 _CODE = "/code/main.py"
 _LONGEST = 1_000_000  # maximum characters of a program
 _making = threading.Lock()

@@ -26,8 +26,6 @@ from turnwise.user_code.calls import call as call_user_code
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.threads import run_in_thread
 
-__all__ = ["Tool", "Toolbox", "requires"]
-
 _log = logging.getLogger(__name__)
 _logged: set[str] = set()
 _MAX_LOGGED = 100
