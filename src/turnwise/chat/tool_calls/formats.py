@@ -20,8 +20,6 @@ from turnwise.chat.tool_calls.parsing import (
     ParsedText,
     ToolFormat,
     arguments_of,
-    assign_ids,
-    malformed_call,
     refuse_unwritable,
     well_formed_call,
 )
@@ -119,7 +117,7 @@ def find_format(
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
-class FromResponseTemplate:
+class FromResponseTemplate(ToolFormat):
     """Parses with transformers and `spec`, the attribute `response_template` of a tokenizer.
 
     Raises TemplateError if transformers does not accept the spec.
@@ -139,15 +137,7 @@ class FromResponseTemplate:
         openings = [fields[field].get("open", "") for field in _REASONING_FIELDS if field in fields]
         self._opened = next((opening for opening in openings if isinstance(opening, str)), "")
 
-    def parse(
-        self,
-        text: str,
-        *,
-        first_id: int = 0,
-        thinking: bool = False,
-        tools: Sequence[ToolSchema] = (),
-        marks: ReasoningMarks = KNOWN,
-    ) -> ParsedText:
+    def read(self, text: str, *, thinking: bool, tools: Sequence[ToolSchema], marks: ReasoningMarks) -> ParsedText:
         from transformers.utils.chat_parsing import parse_response
 
         try:
@@ -157,12 +147,11 @@ class FromResponseTemplate:
                 )
         except Failed as failed:
             reasoning, content = marks.split(text, opened=thinking)
-            calls = [malformed_call(failed.failure.message, content, example=self.example)]
-            return ParsedText(content="", reasoning=reasoning, calls=assign_ids(calls, first_id))
+            return ParsedText(content="", reasoning=reasoning, calls=(self.malformed(failed.failure.message, content),))
         return ParsedText(
             content=str(message.get("content") or "").strip("\n"),
             reasoning="\n".join(str(message[field]) for field in _REASONING_FIELDS if message.get(field)),
-            calls=assign_ids((self._call(call) for call in message.get("tool_calls") or []), first_id),
+            calls=tuple(self._call(call) for call in message.get("tool_calls") or []),
         )
 
     def _call(self, parsed: Any) -> ToolCall:
@@ -179,4 +168,4 @@ class FromResponseTemplate:
             id = parsed.get("id") if isinstance(parsed, dict) else None
             return well_formed_call(name, arguments, written, id if isinstance(id, str) else "")
         except MalformedCall as problem:
-            return malformed_call(problem, written, example=self.example)
+            return self.malformed(problem, written)

@@ -33,16 +33,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from turnwise.chat.reasoning import KNOWN, ReasoningMarks, join_pieces
+from turnwise.chat.reasoning import ReasoningMarks, join_pieces
 from turnwise.chat.tool_calls.parsing import (
     MalformedCall,
     MarkedFormat,
     ParsedCalls,
     ParsedText,
+    ToolFormat,
     arguments_of,
-    assign_ids,
     decode,
-    malformed_call,
     name_and_arguments,
     skip_space,
     tool_names,
@@ -374,21 +373,13 @@ _CHANNEL = re.compile(r"<\|channel\|>(?P<name>\w+)")
 _AFTER = re.compile(r"\s*(?:<\|(?:end|call|return)\|>|(?=<\|start\|>)|\Z)")
 
 
-class Harmony:
+class Harmony(ToolFormat):
     """gpt-oss: messages with headers."""
 
     name = "harmony"
     example = "<|start|>assistant<|channel|>commentary to=functions.<tool> <|constrain|>json<|message|>{...}<|call|>"
 
-    def parse(
-        self,
-        text: str,
-        *,
-        first_id: int = 0,
-        thinking: bool = False,
-        tools: Sequence[ToolSchema] = (),
-        marks: ReasoningMarks = KNOWN,
-    ) -> ParsedText:
+    def read(self, text: str, *, thinking: bool, tools: Sequence[ToolSchema], marks: ReasoningMarks) -> ParsedText:
         content: list[str] = [""]
         reasoning: list[str] = [""]
         channels = {
@@ -412,7 +403,7 @@ class Harmony:
         return ParsedText(
             content=join_pieces([*content, ""]),
             reasoning=join_pieces([*reasoning, ""]),
-            calls=assign_ids(calls, first_id),
+            calls=tuple(calls),
         )
 
     def _body(self, text: str, at: int, into: list[str], *, ends: re.Pattern[str] = _ENDS) -> int:
@@ -436,7 +427,7 @@ class Harmony:
             return well_formed_call(name, arguments, text[begin:end]), after.end()
         except MalformedCall as problem:
             first, last = _end(text, begin)
-            return malformed_call(problem, text[begin:first], example=self.example, name=name), last
+            return self.malformed(problem, text[begin:first], name), last
 
 
 def _end(text: str, at: int, ends: re.Pattern[str] = _ENDS) -> tuple[int, int]:

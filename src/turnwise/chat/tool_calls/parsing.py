@@ -22,7 +22,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from turnwise.chat.reasoning import KNOWN, ReasoningMarks, join_pieces
 from turnwise.types import ToolCall, ToolSchema
@@ -44,12 +44,12 @@ class ParsedText:
     """The calls in order, malformed calls included (`ToolCall.error`)."""
 
 
-class ToolFormat(Protocol):
-    """Parses the text of a turn."""
+class ToolFormat(abc.ABC):
+    """Parses the text of a turn. A subclass defines `read`."""
 
     name: str
     example: str
-    """A well-formed call."""
+    """A well-formed call, for the error message of a malformed call."""
 
     def parse(
         self,
@@ -66,7 +66,16 @@ class ToolFormat(Protocol):
         because the generation prompt has opened it. `tools` are the tools on offer, for formats in which values have no type.
         `marks` are the marks around reasoning.
         """
-        ...
+        parsed = self.read(text, thinking=thinking, tools=tools, marks=marks)
+        return replace(parsed, calls=assign_ids(parsed.calls, first_id))
+
+    @abc.abstractmethod
+    def read(self, text: str, *, thinking: bool, tools: Sequence[ToolSchema], marks: ReasoningMarks) -> ParsedText:
+        """What `parse` returns, before the calls get their ids."""
+
+    def malformed(self, problem: MalformedCall | str, text: str, name: str = "") -> ToolCall:
+        """A malformed call, with an error message for the model."""
+        return malformed_call(problem, text, example=self.example, name=name)
 
 
 class MalformedCall(ValueError):
@@ -79,26 +88,15 @@ class MalformedCall(ValueError):
         """Whether parsing should not look for another call nearby, because that could take quadratic time."""
 
 
-class MarkedFormat(abc.ABC):
+class MarkedFormat(ToolFormat):
     """A format whose calls begin with an opening mark. A subclass defines the mark and parses a call from there."""
 
-    name: str
-    example: str
-    """A well-formed call, for the error message of a malformed call."""
     opening_pattern: str
     """Regular expression of the opening mark of a call."""
     ignored_pattern: str = ""
     """Regular expression of marks that are neither content nor part of a call, such as those around all calls of a turn."""
 
-    def parse(
-        self,
-        text: str,
-        *,
-        first_id: int = 0,
-        thinking: bool = False,
-        tools: Sequence[ToolSchema] = (),
-        marks: ReasoningMarks = KNOWN,
-    ) -> ParsedText:
+    def read(self, text: str, *, thinking: bool, tools: Sequence[ToolSchema], marks: ReasoningMarks) -> ParsedText:
         content: list[str] = []
         reasoning: list[str] = []
         calls: list[ToolCall] = []
@@ -129,16 +127,12 @@ class MarkedFormat(abc.ABC):
         return ParsedText(
             content=join_pieces(content).strip("\n"),
             reasoning=join_pieces(["", *reasoning, ""]),
-            calls=assign_ids(calls, first_id),
+            calls=tuple(calls),
         )
 
     @abc.abstractmethod
     def read_calls(self, text: str, mark: re.Match[str], tools: Sequence[ToolSchema]) -> ParsedCalls:
         """The calls that begin with the opening mark `mark`, and the index after them."""
-
-    def malformed(self, problem: MalformedCall | str, text: str, name: str = "") -> ToolCall:
-        """A malformed call, with an error message for the model."""
-        return malformed_call(problem, text, example=self.example, name=name)
 
 
 @functools.lru_cache(maxsize=64)

@@ -27,6 +27,18 @@ _HERE = "turnwise.compat.verl"
 
 _BOXED = (f"{_HERE}.helpers:last_boxed_only_string", f"{_HERE}.helpers:remove_boxed")
 
+_AGENT_LOOPS = (
+    f"{_HERE}.agent_loops:AgentLoopBase",
+    f"{_HERE}.agent_loops:AgentLoopMetrics",
+    f"{_HERE}.agent_loops:AgentLoopOutput",
+)
+
+_TOOL_REGISTRY = (
+    f"{_HERE}.files:ToolType",
+    f"{_HERE}.files:get_tool_class",
+    f"{_HERE}.files:initialize_tools_from_config",
+)
+
 NAMES: dict[str, tuple[str, ...]] = {
     "verl.interactions.base": (f"{_HERE}.base:BaseInteraction",),
     "verl.interactions.gsm8k_interaction": (f"{_HERE}.shipped:Gsm8kInteraction",),
@@ -61,16 +73,9 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_HERE}.tools:init_execution_pool",
     ),
     "verl.tools.utils.search_r1_like_utils": (f"{_HERE}.helpers:perform_single_search_batch",),
-    "verl.experimental.agent_loop": (
-        f"{_HERE}.agent_loops:AgentLoopBase",
-        f"{_HERE}.agent_loops:AgentLoopMetrics",
-        f"{_HERE}.agent_loops:AgentLoopOutput",
-        f"{_HERE}.agent_loops:register",
-    ),
+    "verl.experimental.agent_loop": (*_AGENT_LOOPS, f"{_HERE}.agent_loops:register"),
     "verl.experimental.agent_loop.agent_loop": (
-        f"{_HERE}.agent_loops:AgentLoopBase",
-        f"{_HERE}.agent_loops:AgentLoopMetrics",
-        f"{_HERE}.agent_loops:AgentLoopOutput",
+        *_AGENT_LOOPS,
         f"{_HERE}.agent_loops:DictConfigWrap",
         f"{_HERE}.agent_loops:LLMServerClient",
         f"{_HERE}.agent_loops:AsyncLLMServerManager",
@@ -98,19 +103,10 @@ NAMES: dict[str, tuple[str, ...]] = {
         f"{_HERE}.tools:load_function_tools_from_path",
         f"{_HERE}.tools:normalize_function_tool_return",
     ),
-    "verl.tools.tool_registry": (
-        f"{_HERE}.files:ToolType",
-        f"{_HERE}.files:get_tool_class",
-        f"{_HERE}.files:initialize_tools_from_config",
-        f"{_HERE}.files:load_all_tools",
-    ),
+    "verl.tools.tool_registry": (*_TOOL_REGISTRY, f"{_HERE}.files:load_all_tools"),
     "verl.tools.mcp_base_tool": (f"{_HERE}.tools:MCPBaseTool",),
     "verl.tools.mcp_search_tool": (f"{_HERE}.tools:MCPSearchTool",),
-    "verl.tools.utils.tool_registry": (
-        f"{_HERE}.files:ToolType",
-        f"{_HERE}.files:get_tool_class",
-        f"{_HERE}.files:initialize_tools_from_config",
-    ),
+    "verl.tools.utils.tool_registry": _TOOL_REGISTRY,
     "verl.utils.hdfs_io": (f"{_HERE}.helpers:copy", f"{_HERE}.helpers:exists", f"{_HERE}.helpers:makedirs"),
     "verl.utils.fs": (
         f"{_HERE}.helpers:copy",

@@ -15,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
-from turnwise.chat.reasoning import KNOWN, ReasoningMarks
+from turnwise.chat.reasoning import ReasoningMarks
 from turnwise.chat.tool_calls.formats import by_name
-from turnwise.chat.tool_calls.parsing import ParsedText, assign_ids, malformed_call, well_formed_call
+from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat, malformed_call, well_formed_call
 from turnwise.compat.verl.base import FunctionCall, OpenAIFunctionToolSchema
 from turnwise.compat.verl.files import load_class
 from turnwise.compat.verl.names import verl_names
@@ -143,7 +143,7 @@ def with_parser(context: RolloutContext, kind: type) -> RolloutContext:
     return replace(context, renderer=context.renderer.with_tool_format(ParserFormat(parser)), sampling=sampling)
 
 
-class ParserFormat:
+class ParserFormat(ToolFormat):
     """A parser as a format of tool calls (`ToolFormat`)."""
 
     def __init__(self, parser: ToolParser) -> None:
@@ -151,15 +151,7 @@ class ParserFormat:
         self.example = f"a call that {self.name} reads"
         self._parser = parser
 
-    def parse(
-        self,
-        text: str,
-        *,
-        first_id: int = 0,
-        thinking: bool = False,
-        tools: Sequence[ToolSchema] = (),
-        marks: ReasoningMarks = KNOWN,
-    ) -> ParsedText:
+    def read(self, text: str, *, thinking: bool, tools: Sequence[ToolSchema], marks: ReasoningMarks) -> ParsedText:
         """Parse the text of a turn. If the parser raises, the turn has one malformed call, so that the model is told."""
         ids = self._parser.tokenizer.encode(text, add_special_tokens=False)
         schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
@@ -173,7 +165,7 @@ class ParserFormat:
                 [malformed_call(f"{self.name}: {failed.failure.message}", text, example="a tool call")],
             )
         reasoning, content = marks.split(content, opened=thinking)
-        return ParsedText(content=content, reasoning=reasoning, calls=assign_ids(calls, first_id))
+        return ParsedText(content=content, reasoning=reasoning, calls=tuple(calls))
 
 
 def _call(call: FunctionCall) -> ToolCall:
