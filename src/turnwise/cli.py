@@ -84,10 +84,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("turnwise doctor demo/model", "check whether a model can be trained"),
         ("turnwise doctor demo/model --recipe recipes/calculator.yaml", "also check a recipe"),
     ),
-    "plan": (
-        ("turnwise plan recipes/calculator.yaml", "print the batches, the placement and the memory"),
-        ("turnwise plan recipes/calculator.yaml --simulate runs/demo", "predict the speed on more devices"),
-    ),
+    "plan": (("turnwise plan recipes/calculator.yaml", "print the batches, the placement and the memory"),),
     "convert": (
         (
             "turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml",

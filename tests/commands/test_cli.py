@@ -396,7 +396,6 @@ def test_the_commands_of_examples_can_be_parsed() -> None:
         (["view", "runs", "--export", "x.html", "--most", "0"], "argument --most: '0' is not a number of at least 1"),
         (["view", "runs", "--port", "70000"], "70000 is not a port: give a number from 0 to 65535"),
         (["plan", "r.yaml", "--ranks", "0"], "argument --ranks: '0' is not a number of at least 1"),
-        (["plan", "r.yaml", "--efficiency", "-1"], "argument --efficiency: '-1' is not a number above 0"),
         (["doctor", "m", "--memory-gb", "nan"], "argument --memory-gb: 'nan' is not a number above 0"),
         (["serve", "r.yaml", "--queue", "-1"], "argument --queue: '-1' is not a number of at least 0"),
         (["show", "runs/x", "seed=1"], "unrecognized arguments: seed=1"),

@@ -71,7 +71,6 @@ def test_the_command_prints_the_plan_of_fine_tuning(recipe: Path, capsys: pytest
             ["cluster=torchrun", "--ranks", "8"],
             "8 ranks and 4 conversations for each optimizer step (sft.batch_size=4)",
         ),
-        (["--simulate", "runs/a"], "--simulate is for recipes of `turnwise train`"),
         (["train.steps=3"], "train.steps has no effect in fine-tuning"),
     ):
         assert main(["plan", str(recipe), *arguments]) == 1

@@ -1,8 +1,7 @@
 """`turnwise doctor` and `turnwise plan`: what is checked and predicted before a run.
 
-`doctor` checks whether a model, and a recipe with it, would be trained rightly. `plan` prints what a recipe needs, and
-predicts its speed on other numbers of devices. This module prints; `turnwise.doctor` and `turnwise.planning` compute. Tables
-have colours on a terminal and are aligned plain text elsewhere.
+`doctor` checks whether a model, and a recipe with it, would be trained rightly. `plan` prints what a recipe needs. This module
+prints; `turnwise.doctor` and `turnwise.planning` compute. Tables have colours on a terminal and are aligned plain text elsewhere.
 """
 
 from __future__ import annotations
@@ -10,18 +9,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from turnwise.commands.command import Context, add_overrides, add_recipe, count, positive, step_number
+from turnwise.commands.command import Context, add_overrides, add_recipe, count, positive
 from turnwise.doctor.check import Check, show
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.planning.placement import PlanLine
-from turnwise.planning.simulation import MeasuredWorkload, ScalingRow
 
 if TYPE_CHECKING:
     from turnwise.doctor.check import Check
@@ -88,9 +85,8 @@ _COUNTED = 1000
 def register_plan(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
-        "Print the batch arithmetic, the placement and the predicted memory of a recipe. With --simulate, predict "
-        "steps per hour, staleness and idle times of synchronous, one-step-off and asynchronous training from the measured "
-        "times of a run (docs/plan.md). The exit status is 1 if the memory is too small."
+        "Print the batch arithmetic, the placement and the predicted memory of a recipe (docs/plan.md). The exit status is 1 "
+        "if the memory is too small."
     )
     add_recipe(parser)
     parser.add_argument(
@@ -105,57 +101,7 @@ def register_plan(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="the number of ranks that torchrun will start (cluster=torchrun); default: WORLD_SIZE, or 1",
     )
-    parser.add_argument("--simulate", type=Path, metavar="RUN", help="the directory of a measured run of this recipe")
-    _add_simulation_options(parser.add_argument_group("options of --simulate"))
     parser.set_defaults(command=_run_plan)
-
-
-def _add_simulation_options(simulation: argparse._ArgumentGroup) -> None:
-    simulation.add_argument(
-        "--devices", default="8,64,512,1024", metavar="N,N", help="numbers of devices; default: %(default)s"
-    )
-    simulation.add_argument(
-        "--measured-devices", type=count, default=1, metavar="N", help="devices of the measured run; default: 1"
-    )
-    simulation.add_argument(
-        "--replica-devices",
-        type=count,
-        default=1,
-        metavar="N",
-        help="devices of an engine replica (tensor parallel); default: 1",
-    )
-    simulation.add_argument(
-        "--trainer-share",
-        type=positive,
-        metavar="SHARE",
-        help="the share of the devices that train; default: the share with the most steps per hour",
-    )
-    simulation.add_argument(
-        "--efficiency",
-        type=positive,
-        default=0.9,
-        metavar="SHARE",
-        help="the speed of n training devices, divided by n times the speed of a device; default: 0.9",
-    )
-    simulation.add_argument(
-        "--update-seconds",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="seconds for which the engines stop to load new weights; default: 0",
-    )
-    simulation.add_argument(
-        "--staleness",
-        type=step_number,
-        default=4,
-        metavar="N",
-        help="train.max_staleness of the asynchronous mode; default: 4",
-    )
-    simulation.add_argument(
-        "--scale-batch",
-        action="store_true",
-        help="multiply train.batch_size and max_concurrent by the number of devices",
-    )
 
 
 def _run_plan(options: argparse.Namespace, context: Context) -> int:
@@ -163,14 +109,8 @@ def _run_plan(options: argparse.Namespace, context: Context) -> int:
     from turnwise.doctor.options import fine_tunes
 
     config, _ = load(options.recipe, options.overrides)
-    if fine_tunes(config) and options.simulate is not None:
-        raise ConfigError(
-            "--simulate is for recipes of `turnwise train`, and this recipe is for `turnwise sft`: remove it"
-        )
     sections, memory = (_fine_tuning_plan if fine_tunes(config) else _training_plan)(config, options)
     print_plan(context.console, sections, memory)
-    if options.simulate is not None:
-        _simulate(config, options, context)
     return int(memory.status == "fail")
 
 
@@ -256,35 +196,6 @@ def _known_model(config: Config, read: Callable[[str], Any]) -> Any | None:
         return None
 
 
-def _simulate(config: Config, options: argparse.Namespace, context: Context) -> None:
-    from turnwise.planning.simulation import ScalingOptions, measure, predict_scaling
-
-    try:
-        devices = [count(number) for number in options.devices.split(",")]
-    except argparse.ArgumentTypeError:
-        raise ConfigError(
-            f"--devices {options.devices}: give numbers of at least 1, separated by commas, such as 8,64"
-        ) from None
-    scaling = ScalingOptions(
-        batch_size=config.train.batch_size,
-        group_size=config.train.group_size,
-        max_concurrent=config.max_concurrent,
-        staleness=options.staleness,
-        devices=devices,
-        measured_devices=options.measured_devices,
-        replica_devices=options.replica_devices,
-        trainer_share=options.trainer_share,
-        efficiency=options.efficiency,
-        update_seconds=options.update_seconds,
-        scale_batch=options.scale_batch,
-    )
-    workload = measure(options.simulate)
-    print_scaling(context.console, workload, predict_scaling(workload, scaling), source=str(options.simulate))
-
-
-# tables of `turnwise plan`
-
-
 def print_plan(console: Console, sections: Mapping[str, Sequence[PlanLine]], memory: Check) -> None:
     """Print the sections, and the check of the memory."""
     for title, lines in sections.items():
@@ -294,43 +205,3 @@ def print_plan(console: Console, sections: Mapping[str, Sequence[PlanLine]], mem
             table.add_row(line.name, line.value)
         console.print(table, highlight=False, markup=False)
     show([memory], console, verdict=False)
-
-
-def print_scaling(console: Console, workload: MeasuredWorkload, rows: Iterable[ScalingRow], *, source: str) -> None:
-    """Print a line for each prediction, as soon as it is known."""
-    engine = workload.engine
-    console.print(
-        f"measured in {source}: {workload.steps} steps at {workload.steps_per_hour:.0f} steps per hour, {workload.turns:.1f} "
-        f"turns per conversation; a token takes "
-        f"{1000 * engine.token:.2f} ms + {1000 * engine.sharing:.3f} ms for each running turn; training takes "
-        f"{1e6 * workload.training.per_token:.1f} microseconds per token",
-        highlight=False,
-        markup=False,
-        soft_wrap=True,
-    )
-    if workload.staleness:
-        console.print(
-            f"note: the measured run sampled while it trained (staleness up to {workload.staleness}), so that the engine and the "
-            f"trainer slowed each other down: measure a run with train.max_staleness=0",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    console.print(
-        f"{'device':>6} {'mode':<13} {'sample':>6} {'train':>6} {'steps/h':>8} {'tokens/s':>9} {'staleness':>9} "
-        f"{'idle: sample':>12} {'train':>5}",
-        style="bold",
-        highlight=False,
-        soft_wrap=True,
-    )
-    for row in rows:
-        found = row.prediction
-        console.print(
-            f"{row.devices:>6} {row.mode:<13} {row.engines:>6} {row.trainers:>6} {found.steps_per_hour:>8.0f} "
-            f"{found.tokens_per_second:>9,.0f} {f'{found.staleness_mean:.1f}/{found.staleness_max}':>9} "
-            f"{found.engine_idle:>12.0%} {found.trainer_idle:>5.0%}",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    console.print("sample, train: devices; staleness: mean/largest", style="dim", highlight=False)

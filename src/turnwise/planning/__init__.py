@@ -1,1 +1,1 @@
-"""What a run will need and how fast it will be, before it starts: placement, memory, batch arithmetic, and a simulation."""
+"""What a run will need, before it starts: placement, memory and batch arithmetic."""
