@@ -144,9 +144,11 @@ def find_retokenized(runs: Sequence[ContextRun | TurnRun], token_ids: Sequence[i
 
 def _end_of(part: Sequence[int], haystack: bytes, at: int) -> int:
     """The place behind the tokens of `part` in the one pass, in bytes; -1 if they are not found from `at` on."""
+    # Searching bytes is much faster than comparing lists. A token has 8 bytes, so a match at another place than a multiple of 8
+    # consists of halves of tokens.
     needle = array("q", part).tobytes()
     start = haystack.find(needle, at)
-    while start >= 0 and start % 8:  # a match that does not begin at a token
+    while start >= 0 and start % 8:
         start = haystack.find(needle, start + 1)
     return start + len(needle) if start >= 0 else -1
 
@@ -218,6 +220,8 @@ def _counterpart(context: str, text: str, begin: int) -> str:
     """
     other = text[begin : begin + len(context)]
     head = next((n for n, (a, b) in enumerate(zip(context, other, strict=False)) if a != b), len(other))
+    # Binary search, because a longer end can only be found where a shorter one is. Invariant: the last `low` characters of the
+    # context are found. Context "user: 7<end>", text "user: 9<end>": head 6, low 5, and the part is "user: 9<end>".
     low, high = 0, len(context) - head
     while low < high:
         middle = (low + high + 1) // 2
@@ -255,6 +259,8 @@ def _description(difference: Difference, reader: TextReader) -> str:
 
 def _tokens_before(run: ContextRun | TurnRun, characters: int, reader: TextReader, *, round_up: bool = False) -> int:
     """How many tokens of a run spell its first `characters`. A part of a token counts if `round_up`."""
+    # Tokens are decoded together, because a character may consist of several. Invariant: the first `low` tokens have at most
+    # `characters` characters.
     low, high = 0, len(run.token_ids)
     while low < high:
         middle = (low + high + 1) // 2

@@ -127,6 +127,8 @@ class KlReward:
 
 def _reported(trajectory: Trajectory, kinds: Collection[LogprobKind]) -> list[float]:
     """The log-probability that the engine reported for each sampled token, by turn; NaN where its kind cannot be used."""
+    # in the order of the states (`value_batch`), not of the segments, in which a turn may be divided:
+    #     turn   . 0 0 . 1 1    . 0    logprobs   0 -1 -2 0 -3 -4    0 -5    by_turn   [-1 -2 -5] [-3 -4]
     by_turn: list[list[float]] = [[] for _ in trajectory.turns]
     for segment in trajectory.segments:
         for turn, logprob in zip(segment.turn, segment.logprobs, strict=True):

@@ -144,6 +144,7 @@ def pack_value_targets(trajectories: Sequence[Trajectory], packing: ValuePacking
     if not sequences:
         return ValueBatch([])
     value_S, return_S, weight_S = (np.concatenate(column) for column in (values, returns, weights))
+    # the sum is that of the batch, so the division into micro-batches does not change the loss
     weight_S = weight_S / weight_S.sum()
 
     def columns(part: Sequence[_StateSequence]) -> ValueTargets:
@@ -166,6 +167,7 @@ def set_values(trajectories: Sequence[Trajectory], values: Sequence[float], leve
         if level == "token":
             trajectory.values = list(turns)
             continue
+        # backwards: values [[0.5], [], [0.2], []] become 0.5 0.2 0.2 0
         following = 0.0
         entries: list[float | Sequence[float]] = []
         for turn in reversed(turns):
@@ -195,6 +197,12 @@ def _counts(trajectory: Trajectory, level: Literal["turn", "token"]) -> list[int
 
 def _numbered(trajectory: Trajectory, level: Literal["turn", "token"]) -> tuple[list[np.ndarray], int]:
     """For each segment, the number of the state before each token in the trajectory, -1 where there is none; and their count."""
+    # A turn can be divided among segments, and segments can have the turns in any order, so each turn has its own counter. Two
+    # segments, of which the second continues turn 0 after turn 1, and . is a token that the model did not sample:
+    #     turn   . 0 0 . 1 1 1    . 0        counts   token: 3 3   turn: 1 1
+    #     place, level token   . 0 1 . 3 4 5    . 2
+    #     place, level turn    . 0 . . 1 . .    . .
+    # Invariant: the numbers of a trajectory are 0 to count - 1, in the order of its turns, as in `by_turn`.
     counts = _counts(trajectory, level)
     following = np.concatenate([[0], np.cumsum(counts)])  # the number of the next state of each turn
     ends = following[1:].copy()

@@ -117,11 +117,14 @@ def bilevel_gae(
         values = _token_values(episode)
         token_rewards = episode.token_rewards
         sampled = [tokens for tokens in token_rewards if tokens]
-        # from the last token of a turn to the last token of the next turn
+        # What is received from the last token of a turn up to the last but one of the next turn. Rewards of tokens (with
+        # penalties) [-1, 2], [] and [-3, 4]: sampled = [-1, 2] [-3, 4], rewards = 2 - 3, 4. The penalty -1 is received
+        # inside the first turn, where the second pass runs over its tokens.
         rewards = [
             tokens[-1] + sum(later[:-1]) for tokens, later in itertools.zip_longest(sampled, sampled[1:], fillvalue=[])
         ]
         ends = [tokens[-1] for tokens in values if tokens]
+        # one number for each turn with tokens: turns without tokens take none from the iterator
         upper = iter([a + v for a, v in zip(_generalised(rewards, ends, turn_gamma, lam), ends, strict=True)])
         advantages = [
             _generalised([*rewarded[:-1], next(upper)], tokens, gamma, lam) if tokens else []

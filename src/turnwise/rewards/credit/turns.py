@@ -227,6 +227,7 @@ def reinforce_pp(batch: EpisodeGroups, *, gamma: float = 1.0) -> Advantages:
 
 def _token_returns(episode: Episode, gamma: float) -> list[list[float]]:
     """The discounted return from each sampled token on, by turn."""
+    # over the tokens of all turns as one row: rewards [0 1] [] [0 2] with gamma 0.5 are returns [0.75 1.5] [] [1 2]
     rewards = episode.token_rewards
     returns = iter(return_to_go([reward for tokens in rewards for reward in tokens], gamma))
     return [[next(returns) for _ in tokens] for tokens in rewards]
