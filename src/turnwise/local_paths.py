@@ -1,4 +1,4 @@
-"""Tells a path of this machine from a name on the Hugging Face hub, and says what is wrong with a path.
+"""Distinguishes a path of this machine from a name on the Hugging Face hub, and says what is wrong with a path.
 
 A hub name is looked up over the network, which takes a minute where there is none. So what looks like a path is a path.
 """

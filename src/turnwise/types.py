@@ -686,7 +686,7 @@ class Opening:
 class Resume:
     """Lets the model continue its last turn after the environment has cut it, added text to it, or both.
 
-    Example: the turn was "It is 5, so done." and the reply is `Resume(keep=7, add=" Wait.")`. The model continues behind
+    Example: the turn was "It is 5, so done." and the reply is `Resume(keep=7, add=" Wait.")`. The model continues after
     "It is 5 Wait.". The tokens of the kept text stay as they were sampled and are trained on. The added text is context and is
     not trained on.
     """
@@ -694,7 +694,7 @@ class Resume:
     keep: int | None = None
     """How many characters of `turn.text` are kept; None keeps all. A token that is cut in two becomes context."""
     add: str = ""
-    """Text that is added behind the kept text."""
+    """Text that is added after the kept text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -708,7 +708,7 @@ class Edit:
     keep: int
     """How many characters of `turn.text` are kept. A token that is cut in two becomes context."""
     add: str = ""
-    """Text that is added behind the kept text."""
+    """Text that is added after the kept text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -752,7 +752,7 @@ class Reply:
     edit: Edit | None = None
     """Changes the end of the last turn, before `messages` are appended. Cannot be combined with `rewrite`, `resume` or `done`."""
     prefill: str = ""
-    """Text that the model's next turn begins with, behind `messages`. It is context and is not trained on."""
+    """Text that the model's next turn begins with, after `messages`. It is context and is not trained on."""
     masked: Mapping[int, Collection[int]] = field(default_factory=dict)
     """Sampled tokens that become context and are not trained on: `{0: [3, 4]}` are the fourth and the fifth token of turn 0."""
     train_on: Collection[int] = ()
@@ -770,7 +770,7 @@ class Reply:
     """The complete next prompt as token ids, if the conversation began with `Opening.prompt_ids`.
 
     It begins with the tokens of the segment that the conversation continues in: all of them, or all up to a token of the last
-    turn; the sampled tokens behind that are removed. With `rewrite` and without `returns_to`, it is the prompt of a new segment.
+    turn; the sampled tokens after that are removed. With `rewrite` and without `returns_to`, it is the prompt of a new segment.
     Example: the segment is P0 P0 A0 A0 and the prompt is P0 P0 A0 E0 E0. The second A0 is removed, and both E0 are context."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Replaces `Opening.chat_template_kwargs` from the next turn on; None changes nothing, and an empty mapping leaves those of

@@ -1,7 +1,7 @@
 """Probe messages and base conversations with which a template is examined, and the caches of the answers.
 
 A probe word is rendered inside a message, and its place in the rendered text shows what the template writes around it. A base
-conversation is short and ends with a turn of the model; what the template writes behind that turn is the bridge to the next
+conversation is short and ends with a turn of the model; what the template writes after that turn is the bridge to the next
 turn. It has the same features as the real conversation, as far as a template may look at them: a system message, tools, an
 earlier round of tools. For templates that count rounds or answers, the real messages are used instead
 (`PriorConversation.messages`).
@@ -118,7 +118,7 @@ def probe_words_in(messages: Sequence[Message]) -> Iterator[str]:
                 yield word
 
 
-# Base conversations: they end with a turn of the model, behind which new messages are rendered
+# Base conversations: they end with a turn of the model, after which new messages are rendered
 
 BaseTurn = Literal["calls", "call", "text"]
 """What the model's turn at the end of a base conversation contains: a call for each tool message, a single call, or text."""
@@ -129,7 +129,7 @@ _ROUNDS = 7
 
 @dataclass(frozen=True, slots=True)
 class PriorConversation:
-    """The features of a conversation that may change what a template writes behind the model's turn."""
+    """The features of a conversation that may change what a template writes after the model's turn."""
 
     has_tool_messages: bool = False
     """Whether tools have answered before: some templates write the first answer differently."""
@@ -148,7 +148,7 @@ class PriorConversation:
 
     @property
     def without_messages(self) -> PriorConversation:
-        """The same features, to be rendered behind a base conversation of fixed length."""
+        """The same features, to be rendered after a base conversation of fixed length."""
         return replace(self, messages=())
 
     @property

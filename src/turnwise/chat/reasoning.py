@@ -262,7 +262,7 @@ class _ReasoningProber:
     def find_marks_around(self, key: str) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
         """The marks around reasoning that is given in `key`, and the headers between reasoning and answer.
 
-        The closing mark is what an answer and a call have in common behind reasoning: each may have a header of its own.
+        The closing mark is what an answer and a call have in common after reasoning: each may have a header of its own.
         """
         text = self._text([QUESTION, {**assistant_message(_ANSWER), key: _REASONING}]) or ""
         before, reasoning, after = text.partition(_REASONING)
@@ -354,7 +354,7 @@ class _ReasoningProber:
         return _opening_of_longer(closing, bare) or (bracketed[0] if bracketed else None)
 
     def _opened_by_generation_prompt(self) -> str:
-        """The text of the generation prompt behind the role, if the template writes earlier turns without it."""
+        """The text of the generation prompt after the role, if the template writes earlier turns without it."""
         plain = self._text_before_answer([QUESTION, assistant_message(_ANSWER), QUESTION])
         if plain is None or not plain.strip() or not self._generation_prompt.startswith(plain.rstrip()):
             return ""
@@ -418,7 +418,7 @@ def _opening_marks(closing: str, within: str) -> Iterator[str]:
 
 
 def _opening_of_longer(closing: str, bare: str) -> str | None:
-    """The opening mark at the end of `bare` whose counterpart is the beginning of `closing`: behind the closing mark stands a
+    """The opening mark at the end of `bare` whose counterpart is the beginning of `closing`: after the closing mark stands a
     header. Example: `<|open|>think<|sep|>` for `<|close|>think<|sep|><|open|>response<|sep|>`."""
     for ends, begins in _ENDS_AND_BEGINS:
         place = closing.find(ends)

@@ -3,7 +3,7 @@
 Everything comes from the model's own chat template (`Template`, `TemplateProfile`); there is no table of model families. The
 opening is rendered once. After that only the *bridge* is encoded: the text between the model's words and its next generation
 prompt, found by rendering the new messages behind a short base conversation. So the cost of a turn does not grow with the
-conversation. Invariant: sampled tokens are never rendered or encoded again. The text behind a base conversation begins with
+conversation. Invariant: sampled tokens are never rendered or encoded again. The text after a base conversation begins with
 what is the model's own (the rest of a probe call, and the stop token that it has sampled); `TurnBoundary` finds the length of
 that part.
 
@@ -73,7 +73,7 @@ __all__ = [
 ]
 
 
-# Boundary: where the model's turn ends in the text that the template writes behind it
+# Boundary: where the model's turn ends in the text that the template writes after it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class TurnBoundary:
         stop = self._decode([last_token])
         call = 0 if base == "text" else self._call_end(text, self._special_tokens(text))
         if last_token not in self._special:
-            # the token is a word and may occur anywhere: it is the end of the turn only directly behind it
+            # the token is a word and may occur anywhere: it is the end of the turn only directly after it
             return call + len(stop) if text.startswith(stop, call) else 0 if base == "text" else None
         end = text.find(stop, call)
         if end >= 0:
@@ -154,7 +154,7 @@ class TurnBoundary:
     def _irregular_end(self, roles: tuple[str, ...], base: BaseTurn, prior: PriorConversation, last_token: int) -> int:
         """The end of a turn with calls that did not end as the template ends it.
 
-        The probe call is the model's. The template's own stop token is left out behind the model's, unless it opens the answer
+        The probe call is the model's. The template's own stop token is left out after the model's, unless it opens the answer
         too (Gemma 4 writes `<|tool_response>` before each answer).
         """
         text = self._template.text_before_content(roles, base, prior)
@@ -171,7 +171,7 @@ class TurnBoundary:
         return call if text[own.start : own.end] in self._text_between_answers(base, prior) else own.end
 
     def _call_end(self, text: str, tokens: Sequence[_SpecialToken]) -> int:
-        """Where the probe call ends: behind the text that always follows it, in front of the end of the turn."""
+        """Where the probe call ends: after the text that always follows it, in front of the end of the turn."""
         alone = self._profile.turn.after_call
         short = min(len(text), len(alone))
         same = next((n for n in range(short) if text[n] != alone[n]), short)
@@ -689,7 +689,7 @@ class Renderer:
     ) -> None:
         """Raise TemplateError or DataError for messages that can be in no prompt of this model, before anything is appended:
         images for a text model, images that cannot be read, texts with the placeholder of an image, and with `opening` a
-        conversation that the template refuses as a whole. `arguments` are further arguments of the template.
+        conversation that the template refuses in one piece. `arguments` are further arguments of the template.
 
         Messages of tools that follow a turn are not checked: what is wrong with their images becomes their text.
         """
@@ -726,7 +726,7 @@ class Renderer:
     # tokens
 
     def encode_continuation(self, last_token: int | None, text: str) -> Sequence[int]:
-        """Token ids of a text that continues the model's turn behind `last_token`."""
+        """Token ids of a text that continues the model's turn after `last_token`."""
         return self._encode(text, last_token)
 
     def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:

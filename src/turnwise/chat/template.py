@@ -1,7 +1,7 @@
 """A tokenizer's chat template: renders messages, and the text between two turns of the model.
 
 Templates differ: some refuse two user messages in a row or a system message in the middle, some leave such a message out
-without an error, some want content in parts, arguments as JSON text, or a tool message only behind a call. There is no table of
+without an error, some want content in parts, arguments as JSON text, or a tool message only after a call. There is no table of
 model families. Short probe messages are rendered instead, and the result is the answer: once at start for what depends on the
 template alone (`TemplateProfile`), once for each sequence of roles for how messages are given to it. For the latter, a
 `MessagePlan` renames roles and merges neighbors, and the first plan is used with which every text is written. Invariant: no
@@ -62,7 +62,7 @@ class MessagePlan:
     base_features: PriorConversation = field(default_factory=PriorConversation)
     """The features of the real conversation that the base conversation has."""
     needs_history: bool = False
-    """Whether the text behind the model's turn depends on the number of earlier rounds. If so, all of them are rendered."""
+    """Whether the text after the model's turn depends on the number of earlier rounds. If so, all of them are rendered."""
 
     def base_for(self, prior: PriorConversation) -> PriorConversation:
         """What to render in front of the messages, in a conversation with `prior`."""
@@ -123,7 +123,7 @@ class PlanFinder:
         for plan, planned in candidates:
             if opening and self._writes_opening(planned, prior.has_tools):
                 return plan
-        # plans behind which the model can speak again are preferred
+        # plans after which the model can speak again are preferred
         for must_continue in () if opening else (True, False):
             for plan, planned in candidates:
                 plan_with_base = self._with_base(planned, plan, prior, must_continue=must_continue)
@@ -151,7 +151,7 @@ class PlanFinder:
     ) -> MessagePlan | None:
         """The plan with the base conversations that the template accepts; None if it accepts none.
 
-        `must_continue`: it must also accept another turn of the model behind the messages.
+        `must_continue`: it must also accept another turn of the model after the messages.
         """
         has_answers = any(message["role"] == "tool" for message in planned)
         wanted: list[BaseTurn] = ["calls", "call", "text"] if has_answers else ["text"]
@@ -186,7 +186,7 @@ class PlanFinder:
         return True
 
     def _continues(self, messages: Sequence[Message], base: BaseTurn, prior: PriorConversation) -> bool:
-        """Whether the template accepts another turn of the model behind the messages: some check that roles alternate."""
+        """Whether the template accepts another turn of the model after the messages: some check that roles alternate."""
         try:
             continued = [*messages, assistant_message("Words.")]
             return self._text_after(continued, base, prior, add_generation_prompt=False) is not None
@@ -194,7 +194,7 @@ class PlanFinder:
             return False
 
     def _counts_rounds(self, messages: Sequence[Message], base: BaseTurn, prior: PriorConversation) -> bool:
-        """Whether the text behind the model's turn changes in a longer conversation."""
+        """Whether the text after the model's turn changes in a longer conversation."""
         conversation = self._conversation(base, messages, prior)
         assert conversation is not None, "_writes_after has checked this"
         tools = prior.probe_tools
@@ -365,7 +365,7 @@ class Template:
     def text_after_turn(
         self, messages: Sequence[Message], base: BaseTurn, prior: PriorConversation = NO_CONVERSATION
     ) -> str:
-        """The text behind the model's last words: the end of its turn, `messages`, the next generation prompt.
+        """The text after the model's last words: the end of its turn, `messages`, the next generation prompt.
 
         `messages` are as `plan` has them. The conversation in front is short, so the cost is that of the messages; for
         templates that count rounds (`MessagePlan.base_for`) it is the real one. Raises TemplateError if the template does not
@@ -396,13 +396,13 @@ class Template:
         add_generation_prompt: bool = True,
         tools: Sequence[ToolSchema] | None = None,
     ) -> str | None:
-        """The rendered text behind the last placeholder; None if the template does not write it."""
+        """The rendered text after the last placeholder; None if the template does not write it."""
         text = self.render(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         _, placeholder, after = text.rpartition(PLACEHOLDER)
         return after if placeholder else None
 
     def _text_after_base(self, messages: Sequence[Message], base: BaseTurn, prior: PriorConversation) -> str | None:
-        """The text behind the model's turn in a base conversation; None if the turn is not written."""
+        """The text after the model's turn in a base conversation; None if the turn is not written."""
         conversation = base_conversation(base, messages, prior, writes_calls=self.writes_calls)
         if conversation is None:
             return None

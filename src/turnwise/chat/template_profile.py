@@ -372,7 +372,7 @@ def find_profile(
 
 
 def _answer_closing(tokenizer: Any, turn: TurnFormat, stop_tokens: StopTokens) -> str:
-    """The mark in front of the first stop token that the template writes behind an answer."""
+    """The mark in front of the first stop token that the template writes after an answer."""
     places = [turn.closing.find(decode(tokenizer, [token])) for token in stop_tokens.token_ids]
     return turn.closing[: min((place for place in places if place >= 0), default=0)].rstrip()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _TRIED = 32
-"""Special tokens that are tried to see whether a tokenizer puts spaces behind them."""
+"""Special tokens that are tried to see whether a tokenizer puts spaces after them."""
 _STEPS_OF_ENCODE = frozenset({"encode", "__call__", "_encode_plus", "set_truncation_and_padding", "_convert_encoding"})
 """The methods that transformers calls to encode a text."""
 
@@ -57,7 +57,7 @@ def text_decoder(
     """A function that returns the text that was encoded to token ids.
 
     SentencePiece tokenizers with a prefix for each piece (`legacy`, `prepend_scheme=always`) put a space in front of the text
-    behind each special token, and show it when they decode: `<|channel>thought` comes back as `<|channel> thought`, in which no
+    after each special token, and show it when they decode: `<|channel>thought` comes back as `<|channel> thought`, in which no
     mark of a template is found. The space is left out.
     """
 

@@ -87,7 +87,7 @@ class Difference:
 def find_differences(
     runs: Sequence[ContextRun | TurnRun], text: str, *, mode: SanityMode, reader: TextReader
 ) -> Iterator[Difference]:
-    """The places where the runs of a segment and the one-pass `text` differ, in order; none behind a context that is missing.
+    """The places where the runs of a segment and the one-pass `text` differ, in order; none after a context that is missing.
 
     `ignore_strippable` ignores white space.
     """
@@ -101,7 +101,7 @@ def find_differences(
             continue
         place = _place(run, turn, text, at, normalize, reader)
         if place is None:
-            # what stands in its place begins behind the model's words, if they are there
+            # what stands in its place begins after the model's words, if they are there
             begin = text.find(normalize(turn.text), at) if turn is not None else at
             begin = begin + len(normalize(turn.text)) if turn is not None and begin >= 0 else at
             context = normalize(run.bare)
@@ -143,7 +143,7 @@ def find_retokenized(runs: Sequence[ContextRun | TurnRun], token_ids: Sequence[i
 
 
 def _end_of(part: Sequence[int], haystack: bytes, at: int) -> int:
-    """The place behind the tokens of `part` in the one pass, in bytes; -1 if they are not found from `at` on."""
+    """The place after the tokens of `part` in the one pass, in bytes; -1 if they are not found from `at` on."""
     # Searching bytes is much faster than comparing lists. A token has 8 bytes, so a match at another place than a multiple of 8
     # consists of halves of tokens.
     needle = array("q", part).tobytes()

@@ -1,6 +1,6 @@
 """How a turn of the model is given to a template, what the template writes around it, and a sampled turn in this form.
 
-Found by rendering probes: the text behind a turn, how many calls a turn may hold, and in which fields of a message text,
+Found by rendering probes: the text after a turn, how many calls a turn may hold, and in which fields of a message text,
 reasoning and calls must be, so that the template writes the turn as it was sampled. A sampled turn after parsing
 (`ParsedTurn`) becomes such a message. Knows texts and messages. Does not know tokens or other turns.
 """
@@ -43,13 +43,13 @@ class TurnFormat:
     leading_space: str
     """White space that the template writes in front of the model's words and not in the generation prompt (`Assistant:`)."""
     closing: str
-    """The text behind the model's last words when no message follows."""
+    """The text after the model's last words when no message follows."""
     max_calls: int | None
     """How many tool calls the template writes in one turn: 0, 1, or None for any number."""
     call_text: str = ""
     """The text that the model must generate for the call `probe_tool(text="x")`, end of turn included."""
     after_call: str = ""
-    """The text behind the arguments of the only call of a turn; empty if the template writes no calls."""
+    """The text after the arguments of the only call of a turn; empty if the template writes no calls."""
     between_calls: str = ""
     """The text between the arguments of two calls of a turn; empty if the template writes only one."""
     answer_opening: str = ""

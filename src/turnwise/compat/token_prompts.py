@@ -56,7 +56,7 @@ class TokenPrompts:
         return ids
 
     def describe(self, token_ids: Sequence[int], after: Message | None) -> ContextText:
-        """What the tokens of a prompt say, behind the message `after` of the model (None: from the beginning)."""
+        """What the tokens of a prompt say, after the message `after` of the model (None: from the beginning)."""
         known = self._known.get(tuple(token_ids))
         if known is not None:
             return ContextText(messages=_copied(known.messages), tools=known.tools)

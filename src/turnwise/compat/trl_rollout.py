@@ -55,8 +55,8 @@ class TrlRollout:
         prompts: The form of the prompt: `messages`, or `text`, the content of the row's last message.
         returned: What happens to the returned tokens. `compare`: tokens with the mask 1 that the model did not sample fail the
             conversation, and sampled tokens that are not returned are not trained on. `ignore`: they have no effect, and all
-            sampled tokens are trained on, each behind the prompt that it was sampled after. Some of TRL's examples return sampled
-            tokens behind other prompts.
+            sampled tokens are trained on, each after the prompt for which it was sampled. Some of TRL's examples return sampled
+            tokens after other prompts.
         trainer: Further attributes of the stand-in for TRL's trainer.
 
     Raises ConfigError.
@@ -264,7 +264,7 @@ class _Generator:
         return {"prompt_ids": ids, "completion_ids": tokens, "logprobs": list(turn.completion.logprobs), "text": text}
 
     def sample(self, ids: list[int], overrides: Mapping[str, Any]) -> Turn:
-        """One turn behind a prompt. Waits for the event loop, so it must be called in a thread."""
+        """One turn after a prompt. Waits for the event loop, so it must be called in a thread."""
         call = TokenCall(prompt_ids=ids, **_sampling(overrides, self._context))
         if _runs(self._loop):
             raise RuntimeError("an async rollout_func must call the model in a thread: await asyncio.to_thread(...)")

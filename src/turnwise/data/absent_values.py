@@ -2,8 +2,8 @@
 
 Arrow has one struct type for a column: each row has the keys of all rows, with null where a row has no such key. So a call
 `{"city": "Oslo"}` is read as `{"city": "Oslo", "unit": null}` if another row's call has a unit (parquet files, data sets of the
-`datasets` library). A model that is trained on it writes nulls that nobody wrote. Lines of JSON have only the keys that were
-written; there, a null is dropped only if the tool's schema does not allow it.
+`datasets` library). A model that is trained on it writes nulls that are in no row of the data. Lines of JSON have only the keys
+that were written; there, a null is dropped only if the tool's schema does not allow it.
 """
 
 from __future__ import annotations

@@ -551,7 +551,7 @@ def _check_return(reply: Reply, returns_to: EarlierHistory) -> None:
     """A return names a part of the rewritten history."""
     if not isinstance(returns_to, EarlierHistory):
         raise TypeError(f"Reply(returns_to={returns_to!r:.80}): give EarlierHistory(index=..., first_new=...)")
-    # a prompt of tokens may continue the history directly behind the model's turn, with no new message
+    # a prompt of tokens may continue the history directly after the model's turn, with no new message
     most = len(reply.rewrite or ()) + (reply.prompt_ids is not None)
     if reply.rewrite is None or not 0 < returns_to.first_new < most:
         raise ValueError(

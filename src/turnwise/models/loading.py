@@ -265,7 +265,7 @@ def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = Non
 
 @torch.no_grad()
 def largest_logit(model: Any, token_ids: Sequence[int], *, device: torch.device | None = None) -> float:
-    """The largest absolute logit behind each of the tokens. `device` as in `token_logprobs`."""
+    """The largest absolute logit after each of the tokens. `device` as in `token_logprobs`."""
     ids_1L = torch.tensor([list(token_ids)], device=device or model.device)
     return float(model(input_ids=ids_1L, use_cache=False).logits.abs().amax())
 

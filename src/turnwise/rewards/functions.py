@@ -100,7 +100,7 @@ LISTS = tuple(_LIST_OF)
 """The parameters of a function of a group or of the batch: each is a list with one item for each trajectory."""
 
 _COPIED = frozenset(("trajectory", "trajectories", "messages", "turns", "turn", "group", "groups"))
-"""Values that are objects of a copied conversation. The others are made anew for each call."""
+"""Values that are objects of a copied conversation. The others are made for each call."""
 _ENVIRONMENTS = ("environment", "environments")
 _SHARED = ("row", "group")
 """Further parameters of a function of a group: all its trajectories have the same row and group."""

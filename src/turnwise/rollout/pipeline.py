@@ -139,7 +139,7 @@ class TakenGroups:
     """The groups of a step."""
 
     active: Sequence[ActiveGroup]
-    """All groups that the step has used, in the order in which they were started; a replacement is behind all earlier groups."""
+    """All groups that the step has used, in the order in which they were started; a replacement is after all earlier groups."""
     trained: Sequence[Group]
     """The groups to train on: those with enough finished conversations. If groups were replaced by `dynamic_sampling`, groups
     without reward differences are left out, unless no others are left."""

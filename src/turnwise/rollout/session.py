@@ -582,7 +582,7 @@ class Session:
         self._calls += len(self._replace_last_message(before + kept + added, parsed.reasoning_opening).calls)
 
     def _cut_turn(self, turn: Turn, keep: int) -> tuple[ParsedTurn, str, str, int]:
-        """Remove the tokens of the last turn behind its first `keep` characters, and its message from the history.
+        """Remove the tokens of the last turn after its first `keep` characters, and its message from the history.
 
         Returns the complete turn as it was parsed, the text of it that was not sampled in this turn (prefilled, or kept when it
         was resumed before), and the text and the number of the sampled tokens that stay.
@@ -649,7 +649,7 @@ class Session:
         history.given = prompt
 
     def _cut_tokens(self, turn: Turn, length: int) -> None:
-        """Remove the sampled tokens of the last turn behind the first `length` tokens of the segment."""
+        """Remove the sampled tokens of the last turn after the first `length` tokens of the segment."""
         assert turn.completion is not None
         history = self._history
         turn.kept_tokens = len(turn.completion.token_ids) - (len(history.segment) - length)

@@ -97,7 +97,7 @@ def branches_of(
         targets = np.flatnonzero(weights)
         if not len(targets):
             continue
-        end = int(targets[-1]) + 1  # nothing is predicted from the tokens behind the last target
+        end = int(targets[-1]) + 1  # nothing is predicted from the tokens after the last target
         turn, weights = turn[:end], weights[:end]
         known = known_turns[turn]
         logprobs = np.array(segment.logprobs[:end], dtype=np.float32)
@@ -493,7 +493,7 @@ def pack(
     Turns of weight 0 (`Turn.weight`) are excluded from numerator and denominator of the average: with them in the denominator,
     the size of the gradient would depend on how much of a conversation is masked. Advantages of 0 stay in the denominator:
     without them, the other tokens would count more the fewer tokens have an advantage. Tokens of weight 0 are no targets. They
-    are context, and are not computed behind the last target.
+    are context, and are not computed after the last target.
 
     Raises ValueError if an advantage per token has another length than its turn has sampled tokens, or if the normalizer would
     divide by 0.

@@ -135,7 +135,7 @@ class Learner(Protocol):
         ...
 
     def largest_logit(self, token_ids: Sequence[int]) -> float:
-        """The largest absolute logit behind each of the tokens. Changes nothing."""
+        """The largest absolute logit after each of the tokens. Changes nothing."""
         ...
 
     async def evaluate_loss(self, batch: Batch) -> float:
@@ -143,7 +143,7 @@ class Learner(Protocol):
         ...
 
     async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
-        """The log-probability of each token of the batch: of the token behind each of its states, under the present weights, or
+        """The log-probability of each token of the batch: of the token after each of its states, under the present weights, or
         under the reference model. Changes nothing. Raises ValueError if there is no reference model."""
         ...
 

@@ -304,7 +304,7 @@ def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch
     """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
 
     The learner computes log-probabilities of tokens for which the engine reported none that the loss can use. Rollout correction
-    needs those of all tokens, also of trajectories that have no gradient: rejection, means and metrics are of the whole batch.
+    needs those of all tokens, also of trajectories that have no gradient: rejection, means and metrics are of the complete batch.
     """
     loss, correction = learner.loss, learner.loss.correction
     needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]

@@ -228,7 +228,7 @@ def _sequences(
         targets = np.flatnonzero(is_target)
         if not len(targets):
             continue
-        end = int(targets[-1]) + 1  # no state is behind the last target
+        end = int(targets[-1]) + 1  # no state is after the last target
         yield _StateSequence(
             token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
             is_target=is_target[:end],

@@ -139,7 +139,7 @@ class ViewedRun:
     def image(self, name: str) -> Path | None:
         """The file of a recorded image by its sha256; None if there is none."""
         path = self.path / "media" / f"{name}.png"
-        # a run may come from somebody else: a link in it leads to any file of this machine
+        # a run may come from another person: a link in it leads to any file of this machine
         return path if _DIGEST.fullmatch(name) and path.is_file() and not path.is_symlink() else None
 
     def timeline(self, step: int) -> dict[str, Any]:

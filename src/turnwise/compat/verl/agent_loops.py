@@ -150,7 +150,7 @@ class LLMServerClient:
         mm_processor_kwargs: Mapping[str, Any] | None = None,
         priority: int = 0,
     ) -> TokenOutput:
-        """Sample behind a prompt. Raises ValueError for images, and for a sampling parameter that is not known."""
+        """Sample after a prompt. Raises ValueError for images, and for a sampling parameter that is not known."""
         if any(data is not None and len(data) > 0 for data in (image_data, video_data, audio_data)):
             raise ValueError(
                 "generate(image_data=...): agent loops are given text only here: use verl's tools with "

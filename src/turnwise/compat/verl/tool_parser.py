@@ -152,7 +152,7 @@ class ParserFormat(ToolFormat):
         self._parser = parser
 
     def read(self, text: str, *, thinking: bool, tools: Sequence[ToolSchema], marks: ReasoningMarks) -> ParsedText:
-        """Parse the text of a turn. If the parser raises, the turn has one malformed call, so that the model is told."""
+        """Parse the text of a turn. If the parser raises, the turn has one malformed call, whose error the model receives."""
         ids = self._parser.tokenizer.encode(text, add_special_tokens=False)
         schemas = [OpenAIFunctionToolSchema.model_validate(tool) for tool in tools]
         try:

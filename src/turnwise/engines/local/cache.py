@@ -267,7 +267,7 @@ class PrefixCache:
         shared_S = self._index.shared_tokens(tokens_N)
         if besides != FREE:
             shared_S[besides] = -1
-        if int(shared_S.max()) + BLOCK <= at_least:  # the tokens behind the last equal block are less than a block
+        if int(shared_S.max()) + BLOCK <= at_least:  # the tokens after the last equal block are less than a block
             return PrefixMatch(), PrefixMatch()
         # not the slots that are being prefilled: their row may not hold the tokens yet, and all copies of a round are made
         # at the same time

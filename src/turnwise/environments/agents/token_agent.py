@@ -41,7 +41,7 @@ class ContextText:
 
 
 Describe = Callable[[Sequence[int], Message | None], ContextText]
-"""Describes the tokens of a prompt behind a message of the model (None: from the beginning)."""
+"""Describes the tokens of a prompt after a message of the model (None: from the beginning)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +259,7 @@ class TokenModel(Protocol):
     """The model, as an agent calls it."""
 
     async def generate(self, call: TokenCall) -> Turn:
-        """The model's turn behind a prompt. Calls are answered one after the other, in the order in which they arrive.
+        """The model's turn after a prompt. Calls are answered one after the other, in the order in which they arrive.
 
         Raises ConversationOver if a limit of the recipe has ended the conversation.
         """
