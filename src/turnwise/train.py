@@ -17,6 +17,7 @@ from typing import Any
 from turnwise import assembly
 from turnwise.engines.engine import closing
 from turnwise.errors import HealthError, RolloutError
+from turnwise.models.model_config import rounding_of_ratios
 from turnwise.record.metrics import conversation_metrics, failures, mean, staleness_metrics, time_metrics
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import RolloutContext
@@ -36,7 +37,6 @@ from turnwise.training.batch import (
 from turnwise.training.critic_step import CriticMetrics
 from turnwise.training.kl_reward import KlRewardMetrics
 from turnwise.training.learner import UpdateStats
-from turnwise.training.update import rounding_of_ratios
 from turnwise.types import Group, Row, Trajectory
 from turnwise.user_code.reward_number import reaches
 

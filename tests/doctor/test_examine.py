@@ -276,6 +276,25 @@ def test_a_model_whose_outputs_are_random_fails() -> None:
     assert "training would use other probabilities than sampling. Please report it" in found.text
 
 
+def test_what_bfloat16_explains_grows_with_the_logits() -> None:
+    from support.conversations import RENDERER
+    from support.tiny import tiny_model
+    from turnwise.doctor.weights import round_trip
+    from turnwise.types import Sampling
+
+    def tolerance(largest: float) -> float:
+        model = tiny_model(tie_word_embeddings=False)
+        with torch.no_grad():
+            present = model(torch.arange(40)[None]).logits.abs().amax()
+            model.lm_head.weight.mul_(largest / present)
+        found = round_trip(model.to(torch.bfloat16), RENDERER, Sampling(), threads=1)
+        assert found.status == "ok"
+        return float(found.text.removesuffix(")").rsplit("tolerance for bfloat16: ", 1)[1])
+
+    assert tolerance(5.0) == 0.5
+    assert 0.6 < tolerance(40.0) < 1.3  # 0.87 for 40; the logits of the sampled tokens differ a little from these
+
+
 def test_weights_that_are_missing_or_nan_are_named(copy: Path) -> None:
     weights = load_file(copy / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"

@@ -186,7 +186,10 @@ def _probe_options(config: Config) -> ProbeOptions | None:
     if not isinstance(config.engine, ServerEngineSection):
         return None
     return ProbeOptions(
-        vocab_size=_vocab_size(config), every=config.engine.check_weights_every, tolerance=_ROUNDING[config.exact]
+        vocab_size=_vocab_size(config),
+        every=config.engine.check_weights_every,
+        tolerance=_ROUNDING[config.exact],
+        bfloat16=not config.exact,
     )
 
 

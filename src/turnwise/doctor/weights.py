@@ -14,13 +14,17 @@ from turnwise.doctor.check import Check
 from turnwise.engines.local import LocalEngine
 from turnwise.environments.environment import environment, user_message
 from turnwise.models.distribution import sampling_logits
+from turnwise.models.model_config import rounding_of_ratios
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.types import Opening, Reply, Row, Sampling, Trajectory, Turn
 
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5}
+_TOLERANCE = 1e-3
+"""The largest `|ratio - 1|` that float32 explains."""
+_BFLOAT16_TOLERANCE = 0.5
+"""The same for bfloat16, with small logits; large ones are rounded further (`rounding_of_ratios`)."""
 _QUESTIONS = ("How old is the tree?", "Name a number.")
 _EACH = 3
 _TOKENS = 12
@@ -37,7 +41,8 @@ def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: i
     errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
     if errors:
         return Check(name, "fail", f"a sampled conversation failed ({errors[0].kind}): {errors[0].message}")
-    plain = max(_plain(model, trajectory, sampling) for trajectory in trajectories)
+    segments = [found for trajectory in trajectories for found in _segments(model, trajectory, sampling)]
+    plain = max((off for off, _ in segments), default=0.0)
     shares = try_tree_attention(model)
     batch = pack(trajectories, micro_batch_tokens=2048, share_prompts=shares, keep_zero=True)
     forward = Forward(model, sampling)
@@ -48,18 +53,23 @@ def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: i
             logprob_N, _ = forward.logprobs(micro)
             packed = max(packed, _off(logprob_N, micro.targets.behaviour_logprob_N))
             count += len(logprob_N)
-    tolerance = _TOLERANCE.get(model.dtype, 0.5)
+    tolerance = _TOLERANCE
+    if model.dtype != torch.float32:
+        largest = max((logit for _, logit in segments), default=0.0)
+        tolerance = max(_BFLOAT16_TOLERANCE, rounding_of_ratios(largest / (sampling.temperature or 1.0)))
     packing = "shared prefixes" if shares else "separate rows"
     figures = (
         f"{count} tokens of {len(trajectories)} conversations: the probability ratio to the engine differs from 1 by at most "
         f"{packed:.1e} in the trainer ({packing}) and {plain:.1e} in a plain forward pass"
     )
     if max(packed, plain) <= tolerance:
-        return Check(name, "ok", f"{figures} (tolerance for {str(model.dtype).removeprefix('torch.')}: {tolerance:g})")
+        return Check(
+            name, "ok", f"{figures} (tolerance for {str(model.dtype).removeprefix('torch.')}: {tolerance:.3g})"
+        )
     return Check(
         name,
         "fail",
-        f"{figures}. Rounding explains at most {tolerance:g}, so training would use other probabilities than sampling. Please "
+        f"{figures}. Rounding explains at most {tolerance:.3g}, so training would use other probabilities than sampling. Please "
         f"report it with the model's name",
     )
 
@@ -106,13 +116,8 @@ def _sampled(model: Any, renderer: Renderer, sampling: Sampling, threads: int) -
     return trajectories
 
 
-def _plain(model: Any, trajectory: Trajectory, sampling: Sampling) -> float:
-    """The largest `|ratio - 1|` of a plain forward pass over each segment, without packing."""
-    return max(_segments(model, trajectory, sampling), default=0.0)
-
-
-def _segments(model: Any, trajectory: Trajectory, sampling: Sampling) -> Iterator[float]:
-    """The largest `|ratio - 1|` of each segment."""
+def _segments(model: Any, trajectory: Trajectory, sampling: Sampling) -> Iterator[tuple[float, float]]:
+    """The largest `|ratio - 1|` of a plain forward pass over each segment, without packing, and its largest absolute logit."""
     for segment in trajectory.segments:
         places = [place for place, turn in enumerate(segment.turn) if turn >= 0]
         ids_L = torch.tensor(segment.token_ids, device=model.device)
@@ -128,7 +133,8 @@ def _segments(model: Any, trajectory: Trajectory, sampling: Sampling) -> Iterato
             keep_N=target_N,
         )
         logprob_N = logits_NV.log_softmax(dim=-1).gather(-1, target_N[:, None])[:, 0]
-        yield _off(logprob_N, torch.tensor(_column(segment.logprobs, places), device=model.device))
+        behaviour_N = torch.tensor(_column(segment.logprobs, places), device=model.device)
+        yield _off(logprob_N, behaviour_N), float(logits_LV.abs().amax())
 
 
 def _column(values: Sequence[float], places: Sequence[int]) -> list[float]:

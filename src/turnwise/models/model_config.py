@@ -1,11 +1,12 @@
 """Facts of a model's config.json that need no model: context length, vocabulary, bytes of the KV cache.
 
-Also the size of the KV cache of a server on the CPU, which follows from the bytes of a token. Knows the names of the entries of
-config.json, and imports no torch.
+Also the size of the KV cache of a server on the CPU, which follows from the bytes of a token, and how far bfloat16 rounds
+log-probabilities. Knows the names of the entries of config.json, and imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,24 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
         return config["vocab_size"]
     text = config.get("text_config")
     return vocabulary_size(text) if isinstance(text, Mapping) else None
+
+
+# Rounding
+
+
+def rounding_of_logprobs(largest_logit: float) -> float:
+    """The largest difference of two log-probabilities of a token that rounding in bfloat16 explains, for logits of this size.
+
+    bfloat16 rounds a number to 2^-8 of it at most. A log-probability is the difference of two such numbers, the logit of the
+    token and (nearly) the largest logit, and two log-probabilities are compared, such as those of an engine and of the trainer.
+    Example: 0.56 for logits up to 36.
+    """
+    return 4 * 2**-8 * largest_logit
+
+
+def rounding_of_ratios(largest_logit: float) -> float:
+    """The same for a probability ratio: the largest `|ratio - 1|`. Example: 0.75 for logits up to 36."""
+    return math.expm1(min(rounding_of_logprobs(largest_logit), 20.0))
 
 
 # KV cache: bytes of a token, and its size on a CPU

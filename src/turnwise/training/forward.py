@@ -301,14 +301,18 @@ class Forward:
 
     def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
-        with self._inputs.of(micro) as inputs, autocast(micro.token_ids_BL.device, self._autocast):
+        with self._inputs.of(micro) as inputs:
+            in_bfloat16 = autocast(micro.token_ids_BL.device, self._autocast)
             if self._body is not None and self._head is not None:
-                hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
+                with in_bfloat16:
+                    hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
                 if torch.is_grad_enabled():
                     trim_kept()  # what is free between the activations is of no use for the logits: memory is fullest with them
+                # outside of autocast, where a frozen head would compute its gradients in bfloat16 (`_WithSlopes`)
                 logprob_U, entropy_U = self._head(hidden_UD, micro.token_U, entropy=entropy)
             else:
-                logits_UV = self._logits(micro, inputs)
+                with in_bfloat16:
+                    logits_UV = self._logits(micro, inputs)
                 logprob_U, entropy_U = logprobs_of_logits(logits_UV, micro.token_U, self._sampling, entropy=entropy)
         return logprob_U[micro.prediction_N], None if entropy_U is None else entropy_U[micro.prediction_N]
 

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -98,16 +97,6 @@ def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
         return 0.0
     difference_N = (logprob_N.detach() - targets.behaviour_logprob_N)[fresh_N]
     return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
-
-
-def rounding_of_ratios(largest_logit: float) -> float:
-    """The largest `|ratio - 1|` that rounding in bfloat16 explains, for logits of this size.
-
-    bfloat16 rounds a number to 2^-8 of it at most. A log-probability is the difference of two such numbers, the logit of the
-    token and (nearly) the largest logit, and a ratio compares two log-probabilities, those of the engine and of the trainer.
-    Example: 0.75 for logits up to 36.
-    """
-    return math.expm1(min(4 * 2**-8 * largest_logit, 20.0))
 
 
 def update_stats(

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +17,15 @@ import pytest
 import torch
 
 from support.fake_server import CONTEXT, STOP, VOCAB, FakeApi, FakeServer, fake_servers, rule
+from support.tiny import tiny_model
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.server_process import python_path
-from turnwise.engines.remote.servers import Probe, Replica
+from turnwise.engines.remote.servers import Probe, ProbeAnswer, Replica, check_answer
 from turnwise.engines.remote.weights import WeightFiles
 from turnwise.errors import EngineError
+from turnwise.training.local_learner import LocalLearner
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.calls import conversation, deadline
 
@@ -447,6 +450,61 @@ def test_wrong_log_probabilities_after_an_update_take_it_back(tmp_path: Path) ->
             assert engine.deviation == pytest.approx(0.0, abs=1e-9)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("largest", "difference", "right"),
+    [(None, 0.49, True), (None, 0.51, False), (5.0, 0.51, False), (36.0, 0.55, True), (36.0, 0.57, False)],
+)
+def test_how_far_a_probe_may_differ_depends_on_the_logits_where_something_is_in_bfloat16(
+    largest: float | None, difference: float, right: bool
+) -> None:
+    seen: list[Sequence[int]] = []
+
+    def largest_logit(ids: Sequence[int]) -> float:
+        seen.append(ids)
+        return largest or 0.0
+
+    probe = Probe(
+        prompt=[1, 2],
+        tokens=2,
+        logprobs=lambda ids: [-0.7] * (len(ids) - 1),
+        tolerance=0.5,
+        largest_logit=None if largest is None else largest_logit,
+    )
+    answer = ProbeAnswer(server="a", token_ids=[3, 4], logprobs=[-0.7, -0.7 - difference], versions=[1, 1])
+    if right:
+        assert check_answer(answer, probe, 1) == pytest.approx(difference)
+    else:
+        most = 0.562 if largest == 36 else 0.5
+        with pytest.raises(EngineError, match=f"differ by {difference}, and at most {most} is rounding"):
+            check_answer(answer, probe, 1)
+    assert seen == ([[1, 2, 3, 4]] if largest is not None else [])
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_a_probe_knows_the_logits_of_the_trainer_where_something_is_in_bfloat16(bfloat16: bool) -> None:
+    class Probed:
+        """An engine that keeps what it is asked."""
+
+        probe: Probe | None = None
+
+        async def start(self) -> None:
+            pass
+
+        async def update(self, version: int, weights: object, probe: Probe | None = None) -> None:
+            self.probe = probe
+
+    engine, learner = Probed(), LocalLearner(tiny_model(), sampling=Sampling())
+    run(RemoteWeights(engine, learner, ProbeOptions(vocab_size=260, bfloat16=bfloat16)).publish(1))
+    assert engine.probe is not None
+    if not bfloat16:
+        assert engine.probe.largest_logit is None
+        return
+    assert engine.probe.largest_logit is not None
+    with torch.no_grad():
+        largest = float(learner.model(torch.tensor([[4, 5, 6]])).logits.abs().amax())
+    assert engine.probe.largest_logit([4, 5, 6]) == pytest.approx(largest)
 
 
 def test_a_second_trainer_is_refused_at_a_server(tmp_path: Path) -> None:

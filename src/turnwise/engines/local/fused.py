@@ -471,7 +471,7 @@ class FusedForward:
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            dtype=torch.bfloat16 if autocast else self._parameters.head.weight_IO.dtype,
+            dtype=torch.bfloat16 if autocast else self._parameters.embedding.dtype,
             device=self._parameters.embedding.device,
         )
         self._rms_norm = _RMSNorm(config.rms_norm_eps, (attention.head_dim, config.hidden_size), model.device)

@@ -37,6 +37,10 @@ class WeightSource(Protocol):
         """`log_softmax(logits)` of the tokens after the first."""
         ...
 
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        """The largest absolute logit behind each of the tokens."""
+        ...
+
     def save(self, folder: Path) -> None:
         """Write the adapter into a directory."""
         ...
@@ -81,6 +85,8 @@ class ProbeOptions:
     """After them, each update with this number; 0: no more."""
     tolerance: float = 1e-4
     """The largest difference that is rounding: 1e-4 in float32."""
+    bfloat16: bool = False
+    """Whether the servers or the trainer compute in bfloat16. With large logits, more than `tolerance` is rounding then."""
 
     def due(self, update: int) -> bool:
         """Whether an update is checked. Updates are counted from 0, which is the one before the first step."""
@@ -136,4 +142,5 @@ class RemoteWeights:
             tokens=_SAMPLED,
             logprobs=self._learner.token_logprobs,
             tolerance=options.tolerance,
+            largest_logit=self._learner.largest_logit if options.bfloat16 else None,
         )

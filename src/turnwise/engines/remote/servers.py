@@ -27,6 +27,7 @@ from turnwise.engines.remote.http import HttpServer, ServerLost
 from turnwise.engines.remote.server_process import ServerProcess
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
+from turnwise.models.model_config import rounding_of_logprobs
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 # Servers: which of them serves a conversation, and what happens when one of them is lost
@@ -494,6 +495,8 @@ class Probe(ProbePrompt):
     """The trainer's own `log_softmax(logits)` of each token after the first."""
     tolerance: float
     """The largest difference that is rounding."""
+    largest_logit: Callable[[Sequence[int]], float] | None = None
+    """The trainer's largest absolute logit behind these tokens, where rounding depends on it: the server computes in bfloat16."""
 
     @property
     def question(self) -> ProbePrompt:
@@ -515,14 +518,18 @@ class ProbeAnswer:
 def check_answer(answer: ProbeAnswer, probe: Probe, version: int) -> float:
     """The largest difference of log-probabilities between a server and the trainer. Raises EngineError if it is not rounding,
     or if the server has sampled with another version of the weights."""
-    own = probe.logprobs([*probe.prompt, *answer.token_ids])[len(probe.prompt) - 1 :]
+    ids = [*probe.prompt, *answer.token_ids]
+    own = probe.logprobs(ids)[len(probe.prompt) - 1 :]
     if not answer.token_ids or set(answer.versions) != {version}:
         raise EngineError(f"{answer.server} sampled with the weights {set(answer.versions)}, and not {version}")
     deviation = max(abs(mine - other) for mine, other in zip(own, answer.logprobs, strict=True))
-    if not deviation <= probe.tolerance:
+    tolerance = probe.tolerance
+    if deviation > tolerance and probe.largest_logit is not None:
+        tolerance = max(tolerance, rounding_of_logprobs(probe.largest_logit(ids)))
+    if not deviation <= tolerance:
         raise EngineError(
             f"{answer.server} has other weights than the trainer: the log-probabilities of the same tokens differ by "
-            f"{deviation:.3g}, and at most {probe.tolerance:g} is rounding. The server must serve the model of model.path, in "
+            f"{deviation:.3g}, and at most {tolerance:.3g} is rounding. The server must serve the model of model.path, in "
             f"the same precision (docs/engines.md)"
         )
     return deviation
