@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
@@ -65,7 +65,6 @@ __all__ = [
     "SanityMode",
     "Thinking",
     "TurnBoundary",
-    "TurnCoder",
     "TurnParser",
     "WrittenTurn",
     "lost_in_round_trip",
@@ -281,27 +280,6 @@ _IN_ARGUMENTS = "with a line end"
 _SHOWN = 160
 
 
-class TurnCoder(Protocol):
-    """The part of a `Renderer` that turns go through: template, tokens and parser."""
-
-    template: Template
-    profile: TemplateProfile
-    turn_parser: TurnParser
-
-    @property
-    def stop_token_ids(self) -> Sequence[int]:
-        """The tokens that end a turn."""
-        ...
-
-    def encode(self, text: str) -> Sequence[int]:
-        """The token ids of a text."""
-        ...
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenTurn:
     """A turn of the model as a message, with the parts that must come back."""
@@ -359,34 +337,36 @@ def written_turns(*, tools: bool) -> Sequence[WrittenTurn]:
     ]
 
 
-def lost_in_round_trip(coder: TurnCoder, *, tools: bool) -> list[LostTurn]:
+def lost_in_round_trip(renderer: Renderer, *, tools: bool) -> list[LostTurn]:
     """The written turns that do not come back unchanged from template, tokens and parser; empty if all do.
 
     With `tools`, turns with calls are tried too, if the template writes the format that is parsed. Raises TemplateError if the
     format of tool calls is unknown.
     """
-    return [lost for turn in written_turns(tools=tools) if (lost := _lost_turn(coder, turn, tools=tools)) is not None]
+    return [
+        lost for turn in written_turns(tools=tools) if (lost := _lost_turn(renderer, turn, tools=tools)) is not None
+    ]
 
 
-def _lost_turn(coder: TurnCoder, turn: WrittenTurn, *, tools: bool) -> LostTurn | None:
-    profile = coder.profile
+def _lost_turn(renderer: Renderer, turn: WrittenTurn, *, tools: bool) -> LostTurn | None:
+    profile = renderer.profile
     writes_calls = (
         profile.turn.accepts_calls(len(turn.calls)) and profile.written_format_name == profile.tool_format_name
     )
     if (turn.calls and not writes_calls) or (turn.reasoning and not profile.reasoning.supported):
         return None  # the template writes no such turn
-    offered = [TOOL] if tools else coder.template.message_format.probe_tools()
+    offered = [TOOL] if tools else renderer.template.message_format.probe_tools()
     try:
-        text, opening = _sampled(coder, turn, offered)
+        text, opening = _sampled(renderer, turn, offered)
     except TemplateError:
         return None  # the template accepts no such turn
-    ids = coder.encode(text)
-    stops = frozenset(coder.stop_token_ids)
+    ids = renderer.encode(text)
+    stops = frozenset(renderer.stop_token_ids)
     end = next((place for place, token in enumerate(ids, 1) if token in stops), len(ids))
-    parsed = coder.turn_parser.parse(ids[:end], tools=offered if tools else (), reasoning_opening=opening)
+    parsed = renderer.turn_parser.parse(ids[:end], tools=offered if tools else (), reasoning_opening=opening)
     if changed := _changed_by_template(turn, text, parsed):
         return LostTurn(kind=turn.kind, sampled=text, parts=[changed], by_template=True)
-    parts = list(_differences(coder, turn, parsed))
+    parts = list(_differences(renderer, turn, parsed))
     return LostTurn(kind=turn.kind, sampled=text, parts=parts) if parts else None
 
 
@@ -404,14 +384,14 @@ def _changed_by_template(turn: WrittenTurn, text: str, parsed: ParsedTurn) -> st
     return "writes the words behind the call" if words > call else ""
 
 
-def _sampled(coder: TurnCoder, turn: WrittenTurn, tools: Sequence[ToolSchema]) -> tuple[str, str]:
+def _sampled(renderer: Renderer, turn: WrittenTurn, tools: Sequence[ToolSchema]) -> tuple[str, str]:
     """The text that the model samples for a turn, and the reasoning opening of its generation prompt.
 
     Raises TemplateError if the template refuses the turn.
     """
-    template, marks = coder.template, coder.profile.reasoning.marks
+    template, marks = renderer.template, renderer.profile.reasoning.marks
     prompt = template.render([QUESTION], add_generation_prompt=True, tools=tools)
-    opening = marks.reasoning_opening(prompt) if coder.profile.reasoning.supported else ""
+    opening = marks.reasoning_opening(prompt) if renderer.profile.reasoning.supported else ""
     message = turn.message(template.reasoning_format.key)
     text = template.completion_text(message, before=[QUESTION], tools=tools)
     opened, closed = next(iter(marks.own), ("", ""))
@@ -431,12 +411,12 @@ def _without_opening(text: str, opening: str, closing: str) -> str:
     return text.lstrip().removeprefix(opening).lstrip().removeprefix(closing).lstrip()
 
 
-def _differences(coder: TurnCoder, turn: WrittenTurn, parsed: ParsedTurn) -> Iterator[str]:
+def _differences(renderer: Renderer, turn: WrittenTurn, parsed: ParsedTurn) -> Iterator[str]:
     """What of a turn did not come back."""
     content = str(parsed.message["content"] or "")
-    if _spelled(coder, content) != _spelled(coder, turn.words):
+    if _spelled(renderer, content) != _spelled(renderer, turn.words):
         yield f"the answer is read as {content!r} instead of {turn.words!r}"
-    if _spelled(coder, parsed.reasoning) != _spelled(coder, turn.reasoning):
+    if _spelled(renderer, parsed.reasoning) != _spelled(renderer, turn.reasoning):
         yield f"its reasoning is read as {parsed.reasoning!r} instead of {turn.reasoning!r}"
     calls = [(call.name, dict(call.arguments)) for call in parsed.calls if call.error is None]
     if calls != [("probe_tool", arguments) for arguments in turn.calls] or len(calls) != len(parsed.calls):
@@ -444,10 +424,10 @@ def _differences(coder: TurnCoder, turn: WrittenTurn, parsed: ParsedTurn) -> Ite
         yield f"{'the call is' if len(turn.calls) == 1 else 'its calls are'} read as {shown}"
 
 
-def _spelled(coder: TurnCoder, text: str) -> str:
+def _spelled(renderer: Renderer, text: str) -> str:
     """A text as the tokenizer gives it back: some put a space in front, or know no upper case. White space at its ends is left
     out: it belongs to the marks."""
-    return coder.decode(coder.encode(text.strip())).strip() if text.strip() else ""
+    return renderer.decode(renderer.encode(text.strip())).strip() if text.strip() else ""
 
 
 # Renderer: messages to token ids
