@@ -24,7 +24,7 @@ from turnwise.environments.environment import Environment
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
 from turnwise.types import Opening, Reply, Row, Turn
-from turnwise.user_code.thread_loops import OwnLoop, own_loop, refuse_unused_thread
+from turnwise.user_code.thread_loops import OwnLoop, ending, own_loop, refuse_unused_thread
 from turnwise.user_code.threads import ThreadedObject, columns_for
 
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -257,11 +257,8 @@ class _Game:
         )
 
     async def close(self) -> None:
-        try:
+        with ending(self._loop):
             await self._foreign.close()
-        finally:
-            if self._loop is not None:
-                self._loop.end()
 
     async def _shown(self, observation: Any, info: Any) -> Any:
         rules = self._rules
@@ -386,11 +383,8 @@ class _Steps:
         )
 
     async def close(self) -> None:
-        try:
+        with ending(self._loop):
             await self._foreign.close()
-        finally:
-            if self._loop is not None:
-                self._loop.end()
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:

@@ -55,7 +55,7 @@ from turnwise.user_code.calls import (
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import number_or_none, reward_number
-from turnwise.user_code.thread_loops import OwnLoop, call_async, own_loop, refuse_unused_thread
+from turnwise.user_code.thread_loops import OwnLoop, call_async, ending, own_loop, refuse_unused_thread
 from turnwise.user_code.threads import ThreadedObject, columns_for, run_in_thread
 
 _BATCH = "all conversations"
@@ -354,12 +354,9 @@ class _Chosen:
         return None if self._inner is None else self._inner.environment_handle()
 
     async def close(self) -> None:
-        try:
+        with ending(self._loop):
             if self._outer is not None:
                 await self._outer.close()
-        finally:
-            if self._loop is not None:
-                self._loop.end()
 
 
 class _Played:

@@ -12,7 +12,7 @@ import contextvars
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -196,6 +196,16 @@ class OwnLoop:
 
 own_loop: ContextVar[OwnLoop | None] = ContextVar("turnwise_own_loop", default=None)
 """The loop in which the `async` methods of the conversation run; None: the loop of all conversations."""
+
+
+@contextlib.contextmanager
+def ending(loop: OwnLoop | None) -> Iterator[None]:
+    """Afterwards, the conversation's own loop has ended, if it has one. For the `close` of an environment."""
+    try:
+        yield
+    finally:
+        if loop is not None:
+            loop.end()
 
 
 async def call_async(function: Callable[[], Awaitable[T]], *, kind: str) -> T:

@@ -39,7 +39,7 @@ from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.references import resolve
 from turnwise.user_code.reward_number import reward_number
-from turnwise.user_code.thread_loops import OwnLoop, own_loop, refuse_unused_thread
+from turnwise.user_code.thread_loops import OwnLoop, ending, own_loop, refuse_unused_thread
 
 _log = logging.getLogger(__name__)
 
@@ -400,12 +400,9 @@ class _ByAgent:
         return Reply(done=True, reward=reward)
 
     async def close(self) -> None:
-        try:
+        with ending(self._loop):
             if self._inner is not None:
                 await self._inner.close()
-        finally:
-            if self._loop is not None:
-                self._loop.end()
 
 
 class Conversation:
