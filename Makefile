@@ -37,13 +37,7 @@ lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the b
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
-	$(BIN)/python scripts/option_table.py --check
-	$(BIN)/python scripts/metric_table.py --check
-	$(BIN)/python scripts/mask_view.py --check
-	$(BIN)/python scripts/tool_call_table.py --check
-	$(BIN)/python scripts/template_table.py --check
-	$(BIN)/python scripts/doctor_page.py --check
-	$(BIN)/python scripts/credit_table.py --check
+	$(BIN)/python scripts/generated_pages.py --check
 	$(BIN)/python scripts/vendor_web.py --check
 	$(BIN)/python scripts/measure.py --check
 

@@ -130,11 +130,11 @@ def test_a_large_group_has_each_conversation_as_often_as_its_probability_says() 
 
 
 def test_the_page_shows_what_the_script_computes() -> None:
-    import credit_table
+    import generated_pages
 
-    rows = {row.split(" | ")[0].strip("| "): row for row in credit_table.table().splitlines()}
-    page = credit_table.PAGE.read_text(encoding="utf-8")
-    assert len(rows) == len(credit_table.LINES) + 2
+    rows = {row.split(" | ")[0].strip("| "): row for row in generated_pages.credit_table().splitlines()}
+    page = (generated_pages.DOCS / "credit.md").read_text(encoding="utf-8")
+    assert len(rows) == len(generated_pages.ESTIMATORS) + 2
     assert all(row in page for row in rows.values())
     assert "| unbiased | unbiased |" in rows["`rloo`, `shared`"]
     assert "wrong sign" in rows["`mt_grpo`"]

@@ -1,0 +1,669 @@
+"""Write what pages of docs/ take from the code: tables of options, metrics, formats, templates and estimators, and examples.
+
+python scripts/generated_pages.py                     # rewrite all pages
+python scripts/generated_pages.py recipes metrics     # rewrite these pages of docs/
+python scripts/generated_pages.py --check             # exit 1 if a page is out of date
+
+A block of a page stands between `<!-- NAME: made by scripts/generated_pages.py -->` and the next `<!-- end of ... -->`.
+Two blocks need what a clone does not have, and stay as they are without it: the table of templates (the wheel of TRL, of which
+nothing is imported, and ../shared/templates) and the comparison of tool-call formats with transformers (the source file of TRL).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import importlib.util
+import io
+import json
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+
+import numpy as np
+import yaml
+from credit_toy import SEVERAL_STATES, Estimator, expected_gradient, large_group_gradient, stopping
+from pydantic.fields import FieldInfo
+from rich.console import Console
+
+from turnwise.config.resume_rules import EXPLAINED, RULES
+from turnwise.errors import Failed, TemplateError, boundary
+from turnwise.options.schema import Config
+from turnwise.options.section import Section, Use, name_of, named_sections, shared_options
+from turnwise.record.metric_names import METRICS
+from turnwise.rewards.credit import critic, outcome, turns
+from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
+from turnwise.types import Row, Sampling, Trajectory, Turn
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))  # templates and difficult turns are those of the tests
+
+if TYPE_CHECKING:
+    from support.tool_calls import Case, Family
+    from turnwise.chat.renderer import Renderer
+    from turnwise.doctor.template import Finding
+
+DOCS, MODEL, RECIPE = ROOT / "docs", ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
+
+
+def replace_block(page: str, name: str, body: str) -> str:
+    """The page with `body` in the block of this name. Raises SystemExit without the markers of the block."""
+    begin = f"<!-- {name}: made by scripts/generated_pages.py -->"
+    found = re.search(rf"{re.escape(begin)}.*?(?=<!-- end of )", page, re.DOTALL)
+    if found is None:
+        raise SystemExit(
+            f"the page has no block from {begin!r} to '<!-- end of ... -->': put both markers where it belongs"
+        )
+    return f"{page[: found.start()]}{begin}\n\n{body}\n\n{page[found.end() :]}"
+
+
+# Options
+
+
+def option_table() -> str:
+    """The options as Markdown, with a section for each section of a recipe."""
+    named = named_sections(Config)
+    top = [
+        (name, field) for name, field in Config.model_fields.items() if _section(field) is None and name not in named
+    ]
+    sections = ["### At the top", "", *_rows(top, "")]
+    for name, field in Config.model_fields.items():
+        section = _section(field)
+        if name in named:
+            sections += _named(name, list(named[name].values()))
+        elif section is not None:
+            sections += [
+                "",
+                f"### {name}",
+                "",
+                section.__doc__ or "",
+                "",
+                *_rows(section.model_fields.items(), f"{name}."),
+            ]
+    return "\n".join(sections)
+
+
+def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
+    """A table for each class of a section that is chosen by name, after the options that all classes share."""
+    shared = set[str].intersection(*(shared_options(classes[0], cls) for cls in classes))
+    base = next(base for base in classes[0].__mro__ if issubclass(base, Section) and set(base.model_fields) == shared)
+    if shared:
+        yield from ("", f"### {key}", "", base.__doc__ or "", "", *_rows(base.model_fields.items(), f"{key}."))
+    for cls in classes:
+        # also a shared option with another default
+        fields = [
+            (name, field)
+            for name, field in cls.model_fields.items()
+            if name != "name" and (name not in shared or field.default != base.model_fields[name].default)
+        ]
+        yield from ("", f"### {key}, `{key}.name: {name_of(cls)}`", "", cls.__doc__ or "")
+        if fields:
+            yield from ("", *_rows(fields, f"{key}."))
+
+
+def _rows(fields: Any, prefix: str) -> Iterator[str]:
+    yield "| option | default | what | may change on resume |"
+    yield "|---|---|---|---|"
+    yield from _options(fields, prefix)
+
+
+def _options(fields: Any, prefix: str) -> Iterator[str]:
+    """A row for each option, also for those of a section inside a section (`model.lora.rank`)."""
+    for name, field in fields:
+        inner = _section(field)
+        if inner is not None:
+            yield from _options(inner.model_fields.items(), f"{prefix}{name}.")
+            continue
+        what = " ".join((field.description or "").split()).replace("|", "\\|")
+        choices = _choices(field.annotation)
+        what = f"{what} One of: {choices}." if choices else what
+        if not what.strip():
+            raise SystemExit(
+                f"scripts/generated_pages.py: the option {prefix}{name} has no description: write it below the field"
+            )
+        yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} | {_resume(f'{prefix}{name}')} |"
+
+
+def _resume(key: str) -> str:
+    """Whether the option may change when a run is resumed. For a list of references: whether the referenced objects may."""
+    found = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}."))]
+    return EXPLAINED[found[0]]
+
+
+def _choices(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in get_args(annotation))
+    return ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, Use) and not value.arguments:
+        value = value.use
+    if isinstance(value, Section):
+        value = value.model_dump()
+    if isinstance(value, tuple):
+        value = list(value)
+    return f"`{yaml.safe_dump(value, default_flow_style=True, width=1000).replace('...', '').strip()}`"
+
+
+def _section(field: FieldInfo) -> type[Section] | None:
+    annotation = field.annotation
+    if not isinstance(annotation, type) or not issubclass(annotation, Section) or issubclass(annotation, Use):
+        return None  # a reference is one option, whatever is in it
+    return annotation
+
+
+# Metrics
+
+
+def metric_table() -> str:
+    """The metrics of `turnwise.record.metric_names`, and their names elsewhere, as two tables."""
+    rows = ["| metric | unit | computed over | meaning | in |", "|---|---|---|---|---|"]
+    rows += [f"| `{one.name}` | {one.unit} | {one.over} | {one.meaning} | {one.lines} |" for one in METRICS]
+    names = ["| elsewhere | here | |", "|---|---|---|"]
+    pairs = [(other, one.name, "the same figure") for one in METRICS for other in one.same]
+    pairs += [(other, one.name, "nearest figure") for one in METRICS for other in one.near]
+    names += [f"| `{other}` | `{ours}` | {how} |" for other, ours, how in sorted(pairs)]
+    return "\n".join([*rows, "", "## Names in TRL, verl and ms-swift", "", *names])
+
+
+# Loss masks
+
+QUESTION, FURTHER = "What is 3*4?", "And 12+1?"
+ANSWERS = [
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3*4"}}\n</tool_call>',
+    "The answer is 12.",
+    '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12+1"}}\n</tool_call>',
+    "The answer is 13.",
+]
+
+
+def calls_count_half(turn: Turn) -> float:
+    """The example function of the page."""
+    return 0.5 if turn.calls else 1.0
+
+
+def mask_view() -> str:
+    """A line for each token of a real rollout, with the demo's tokenizer, template and calculator and the scripted engine: its
+    text, its turn, and its weight with each loss mask."""
+    from turnwise.chat.renderer import Renderer
+
+    renderer = Renderer.from_pretrained(MODEL)
+    return "\n".join(line.rstrip() for line in _tokens(renderer, _conversation(renderer)))
+
+
+def _conversation(renderer: Renderer) -> Trajectory:
+    """A rollout with two questions, each with a tool call and an answer."""
+    from turnwise.engines.scripted import ScriptedEngine
+    from turnwise.environments.calculator import calculator
+    from turnwise.environments.tools.toolbox import Tool, Tools
+    from turnwise.environments.users import ScriptedUser
+    from turnwise.rollout.context import Limits, RolloutContext
+    from turnwise.rollout.rollout import new_group, rollout_group
+
+    context = RolloutContext(
+        engine=ScriptedEngine([ANSWERS], encode=renderer.encode, stop_token_id=renderer.stop_token_ids[0]),
+        renderer=renderer,
+        make_environment=lambda: Tools([Tool.of(calculator)], then=ScriptedUser([FURTHER])),
+        sampling=Sampling(),
+        limits=Limits(turns=8, tokens_per_turn=256),
+    )
+    group = new_group(Row(id="1", messages=[{"role": "user", "content": QUESTION}]), size=1, seed=0)
+    (trajectory,) = asyncio.run(rollout_group(group, context)).trajectories
+    if trajectory.failed or len(trajectory.turns) != len(ANSWERS):
+        raise SystemExit(f"unexpected conversation: {trajectory.error}, {trajectory.assistant_texts}")
+    return trajectory
+
+
+def _tokens(renderer: Renderer, trajectory: Trajectory) -> Iterator[str]:
+    rules = {**TURN_WEIGHTINGS, "calls_count_half": custom(calls_count_half, name="calls_count_half")}
+    weights: dict[str, list[float]] = {}
+    for name, rule in rules.items():
+        rule(trajectory)
+        weights[name] = [turn.weight for turn in trajectory.turns]
+    (segment,) = trajectory.segments
+    texts = [renderer.decode([token]) for token in segment.token_ids]
+    begins = "".join(texts).index(f"<|im_start|>user\n{QUESTION}")
+    width = max(len(repr(text)) for text in texts)
+    yield f"{'token':<{width}}{'turn':>6}" + "".join(f"{name:>{len(name) + 2}}" for name in rules)
+    skipped = length = 0
+    for text, turn in zip(texts, segment.turn, strict=True):
+        length += len(text)
+        if length <= begins:
+            skipped += 1
+            continue
+        if skipped:
+            yield f"({skipped} tokens that describe the tools)"
+            skipped = 0
+        said = [f"{weights[name][turn] if turn >= 0 else 0:g}" for name in rules]
+        cells = "".join(f"{weight:>{len(name) + 2}}" for name, weight in zip(rules, said, strict=True))
+        yield f"{text!r:<{width}}{turn if turn >= 0 else '-':>6}{cells if turn >= 0 else ''}"
+
+
+# Tool-call formats
+
+TEMPLATES = {
+    "hermes": "qwen3_template",
+    "qwen3_coder": "qwen3_5_template",
+    "glm": "glm4moe_template",
+    "harmony, as the template": "gptoss_template",
+    "gemma4": "gemma4_template",
+    "lfm2": "lfm2_2_5_template",
+    "llama3": "llama3_template",
+}
+"""The response template of TRL for each family."""
+CLOSED = {"llama3": "<|eot_id|>"}
+"""Text that a response template requires at the end of a turn."""
+COLUMNS = {
+    "closing mark in a value": "closing mark in a value",
+    "unclosed at the end": "unclosed",
+    "cut in its arguments": "cut",
+    "only thought of": "in reasoning",
+    "bad, then good": "bad, good",
+    "good, then bad": "good, bad",
+    "arguments in a string": "in a string",
+    "missing arguments": "missing",
+    "single quotes": "single quotes",
+    "list of calls": "list",
+    "NaN": "NaN",
+    "nested arguments": "nested",
+    "marks in a value": "marks in a value",
+}
+"""The cases, and their column titles."""
+
+
+def torture_table() -> str:
+    """The result of each format for each case, in the order of the calls: `read`, or `error` for a malformed call."""
+    from support.tool_calls import FAMILIES, cases
+
+    return _cases({family.title: {case.name: _shown(family, case) for case in cases(family)} for family in FAMILIES})
+
+
+def library_table(templates: dict[str, Any]) -> str:
+    """The result of transformers for the same turns."""
+    from support.tool_calls import FAMILIES, cases
+
+    found: dict[str, dict[str, str]] = {}
+    for family in FAMILIES:
+        if family.title in TEMPLATES:
+            spec = templates[TEMPLATES[family.title]]
+            found[family.title] = {case.name: _compared(spec, family, case) for case in cases(family)}
+    return _cases(found)
+
+
+def _cases(cells: dict[str, dict[str, str]]) -> str:
+    head = f"| | {' | '.join(COLUMNS.values())} |"
+    rows = [f"| {title} | {' | '.join(row.get(case, '–') for case in COLUMNS)} |" for title, row in cells.items()]
+    return "\n".join([head, "|---" * (len(COLUMNS) + 1) + "|", *rows])
+
+
+def _shown(family: Family, case: Case) -> str:
+    from support.tool_calls import TOOLS
+    from support.tool_calls import outcome as read_back
+
+    found = read_back(family.read(case.text, TOOLS))
+    if found != case.expected:
+        return "**wrong**"
+    return " ".join("error" if call is None else "read" for call in found) or "none"
+
+
+def _compared(spec: Any, family: Family, case: Case) -> str:
+    from transformers.utils.chat_parsing import parse_response
+
+    from support.tool_calls import TOOLS
+
+    text = case.text + CLOSED.get(family.format, "")
+    good = [call for call in case.expected if call is not None]
+    try:
+        with boundary("tokens"):
+            message = parse_response(text, spec, prefix="", tools=TOOLS)
+    except Failed:
+        return f"raises, {len(good)} lost" if good else "raises"
+    functions = [call.get("function", call) for call in message.get("tool_calls", [])]
+    functions = [function if isinstance(function, dict) else {} for function in functions]
+    calls = [(function.get("name"), _object(function.get("arguments") or {})) for function in functions]
+    if calls == good and len(good) == len(case.expected):
+        return "same"
+    lost = sum(call not in calls for call in good)
+    return f"{lost} lost" if lost and all(call in good for call in calls) else "wrong"
+
+
+def _object(arguments: Any) -> Any:
+    """The arguments; a string is parsed as JSON, as the caller of a parser may do."""
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
+
+
+def response_templates() -> dict[str, Any] | None:
+    """The response templates in the source file of TRL; None if TRL is not installed."""
+    spec = importlib.util.find_spec("trl")
+    if spec is None or spec.origin is None:
+        return None
+    tree = ast.parse((Path(spec.origin).parent / "chat_template_utils.py").read_text(encoding="utf-8"))
+    wanted: list[ast.stmt] = []
+    for node in tree.body:
+        names = {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+        if isinstance(node, ast.Assign | ast.For) and any(
+            (name.endswith("_template") and not name.endswith("_chat_template")) or name.startswith(("_LFM2", "_XML"))
+            for name in names
+        ):
+            wanted.append(node)
+    space: dict[str, Any] = {"_SUPPORTS_PARSE_RESPONSE_TOOLS": True}
+    exec(compile(ast.Module(body=wanted, type_ignores=[]), "trl", "exec"), space)
+    return space
+
+
+# Chat templates
+
+SHORT = {
+    "tool as user": "tool→user",
+    "system as user": "system→user",
+    "neighbours as one message": "joined",
+}
+
+
+class Notes:
+    """Footnotes without duplicates."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, text: str) -> str:
+        """The number of a note."""
+        return f"[{self._numbers.setdefault(text, len(self._numbers) + 1)}]"
+
+    def lines(self) -> Iterator[str]:
+        """The notes, in order."""
+        for text, number in self._numbers.items():
+            yield f"{number}. {text}"
+
+
+def template_table() -> str:
+    """Real chat templates, rendered turn by turn and in one pass: the table and its notes. Each template gets a byte-level BPE
+    tokenizer with the special tokens of its model family."""
+    from support.families import family_renderer, template_files
+    from turnwise.doctor.template import SCENARIOS, check_scenario
+
+    notes = Notes()
+    names = [scenario.name for scenario in SCENARIOS]
+    rows = [
+        "| template | calls | " + " | ".join(names) + " | leaves reasoning out at |",
+        "|" + "---|" * (len(names) + 3),
+    ]
+    for path in template_files():
+        renderer = family_renderer(path)
+        cells = [_template_cell(check_scenario(renderer, scenario), notes) for scenario in SCENARIOS]
+        rows.append(
+            f"| {path.stem} | {_call_format(renderer)} | "
+            + " | ".join(cells)
+            + f" | {', '.join(renderer.profile.kept_reasoning.stripped_before) or '–'} |"
+        )
+    return "\n".join([*rows, "", *notes.lines()])
+
+
+def _call_format(renderer: Renderer) -> str:
+    try:
+        return renderer.turn_parser.tool_format.name
+    except TemplateError:
+        return "–"
+
+
+def _template_cell(found: Finding, notes: Notes) -> str:
+    handed = ", ".join(SHORT.get(one, one) for one in found.adaptations)
+    if found.refused:
+        return f"≠ {notes.mark(_tidy(found.refused))}"
+    if found.differs:
+        return f"≠ {notes.mark(_tidy(found.differs))}"
+    return f"= ({handed})" if handed else "="
+
+
+def _tidy(text: str) -> str:
+    """The text in one line, without the probe words, which differ between scenarios."""
+    text = text.partition(" and writes the turn without it")[0] if text.startswith("opens reasoning") else text
+    text = text.partition(": expected ")[0]
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "\\<")
+
+
+# The doctor
+
+OVERRIDES = ["thinking=branch", "loss.clip_high=0.3", "data.max_rows=64"]
+"""Options of the defective recipe, besides those of the demo."""
+
+
+def spoil(path: Path) -> Path:
+    """Copy the demo's model to `path`, with defects in its template and its generation config."""
+    shutil.copytree(MODEL, path)
+    template = path / "chat_template.jinja"
+    text = template.read_text(encoding="utf-8")
+    grown = text.replace("message.role + '\\n'", "message.role + (' again' if messages | length > 4 else '') + '\\n'")
+    grown = grown.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
+    if grown.count("again") != 1 or "<tool_call>" in grown:
+        raise SystemExit("the demo's template has changed: spoil it in another way")
+    template.write_text(grown, encoding="utf-8")
+    config = path / "generation_config.json"
+    said = json.loads(config.read_text(encoding="utf-8"))
+    config.write_text(json.dumps({**said, "eos_token_id": 0}), encoding="utf-8")
+    return path
+
+
+def report(model: Path, overrides: list[str] | None) -> str:
+    """The output of `turnwise doctor`. `overrides=None`: without a recipe."""
+    from turnwise.config.recipe import load
+    from turnwise.doctor.check import show
+    from turnwise.doctor.examine import examine
+
+    config = None
+    if overrides is not None:
+        files = [
+            f"data.{name}={ROOT / 'demo' / file}"
+            for name, file in (("train", "train.jsonl"), ("eval", "heldout.jsonl"))
+        ]
+        config, _ = load(RECIPE, [f"model.path={model}", *files, *overrides])
+    out = io.StringIO()
+    show(examine(str(model), config, weights="auto" if overrides is None else "never"), Console(file=out, width=120))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def doctor_reports() -> dict[str, str]:
+    """The reports of a good model and of one with many defects, by the name of their block on the page."""
+    with tempfile.TemporaryDirectory() as place:
+        bad = spoil(Path(place) / "bad")
+        return {
+            "good": report(MODEL, None).replace(str(MODEL), "demo/model"),
+            "bad": report(bad, OVERRIDES).replace(str(bad), "bad"),
+        }
+
+
+def comparable(text: str) -> str:
+    """The text without everything that depends on rounding: the sizes of differences, and the sampled tokens."""
+    return re.sub(r"\d\.\de-\d+|\d+ tokens of 6 conversations", "~", text)
+
+
+# Estimators
+
+GROUP_SIZE = 4
+"""The size of the small groups."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An estimator with its options, as in a recipe."""
+
+    text: str
+    estimator: Estimator
+    errors: float = 0.0
+    """The error of the critic."""
+
+
+ESTIMATORS = (
+    Entry("`grpo`, `scale: none`", partial(outcome.grpo, scale="none")),
+    Entry("`grpo`", outcome.grpo),
+    Entry("`rloo`, `shared`", outcome.rloo),
+    Entry("`shared`, `baseline: none`", partial(turns.shared, baseline="none")),
+    Entry("`turn_return`, `scale: none`", partial(turns.turn_return, scale="none")),
+    Entry("`turn_return`", turns.turn_return),
+    Entry("`turn_return`, `gamma: 0.9`, `scale: none`", partial(turns.turn_return, gamma=0.9, scale="none")),
+    Entry("`discounted`", turns.discounted),
+    Entry("`remax`", outcome.remax),
+    Entry("`opo`", outcome.opo),
+    Entry("`gpg`", outcome.gpg),
+    Entry("`gdpo`", outcome.gdpo),
+    Entry("`reinforce_pp`", turns.reinforce_pp),
+    Entry("`reinforce_pp_baseline`", outcome.reinforce_pp_baseline),
+    Entry("`gae`, `whiten: false`, exact critic", partial(critic.gae, whiten=False)),
+    Entry("`gae`, `whiten: false`, wrong critic", partial(critic.gae, whiten=False), errors=0.5),
+    Entry("`gae`, `lam: 1`, `whiten: false`, wrong critic", partial(critic.gae, lam=1.0, whiten=False), errors=0.5),
+    Entry("`gae`, exact critic", critic.gae),
+    Entry("`turn_gae`, `gamma: 1`, `whiten: false`, exact critic", partial(critic.turn_gae, gamma=1.0, whiten=False)),
+    Entry(
+        "`turn_gae`, `gamma: 1`, `whiten: false`, wrong critic",
+        partial(critic.turn_gae, gamma=1.0, whiten=False),
+        errors=0.5,
+    ),
+    Entry("`turn_gae`, exact critic", critic.turn_gae),
+    Entry("`critic`, `whiten: false`, wrong critic", partial(critic.critic, whiten=False), errors=0.5),
+    Entry("`critic`, wrong critic", critic.critic, errors=0.5),
+    Entry("`bilevel_gae`, exact critic", critic.bilevel_gae),
+    Entry(
+        "`bilevel_gae`, `turn_gamma: 1`, `whiten: false`, exact critic",
+        partial(critic.bilevel_gae, turn_gamma=1.0, whiten=False),
+    ),
+    Entry("`gigpo`, `gamma: 1`", partial(turns.gigpo, gamma=1.0)),
+    Entry("`gigpo`", turns.gigpo),
+    Entry("`kevin`, `gamma: 1`, `scale: none`", partial(turns.kevin, gamma=1.0, scale="none")),
+    Entry("`kevin`", turns.kevin),
+    Entry("`mt_grpo`, `scale: none`", partial(turns.mt_grpo, scale="none")),
+    Entry("`mt_grpo`", turns.mt_grpo),
+    Entry("`igpo`, `scale: none`", partial(turns.igpo, scale="none")),
+    Entry("`igpo`, `normalise: joint`, `scale: none`", partial(turns.igpo, normalise="joint", scale="none")),
+    Entry("`igpo`", turns.igpo),
+    Entry("`turn_potential`", turns.turn_potential),
+)
+
+
+def credit_table() -> str:
+    """The expected gradient of each estimator on the enumerated problems of `credit_toy`."""
+    return "\n".join(_estimator_rows())
+
+
+def verdict(gradient: np.ndarray, true: np.ndarray, *, exact: bool) -> str:
+    """`unbiased`, `scaled x2.81`, or `biased` with the cosine of the angle to the true gradient and the factor.
+
+    The factor is the length of the part of the gradient in the true direction, divided by the length of the true gradient.
+    With `exact`, rounding errors are allowed; otherwise also what remains of the conversation itself in a large group.
+    """
+    cosine = float(gradient @ true / np.linalg.norm(gradient) / np.linalg.norm(true))
+    factor = float(gradient @ true / (true @ true))
+    if cosine > 1 - (1e-12 if exact else 1e-6):
+        same = abs(factor - 1) < (1e-9 if exact else 1e-3)
+        return "unbiased" if same else f"scaled ×{factor:.2f}"
+    return f"biased: cosine {cosine:.4f}, ×{factor:.2f}"
+
+
+def _estimator_rows() -> Iterator[str]:
+    yield f"| estimator | several states, groups of {GROUP_SIZE} | several states, large group | stopping (true: +0.175) |"
+    yield "|---|---|---|---|"
+    true = SEVERAL_STATES.true_gradient()
+    for entry in ESTIMATORS:
+        small = expected_gradient(SEVERAL_STATES, entry.estimator, size=GROUP_SIZE, errors=entry.errors)
+        large = large_group_gradient(SEVERAL_STATES, entry.estimator, errors=entry.errors)
+        (stop,) = large_group_gradient(stopping(0.5), entry.estimator, errors=entry.errors)
+        sign = " **wrong sign**" if stop < 0 else ""
+        yield (
+            f"| {entry.text} | {verdict(small, true, exact=True)} | {verdict(large, true, exact=False)} | {stop:+.4f}{sign} |"
+        )
+
+
+# Pages
+
+
+def recipes(page: str) -> str:
+    """docs/recipes.md."""
+    return replace_block(page, "options", option_table())
+
+
+def metrics(page: str) -> str:
+    """docs/metrics.md."""
+    return replace_block(page, "metrics", metric_table())
+
+
+def loss_masks(page: str) -> str:
+    """docs/loss_masks.md."""
+    return replace_block(page, "view", f"```text\n{mask_view()}\n```")
+
+
+def tool_calls(page: str) -> str:
+    """docs/tool_calls.md."""
+    page = replace_block(page, "torture", torture_table())
+    templates = response_templates()
+    return page if templates is None else replace_block(page, "library", library_table(templates))
+
+
+def templates(page: str) -> str:
+    """docs/templates.md. Without the templates that the table was made with, it stays as it is."""
+    from support.families import SHARED
+
+    if not SHARED.is_dir():
+        print("docs/templates.md was made with templates that are not here; it is not checked", file=sys.stderr)
+        return page
+    return replace_block(page, "table", template_table())
+
+
+def doctor(page: str) -> str:
+    """docs/doctor.md."""
+    for name, text in doctor_reports().items():
+        page = replace_block(page, name, f"```text\n{text}\n```")
+    return page
+
+
+def credit(page: str) -> str:
+    """docs/credit.md."""
+    return replace_block(page, "bias", credit_table())
+
+
+PAGES: dict[str, Callable[[str], str]] = {
+    "recipes": recipes,
+    "metrics": metrics,
+    "loss_masks": loss_masks,
+    "tool_calls": tool_calls,
+    "templates": templates,
+    "doctor": doctor,
+    "credit": credit,
+}
+"""Page of docs/ -> the function that gives the page with new blocks."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rewrite or check pages. Returns the exit status: 1 if a checked page is out of date."""
+    parser = argparse.ArgumentParser(description="Write or check what pages of docs/ take from the code.")
+    parser.add_argument("pages", nargs="*", metavar="PAGE", help=f"default: all pages ({', '.join(PAGES)})")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    options = parser.parse_args(arguments)
+    unknown = [name for name in options.pages if name not in PAGES]
+    if unknown:
+        parser.error(f"no page {', '.join(unknown)}: the pages are {', '.join(PAGES)}")
+    outdated: list[str] = []
+    for name in options.pages or PAGES:
+        path = DOCS / f"{name}.md"
+        page = path.read_text(encoding="utf-8")
+        fresh = PAGES[name](page)
+        if not options.check:
+            path.write_text(fresh, encoding="utf-8")
+        elif comparable(fresh) != comparable(page):
+            outdated.append(name)
+    if outdated:
+        print(f"out of date: python scripts/generated_pages.py {' '.join(outdated)}", file=sys.stderr)
+    return int(bool(outdated))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
