@@ -174,6 +174,22 @@ def test_every_link_of_the_pages_leads_to_a_file() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_messages_and_recipes_name_pages_that_exist() -> None:
+    files = [
+        path
+        for folder in ("src", "recipes", "deploy", ".github")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".yaml", ".yml")
+    ]
+    named = {
+        (path.relative_to(ROOT).as_posix(), page)
+        for path in files
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert {(path, page) for path, page in named if not (ROOT / page).is_file()} == set()
+
+
 def test_the_pages_name_files_that_are_there_and_the_readme_names_them() -> None:
     for page in (REWARDS, TRAINED, LIMITS):
         for target in re.findall(r"\]\(([\w./]+\.md)\)", page):
