@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
+from transformers.cache_utils import DynamicLayer
 
 from engines.test_local_tokens import ask, greedy, is_greedy, make, one_thread, own_logprobs, tokens  # noqa: F401
 from turnwise.engines.engine import Engine
@@ -207,32 +205,30 @@ def test_a_context_that_the_model_does_not_know_is_refused() -> None:
 
 
 def test_other_states_than_keys_and_values_are_refused() -> None:
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4))
-    linear = Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            vocab_size=50,
-            hidden_size=32,
-            intermediate_size=32,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-        )
-    )
     encoder = T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
-    for model in (mamba, linear, encoder):
-        with pytest.raises(EngineError, match=f"cannot run {type(model).__name__}"):
-            LocalEngine(model)
+    with pytest.raises(EngineError, match="cannot run T5ForConditionalGeneration: it has an encoder"):
+        LocalEngine(encoder)
+    sparse = make("gemma3")
+    sparse.config.layer_types = ["full_attention", "compressed_sparse_attention"]
+    with pytest.raises(
+        EngineError, match="it has layers of the type compressed_sparse_attention; known types are full_"
+    ):
+        LocalEngine(sparse)
+    model = make("gemma3")
+    unknown = type("NewLayer", (DynamicLayer,), {})
+    forward = model.forward
+
+    def with_unknown_layer(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if output.past_key_values is not None:
+            output.past_key_values.layers[1].__class__ = unknown
+        return output
+
+    model.forward = with_unknown_layer
+    with pytest.raises(EngineError, match="one of its layers caches a NewLayer"):
+        LocalEngine(model)
 
 
 def test_a_variation_falls_back_to_the_generic_pass(caplog: pytest.LogCaptureFixture) -> None:

@@ -143,10 +143,14 @@ def test_the_engine_refuses_position_biases_that_need_a_mask_of_two_dimensions(c
         LocalEngine(made(config()), context=128)
 
 
-def test_the_engine_refuses_attention_in_chunks() -> None:
-    chunks = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
-    with pytest.raises(EngineError, match=r"layers of the type chunked_attention"):
-        LocalEngine(made(hf.Llama4TextConfig(**SIZES, **chunks)))
+def test_the_engine_keeps_attention_in_chunks() -> None:
+    chunks = {"attention_chunk_size": 40, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
+    model = made(hf.Llama4TextConfig(**SIZES, **chunks))
+    prompt = [5 + n % 200 for n in range(90)]  # longer than two chunks, and than what is tried out at the start
+    completion = generate(model, prompt)
+    logprob_TV = plain(model, [*prompt, *completion.token_ids])
+    own = [float(logprob_TV[89 + place, token]) for place, token in enumerate(completion.token_ids)]
+    assert list(completion.logprobs) == pytest.approx(own, abs=1e-4)
 
 
 def test_a_window_longer_than_what_is_tried_out_is_kept_by_the_engine() -> None:

@@ -204,15 +204,15 @@ def narrow_window(config: Any, tokens: int) -> Iterator[None]:
 
     The test of an attention on a few tokens then includes what is outside the window.
     """
-    window = getattr(config, "sliding_window", None)
-    if window is None:
-        yield
-        return
-    config.sliding_window = min(window, tokens)
+    windows = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    windows = {name: window for name, window in windows.items() if window is not None}
+    for name, window in windows.items():
+        setattr(config, name, min(window, tokens))
     try:
         yield
     finally:
-        config.sliding_window = window
+        for name, window in windows.items():
+            setattr(config, name, window)
 
 
 def set_text_attention(model: Any, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The KV cache: rows of memory, which token sequence lies in which row, and the prefixes that sequences share.
+"""The cache: rows of memory, which token sequence lies in which row, and the prefixes that sequences share.
 
 There is one row of fixed capacity for each resident sequence, in tensors that grow within a byte budget. A slot is a resident
 token sequence. It has a row as long as it is resident, and the row may change when rows are moved.
@@ -9,12 +9,25 @@ token sequence. It has a row as long as it is resident, and the row may change w
 
 Shared prefixes are found by hashes of blocks of tokens: which slot shares the longest prefix with a prompt, and which prefix
 the requests of a decode step share. A hash covers all tokens up to the end of its block. Invariant: equal hashes are not
-trusted; `PrefixCache` compares the tokens before it reuses keys and values. Knows shapes, tokens and recency. Does not know
-requests, sampling or the model.
+trusted; `PrefixCache` compares the tokens before it reuses keys and values.
+
+A recurrent layer keeps a state of fixed size for each sequence, which lies in the sequence's row beside keys and values. Keys and
+values of a sequence can be cut back to any shorter prefix; a state cannot. So copies of it, snapshots, are kept where a sequence
+may return to: after the first prompt of a slot (the other samples of a group begin there, and a conversation whose reasoning is
+removed returns to it) and after the latest prompt (a turn that is cut or edited begins again there). A prefix is then reused only
+if it ends where a state is:
+
+    row of a slot    prompt | answer | tool result | answer so far
+    first prompt     ^ snapshot 1    |             |
+    latest prompt                    |             ^ snapshot 2
+    state 0                                                      ^ the state after `length_S` tokens
+
+Knows shapes, tokens and recency. Does not know requests, sampling or the model.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -23,9 +36,13 @@ import torch
 
 from turnwise.models.allocator import long_lived, trim
 
-# Memory: rows of keys and values
+# Memory: rows of keys, values and states
 
 INITIAL_ROWS, INITIAL_CAPACITY = 8, 256
+SNAPSHOTS = 2
+"""Copies of the states of a row: after the first and after the latest prompt of its slot."""
+_UNBOUNDED = 1 << 40
+"""Tokens of a row in a cache that holds states only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,32 +61,64 @@ class KVShape:
         return self.parts * self.heads * self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """A tensor that a recurrent layer keeps for one sequence, whatever its length: a state, or the window of a convolution."""
+
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one tensor."""
+        return math.prod(self.size) * self.dtype.itemsize
+
+
 class KVCache:
-    """Tensors [parts, rows, heads, capacity, head_dim]; all have the same rows and the same capacity (tokens per row)."""
+    """Tensors [parts, rows, heads, capacity, head_dim]; all have the same rows and the same capacity (tokens per row).
+
+    Those of `states`, [1 + SNAPSHOTS, rows, *size], hold the current state of each row, and its snapshots.
+    """
 
     def __init__(
-        self, shapes: Sequence[KVShape], *, dtype: torch.dtype, device: torch.device, budget_bytes: int
+        self,
+        shapes: Sequence[KVShape],
+        states: Sequence[StateShape] = (),
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        budget_bytes: int,
     ) -> None:
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self._state_shapes = tuple(states)
         self.budget_bytes = budget_bytes
         self.token_bytes = sum(shape.numbers_per_token for shape in shapes) * dtype.itemsize
         """Bytes that one token takes in all tensors together."""
+        self.row_bytes = (1 + SNAPSHOTS) * sum(shape.bytes for shape in states)
+        """Bytes that the states of a row and their snapshots take."""
         self.num_rows = 0
         self.capacity = 0
         self.tensors = [self._zeros(shape, 0, 0) for shape in shapes]
+        self.states = [self._zero_states(shape, 0) for shape in states]
 
     @property
     def bytes(self) -> int:
         """Bytes that the tensors take now."""
-        return self.num_rows * self.capacity * self.token_bytes
+        return self.num_rows * self._bytes_of_row(self.capacity)
 
     def max_rows(self, capacity: int) -> int:
         """The number of rows of `capacity` tokens that fit into the budget."""
-        return self.budget_bytes // (capacity * self.token_bytes)
+        return self.budget_bytes // self._bytes_of_row(capacity)
 
     def max_capacity(self) -> int:
         """The capacity of a single row that uses the entire budget."""
-        return self.budget_bytes // self.token_bytes
+        left = max(0, self.budget_bytes - self.row_bytes)
+        if not self.token_bytes:
+            return _UNBOUNDED if self.row_bytes <= self.budget_bytes else 0
+        return left // self.token_bytes
+
+    def _bytes_of_row(self, capacity: int) -> int:
+        return capacity * self.token_bytes + self.row_bytes
 
     def resize(self, num_rows: int, capacity: int) -> None:
         """Reallocate to `num_rows` rows of `capacity` tokens. Contents outside the new bounds are lost.
@@ -82,6 +131,10 @@ class KVCache:
             if kept_rows and kept_tokens:
                 tensor[:, :kept_rows, :, :kept_tokens] = self.tensors[index][:, :kept_rows, :, :kept_tokens]
             self.tensors[index] = tensor
+        for index, state_shape in enumerate(self._state_shapes):
+            states = self._zero_states(state_shape, num_rows)
+            states[:, :kept_rows] = self.states[index][:, :kept_rows]
+            self.states[index] = states
         self.num_rows, self.capacity = num_rows, capacity
         trim()  # the old tensors would divide the memory that is kept
 
@@ -100,12 +153,45 @@ class KVCache:
             # not index_select: from a tensor that is sliced at `stop`, it would copy the entire tensor first
             tensor[:, targets, :, start:stop] = tensor[:, sources, :, start:stop]
 
+    def move_rows(self, sources_N: Sequence[int], targets_N: Sequence[int], stop: int) -> None:
+        """Copy the first `stop` tokens of each source row, its states and its snapshots, all at the same time."""
+        self.copy_rows(sources_N, targets_N, stop)
+        if self.states:
+            sources, targets = self._index(sources_N), self._index(targets_N)
+            for states in self.states:
+                states[:, targets] = states[:, sources]
+
     def swap_rows(self, left_N: Sequence[int], right_N: Sequence[int], tokens: int) -> None:
-        """Exchange the first `tokens` tokens of each left row with those of its right row."""
-        self.copy_rows([*left_N, *right_N], [*right_N, *left_N], tokens)
+        """Exchange the first `tokens` tokens of each left row, and its states, with those of its right row."""
+        self.move_rows([*left_N, *right_N], [*right_N, *left_N], tokens)
+
+    def load_states(self, kept_N: Sequence[int], sources_N: Sequence[int], targets_N: Sequence[int]) -> None:
+        """Make the `kept_N[n]`-th state (0: the current one) of each source row the current one of its target row.
+
+        All at the same time: each is read before any is written.
+        """
+        kept, sources, targets = (self._index(rows) for rows in (kept_N, sources_N, targets_N))
+        for states in self.states:
+            states[0, targets] = states[kept, sources]
+
+    def clear_states(self, rows_N: Sequence[int]) -> None:
+        """These rows hold no token: the current states are those before the first token."""
+        rows = self._index(rows_N)
+        for states in self.states:
+            states[0, rows] = 0
+
+    def save_states(self, rows_N: Sequence[int], snapshots_N: Sequence[int]) -> None:
+        """Copy the current state of each row to its `snapshots_N[n]`-th (1 to SNAPSHOTS)."""
+        rows, snapshots = self._index(rows_N), self._index(snapshots_N)
+        for states in self.states:
+            states[snapshots, rows] = states[0, rows]
 
     def _index(self, rows_N: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(rows_N, dtype=np.int64)).to(self._device)
+
+    def _zero_states(self, shape: StateShape, num_rows: int) -> torch.Tensor:
+        with long_lived():
+            return torch.zeros((1 + SNAPSHOTS, num_rows, *shape.size), dtype=shape.dtype, device=self._device)
 
     def _zeros(self, shape: KVShape, num_rows: int, capacity: int) -> torch.Tensor:
         # zeros, not empty: attention multiplies masked tokens by 0, and 0 * uninitialised memory may be NaN
@@ -228,6 +314,9 @@ class PrefixMatch:
 
     slot: int = FREE
     tokens: int = 0
+    state: int = 0
+    """Which state of the slot's row is the one after these tokens: 0 the current one, else a snapshot. No meaning in models
+    without recurrent layers."""
 
 
 class PrefixCache:
@@ -249,6 +338,8 @@ class PrefixCache:
         """Whether a request is running in the slot."""
         self._prefilling_S = np.zeros(num_slots, dtype=bool)
         self._stale_S = np.zeros(num_slots, dtype=bool)  # computed, at least partly, with earlier weights
+        self._ends_SK = np.zeros((num_slots, 1 + SNAPSHOTS), dtype=np.int64)
+        """Tokens at whose end the snapshots of a slot were taken, 0 for none. Column 0: where its prefill ends."""
         self._last_used_S = np.zeros(num_slots, dtype=np.int64)
         self._clock = 0
         self._conversation_S: list[str | None] = [None] * num_slots
@@ -272,6 +363,13 @@ class PrefixCache:
         # not the slots that are being prefilled: their row may not hold the tokens yet, and all copies of a round are made
         # at the same time
         usable_S = (self.row_S != FREE) & ~self._stale_S & ~self._prefilling_S
+        if self.kv.states:
+            ends_SK = self._ends_SK.copy()
+            ends_SK[:, 0] = self.length_S
+            computed = self._best_state(tokens_N, np.where(usable_S, shared_S, -1), ends_SK)
+            return computed, self._best_state(
+                tokens_N, np.where(self._prefilling_S, shared_S, -1), self._ends_SK[:, :1]
+            )
         computed = self._best_match(
             tokens_N, np.where(usable_S, np.minimum(shared_S, self.length_S), -1), self.length_S
         )
@@ -293,6 +391,25 @@ class PrefixCache:
         total_M = np.minimum(start + equal_M, limit_S[slots])
         slot = int(slots[total_M.argmax()])
         return PrefixMatch(slot, self.common_prefix(slot, tokens_N[: int(total_M.max())]))
+
+    def _best_state(self, tokens_N: np.ndarray, shared_S: np.ndarray, ends_SK: np.ndarray) -> PrefixMatch:
+        """The longest prefix that ends where a slot has, or will have, a state. `shared_S` are complete blocks, as above."""
+        # a state after `end` tokens is of use if they are all shared; the tokens of an incomplete block are compared below
+        found_SK = (ends_SK > 0) & (ends_SK <= len(tokens_N)) & (ends_SK - ends_SK % BLOCK <= shared_S[:, None])
+        candidates = [(int(ends_SK[slot, kept]), int(slot), int(kept)) for slot, kept in np.argwhere(found_SK)]
+        for end, slot, kept in sorted(candidates, key=lambda candidate: (-candidate[0], *candidate[1:])):
+            if np.array_equal(self.tokens_SC[slot, :end], tokens_N[:end]):
+                return PrefixMatch(slot, end, kept)
+        return PrefixMatch()
+
+    def own_prefix(self, slot: int, tokens_N: np.ndarray) -> PrefixMatch:
+        """What the idle slot of a conversation has of its next prompt."""
+        common = self.common_prefix(slot, tokens_N)
+        if not self.kv.states:
+            return PrefixMatch(slot, common)
+        ends = [int(self.length_S[slot]), *self._ends_SK[slot, 1:].tolist()]
+        end, kept = max((end, -kept) for kept, end in enumerate([end if end <= common else 0 for end in ends]))
+        return PrefixMatch(slot, end, -kept)
 
     def common_prefix(self, slot: int, tokens_N: np.ndarray) -> int:
         """The number of leading tokens that the slot shares with `tokens_N`, compared token by token."""
@@ -325,11 +442,26 @@ class PrefixCache:
         self.length_S[slot] = cached
         self.tokens_SC[slot, : len(tokens_N)] = tokens_N
         self._index.set(slot, tokens_N)
+        self._ends_SK[slot, self._ends_SK[slot] > cached] = 0
+        self._ends_SK[slot, 0] = len(tokens_N)
 
     def finish_prefill(self, slot: int, length: int) -> None:
         """The first `length` tokens of the slot are in its row."""
         self.length_S[slot] = length
         self._prefilling_S[slot] = False
+
+    def save_states(self, slots: Sequence[int]) -> None:
+        """Take snapshots of the states of slots whose prompts have been prefilled."""
+        new: list[tuple[int, int]] = []
+        for slot in slots:
+            length, (_, first, *_) = int(self.length_S[slot]), self._ends_SK[slot].tolist()
+            if length in self._ends_SK[slot, 1:]:  # also if nothing was prefilled
+                continue
+            snapshot = 1 if first == 0 else 2
+            self._ends_SK[slot, snapshot] = length
+            new.append((int(self.row_S[slot]), snapshot))
+        if new:
+            self.kv.save_states(*zip(*new, strict=True))
 
     def finish_request(self, slot: int) -> None:
         """No request runs in the slot any more. Its contents stay for later turns and for other prompts."""
@@ -371,6 +503,7 @@ class PrefixCache:
         self._conversation_S[slot] = None
         self.row_S[slot] = FREE
         self.length_S[slot] = 0
+        self._ends_SK[slot] = 0
         self._index.clear(slot)
         self.running_S[slot] = self._prefilling_S[slot] = self._stale_S[slot] = False
 
@@ -453,7 +586,7 @@ class PrefixCache:
             used_rows = set(self.row_S.tolist())
             targets = [row for row in range(num_rows) if row not in used_rows][: len(displaced)]
             # entire rows, not `length_S` tokens: a copy of this round may still read further tokens from such a row
-            self.kv.copy_rows(self.row_S[displaced].tolist(), targets, min(self.kv.capacity, capacity))
+            self.kv.move_rows(self.row_S[displaced].tolist(), targets, min(self.kv.capacity, capacity))
             self.row_S[displaced] = targets
             self.layout += 1
         self.kv.resize(num_rows, capacity)

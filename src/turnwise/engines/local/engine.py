@@ -62,10 +62,16 @@ class LocalEngine:
         context = _context(model, context)
         kv = KVCache(
             forward.kv_shapes,
+            forward.state_shapes,
             dtype=forward.kv_dtype,
             device=parameter.device,
             budget_bytes=int(memory_gb * 2**30),
         )
+        if kv.max_capacity() < 2:
+            raise EngineError(
+                f"memory_gb is {memory_gb:.3g}, and the recurrent states of one conversation of {type(model).__name__} take "
+                f"{kv.row_bytes / 2**30:.3g} GiB: give the cache more"
+            )
         self._model = model
         self._core = EngineCore(
             forward,
@@ -79,6 +85,7 @@ class LocalEngine:
             vocab_size=model.config.get_text_config().vocab_size,
             cache_tokens=kv.max_capacity(),
             token_bytes=kv.token_bytes,
+            row_bytes=kv.row_bytes,
             can_decode=decode is not None,
         )
         self._requests: set[PendingRequest] = set()

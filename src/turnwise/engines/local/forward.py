@@ -5,9 +5,13 @@ Llama-like models; the generic pass runs any decoder of transformers through the
 with images. The generic pass is the reference of the fused one. Invariant: before a pass is used, its logits are compared with
 those of the model's own forward without a cache, and a pass that differs is refused.
 
-The generic pass knows how transformers uses a cache, and masks of four dimensions. It refuses models that keep another kind of
-state from token to token (recurrent models, linear attention) and encoder-decoder models. Does not know requests, sampling, or
-which sequence lies in which row.
+The generic pass knows masks of four dimensions, and leaves what a layer keeps to `row_cache.py`. It refuses models that keep
+something else from token to token, and encoder-decoder models. Does not know requests, sampling, or which sequence lies in which
+row.
+
+Recurrent layers (linear attention, Mamba, short convolutions) take no padding: a padded token would change the state. So prompts
+of different lengths are run in several passes, each with as many tokens of all its rows. Some models do not continue from a state
+with more than one token at a time; they are found by comparison, and continued token by token.
 
 The prefix cache compares tokens only. So each placeholder of an image is replaced by a negative key, computed from the contents
 of the image: two conversations share a prefix only where both tokens and images are the same. The model's own forward computes
@@ -17,6 +21,7 @@ an entire image in the pass that prefills its placeholders; no later pass needs 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -27,9 +32,9 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix
+from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix, StateShape
+from turnwise.engines.local.row_cache import RowCache, RowView, probe_layers, unsupported
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, narrow_window, output_layer_in_float32
 from turnwise.models.precision import autocast as bfloat16_autocast
@@ -50,6 +55,11 @@ class CachedForward(Protocol):
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
         """The shapes of the tensors that the cache must have."""
+        ...
+
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        """The states that the cache must have for each row; none without recurrent layers."""
         ...
 
     @property
@@ -114,6 +124,9 @@ def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedF
     try:
         with boundary("engine"):  # a model with other masks may raise any exception
             difference, limit = logit_difference(generic, model, autocast=autocast)
+            if difference > limit and generic.state_shapes:
+                generic.token_by_token = True
+                difference, limit = logit_difference(generic, model, autocast=autocast)
         if difference <= limit:
             return generic
         problem = f"its logits differ by {difference:.3g}, more than {limit:.3g}: {problem}"
@@ -138,7 +151,13 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast
     longest = 12 + _PROBE_WINDOW
     lengths = (longest, longest - 5)
     sequences = [(np.arange(length) * 7 + 3 + offset) % config.vocab_size for offset, length in enumerate(lengths)]
-    kv = KVCache(forward.kv_shapes, dtype=forward.kv_dtype, device=parameter.device, budget_bytes=1 << 40)
+    kv = KVCache(
+        forward.kv_shapes,
+        forward.state_shapes,
+        dtype=forward.kv_dtype,
+        device=parameter.device,
+        budget_bytes=1 << 40,
+    )
     kv.resize(3, longest)
     # two prefills and a decode step, over rows with a gap between them
     rows_N, split = np.array([0, 2]), 2
@@ -164,12 +183,15 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast
 
 def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.device) -> torch.Tensor:
     ids_1T = torch.from_numpy(tokens_T).to(device).unsqueeze(0)
-    return model(input_ids=ids_1T, attention_mask=torch.ones_like(ids_1T), use_cache=False).logits[0, -1].float()
+    return model(input_ids=ids_1T, use_cache=False).logits[0, -1].float()
 
 
 # Generic pass: any decoder of transformers
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+OTHER_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "mlp", "moe")
+"""Layers without a mask: recurrent ones, and those that keep nothing from token to token. Nothing else is known of other types,
+so they are refused: an attention that selects tokens may agree on the few tokens of the comparison."""
 WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 """Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""
 
@@ -177,18 +199,28 @@ WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 class GenericForward:
     """Keys and values of a layer are two cache tensors, because their shapes may differ."""
 
+    token_by_token = False
+    """Whether sequences are continued by one token at a time, because the model does not continue from a state with more."""
+
     def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
         self._copy = Bfloat16Linears(model) if autocast else None
         self._model: PreTrainedModel = model if self._copy is None else self._copy.model
         self._config = model.config.get_text_config()
-        self._layer_types = _layer_types(model)
-        self._kv_shapes = _probe_kv_shapes(model)
+        self._attention_types = _attention_types(model)
         self._device = next(model.parameters()).device
         self._dtype = torch.bfloat16 if autocast else next(model.parameters()).dtype
+        _check_masks(model)
+        with self.inference():
+            self._layers = probe_layers(self._model)
+        self._arguments = inspect.signature(model.forward).parameters
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
-        return self._kv_shapes
+        return [shape for layer in self._layers for shape in layer.keys_and_values]
+
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        return [shape for layer in self._layers for _, _, shape in layer.states]
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -219,9 +251,33 @@ class GenericForward:
             self._copy.free()
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
-        longest = max(len(tokens) for tokens in tokens_N)
-        padded_NT = np.stack([np.pad(tokens, (0, longest - len(tokens))) for tokens in tokens_N])
-        self._run(kv, rows_N, starts_N, np.array([len(tokens) for tokens in tokens_N]), padded_NT)
+        lengths_N = np.array([len(tokens) for tokens in tokens_N])
+        padded_NT = np.stack([np.pad(tokens, (0, int(lengths_N.max()) - len(tokens))) for tokens in tokens_N])
+        if not kv.states:
+            self._run(kv, rows_N, starts_N, lengths_N, padded_NT)
+            return
+        for rows, columns in self._without_padding(starts_N, lengths_N):
+            tokens_NT = padded_NT[rows, columns]
+            self._run(
+                kv, rows_N[rows], starts_N[rows] + columns.start, np.full(len(tokens_NT), tokens_NT.shape[1]), tokens_NT
+            )
+
+    def _without_padding(self, starts_N: np.ndarray, lengths_N: np.ndarray) -> Iterator[tuple[np.ndarray, slice]]:
+        """The passes that compute sequences of different lengths without padding: (sequences, columns of the tokens).
+
+        Lengths 5, 2 and 5: columns 0 and 1 of all three, then columns 2 to 4 of the first and the last.
+        """
+        done_N = np.zeros_like(lengths_N)
+        while (left := np.flatnonzero(done_N < lengths_N)).size:
+            start = int(done_N[left].min())
+            rows = left[done_N[left] == start]
+            stop = int(lengths_N[rows].min())
+            if self.token_by_token:
+                fresh = rows[starts_N[rows] + start == 0]
+                rows = fresh if fresh.size else rows
+                stop = int(lengths_N[rows].min()) if fresh.size else start + 1
+            yield rows, slice(start, stop)
+            done_N[rows] = stop
 
     def decode(
         self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
@@ -257,7 +313,7 @@ class GenericForward:
         length = int((starts_N + lengths_N).max())
         valid_NT = steps_T < lengths_N[:, None]
         contiguous = np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0])
-        view = _RowView(
+        view = RowView(
             rows_N=self._tensor(rows_N),
             rows=slice(int(rows_N[0]), int(rows_N[-1]) + 1) if contiguous else None,
             write_rows_M=self._tensor(rows_N[np.nonzero(valid_NT)[0]]),
@@ -269,111 +325,59 @@ class GenericForward:
         position_ids = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
         if model_inputs is None:
             model_inputs = {"input_ids": self._tensor(tokens_NT.astype(np.int64))}
-        output = self._model(
-            **model_inputs,
-            position_ids=self._tensor(position_ids),
-            attention_mask=self._mask(index_NT, length),
-            past_key_values=_RowCache(kv, view),
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-        )
+        cache = RowCache(kv, self._layers, view)
+        arguments: dict[str, Any] = {
+            "position_ids": self._tensor(position_ids),
+            "attention_mask": self._mask(index_NT, length) if kv.tensors else None,
+            "past_key_values": cache,
+            "cache_params": cache,  # of models without attention
+        }
+        arguments = {name: value for name, value in arguments.items() if name in self._arguments}
+        output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
+        cache.write_back()
         return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
 
-    def _mask(self, index_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor]:
+    def _mask(self, index_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor | None]:
         """The additive mask [N, 1, T, L]; a mask for each layer type if the model has several."""
         keys_L = np.arange(length)
         causal_NTL = keys_L <= index_NT[:, :, None]
-        masks = {}
-        for layer_type in set(self._layer_types):
+        masks: dict[str, torch.Tensor | None] = {}
+        for layer_type in self._attention_types:
             visible_NTL = causal_NTL
             if layer_type == "sliding_attention":
                 visible_NTL = causal_NTL & (keys_L > index_NT[:, :, None] - self._config.sliding_window)
+            if layer_type == "chunked_attention":
+                chunk = self._config.attention_chunk_size
+                visible_NTL = causal_NTL & (keys_L // chunk == index_NT[:, :, None] // chunk)
             visible = self._tensor(visible_NTL).unsqueeze(1)
             # the lowest number and not -inf: padding may see no key in its window, and a softmax over -inf alone is NaN
             zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
             masks[layer_type] = zeros.masked_fill_(~visible, torch.finfo(self._dtype).min)
-        return masks[self._layer_types[0]] if len(masks) == 1 and not self._takes_masks_by_type() else masks
-
-    def _takes_masks_by_type(self) -> bool:
-        return "sliding_attention" in (getattr(self._config, "layer_types", None) or ())
+        by_type = set(getattr(self._config, "layer_types", None) or ())
+        if not by_type & {"sliding_attention", "chunked_attention"}:
+            return masks[self._attention_types[0]]
+        return {**dict.fromkeys(by_type), **masks}
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class _RowView:
-    """Where one pass writes and reads in the cache. M counts the tokens of the pass without padding."""
-
-    rows_N: torch.Tensor
-    rows: slice | None
-    """The rows as a slice, if they are contiguous: reading them then copies nothing."""
-    write_rows_M: torch.Tensor
-    write_index_M: torch.Tensor
-    valid: tuple[torch.Tensor, ...]
-    """Indices (n, t) of the M tokens in the padded batch."""
-    length: int
-    """Tokens of the longest row, new tokens included."""
-
-
-class _RowLayer(CacheLayerMixin):
-    """The keys and values of one layer, with the interface of transformers' cache layers."""
-
-    def __init__(self, view: _RowView, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self._view = keys, values, view
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the tensors exist."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        """Write the new keys and values [N, K, T, D] and return those of the rows so far [N, K, L, D]."""
-        return self._write_and_read(self.keys, key_states), self._write_and_read(self.values, value_states)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._view.length, 0
-
-    def get_seq_length(self) -> int:
-        return self._view.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def _write_and_read(self, tensor: torch.Tensor | None, states_NKTD: torch.Tensor) -> torch.Tensor:
-        assert tensor is not None
-        view = self._view
-        # all new keys are written before any is read: the tokens of a pass attend to each other through the cache
-        states_MKD = states_NKTD.transpose(1, 2)[view.valid].to(tensor.dtype)
-        tensor[0].transpose(1, 2)[view.write_rows_M, view.write_index_M] = states_MKD
-        window = tensor[0, :, :, : view.length]
-        return window.index_select(0, view.rows_N) if view.rows is None else window[view.rows]
-
-
-class _RowCache(Cache):
-    """The rows of one pass, as transformers' cache."""
-
-    def __init__(self, kv: KVCache, view: _RowView) -> None:
-        pairs = zip(kv.tensors[::2], kv.tensors[1::2], strict=True)
-        super().__init__(layers=[_RowLayer(view, keys, values) for keys, values in pairs])
-
-
-def _layer_types(model: PreTrainedModel) -> list[str]:
-    """The attention type of each layer. Raises EngineError if a layer has no attention over keys and values."""
+def _attention_types(model: PreTrainedModel) -> list[str]:
+    """The kinds of attention in the model. Raises EngineError if a layer is of an unknown kind."""
     config = model.config.get_text_config()
-    layer_types = list(getattr(config, "layer_types", None) or [])
+    if model.config.is_encoder_decoder:
+        raise unsupported(model, "it has an encoder, and the cache holds what decoders keep only")
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if unknown := sorted(layer_types - {*ATTENTION_TYPES, *OTHER_TYPES}):
+        known = ", ".join((*ATTENTION_TYPES, *OTHER_TYPES))
+        raise unsupported(model, f"it has layers of the type {', '.join(unknown)}; known types are {known}")
     if not layer_types:
-        sliding = getattr(config, "sliding_window", None) is not None
-        layer_types = ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-    unknown = sorted(set(layer_types) - set(LAYER_TYPES))
-    if unknown or model.config.is_encoder_decoder:
-        problem = f"layers of the type {', '.join(unknown)}" if unknown else "an encoder"
-        raise _unsupported(model, f"it has {problem}, and the cache holds keys and values of decoders only")
-    return layer_types
+        return ["sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"]
+    return [name for name in ATTENTION_TYPES if name in layer_types] or ["full_attention"]
 
 
-def _probe_kv_shapes(model: PreTrainedModel) -> tuple[KVShape, ...]:
-    """Run three tokens to see what the model caches: the shapes of keys and of values of each layer, in turn."""
+def _check_masks(model: PreTrainedModel) -> None:
+    """Raise EngineError if the model's attention does not take our masks, or ignores something of the model."""
     if model.config._attn_implementation not in WITH_4D_MASK:
         raise EngineError(
             f"the model's attention is {model.config._attn_implementation}, which takes no mask of four dimensions. "
@@ -384,28 +388,6 @@ def _probe_kv_shapes(model: PreTrainedModel) -> tuple[KVShape, ...]:
             f"{type(model).__name__} uses {', '.join(ignored)} in its attention, which {model.config._attn_implementation} "
             'ignores. Load the model with attn_implementation="eager"'
         )
-    ids = torch.zeros((1, 3), dtype=torch.long, device=next(model.parameters()).device)
-    with torch.no_grad():
-        output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
-    cache = output.get("past_key_values")
-    if not isinstance(cache, Cache):
-        raise _unsupported(model, "it returns no key-value cache (a recurrent model?)")
-    shapes = []
-    for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer) or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise _unsupported(model, f"one of its layers caches a {type(layer).__name__}, not keys and values")
-        assert layer.keys is not None
-        assert layer.values is not None
-        for states in (layer.keys, layer.values):
-            shapes.append(KVShape(parts=1, heads=states.shape[1], head_dim=states.shape[3]))
-    return tuple(shapes)
-
-
-def _unsupported(model: PreTrainedModel, reason: str) -> EngineError:
-    return EngineError(
-        f"the embedded engine cannot run {type(model).__name__}: {reason}. Use another model, or serve this model with another "
-        f"engine"
-    )
 
 
 # Vision pass: prompts that hold images, and the positions of the tokens after them
@@ -483,6 +465,11 @@ class VisionForward(GenericForward):
             self._verify(next(prompt for prompt in prompts_N if prompt is not None))
             self._verified = True
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
+        if kv.states and len(set(lengths_N.tolist())) > 1:  # no padding: one sequence after the other
+            for n, tokens in enumerate(tokens_N):
+                one = slice(n, n + 1)
+                self.prefill_with_images(kv, rows_N[one], starts_N[one], [tokens], prompts_N[one])
+            return
         token_NT = np.zeros((len(tokens_N), int(lengths_N.max())), dtype=np.int64)
         token_types_NT = np.zeros_like(token_NT)
         position_3NT = np.zeros((3, *token_NT.shape), dtype=np.int64)
@@ -539,7 +526,7 @@ class VisionForward(GenericForward):
         """
         token_1T, media = prompt.token_ids_N[None].astype(np.int64), prompt.media
         token_types_1T = self._adapter.token_types(prompt.token_ids_N, media)[None]
-        kv = KVCache(self.kv_shapes, dtype=self._dtype, device=self._device, budget_bytes=1 << 40)
+        kv = KVCache(self.kv_shapes, self.state_shapes, dtype=self._dtype, device=self._device, budget_bytes=1 << 40)
         kv.resize(1, token_1T.shape[1])
         zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
         # the first token of an image: its logits show whether it attends to the tokens after it

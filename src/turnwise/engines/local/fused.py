@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
-from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix
+from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix, StateShape
 from turnwise.models.cpu import PackedLayers, fewest_rows, is_packed, onednn_linear, packed_bytes
 from turnwise.models.lora import LinearAdapter, linear_adapter
 from turnwise.models.precision import Bfloat16Linears
@@ -478,6 +478,10 @@ class FusedForward:
         self._rotary_table = (torch.zeros(0), torch.zeros(0))
         # (rows_B, shape of the cache tensors, flat index of the first token of each row) of the last decode step
         self._decode_index: tuple[np.ndarray, tuple[int, ...], torch.Tensor] | None = None
+
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        return ()
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:

@@ -1,9 +1,9 @@
 """Continuous batching: a step starts waiting requests, prefills them, and samples one token for each running request.
 
-No token is prefilled twice. A request continues the slot of its conversation, or copies the longest prefix that another slot
-holds. If a request shares a longer prefix with another request of the same round, it waits for the next round. Example: 16
-prompts with a common system prompt, 8 samples each. Round 1 prefills one prompt; round 2 prefills what differs in the other 15
-prompts; round 3 starts the other samples by copying.
+No token is prefilled twice, unless the state of a recurrent layer was lost. A request continues the slot of its conversation, or
+copies the longest prefix that another slot holds. If a request shares a longer prefix with another request of the same round, it
+waits for the next round. Example: 16 prompts with a common system prompt, 8 samples each. Round 1 prefills one prompt; round 2
+prefills what differs in the other 15 prompts; round 3 starts the other samples by copying.
 
 Running requests are arrays. Work for each token is done on entire arrays; only a request that ends, or that has stop texts, is
 handled individually. Sampling takes one number of a counter-based random stream for each token, and the inverse of the
@@ -97,6 +97,8 @@ class RequestLimits:
     """Tokens that fit into the memory budget of the KV cache."""
     token_bytes: int
     """Bytes that a token takes in the KV cache."""
+    row_bytes: int
+    """Bytes that a conversation takes besides: the states of recurrent layers."""
     can_decode: bool
     """Whether the engine can turn token ids into text, which stop texts need."""
 
@@ -122,7 +124,7 @@ class RequestLimits:
         max_tokens = min(sampling.max_tokens, self.context - length)
         needed = length + max_tokens
         if needed > self.cache_tokens:
-            gigabytes = needed * self.token_bytes / 2**30
+            gigabytes = (needed * self.token_bytes + self.row_bytes) / 2**30
             raise EngineError(
                 f"the prompt has {length} tokens and may be continued by {max_tokens}, but the cache has room for "
                 f"{self.cache_tokens} at most. Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
@@ -194,6 +196,8 @@ class _Round:
     started: list[tuple[int, PendingRequest]] = field(default_factory=list)
     """(slot, request)"""
     copies: list[_Copy] = field(default_factory=list)
+    states: list[tuple[int, PrefixMatch]] = field(default_factory=list)
+    """(slot, which state it begins with) of the slots that do not go on from their current one."""
     sources: dict[bytes, PrefixMatch] = field(default_factory=dict)
     """By the tokens of a prompt: the slot from which it is copied entirely. Other samples of the prompt need no search."""
     prefill_tokens: int = 0
@@ -252,7 +256,8 @@ class Scheduler:
         prefix_N = tokens_N[:-1]
         conversation = request.request.conversation
         own_slot = cache.idle_slot_of(conversation)
-        own_tokens = cache.common_prefix(own_slot, prefix_N) if own_slot != FREE else 0
+        own = cache.own_prefix(own_slot, prefix_N) if own_slot != FREE else PrefixMatch()
+        own_tokens = own.tokens
         enough = own_tokens + MIN_COPY_TOKENS
         if key in plan.sources:
             source, in_round = plan.sources[key], PrefixMatch()
@@ -270,7 +275,7 @@ class Scheduler:
         if slot is None:
             return _Placement.NO_ROOM
         cached = max(own_tokens, source.tokens)
-        if request.vision_prompt is not None:
+        if request.vision_prompt is not None and not cache.kv.states:  # a state is never inside an image
             cached = request.vision_prompt.snap_to_image_edge(cached)
         if request.cached_tokens is None:  # and not when it starts again after it was preempted
             request.cached_tokens = cached
@@ -281,6 +286,9 @@ class Scheduler:
             plan.copies.append(_Copy(source.slot, slot, own_tokens if slot == own_slot else 0, cached))
             if source.tokens == len(prefix_N):
                 plan.sources[key] = source
+        begins_with = source if source.slot != FREE else own
+        if cached == 0 or begins_with.slot != slot or begins_with.state != 0:
+            plan.states.append((slot, begins_with if cached else PrefixMatch()))
         cache.start_request(slot, conversation, prefix_N, cached)
         plan.prefill_tokens += len(prefix_N) - cached
         plan.started.append((slot, request))
@@ -304,6 +312,18 @@ class Scheduler:
         for copies in (new, own):
             if copies:
                 self._copy(copies)
+        if self._cache.kv.states:
+            self._begin_states(plan.states)
+
+    def _begin_states(self, states: Sequence[tuple[int, PrefixMatch]]) -> None:
+        """Give rows the recurrent states that their sequences begin with."""
+        cache = self._cache
+        if others := [(slot, state) for slot, state in states if state.slot != FREE]:
+            rows = [(state.state, int(cache.row_S[state.slot]), int(cache.row_S[slot])) for slot, state in others]
+            cache.kv.load_states(*zip(*rows, strict=True))
+        # after that: a slot that begins anew may be the source of another
+        if new := [slot for slot, state in states if state.slot == FREE]:
+            cache.kv.clear_states(cache.row_S[new].tolist())
 
     def _copy(self, copies: Sequence[_Copy]) -> None:
         """Make these copies at the same time. Further tokens may be copied, too: they are equal, or overwritten later."""
@@ -326,6 +346,8 @@ class Scheduler:
             unfinished = [prompt for prompt in unfinished if prompt.end > length_S[prompt.slot]]
         for prompt in prompts:
             self._cache.finish_prefill(prompt.slot, prompt.end)
+        if self._cache.kv.states:
+            self._cache.save_states([prompt.slot for prompt in prompts])
 
     def _take_chunk(self, prompts: list[_Prefill]) -> list[_Prefill]:
         """The first prompts, in ascending order of length, that fit into one prefill pass."""

@@ -1,0 +1,217 @@
+"""Models with recurrent layers in the embedded engine: what is sampled is what one pass over the whole sequence says.
+
+The conversations of `hold` share prompts in groups, have turns and bridges of different lengths, are cut back inside a turn, and
+go back to their first prompt: every way in which a cache that cannot be shortened may be wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from support.hybrids import CONFIGS, TOKEN_BY_TOKEN, VOCABULARY, hybrid
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.cache import BLOCK, SNAPSHOTS, KVCache, KVShape, PrefixCache, StateShape
+from turnwise.errors import EngineError
+from turnwise.types import Request, Sampling
+
+QUICK = ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1", "jamba", "llama4"]
+"""One of each kind of layers: linear attention, convolutions, Mamba-2, both in one layer, Mamba-1, chunks."""
+FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS]
+
+
+@dataclass
+class Sampled:
+    """A completion, and the conversation up to its end."""
+
+    tokens: list[int]
+    start: int
+    logprobs: list[float]
+    cached: int
+    prompt: int
+
+
+def random_tokens(random: np.random.Generator, low: int, high: int) -> list[int]:
+    return random.integers(3, VOCABULARY, int(random.integers(low, high))).tolist()
+
+
+async def converse(engine: LocalEngine, number: int, prompt: list[int], turns: int) -> list[Sampled]:
+    random, tokens, sampled = np.random.default_rng(number), list(prompt), []
+    for turn in range(turns):
+        sampling = Sampling(max_tokens=int(random.integers(3, 9)), temperature=1.0)
+        completion = await engine.generate(
+            Request(conversation=f"c{number}", token_ids=list(tokens), sampling=sampling, seed=100 * number + turn)
+        )
+        start = len(tokens)
+        tokens += completion.token_ids
+        sampled.append(
+            Sampled(list(tokens), start, list(completion.logprobs), completion.cached_tokens, completion.prompt_tokens)
+        )
+        if turn == 1 and number % 3 == 0:
+            tokens = tokens[: start + 1]  # cut inside the turn
+        if turn == 2 and number % 4 == 1:
+            tokens = list(prompt)  # what came after the prompt is rewritten
+        tokens += random_tokens(random, 1, 9)
+    engine.release(f"c{number}")
+    return sampled
+
+
+def hold(model: PreTrainedModel, *, conversations: int = 8, turns: int = 4, rows: int | None = None) -> list[Sampled]:
+    """Conversations in groups of four, all at the same time. `rows`: the memory that so many long conversations need."""
+
+    async def run() -> list[Sampled]:
+        engine = LocalEngine(model, threads=1)
+        if rows is not None:
+            kv = engine._core.cache.kv
+            engine = LocalEngine(model, threads=1, memory_gb=rows * (kv.row_bytes + 100 * kv.token_bytes) / 2**30)
+        random = np.random.default_rng(0)
+        prompts = [random_tokens(random, 9, 40) for _ in range(-(-conversations // 4))]
+        held = await asyncio.gather(*(converse(engine, n, prompts[n // 4], turns) for n in range(conversations)))
+        if rows is not None:
+            assert engine.stats.evictions + engine.stats.preemptions > 0
+            assert engine.cache_bytes <= rows * (kv.row_bytes + 100 * kv.token_bytes)
+        await engine.close()
+        return [one for conversation in held for one in conversation]
+
+    return asyncio.run(run())
+
+
+def largest_difference(model: PreTrainedModel, sampled: list[Sampled]) -> float:
+    """Between the log-probabilities of sampled tokens and those of a pass over the whole sequence without a cache."""
+    differences = []
+    for one in sampled:
+        ids = torch.tensor([one.tokens])
+        with torch.no_grad():
+            all_TV = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        own_N = all_TV[one.start - 1 : -1].gather(1, ids[0, one.start :, None]).squeeze(1)
+        differences.append((own_N - torch.tensor(one.logprobs)).abs().max().item())
+    return max(differences)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_conversations_of_many_turns_are_sampled_from_what_one_pass_says(family: str) -> None:
+    model = hybrid(family)
+    assert largest_difference(model, hold(model)) < 2e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_generate(family: str) -> None:
+    model, prompt = hybrid(family), [5, 9, 17, 33, 60, 4, 21]
+    ids = torch.tensor([prompt])
+    own = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+
+    async def ask() -> list[int]:
+        engine = LocalEngine(model, threads=1, context=128)
+        completion = await engine.generate(
+            Request(conversation="a", token_ids=prompt, sampling=Sampling(max_tokens=12, temperature=0.0), seed=0)
+        )
+        await engine.close()
+        return completion.token_ids
+
+    assert asyncio.run(ask()) == own[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
+def test_evicted_and_preempted_conversations_are_computed_again(family: str) -> None:
+    model = hybrid(family)
+    assert largest_difference(model, hold(model, rows=3)) < 2e-5
+
+
+def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> None:
+    model, prompt = hybrid("qwen3_5"), list(range(3, 43))
+
+    async def run() -> list[tuple[int, int]]:
+        engine = LocalEngine(model, threads=1)
+
+        def ask(conversation: str, token_ids: list[int], seed: int) -> Request:
+            sampling = Sampling(max_tokens=5, temperature=1.0)
+            return Request(conversation=conversation, token_ids=token_ids, sampling=sampling, seed=seed)
+
+        first = await asyncio.gather(*(engine.generate(ask(f"{n}", prompt, n)) for n in range(3)))
+        tokens = [*prompt, *first[0].token_ids, 50, 51, 52]
+        second = await engine.generate(ask("0", tokens, 0))
+        # a fourth sample, when the state after the prompt is no longer the current one of any slot
+        late = await engine.generate(ask("3", prompt, 9))
+        # the second turn is cut after two tokens and goes on otherwise: from the second prompt, whose last token is not computed
+        cut = [*tokens, *second.token_ids[:2], 60, 61]
+        edited = await engine.generate(ask("0", cut, 0))
+        await engine.close()
+        return [(one.cached_tokens, one.prompt_tokens) for one in (*first, second, late, edited)]
+
+    cached = asyncio.run(run())
+    # what the first slot has after its turn: the prompt, and the sampled tokens but the last
+    assert cached == [(0, 40), (39, 40), (39, 40), (44, 48), (39, 40), (47, 52)]
+
+
+def test_models_that_do_not_continue_from_a_state_are_run_token_by_token() -> None:
+    for family in ("qwen3_5", "jamba"):
+        engine = LocalEngine(hybrid(family), threads=1)
+        assert engine._core.forward.token_by_token == (family in TOKEN_BY_TOKEN)  # type: ignore[attr-defined]
+
+
+def test_memory_smaller_than_one_state_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"memory_gb is .*recurrent states of one conversation of Qwen3_5ForCausalLM"):
+        LocalEngine(hybrid("qwen3_5"), threads=1, memory_gb=1e-6)
+
+
+def cache_of_states() -> PrefixCache:
+    shapes, states = [KVShape(1, 1, 1)], [StateShape((1,), torch.float32)]
+    kv = KVCache(shapes, states, dtype=torch.float32, device=torch.device("cpu"), budget_bytes=1 << 20)
+    return PrefixCache(kv, num_slots=4, context=512)
+
+
+def prefill(cache: PrefixCache, conversation: str, tokens_N: np.ndarray, state: float) -> int:
+    slot = cache.allocate(len(tokens_N), ())
+    assert slot is not None
+    cache.start_request(slot, conversation, tokens_N, 0)
+    cache.kv.states[0][0, cache.row_S[slot]] = state
+    cache.finish_prefill(slot, len(tokens_N))
+    cache.save_states([slot])
+    return slot
+
+
+def test_a_prefix_is_reused_only_where_a_state_is() -> None:
+    cache, tokens_N = cache_of_states(), np.arange(100, dtype=np.int32)
+    slot = prefill(cache, "a", tokens_N[:50], 50.0)
+    cache.length_S[slot] = 60  # sampled
+    cache.tokens_SC[slot, :60] = tokens_N[:60]
+    cache.finish_request(slot)
+    found = [cache.longest_prefix(tokens_N[:length])[0] for length in (49, 50, 59, 60, 100)]
+    assert [(match.tokens, match.state) for match in found] == [(0, 0), (50, 1), (50, 1), (60, 0), (60, 0)]
+    assert cache.longest_prefix(np.append(tokens_N[:55], 7))[0].tokens == 50
+    own = [cache.own_prefix(slot, tokens_N[:length]) for length in (BLOCK, 50, 59, 60, 61)]
+    assert [(match.tokens, match.state) for match in own] == [(0, 0), (50, 1), (50, 1), (60, 0), (60, 0)]
+
+
+def test_states_move_with_their_rows() -> None:
+    cache = cache_of_states()
+    slots = [prefill(cache, name, np.arange(20, dtype=np.int32) + 40 * n, float(n)) for n, name in enumerate("abc")]
+    cache.compact([slots[2]])
+    assert cache.row_S[slots[2]] == 0
+    states = [cache.kv.states[0][kept, cache.row_S[slot], 0].item() for slot in slots for kept in (0, 1)]
+    assert states == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+    cache.ensure_capacity(300)
+    states = [cache.kv.states[0][kept, cache.row_S[slot], 0].item() for slot in slots for kept in (0, 1)]
+    assert states == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_memory_counts_states_and_their_snapshots() -> None:
+    kv = KVCache(
+        [KVShape(2, 1, 4)],
+        [StateShape((3, 5), torch.float32), StateShape((2,), torch.bfloat16)],
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        budget_bytes=10_000,
+    )
+    assert kv.row_bytes == (1 + SNAPSHOTS) * (60 + 4)
+    kv.resize(4, 10)
+    assert kv.bytes == 4 * (10 * 32 + kv.row_bytes)
+    assert kv.max_rows(100) == 10_000 // (100 * 32 + kv.row_bytes)
+    assert kv.max_capacity() == (10_000 - kv.row_bytes) // 32
