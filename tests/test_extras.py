@@ -20,6 +20,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*
 NAMED = re.compile(r"turnwise\[([^\]{}]+)\]")
 LIBRARIES = {
     "8bit": "bitsandbytes", "completion": "argcomplete", "data": "datasets", "gym": "gymnasium", "http": "aiohttp",
+    "hybrid": "flash-linear-attention",
     "lora": "peft", "math": "math-verify", "mcp": "mcp", "mlflow": "mlflow-skinny", "pandas": "pandas",
     "search": "starlette", "serve": "starlette", "swanlab": "swanlab", "tensorboard": "tensorboard", "trackio": "trackio",
     "view": "starlette", "vision": "pillow", "wandb": "wandb", "weave": "weave", "otlp": "opentelemetry-sdk",

@@ -77,6 +77,28 @@ def _forward(forward: Callable[..., Any], *arguments: Any, **options: Any) -> An
 
 _log = logging.getLogger(__name__)
 
+
+class _KernelNotices(logging.Filter):
+    """One line of ours in place of the library's lines about each kernel of a recurrent layer that it replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if "reference PyTorch implementation" not in record.getMessage():
+            return True
+        if not self._said and torch.cuda.is_available():
+            _log.warning(
+                "recurrent layers are computed in plain PyTorch, which is right, and slow on a GPU: "
+                "pip install 'turnwise[hybrid]' (flash-linear-attention, causal-conv1d)"
+            )
+        self._said = True
+        return False
+
+
+logging.getLogger("transformers.integrations.hub_kernels").addFilter(_KernelNotices())
+
 _SHOWN = 3
 """Maximum number of weight names in an error message."""
 

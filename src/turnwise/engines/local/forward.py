@@ -341,7 +341,7 @@ class GenericForward:
         """The additive mask [N, 1, T, L]; a mask for each layer type if the model has several."""
         keys_L = np.arange(length)
         causal_NTL = keys_L <= index_NT[:, :, None]
-        masks: dict[str, torch.Tensor | None] = {}
+        masks: dict[str, torch.Tensor] = {}
         for layer_type in self._attention_types:
             visible_NTL = causal_NTL
             if layer_type == "sliding_attention":
