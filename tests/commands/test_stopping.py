@@ -79,7 +79,13 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda one: str(one)
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_and_without_children(
     recipe: Path, number: signal.Signals, status: int
@@ -102,6 +108,7 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_without_children(
     assert [pid for pid in children if alive(pid)] == []
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_does_not_end_a_run(recipe: Path) -> None:
     started = start(recipe, "train.steps=3", stdout=subprocess.PIPE)
     assert started.stdout is not None
@@ -149,7 +156,7 @@ class SlowToClose:
 @pytest.mark.parametrize(
     ("wait", "every"),
     [
-        pytest.param("await asyncio.sleep(20)", 1, id="waiting"),
+        pytest.param("await asyncio.sleep(20)", 1, id="waiting", marks=pytest.mark.slow),
         pytest.param("time.sleep(20)", 1, id="blocking", marks=pytest.mark.slow),
         pytest.param("await asyncio.to_thread(time.sleep, 20)", 400, id="in a thread", marks=pytest.mark.slow),
     ],
@@ -215,7 +222,7 @@ class Last:
         pytest.param("threading.Thread(target=wait).start()", 2, 130, marks=pytest.mark.slow),
         pytest.param("atexit.register(wait)", 1, 0, marks=pytest.mark.slow),
         ("atexit.register(wait)", 2, 130),
-        ("builtins.last = Last()", 1, 0),
+        pytest.param("builtins.last = Last()", 1, 0, marks=pytest.mark.slow),
     ],
 )
 def test_ctrl_c_while_the_interpreter_exits_prints_no_traceback(
@@ -259,7 +266,7 @@ torch.nn.modules.module.register_module_forward_pre_hook(slow)
 """
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("staleness", [pytest.param(n, marks=pytest.mark.slow) for n in (0, 1)])
 def test_a_signal_takes_effect_between_two_micro_batches(recipe: Path, staleness: int) -> None:
     recipe.with_name("user.py").write_text(USER.replace("@environment", f"{SLOW_TRAINING}\n@environment"))
     # 300 micro-batches of a second each

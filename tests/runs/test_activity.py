@@ -99,6 +99,7 @@ def test_a_long_step_prints_a_line_in_each_interval_where_there_is_no_terminal(r
     assert all(re.fullmatch(r"step 1: conversations \d of 6,( [\d,]+ tokens/s,)? \d+ s", line) for line in lines)
 
 
+@pytest.mark.slow
 def test_a_long_step_shows_its_parts_on_a_terminal(recipe: Path) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
@@ -127,7 +128,9 @@ def test_a_long_step_shows_its_parts_on_a_terminal(recipe: Path) -> None:
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is shown again
 
 
-@pytest.mark.parametrize("closed", ["stdout", "stderr", "both"])
+@pytest.mark.parametrize(
+    "closed", [pytest.param("stdout", marks=pytest.mark.slow), pytest.param("stderr", marks=pytest.mark.slow), "both"]
+)
 def test_a_run_goes_on_when_its_output_is_closed(recipe: Path, closed: str) -> None:
     recipe.with_name("wait").unlink()
     command = f"{sys.executable} -m turnwise train {recipe} train.steps=3"
