@@ -172,6 +172,7 @@ def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:
     assert "reference model" not in found
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_and_smaller_passes_keep_fewer_activations() -> None:
     deep = shape(num_hidden_layers=6)
     full, less, small = (
@@ -233,6 +234,7 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 def test_the_check_says_what_to_change_if_a_step_does_not_fit(model: Path) -> None:
     fits = memory_check(config(), str(model), section="train")
     assert fits.status == "ok"

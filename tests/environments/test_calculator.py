@@ -104,7 +104,7 @@ def test_whatever_is_asked_there_is_a_value_or_a_refusal_and_soon(expression: st
     started = time.perf_counter()
     with contextlib.suppress(ValueError):
         assert math.isfinite(float(calculate(expression)))
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 60
 
 
 def test_as_a_tool_it_tells_the_model_what_is_wrong() -> None:

@@ -123,5 +123,5 @@ def test_nothing_is_longer_than_a_million_characters() -> None:
     assert bounded("x" * LONGEST) == "x" * LONGEST
     started = time.perf_counter()
     text = bounded("x" * 10_000_000)
-    assert time.perf_counter() - started < 10
+    assert time.perf_counter() - started < 60
     assert text == "x" * 1_000_000 + "...(truncated: this is the first 1,000,000 of 10,000,000 characters)"

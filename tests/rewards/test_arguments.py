@@ -390,7 +390,7 @@ def test_a_sync_function_that_hangs_is_interrupted_and_fails_its_conversations(h
     }[form]()
     started = time.monotonic()
     assert run(scorer, group) == [[1.0, None] if form in ("trajectory", "turns") else [None, None]]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert error(group.trajectories[1]) == (
         "the reward function 'f' took longer than reward.timeout=0.05 and was interrupted: make it faster, or raise the limit"
     )

@@ -102,7 +102,7 @@ def test_reported_tokens_settle_the_estimate() -> None:
         started = time.perf_counter()
         ask(server.url, 1, **options)
         ask(server.url, 1, **options)
-        assert time.perf_counter() - started < 5
+        assert time.perf_counter() - started < 9
     assert len(server.asked) == 2
 
 

@@ -559,7 +559,7 @@ def test_a_generator_that_swallows_cancellation_is_abandoned_in_the_end(monkeypa
     began = time.monotonic()
     trajectory = hold(Says("a"), swallows, limits=Limits(seconds=0.2))
     assert trajectory.stop is Stop.DEADLINE
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 # code that leaves its place

@@ -600,7 +600,7 @@ def test_a_program_whose_output_is_closed_is_waited_for_and_ended() -> None:
 def test_processor_time_is_limited() -> None:
     ran = attempt("print('on')\nwhile True: pass", cpu_seconds=1)
     assert ran.text_for_model() == "on\n[exit status 152, SIGXCPU: the limit of processor time was reached]"
-    assert ran.seconds < 10
+    assert ran.seconds < 30
 
 
 def test_sleeping_is_limited_by_the_clock() -> None:
@@ -628,7 +628,7 @@ time.sleep(20)
 """
     ran = attempt(code, memory_mb=256)
     assert ran.stopped == "the processes of the program together used more than 256 MB of memory"
-    assert ran.seconds < 10
+    assert ran.seconds < 18
     assert processes_named(name) == []
 
 
@@ -685,7 +685,7 @@ def test_the_number_of_files_is_limited() -> None:
     code = "import os, time\nfor number in range(20_000):\n    os.mkdir(str(number))\ntime.sleep(20)"
     ran = attempt(code, files=500)
     assert ran.text_for_model() == "[stopped: the program created more than 500 files]"
-    assert ran.seconds < 10
+    assert ran.seconds < 30
 
 
 def test_open_files_are_limited() -> None:
