@@ -20,7 +20,7 @@ from turnwise.errors import HealthError, RolloutError
 from turnwise.models.model_config import rounding_of_ratios
 from turnwise.record.metrics import conversation_metrics, failures, mean, staleness_metrics, time_metrics
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.context import ConversationContext
 from turnwise.rollout.pipeline import TakenGroups
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.health import RunProblem
@@ -48,7 +48,7 @@ __all__ = ["TrainingRun", "assemble", "evaluate", "train"]
 
 async def evaluate(
     rows: Sequence[Row],
-    table: RolloutContext,
+    table: ConversationContext,
     scorer: Scorer,
     *,
     samples: int = 1,
@@ -104,7 +104,7 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
     report.begin(config, done=run.step, notes=run.notes)
     async with (
         contextlib.aclosing(run.environments),
-        closing(run.context.engine),
+        closing(run.runner),
         run.checkpoint_on_exit(),
         frozen_start_objects(),
         run.pipeline,
@@ -260,7 +260,7 @@ def _finish_step(
         **conversation_metrics(groups),
         **staleness_metrics(taken.trained, run.step),
         **time_metrics(groups),
-        **run.worker_metrics(),
+        **run.runner.metrics(),
         "groups/too_small": sum(active.too_small for active in taken.active),
         "loss": update and update.loss,
         "kl": update and update.kl,

@@ -126,7 +126,7 @@ def test_servers_with_other_log_probabilities_than_the_trainer_get_the_previous_
     recipe: Path, engine: str
 ) -> None:
     config = load(recipe, ["model.device=cpu"])[0]
-    rollouts = assembly.engine(config, assembly.renderer(config), updated=True)
+    rollouts = assembly.runner(config, assembly.renderer(config), updated=True)
     assert isinstance(rollouts, RayRollouts)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
     right = Probe(prompt=[5, 17, 300], tokens=24, logprobs=partial(token_logprobs, model), tolerance=1e-4)

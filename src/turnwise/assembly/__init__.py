@@ -5,7 +5,7 @@ Every object that a recipe names is imported and checked here, before a run begi
 
 from turnwise.assembly.conversations import (
     Environments,
-    EnvironmentSource,
+    conversation_context,
     endpoint_notes,
     environment_factory,
     evaluation_sampling,
@@ -24,9 +24,9 @@ from turnwise.assembly.engines import (
     engine,
     engine_model,
     longest_context,
-    publisher,
     read_scripts,
     refuse_what_needs_conversations_here,
+    runner,
     scripted_engine,
 )
 from turnwise.assembly.learners import (
@@ -44,10 +44,10 @@ from turnwise.assembly.learners import (
 from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
 
 __all__ = [
-    "EnvironmentSource",
     "Environments",
     "Scripts",
     "connect_engine",
+    "conversation_context",
     "conversation_host",
     "conversations",
     "credit",
@@ -68,7 +68,6 @@ __all__ = [
     "model_options",
     "normalization",
     "optimizer_config",
-    "publisher",
     "rank_options",
     "read_scripts",
     "refuse_for_endpoint",
@@ -77,6 +76,7 @@ __all__ = [
     "rollout_context",
     "row_order",
     "rows",
+    "runner",
     "sampled_model",
     "sampling",
     "scorer",

@@ -21,6 +21,7 @@ from turnwise.engines.engine import Engine
 from turnwise.environments.environment import (
     Environment,
     EnvironmentFactory,
+    EnvironmentSource,
     MessageCheck,
     SharesObject,
     ThreadedEnvironment,
@@ -32,11 +33,16 @@ from turnwise.local_paths import same_directory
 from turnwise.options.engines import OpenAIEngineSection
 from turnwise.options.schema import Config, ToolUse
 from turnwise.options.section import changed_options
-from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.context import Limits, RolloutContext, TextContext
-from turnwise.rollout_server.client import RolloutClient
+from turnwise.rollout.context import (
+    ConversationContext,
+    ConversationRunner,
+    EngineRunner,
+    Limits,
+    RolloutContext,
+    TextContext,
+)
 from turnwise.services.chat import ChatEndpoint, EndpointOptions
 from turnwise.types import Sampling, ToolSchema
 from turnwise.user_code.calls import NO_ASYNC, advise_threads
@@ -170,29 +176,10 @@ def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -
 
 # environments
 
-PutInFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
-
-
-@runtime_checkable
-class EnvironmentSource(Protocol):
-    """An object that a recipe can name instead of an environment. It is built once per run and makes the environments."""
-
-    def tools(self) -> Sequence[Tool]:
-        """The tools of its environments. They are checked before the run."""
-        ...
-
-    def make(self, in_front: PutInFront) -> Environment:
-        """A new environment. `in_front(tools, environment)` wraps an environment in these tools and the recipe's tools."""
-        ...
-
-    async def aclose(self) -> None:
-        """Close the resources that its environments share."""
-        ...
-
 
 @runtime_checkable
 class UsesContext(Protocol):
-    """An EnvironmentSource whose environments need what the run's conversations share, such as the renderer and the limits."""
+    """An `EnvironmentSource` whose environments need what the run's conversations share, such as the renderer and the limits."""
 
     def use_context(self, context: RolloutContext) -> RolloutContext:
         """Called before the first conversation with a context. Returns the context that the conversations get, usually the
@@ -395,33 +382,44 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
     )
 
 
-def rollout_context(
+def conversation_context(
     config: Config,
     renderer: Renderer,
-    engine: Engine,
+    runner: ConversationRunner,
     environments: Environments,
     *,
     longest: int | None,
     sampled: Sampling | None = None,
-) -> RolloutContext:
-    """The shared context of the recipe's conversations. `longest` is the model's longest context in tokens, if known; `sampled`
-    is the distribution that the conversations sample from, if it is not that of training.
+) -> ConversationContext:
+    """The shared context of the recipe's conversations, wherever `runner` runs them. `longest` is the model's longest context in
+    tokens, if known; `sampled` is the distribution that the conversations sample from, if it is not that of training.
 
     Raises ConfigError if the recipe's limits exceed it.
     """
-    context = RolloutContext(
-        engine=engine,
-        renderer=renderer,
+    shared = _shared_context(config, environments, longest, sampled or sampling(config))
+    context = runner.context(shared, renderer, config.thinking)
+    return environments.use_context(context) if isinstance(context, RolloutContext) else context
+
+
+def rollout_context(
+    config: Config, renderer: Renderer, engine: Engine, environments: Environments, *, longest: int | None
+) -> RolloutContext:
+    """The `conversation_context` of conversations in this process, whose tokens `engine` samples."""
+    shared = _shared_context(config, environments, longest, sampling(config))
+    return environments.use_context(EngineRunner(engine).context(shared, renderer, config.thinking))
+
+
+def _shared_context(
+    config: Config, environments: Environments, longest: int | None, sampled: Sampling
+) -> ConversationContext:
+    """What conversations share wherever they run."""
+    return ConversationContext(
         make_environment=environments,
-        sampling=sampled or sampling(config),
+        sampling=sampled,
         limits=limits(config, longest=longest),
-        thinking=config.thinking,
         max_concurrent=config.max_concurrent,
         lockstep=config.deterministic,
-        make_runner=engine.make_runner if isinstance(engine, RolloutClient | RayRollouts) else None,
-        runner_supports_lockstep=not isinstance(engine, RayRollouts),
     )
-    return environments.use_context(context)
 
 
 # the context of conversations with an endpoint

@@ -29,10 +29,10 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine
 from turnwise.data.images import media_kind, media_value
 from turnwise.engines import scripted
-from turnwise.engines.engine import CopiedWeights, Engine, SharedWeights, WeightPublisher
+from turnwise.engines.engine import Engine
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpLimits, HttpServer
-from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
+from turnwise.engines.remote.publisher import ProbeOptions
 from turnwise.engines.remote.server_process import devices_of_servers, visible_devices
 from turnwise.engines.remote.servers import Owner, Replica, ServerApi
 from turnwise.engines.remote.weights import Backend, WeightCopies, WeightFiles, WeightStore
@@ -52,11 +52,10 @@ from turnwise.ray_workers.ray_api import RAY_ADDRESS, ActorOptions
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.ray_workers.rollouts import PoolOptions, RayOptions, RayRollouts
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.context import RolloutContext
-from turnwise.rollout_server.client import RolloutClient, ServerOptions, ServerWeights, trainer_name
+from turnwise.rollout.context import ConversationRunner, EngineRunner, RolloutContext
+from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
 from turnwise.rollout_server.wire import LoadAdapter, base_weights, processor_fingerprint, served_options
 from turnwise.training import fingerprint
-from turnwise.training.learner import Learner
 from turnwise.types import Row
 from turnwise.version import __version__
 
@@ -94,6 +93,8 @@ def server_engine(
         version=version,
         patience=options.start_timeout,
         context=config.limits.context or longest_context(config),
+        probe=_probe_options(config),
+        sleeps=options.sleep,
     )
 
 
@@ -165,20 +166,6 @@ def _servers(
         return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
     api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config), owner=owner)
     return api, _vllm_replicas(config, options, adapter=adapter)
-
-
-def publisher(config: Config, engine: Engine, learner: Learner, model: Any | None = None) -> WeightPublisher:
-    """How the learner's weights reach the recipe's engine. `model` is the model of the embedded engine."""
-    if isinstance(engine, RolloutClient):
-        return ServerWeights(engine, learner)
-    if isinstance(engine, RayRollouts):
-        return RemoteWeights(engine, learner, _probe_options(config))
-    if not isinstance(engine, RemoteEngine):
-        if config.cluster.distributed:
-            return CopiedWeights(engine, lambda: learner.copy_weights(model))
-        return SharedWeights(engine)
-    assert isinstance(config.engine, ServerEngineSection)
-    return RemoteWeights(engine, learner, _probe_options(config), sleeper=engine if config.engine.sleep else None)
 
 
 def _probe_options(config: Config) -> ProbeOptions | None:
@@ -611,7 +598,8 @@ def ray_options(config: Config, renderer: Renderer) -> RayOptions:
     )
     # a rank on the Ray cluster may be reached by another address than the command
     address = os.environ.get(RAY_ADDRESS) or cluster.address
-    return RayOptions(address=address, pool=pool, info=worker_info(config, renderer))
+    info, probe = worker_info(config, renderer), _probe_options(config)
+    return RayOptions(address=address, pool=pool, info=info, probe=probe)
 
 
 # the engine of a run
@@ -626,8 +614,25 @@ def engine(
     version: int = 0,
     updated: bool = False,
 ) -> Engine:
-    """The engine of a recipe: an engine that samples for conversations in this process, with the arguments of `sampling_engine`.
-    With rollout_server.url, the client of that server; with cluster.launcher=ray, the rollout workers.
+    """The engine of a recipe, which samples for conversations in this process, with the arguments of `sampling_engine`.
+
+    Raises ConfigError or DataError.
+    """
+    owner = Owner(trainer_name(config.output))  # only one process at a time writes the output
+    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated, owner=owner)
+
+
+def runner(
+    config: Config,
+    renderer: Renderer,
+    model: Any | None = None,
+    *,
+    scripts: Scripts | None = None,
+    version: int = 0,
+    updated: bool = False,
+) -> ConversationRunner:
+    """What runs the conversations of a recipe: this process, with the `engine` of the same arguments; with rollout_server.url,
+    that server; with cluster.launcher=ray, rollout workers.
 
     Raises ConfigError or DataError.
     """
@@ -635,5 +640,4 @@ def engine(
         return rollout_client(config, config.rollout_server.url, renderer)
     if scripts is None and config.cluster.launcher == "ray":
         return ray_rollouts(config, renderer)
-    owner = Owner(trainer_name(config.output))  # only one process at a time writes the output
-    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated, owner=owner)
+    return EngineRunner(engine(config, renderer, model, scripts=scripts, version=version, updated=updated))

@@ -14,7 +14,7 @@ from typing import Any
 from turnwise.assembly.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import chosen_estimator, environment_may_reward
-from turnwise.engines.engine import Engine
+from turnwise.engines.engine import TokenSampler
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
 from turnwise.options import algorithm as sections
@@ -26,7 +26,6 @@ from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, takes_trajectory, without_cut_turns
 from turnwise.rollout.chat_model import EngineChatModel
-from turnwise.rollout_server.client import RolloutClient
 from turnwise.services.chat import ChatModel
 from turnwise.types import Sampling
 from turnwise.user_code.references import resolve
@@ -74,19 +73,20 @@ def _reward(use: RewardUse, form: Form, number: int) -> tuple[str, Callable[...,
     return use.name or getattr(instance, "__name__", reference_name(use)), instance, use.weight, plan
 
 
-def connect_engine(scorer: Scorer, engine: Engine, renderer: Renderer) -> None:
+def connect_engine(scorer: Scorer, engine: TokenSampler | None, renderer: Renderer) -> None:
     """Give the run's engine to the reward functions that ask it. Must be called before the first conversation ends.
 
-    Raises ConfigError if a function asks the engine, and the engine is that of a rollout server.
+    Raises ConfigError if a function asks the engine, and there is none that answers single requests.
     """
 
-    if isinstance(engine, RolloutClient):
+    if engine is None:
         for reward in scorer.functions:
             if isinstance(reward.function, UsesEngine) and reward.function.wants_engine:
                 raise ConfigError(
                     f"the reward function {reward.name} asks the run's engine, and with rollout_server.url there is no engine in "
                     f"this process: give the judge a url, or remove rollout_server.url"
                 )
+        return
 
     def maker(name: str) -> Callable[[Sampling], ChatModel]:
         return lambda sampling: EngineChatModel(engine, renderer, sampling, name=name)

@@ -19,8 +19,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from turnwise.compat.object_factory import InFront, ObjectFactory, end, messages_of, number, opened, plain, referred
-from turnwise.environments.environment import Environment
+from turnwise.compat.object_factory import ObjectFactory, end, messages_of, number, opened, plain, referred
+from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
 from turnwise.types import Opening, Reply, Row, Turn
@@ -156,7 +156,7 @@ class GymEnvironments:
         """No tools: a gymnasium environment has none."""
         return ()
 
-    def make(self, in_front: InFront) -> Environment:
+    def make(self, in_front: PutInFront) -> Environment:
         """An environment with the recipe's tools in front."""
         return in_front((), self())
 
@@ -332,7 +332,7 @@ class ToolEnvironments:
         """No tools: the environment runs its own tools."""
         return ()
 
-    def make(self, in_front: InFront) -> Environment:
+    def make(self, in_front: PutInFront) -> Environment:
         """An environment with the recipe's tools in front."""
         return in_front((), self())
 

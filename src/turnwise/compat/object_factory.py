@@ -12,15 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from turnwise.environments.environment import Environment
-from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.references import resolve
-
-InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
-"""Wraps an environment in `Tools`: the given tools, and the tools of the recipe."""
 
 
 @dataclass(frozen=True, slots=True)

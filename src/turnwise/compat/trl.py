@@ -38,8 +38,8 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any, Final
 
-from turnwise.compat.object_factory import InFront, ObjectFactory, end, number, opened
-from turnwise.environments.environment import Environment
+from turnwise.compat.object_factory import ObjectFactory, end, number, opened
+from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.toolbox import Tools
@@ -294,7 +294,7 @@ class TrlEnvironments:
         by_name = {tool.name: tool for kind in self._kinds.values() if kind.box is not None for tool in kind.box.tools}
         return tuple(by_name.values())
 
-    def make(self, in_front: InFront) -> Environment:
+    def make(self, in_front: PutInFront) -> Environment:
         """An environment behind its own tools and the recipe's tools. The row determines its own tools."""
         return _Chosen(self._kind_of, in_front, thread=self._thread)
 
@@ -328,7 +328,7 @@ class TrlEnvironments:
 class _Chosen:
     """One conversation. Its tools are known when it begins, because the row selects the class."""
 
-    def __init__(self, kind_of: Callable[[Row], tuple[_Kind, Row]], in_front: InFront, *, thread: bool) -> None:
+    def __init__(self, kind_of: Callable[[Row], tuple[_Kind, Row]], in_front: PutInFront, *, thread: bool) -> None:
         self._kind_of = kind_of
         self._in_front = in_front
         self._inner: _Played | None = None

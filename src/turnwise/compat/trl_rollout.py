@@ -30,8 +30,8 @@ from turnwise.environments.agents.token_agent import (
     TokenCall,
     TokenModel,
 )
-from turnwise.environments.environment import Environment
-from turnwise.environments.tools.tool import Tool, Toolbox, copy_containers
+from turnwise.environments.environment import Environment, PutInFront
+from turnwise.environments.tools.tool import Tool, copy_containers
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Row, SamplingChange, Turn
@@ -102,7 +102,7 @@ class TrlRollout:
         self._context = context
         return context
 
-    def make(self, in_front: Callable[[Sequence[Tool | Toolbox], Environment], Environment]) -> Environment:
+    def make(self, in_front: PutInFront) -> Environment:
         """The environment of one conversation."""
         environment = _RolloutEnvironment(self)
         if in_front((), environment) is not environment:

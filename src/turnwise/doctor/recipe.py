@@ -14,12 +14,12 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
-from turnwise.engines.engine import Engine
 from turnwise.options.algorithm import GrpoSection, RlooSection
 from turnwise.options.engines import LocalEngineSection
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit.credit import episode_of
+from turnwise.rollout.context import ConversationRunner
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
 
@@ -105,9 +105,9 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     scorer.refuse_unknown_columns(rows)
     groups = [new_group(row, size=_EACH, seed=config.seed) for row in rows[:_ROWS]]
     async with contextlib.aclosing(assembly.environment_factory(config, encode=renderer.encode)) as environments:
-        engine = _engine(config, renderer, model)
-        assembly.connect_engine(scorer, engine, renderer)
-        context = assembly.rollout_context(config, renderer, engine, environments, longest=None)
+        runner = _runner(config, renderer, model)
+        assembly.connect_engine(scorer, runner.sampler, renderer)
+        context = assembly.conversation_context(config, renderer, runner, environments, longest=None)
         turns, tokens = min(context.limits.turns, _TURNS), min(context.limits.tokens_per_turn, _TOKENS)
         context = replace(context, limits=replace(context.limits, turns=turns, tokens_per_turn=tokens), lockstep=False)
         score = scorer.scoring_callback(groups)
@@ -116,7 +116,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
             await score(trajectory)
 
         await rollout_groups(groups, context, on_finished=done)
-        await engine.close()
+        await runner.close()
     for group in groups:
         for trajectory in group.trajectories:
             mask(trajectory)
@@ -131,12 +131,12 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
     return groups
 
 
-def _engine(config: Config, renderer: Renderer, model: Any | None) -> Engine:
-    """The recipe's engine. Without a model, or with another engine than the embedded one: given completions."""
+def _runner(config: Config, renderer: Renderer, model: Any | None) -> ConversationRunner:
+    """The recipe's runner. Without a model, or with another engine than the embedded one: given completions."""
     if model is not None and isinstance(config.engine, LocalEngineSection):
-        return assembly.engine(config, renderer, model)
+        return assembly.runner(config, renderer, model)
     answers = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
-    return assembly.engine(config, renderer, scripts=answers)
+    return assembly.runner(config, renderer, scripts=answers)
 
 
 def _wrong_sum(scored: Sequence[Trajectory], config: Config) -> str | None:

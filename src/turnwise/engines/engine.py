@@ -13,16 +13,32 @@ without the adapter. An engine knows nothing of messages, tools, rewards or grou
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from turnwise.types import Completion, Request
 from turnwise.user_code.calls import waiting_for_others
 
 
-class Engine(Protocol):
+class TokenSampler(Protocol):
     """Continues token sequences. Many `generate` calls run at the same time, all in one event loop."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Continue `request.token_ids`. A cancelled call frees its resources.
+
+        Raises EngineError if the engine has stopped, or if it cannot serve the request.
+        """
+        ...
+
+    def release(self, conversation: str) -> None:
+        """Free the KV cache of a conversation that has ended. An unknown conversation is not an error."""
+        ...
+
+
+class Engine(TokenSampler, Protocol):
+    """Samples the tokens of the conversations in this process, with weights that a learner may change."""
 
     @property
     def version(self) -> int:
@@ -36,23 +52,16 @@ class Engine(Protocol):
         """
         ...
 
-    async def generate(self, request: Request) -> Completion:
-        """Continue `request.token_ids`. A cancelled call frees its resources.
-
-        Raises EngineError if the engine has stopped, or if it cannot serve the request.
-        """
-        ...
-
-    def release(self, conversation: str) -> None:
-        """Free the KV cache of a conversation that has ended. An unknown conversation is not an error."""
-        ...
-
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         """Sample with these weights from now on, and drop the KV cache of the previous weights.
 
         `weights` maps the names of the model's state dict to tensors; None means that the engine shares
         the trainer's parameters, which were updated in place.
         """
+        ...
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        """How the weights of a learner reach this engine."""
         ...
 
     async def close(self) -> None:
@@ -75,9 +84,18 @@ def longest_sequence(engine: Engine) -> int | None:
     return engine.context if isinstance(engine, HasContext) else None
 
 
+class Closes(Protocol):
+    """What has resources to free at the end of a run."""
+
+    async def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=Closes)
+
+
 @asynccontextmanager
-async def closing(engine: Engine) -> AsyncIterator[Engine]:
-    """A context at whose end the engine is closed."""
+async def closing(engine: C) -> AsyncIterator[C]:
+    """A context at whose end the engine, or the runner of conversations, is closed."""
     try:
         yield engine
     finally:
@@ -85,6 +103,42 @@ async def closing(engine: Engine) -> AsyncIterator[Engine]:
 
 
 # Weights: how an engine gets those that a learner has changed
+
+WriteAdapter = Callable[[Path], None]
+"""Writes the files of an adapter into an existing directory."""
+
+
+class WeightSource(Protocol):
+    """The part of a learner that publishing needs (`training.learner.Learner`)."""
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether only an adapter is trained."""
+        ...
+
+    def trains(self, model: Any) -> bool:
+        """Whether the parameters of `model` are those that the learner changes."""
+        ...
+
+    def weights(self) -> Mapping[str, Any]:
+        """The present weights."""
+        ...
+
+    def copy_weights(self, model: Any) -> None:
+        """Give another model in this process, with the same parameters, the present weights."""
+        ...
+
+    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """`log_softmax(logits)` of the tokens after the first."""
+        ...
+
+    def largest_logit(self, token_ids: Sequence[int]) -> float:
+        """The largest absolute logit behind each of the tokens."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the adapter into a directory."""
+        ...
 
 
 class WeightPublisher(Protocol):
@@ -200,6 +254,9 @@ class Batched:
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         await self._engine.load_weights(version, weights)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return self._engine.publisher(learner)
 
     async def close(self) -> None:
         await self._engine.close()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.engines.engine import SharedWeights, WeightPublisher, WeightSource
 from turnwise.errors import EngineError
 from turnwise.types import Completion, LogprobKind, Request
 
@@ -91,6 +92,9 @@ class ScriptedEngine:
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         self.version = version
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return SharedWeights(self)
 
     async def close(self) -> None:
         pass

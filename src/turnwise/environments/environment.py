@@ -27,7 +27,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
 from turnwise.types import (
     EarlierHistory,
@@ -49,6 +49,9 @@ from turnwise.user_code.copies import copy_row, copy_turn
 from turnwise.user_code.reward_number import reward_number
 from turnwise.user_code.thread_loops import ThreadLoop
 from turnwise.user_code.threads import ThreadedObject
+
+if TYPE_CHECKING:
+    from turnwise.environments.tools.tool import Tool, Toolbox
 
 # the interface, and generators
 
@@ -80,6 +83,27 @@ class Environment(Protocol):
 
 EnvironmentFactory = Callable[[], Environment]
 """Makes a new environment for each conversation: a class without arguments, or a `functools.partial`."""
+
+
+PutInFront = Callable[["Sequence[Tool | Toolbox]", Environment], Environment]
+"""Wraps an environment in `Tools`: the given tools, and the tools of the recipe."""
+
+
+@runtime_checkable
+class EnvironmentSource(Protocol):
+    """An object that a recipe can name instead of an environment. It is built once per run and makes the environments."""
+
+    def tools(self) -> Sequence[Tool]:
+        """The tools of its environments. They are checked before the run."""
+        ...
+
+    def make(self, in_front: PutInFront) -> Environment:
+        """A new environment. `in_front(tools, environment)` wraps an environment in these tools and the recipe's tools."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close the resources that its environments share."""
+        ...
 
 
 @runtime_checkable

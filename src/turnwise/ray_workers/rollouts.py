@@ -1,4 +1,4 @@
-"""The trainer's side of the rollout workers: a `Runner` of conversations, and an `Engine` that passes single requests on.
+"""The trainer's side of the rollout workers: a `ConversationRunner` that also passes single requests on (`TokenSampler`).
 
 A conversation or a request whose worker is lost runs again from its beginning, with the same seed, on another worker. The pool
 starts the workers, gives them weights, notices lost workers and starts them again; it does not know conversations. Which
@@ -18,13 +18,15 @@ from typing import Any
 
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import has_media
-from turnwise.engines.remote.engine import WriteAdapter
+from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.engines.engine import TokenSampler, WeightPublisher, WeightSource, WriteAdapter
+from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.servers import Probe, ProbeAnswer, ProbePrompt, check_answer
 from turnwise.errors import ConfigError, EngineError, Failed, boundary
 from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.ray_api import ActorOptions, MakeWorker, WorkerLost, answer
 from turnwise.ray_workers.rollout_worker import WorkerInfo, add_tensors, pack, unpickled, with_files
-from turnwise.rollout.context import RolloutContext, Runner
+from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout_server.wire import take_over
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
 
@@ -346,16 +348,8 @@ class RayOptions:
     pool: PoolOptions
     info: WorkerInfo
     """What a worker must have loaded."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
-    """What a training step has lost, and what was done about it."""
-
-    workers: int
-    """Workers that were lost."""
-    restarted_conversations: int
-    """Conversations that were started again because their worker was lost."""
+    probe: ProbeOptions | None = None
+    """How the workers' servers are probed after an update; None: not at all."""
 
 
 class RayRollouts:
@@ -392,10 +386,6 @@ class RayRollouts:
     def release(self, conversation: str) -> None:
         """Nothing: a worker frees a conversation by itself, and a single request when it is answered."""
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any] | WriteAdapter | None = None) -> None:
-        """See `update`."""
-        await self.update(version, weights)
-
     async def update(
         self, version: int, weights: Mapping[str, Any] | WriteAdapter | None, probe: Probe | None = None
     ) -> None:
@@ -421,20 +411,29 @@ class RayRollouts:
             self._connected = False
             ray_api.disconnect()
 
-    def take_losses(self) -> Losses:
-        """What was lost since the last call."""
-        losses = Losses(workers=self.pool.losses, restarted_conversations=self.restarted)
+    @property
+    def sampler(self) -> TokenSampler:
+        """A worker answers a single request."""
+        return self
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return RemoteWeights(self, learner, self._options.probe)
+
+    def metrics(self) -> Mapping[str, int]:
+        """The workers that were lost since the last call, and the conversations that were started again for this reason."""
+        lost = {"workers/lost": self.pool.losses, "workers/restarted_conversations": self.restarted}
         self.pool.losses = self.restarted = 0
-        return losses
+        return lost
 
-    def make_runner(self, context: RolloutContext) -> Runner:
-        """The runner of conversations on the workers, with the sampling of `context`."""
+    def context(self, shared: ConversationContext, renderer: Renderer, thinking: Thinking) -> ConversationContext:
+        def make_runner(context: ConversationContext) -> Runner:
+            async def run(trajectory: Trajectory) -> Trajectory:
+                await self.run(trajectory, context.sampling, vision=renderer.vision)
+                return trajectory
 
-        async def run(trajectory: Trajectory) -> Trajectory:
-            await self.run(trajectory, context.sampling, vision=context.renderer.vision)
-            return trajectory
+            return run
 
-        return run
+        return replace(shared, make_runner=make_runner)
 
     async def run(self, trajectory: Trajectory, sampling: Sampling, *, vision: MediaProcessor | None = None) -> None:
         """Let a worker fill a trajectory. If that fails, the trajectory fails with kind `engine`.

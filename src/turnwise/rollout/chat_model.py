@@ -6,7 +6,7 @@ import itertools
 from dataclasses import replace
 
 from turnwise.chat.renderer import Renderer
-from turnwise.engines.engine import Engine
+from turnwise.engines.engine import TokenSampler
 from turnwise.types import Message, Request, Sampling
 
 __all__ = ["EngineChatModel"]
@@ -21,7 +21,7 @@ class EngineChatModel:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TokenSampler,
         renderer: Renderer,
         sampling: Sampling | None = None,
         *,

@@ -6,11 +6,11 @@ The loop applies the bounds, so an environment never counts turns or tokens. The
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.engines.engine import Engine
+from turnwise.engines.engine import Engine, TokenSampler, WeightPublisher, WeightSource
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.errors import ConfigError
 from turnwise.services.chat import ChatService
@@ -88,13 +88,16 @@ Runner = Callable[[Trajectory], Awaitable[Trajectory]]
 A failure is recorded in the trajectory (`Trajectory.fail`); only cancellation is raised. A cancelled runner frees everything
 that belongs to the conversation.
 """
-RunnerFactory = Callable[["RolloutContext"], Runner]
+RunnerFactory = Callable[["ConversationContext"], Runner]
 """Makes the runner of the conversations that share a context."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationContext:
-    """What a conversation needs besides its row and a model: environment factory, sampling and limits."""
+    """What a conversation needs besides its row and a model: environment factory, sampling and limits.
+
+    By itself, it is the context of conversations in other processes, which `make_runner` reaches.
+    """
 
     make_environment: EnvironmentFactory
     """Called once for each conversation."""
@@ -106,16 +109,6 @@ class ConversationContext:
     lockstep: bool = False
     """Whether the engine receives the requests of all running conversations as one batch, in the order of the conversations,
     so that no result depends on timing (deterministic runs)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutContext(ConversationContext):
-    """The context of conversations that are recorded as tokens: also an engine and a renderer."""
-
-    engine: Engine
-    renderer: Renderer
-    thinking: Thinking = "keep"
-    """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.session`."""
     make_runner: RunnerFactory | None = None
     """Makes another runner than `rollout.rollout`, such as a client of a rollout server. None: the conversations run in this
     process. All conversations with this context use the runner, also those of evaluations and baselines."""
@@ -132,6 +125,16 @@ class RolloutContext(ConversationContext):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext(ConversationContext):
+    """The context of conversations in this process that are recorded as tokens: also an engine and a renderer."""
+
+    engine: Engine
+    renderer: Renderer
+    thinking: Thinking = "keep"
+    """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.session`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TextContext(ConversationContext):
     """The context of conversations with an endpoint, which answers messages with a message: there are no tokens. `lockstep`
     has no effect."""
@@ -141,3 +144,62 @@ class TextContext(ConversationContext):
     """The name of the field of a request that bounds the tokens of the answer."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the server's chat template, sent with each request: the recipe's; a row's are added."""
+
+
+# runners: where the conversations of a run are
+
+
+class ConversationRunner(Protocol):
+    """Runs the conversations of a run: in this process, on a rollout server or in rollout workers."""
+
+    @property
+    def sampler(self) -> TokenSampler | None:
+        """Answers single requests, such as those of a judge; None if there is nothing that does."""
+        ...
+
+    async def start(self) -> None:
+        """Wait until conversations can begin. Raises EngineError or ConfigError."""
+        ...
+
+    def context(self, shared: ConversationContext, renderer: Renderer, thinking: Thinking) -> ConversationContext:
+        """The context of the conversations, with what they need where this runner runs them."""
+        ...
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        """How the weights of a learner reach what samples the conversations."""
+        ...
+
+    def metrics(self) -> Mapping[str, int]:
+        """What was lost since the last call, as metrics of a step; empty where nothing can be lost."""
+        ...
+
+    async def close(self) -> None:
+        """Free all resources."""
+        ...
+
+
+class EngineRunner:
+    """Conversations in this process, whose tokens `engine` samples."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def sampler(self) -> TokenSampler:
+        return self._engine
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    def context(self, shared: ConversationContext, renderer: Renderer, thinking: Thinking) -> RolloutContext:
+        given = {column.name: getattr(shared, column.name) for column in fields(ConversationContext)}
+        return RolloutContext(**given, engine=self._engine, renderer=renderer, thinking=thinking)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return self._engine.publisher(learner)
+
+    def metrics(self) -> Mapping[str, int]:
+        return {}
+
+    async def close(self) -> None:
+        await self._engine.close()

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from turnwise.data.order import ChosenRow, DataState, RowSource
 from turnwise.rewards.scorer import GroupScoring, Scorer
-from turnwise.rollout.context import RolloutContext, Runner
+from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout.rollout import new_group, rollout_groups, runner_of
 from turnwise.types import Failure, Group, Trajectory
 from turnwise.user_code.calls import forget
@@ -170,7 +170,7 @@ class TakenGroups:
 class Pipeline:
     """Runs the conversations of a training run. `async with pipeline:` owns their tasks."""
 
-    context: RolloutContext
+    context: ConversationContext
     scorer: Scorer
     source: RowSource
     options: PipelineOptions
@@ -362,7 +362,7 @@ class Pipeline:
 
         return finished
 
-    def _timed_runner(self, groups: dict[str, ActiveGroup], context: RolloutContext) -> Runner:
+    def _timed_runner(self, groups: dict[str, ActiveGroup], context: ConversationContext) -> Runner:
         """A runner that notes when a group starts, and ends its conversations after `group_timeout`."""
         run, timeout = runner_of(replace(context, make_runner=self.context.make_runner)), self.options.group_timeout
 

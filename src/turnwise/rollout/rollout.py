@@ -257,7 +257,7 @@ async def _complete(session: ConversationSession, environment: GuardedEnvironmen
 
 def runner_of(context: ConversationContext) -> Runner:
     """The runner of the conversations with this context: `rollout` in this process, unless the context has another."""
-    if isinstance(context, RolloutContext) and context.make_runner is not None:
+    if context.make_runner is not None:
         return context.make_runner(context)
     return functools.partial(rollout, context=context)
 
@@ -281,7 +281,7 @@ async def rollout_groups(
     calls together: each conversation waits for one of them (not in lockstep, where only one call runs at a time).
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    if isinstance(context, RolloutContext) and context.lockstep:
+    if context.lockstep and not isinstance(context, TextContext):
         await _rollout_in_lockstep(trajectories, context, on_finished)
     else:
         await _rollout_concurrently(
@@ -309,17 +309,23 @@ async def _rollout_concurrently(
 
 
 async def _rollout_in_lockstep(
-    trajectories: Sequence[Trajectory], context: RolloutContext, on_finished: OnFinished | None
+    trajectories: Sequence[Trajectory], context: ConversationContext, on_finished: OnFinished | None
 ) -> None:
     """One batch of conversations after the other. The engine receives the requests of a batch together, in a fixed order."""
     for start in range(0, len(trajectories), context.max_concurrent):
         batch = trajectories[start : start + context.max_concurrent]
-        engine = Batched(context.engine, [trajectory.id for trajectory in batch])
-        run = runner_of(dataclasses.replace(context, engine=engine))
+        run = runner_of(_batched(context, batch))
         finished = await _run_all(run(trajectory) for trajectory in batch)
         if on_finished is not None:
             for trajectory in finished:
                 await on_finished(trajectory)
+
+
+def _batched(context: ConversationContext, batch: Sequence[Trajectory]) -> ConversationContext:
+    """The context of a batch of conversations: an engine in this process gets their requests together."""
+    if not isinstance(context, RolloutContext):
+        return context
+    return dataclasses.replace(context, engine=Batched(context.engine, [trajectory.id for trajectory in batch]))
 
 
 async def _run_all(awaitables: Iterable[Awaitable[T]]) -> list[T]:

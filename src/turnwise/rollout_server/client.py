@@ -1,7 +1,7 @@
 """The trainer's side of a rollout server: conversations run on the server, and the server gets the trainer's weights.
 
-`RolloutClient` is an `Engine` whose `generate` refuses: the server samples. `make_runner` makes the runner that lets the server
-fill trajectories. If the server is lost, a conversation is sent again; a server that was restarted gets the last weights again.
+`RolloutClient` is a `ConversationRunner`: the server samples, and fills trajectories. If the server is lost, a conversation is
+sent again; a server that was restarted gets the last weights again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Any
 
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import has_media
-from turnwise.engines.remote.engine import WriteAdapter
+from turnwise.chat.renderer import Renderer, Thinking
+from turnwise.engines.engine import WeightPublisher, WeightSource, WriteAdapter
 from turnwise.engines.remote.http import Failures, HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.publisher import WeightSource
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
-from turnwise.rollout.context import RolloutContext, Runner
+from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout_server.wire import differences, fill_trajectory, pack_adapter, processor_fingerprint, request_body
-from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
+from turnwise.types import Failure, Sampling, Trajectory
 
 _ATTEMPTS = 3
 """How often a conversation is sent to a server that is lost in mid-conversation."""
@@ -94,19 +95,14 @@ class RolloutClient:
             await self._server.close()
         self._compare(info)
 
+    @property
+    def sampler(self) -> None:
+        """The server runs complete conversations and answers no single requests."""
+        return None
+
     async def start(self) -> None:
         """Wait until the server answers. Raises EngineError if it does not, ConfigError if its recipe differs."""
         self._compare(await self._wait_for_server())
-
-    async def generate(self, request: Request) -> Completion:
-        """Refuses: nothing is sampled in the trainer's process."""
-        raise EngineError(
-            f"the rollout server {self.options.url} runs complete conversations and answers no single requests: remove "
-            f"rollout_server.url, or what asks the engine (such as a judge without a URL)"
-        )
-
-    def release(self, conversation: str) -> None:
-        """Nothing: the server frees a conversation by itself."""
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | WriteAdapter | None = None) -> None:
         """Send weights to the server: all weights, or an adapter (a function that writes its files into a directory).
@@ -153,7 +149,16 @@ class RolloutClient:
             await self._server.close()
             self._files.close()
 
-    def make_runner(self, context: RolloutContext) -> Runner:
+    def context(self, shared: ConversationContext, renderer: Renderer, thinking: Thinking) -> ConversationContext:
+        return replace(shared, make_runner=self.make_runner, runner_supports_lockstep=True)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return ServerWeights(self, learner)
+
+    def metrics(self) -> Mapping[str, int]:
+        return {}
+
+    def make_runner(self, context: ConversationContext) -> Runner:
         """The runner of conversations on the server, with the sampling of `context`."""
         if context.lockstep:
             return _BatchRunner(self, context.sampling)

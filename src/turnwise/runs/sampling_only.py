@@ -106,17 +106,17 @@ async def conversation_context(
             return
         assert renderer is not None
         model = assembly.engine_model(config)
-        engine = assembly.engine(config, renderer, model, scripts=scripts)
-        assembly.connect_engine(conversations.scorer, engine, renderer)
+        runner = assembly.runner(config, renderer, model, scripts=scripts)
+        assembly.connect_engine(conversations.scorer, runner.sampler, renderer)
         if isinstance(config.engine, ServerEngineSection):
             longest = assembly.longest_context(config)
         else:
             longest = context_length(model.config.to_dict()) if model is not None else None
-        context = assembly.rollout_context(
-            config, renderer, engine, environments, longest=longest, sampled=conversations.sampling
+        context = assembly.conversation_context(
+            config, renderer, runner, environments, longest=longest, sampled=conversations.sampling
         )
-        async with closing(engine):
-            await engine.start()
+        async with closing(runner):
+            await runner.start()
             yield context
 
 

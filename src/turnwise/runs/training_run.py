@@ -21,11 +21,10 @@ from turnwise.data.order import DataState, RowSource, initial_pass_rates
 from turnwise.engines.engine import WeightPublisher
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
-from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.context import ConversationContext, ConversationRunner
 from turnwise.rollout.pipeline import ActiveGroup, Pipeline, PipelineOptions, TakenGroups
 from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
@@ -57,8 +56,10 @@ class TrainingRun(RunState):
     environments: assembly.Environments
     """The factory in `context`, which is closed at the end of the run."""
     credit: Credit
+    runner: ConversationRunner
+    """Runs the conversations of `pipeline`; it is closed at the end of the run."""
     publisher: WeightPublisher
-    """Hands new weights to the engine."""
+    """Hands new weights to what samples the conversations."""
     watch: LearningWatch
     critic_step: CriticStep | None
     """The values of the critic and its update; None without a critic."""
@@ -75,23 +76,13 @@ class TrainingRun(RunState):
         return place if self.kl_reward is None else {**place, "kl_coef": self.kl_reward.coef}
 
     @property
-    def context(self) -> RolloutContext:
+    def context(self) -> ConversationContext:
         """What all conversations share."""
         return self.pipeline.context
 
     @property
     def scorer(self) -> Scorer:
         return self.pipeline.scorer
-
-    def worker_metrics(self) -> dict[str, int]:
-        """The rollout workers that were lost since the last call; empty without rollout workers."""
-        if not isinstance(self.context.engine, RayRollouts):
-            return {}
-        losses = self.context.engine.take_losses()
-        return {
-            "workers/lost": losses.workers,
-            "workers/restarted_conversations": losses.restarted_conversations,
-        }
 
     def advance_data(self) -> None:
         self.data = self.pipeline.state
@@ -125,9 +116,9 @@ def assemble(config: Config) -> TrainingRun:
     critic = None if credit.needs_values is None else assembly.critic(config, opened.source, learner, opened.critic)
     if critic is not None:
         opened.compare_critic(critic)
-    engine = assembly.engine(config, renderer, model, updated=True, version=opened.step)
-    assembly.connect_engine(scorer, engine, renderer)
-    context = assembly.rollout_context(config, renderer, engine, environments, longest=learner.context_length)
+    runner = assembly.runner(config, renderer, model, updated=True, version=opened.step)
+    assembly.connect_engine(scorer, runner.sampler, renderer)
+    context = assembly.conversation_context(config, renderer, runner, environments, longest=learner.context_length)
     data = _data_state(opened, inputs.rows, config)
     opened.begin(learner, critic)
     return TrainingRun(
@@ -141,7 +132,8 @@ def assemble(config: Config) -> TrainingRun:
         normalization=assembly.normalization(config.loss),
         environments=environments,
         credit=credit,
-        publisher=assembly.publisher(config, engine, learner, model),
+        runner=runner,
+        publisher=runner.publisher(learner),
         watch=LearningWatch(config, _finished_steps(opened)),
         critic_step=_critic_step(config, critic, credit.needs_values),
         kl_reward=_kl_reward(config, learner, opened),

@@ -126,6 +126,10 @@ class Learner(Protocol):
         """
         ...
 
+    def trains(self, model: Any) -> bool:
+        """Whether the parameters of `model` are those that the learner changes."""
+        ...
+
     def copy_weights(self, model: Any) -> None:
         """Give another model in this process, with the same parameters, the present weights."""
         ...

@@ -168,6 +168,9 @@ class LocalLearner(LearnerBase):
     def weights(self) -> Mapping[str, torch.Tensor]:
         return published_weights(self._model)
 
+    def trains(self, model: Any) -> bool:
+        return model is self._model
+
     @torch.no_grad()
     def copy_weights(self, model: Any) -> None:
         model.load_state_dict(self._model.state_dict())

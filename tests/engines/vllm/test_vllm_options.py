@@ -131,7 +131,7 @@ def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as
     assert isinstance(engine, RemoteEngine)
     assert engine._files is not None
     assert engine._files._folder == tmp_path / "w"
-    publisher: Any = assembly.publisher(config, engine, object())  # pyright: ignore[reportArgumentType]
+    publisher: Any = engine.publisher(object())  # pyright: ignore[reportArgumentType]
     assert [update for update in range(10) if publisher._probe.due(update)] == [0, 1, 2, 4, 8]
     assert publisher._probe.tolerance == 1e-4
     assert publisher._sleeper is engine

@@ -32,8 +32,15 @@ from turnwise.compat.verl.files import read_interactions, read_tools
 from turnwise.compat.verl.shipped import Gsm8kInteraction
 from turnwise.compat.verl.tool_parser import read_parser, with_parser
 from turnwise.compat.verl.tools import ToolInstance, Wanted, read_function_tools, refuse, unanswered_kwargs, wanted
-from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReply, FinalReward, SingleTurn
-from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
+from turnwise.environments.environment import (
+    Environment,
+    EnvironmentFactory,
+    FinalReply,
+    FinalReward,
+    PutInFront,
+    SingleTurn,
+)
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
@@ -184,9 +191,6 @@ _TOOL_AGENT, _SINGLE_TURN_AGENT = "tool_agent", "single_turn_agent"
 _METHODS = ("start_interaction", "generate_response", "calculate_score", "finalize_interaction")
 _SECONDS = 25.0  # for the release of tools; less than the time that the rollout loop allows for closing
 
-InFront = Callable[[Sequence[Tool | Toolbox], Environment], Environment]
-"""Puts tools in front of an environment."""
-
 
 class Conversations:
     """The environment factory for verl's interaction file and tool file; created once per run.
@@ -303,11 +307,11 @@ class Conversations:
             self._loops.use_context(context)
         return context if self._parser is None else with_parser(context, self._parser)
 
-    def make(self, in_front: InFront | None = None) -> Environment:
+    def make(self, in_front: PutInFront | None = None) -> Environment:
         """The environment of one conversation. `in_front` puts tools in front of an environment, also verl's own tools."""
         return _ByAgent(self, in_front or (lambda tools, then: Tools(tools, then=then) if tools else then))
 
-    def led_by(self, row: Row, in_front: InFront) -> Environment:
+    def led_by(self, row: Row, in_front: PutInFront) -> Environment:
         """The environment of the row's conversation, by the column `agent_name`. Raises Failed for an unknown agent."""
         name = row.fields.get("agent_name")
         name = self._default_agent if name is None else str(name)
@@ -378,7 +382,7 @@ def _check_rewards(rewards: str, then: Any) -> None:
 class _ByAgent:
     """One conversation, led by the agent that its row names."""
 
-    def __init__(self, setup: Conversations, in_front: InFront) -> None:
+    def __init__(self, setup: Conversations, in_front: PutInFront) -> None:
         self._setup = setup
         self._in_front = in_front
         self._inner: Environment | None = None
@@ -408,7 +412,7 @@ class _ByAgent:
 class Conversation:
     """One conversation with tools and an interaction."""
 
-    def __init__(self, setup: Conversations, in_front: InFront) -> None:
+    def __init__(self, setup: Conversations, in_front: PutInFront) -> None:
         self._setup = setup
         self._in_front = in_front
         self._data = AgentData(request_id=str(uuid4()))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from turnwise.engines.engine import CopiedWeights, SharedWeights, WeightPublisher, WeightSource
 from turnwise.engines.local.cache import KVCache, PrefixCache
 from turnwise.engines.local.forward import VisionForward, VisionPrompt, choose_forward
 from turnwise.engines.local.scheduler import EngineCore, PendingRequest, RequestLimits, RunningBatch, Stats
@@ -155,6 +156,13 @@ class LocalEngine:
         if weights is not None:
             _copy_weights(self._model, weights)
         self._core.use_weights(version)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        """Nothing is copied if the learner changes the parameters of this engine's model."""
+        model = self._model
+        return (
+            SharedWeights(self) if learner.trains(model) else CopiedWeights(self, lambda: learner.copy_weights(model))
+        )
 
     async def close(self) -> None:
         """Free the cache. Running requests fail with EngineError."""

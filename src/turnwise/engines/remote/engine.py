@@ -12,10 +12,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
+from turnwise.engines.engine import WeightPublisher, WeightSource, WriteAdapter
 from turnwise.engines.remote.http import Failures, HttpServer, ServerFailed, ServerLost
+from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.servers import (
     JoinedCompletion,
     Probe,
@@ -33,7 +34,7 @@ from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.calls import waiting_for_others
 
-__all__ = ["RemoteEngine", "WriteAdapter"]
+__all__ = ["RemoteEngine"]
 
 _MAX_LOSSES = 3
 """How often a request may lose its server without a new token in between. A prompt that kills each server must not go on."""
@@ -45,10 +46,6 @@ _MAX_ABORTS = 50
 _RELEASING = 10.0  # seconds to release a server at the end
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-
-
-WriteAdapter = Callable[[Path], None]
-"""Writes the files of an adapter into an existing directory."""
 
 
 class RemoteEngine:
@@ -69,8 +66,14 @@ class RemoteEngine:
         version: int = 0,
         patience: float = 60.0,
         context: int | None = None,
+        probe: ProbeOptions | None = None,
+        sleeps: bool = False,
     ) -> None:
         self.version = version
+        self.probe = probe
+        """How the servers are probed after an update; None: not at all."""
+        self.sleeps = sleeps
+        """Whether the servers free their memory while the model is trained."""
         self.info: ServerInfo | None = None
         """What the servers serve; None before the start."""
         self._api = api
@@ -209,6 +212,9 @@ class RemoteEngine:
             else:
                 await self._replace(self._write(version, weights), probe)
             self.version = version
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return RemoteWeights(self, learner, self.probe, sleeper=self if self.sleeps else None)
 
     async def answer_probe(self, probe: ProbePrompt) -> list[ProbeAnswer]:
         """What each server samples behind the prompt of a probe with the present weights, for a trainer in another process, which

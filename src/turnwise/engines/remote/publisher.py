@@ -7,43 +7,17 @@ kinds of servers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from turnwise.engines.remote.engine import WriteAdapter
+from turnwise.engines.engine import WeightSource, WriteAdapter
 from turnwise.engines.remote.servers import Probe
 
 _PROMPT, _SAMPLED = 8, 16
 """Tokens of a probe."""
 
-__all__ = ["ProbeOptions", "RemoteWeights", "Sleeper", "UpdatedEngine", "WeightSource"]
-
-
-class WeightSource(Protocol):
-    """The part of a learner that publishing needs (`training.learner.Learner`)."""
-
-    @property
-    def trains_adapter(self) -> bool:
-        """Whether only an adapter is trained."""
-        ...
-
-    def weights(self) -> Mapping[str, Any]:
-        """The present weights."""
-        ...
-
-    def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """`log_softmax(logits)` of the tokens after the first."""
-        ...
-
-    def largest_logit(self, token_ids: Sequence[int]) -> float:
-        """The largest absolute logit behind each of the tokens."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write the adapter into a directory."""
-        ...
+__all__ = ["ProbeOptions", "RemoteWeights", "Sleeper", "UpdatedEngine"]
 
 
 class UpdatedEngine(Protocol):
@@ -128,9 +102,7 @@ class RemoteWeights:
         options = self._probe
         probe = self._make_probe(options) if options is not None and options.due(self._updates) else None
         learner = self._learner
-        weights: Mapping[str, Any] | Callable[[Path], None] = (
-            learner.save if learner.trains_adapter else learner.weights()
-        )
+        weights: Mapping[str, Any] | WriteAdapter = learner.save if learner.trains_adapter else learner.weights()
         await self._engine.update(version, weights, probe)
         self._updates += 1
 

@@ -207,6 +207,9 @@ class ShardedLearner(LearnerBase):
         gathered = self.leader.run(GatherWeights())
         return gathered if self.trains_adapter else published_weights(self.leader.rank.built.model, gathered)
 
+    def trains(self, model: Any) -> bool:
+        return False  # its parts are divided among the ranks
+
     @torch.no_grad()
     def copy_weights(self, model: Any) -> None:
         """Give a complete model in this process, such as that of the embedded engine, the present weights."""
