@@ -15,12 +15,14 @@ from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
+from turnwise.engines.remote.launch import ServedModel
 from turnwise.engines.remote.servers import Owner, Part
 from turnwise.engines.remote.weights import read_shapes
 from turnwise.engines.sglang.api import SglangApi, check_checksums, file_contents, image_data, sampling_params
 from turnwise.engines.sglang.images import decode_images
-from turnwise.engines.sglang.launch import SglangLaunch, server_command
+from turnwise.engines.sglang.launch import server_command
 from turnwise.errors import ConfigError, EngineError
+from turnwise.options.engines import SglangEngineSection
 from turnwise.options.schema import Config
 from turnwise.types import Media, Request, Sampling
 
@@ -262,9 +264,18 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(tmp_path: Path
 # the command
 
 
-def command(tmp_path: Path, **options: Any) -> list[str]:
-    defaults = {"python": "p", "model": "/m", "dtype": "float32", "cpu": True, "context": 2048, "token_bytes": 1024}
-    made = server_command(SglangLaunch(**{**defaults, "logs": tmp_path, **options}), index=1, port=7, token="t")
+def command(tmp_path: Path, **given: Any) -> list[str]:
+    options = SglangEngineSection.model_validate(
+        {"name": "sglang", "python": "p"}
+        | {name: given.pop(name) for name in ("keep_seeds", "arguments") if name in given}
+    )
+    # a token of the KV cache takes 1024 bytes
+    facts = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 128}
+    served: dict[str, Any] = {
+        "path": "/m", "facts": facts, "dtype": "float32", "cpu": True, "vocab_size": 9, "context": 2048, "memory_gb": None,
+        "max_requests": 1, "trained": True, "lora_rank": None, "devices": list, "logs": tmp_path, "owner": Owner(),
+    }  # fmt: skip
+    made = server_command(options, ServedModel(**{**served, **given}), 2048, number=1, port=7, token="t")
     assert made.log == tmp_path / "sglang-1.log"
     return list(made.arguments)
 

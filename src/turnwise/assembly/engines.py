@@ -15,8 +15,7 @@ import functools
 import math
 import os
 import shutil
-import sys
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,22 +30,15 @@ from turnwise.data.images import media_kind, media_value
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.launch import MakeServers, ServedModel, on_cpu
 from turnwise.engines.remote.publisher import ProbeOptions
 from turnwise.engines.remote.server_process import devices_of_servers, visible_devices
-from turnwise.engines.remote.servers import Owner, Replica, ServerApi
-from turnwise.engines.remote.weights import Backend, WeightCopies, WeightFiles, WeightStore
+from turnwise.engines.remote.servers import Owner
+from turnwise.engines.remote.weights import WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.models.model_config import context_length, cpu_memory_gb, kv_token_bytes, vocabulary_size
-from turnwise.options.engines import (
-    ClusterSection,
-    OpenAIEngineSection,
-    ScriptedEngineSection,
-    ServerEngineSection,
-    SglangEngineSection,
-    VllmEngineSection,
-)
+from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
+from turnwise.options.engines import ClusterSection, ServerEngineSection
 from turnwise.options.schema import Config
 from turnwise.ray_workers.ray_api import RAY_ADDRESS, ActorOptions
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
@@ -66,47 +58,48 @@ _ROUNDING = {True: 1e-4, False: 0.5}
 did not arrive differ by more than 1."""
 
 
-def server_engine(
-    config: Config,
-    options: ServerEngineSection,
-    renderer: Renderer,
-    *,
-    trained: bool,
-    version: int,
-    owner: Owner | None = None,
-) -> Engine:
-    """The engine on servers of a recipe. `trained`: its weights are updated during the run. `owner`: see `sampling_engine`.
+def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
+    """The engine on servers of a recipe, whose kind of server `make` knows. The servers are started by `Engine.start`.
 
-    The servers are started by `Engine.start`. Raises ConfigError.
+    Raises ConfigError.
     """
+    config, options = inputs.config, inputs.config.engine.servers
+    assert options is not None
     refuse_engine(config)
     _refuse_sleep_on_cpu(config, options)
-    adapter = trained and config.model.lora.rank is not None
-    api, replicas = _servers(
-        config, options, _vocab_size(config), trained=trained, adapter=adapter, owner=owner or Owner()
+    facts, vocab_size = model_facts(config), _vocab_size(config)
+    context = config.limits.context or context_length(facts)
+    served = ServedModel(
+        path=str(Path(config.model.path).expanduser().absolute()),
+        facts=facts,
+        dtype=_dtype(config),
+        cpu=on_cpu(config.model.device),
+        vocab_size=vocab_size,
+        context=context,
+        memory_gb=cache_gb(config, context) if options.starts_servers else None,
+        max_requests=math.ceil(config.max_concurrent / options.replicas),
+        trained=inputs.trained,
+        lora_rank=config.model.lora.rank if inputs.trained else None,
+        devices=functools.partial(_devices, config, options),
+        logs=Path(config.output) / "engine",
+        owner=inputs.owner,
     )
+    api, replicas = make(options, served)
     return RemoteEngine(
         api,
         replicas,
-        decode=renderer.decode,
-        files=_weight_store(options) if trained else None,
-        version=version,
+        decode=inputs.renderer.decode,
+        files=_weight_store(options) if inputs.trained else None,
+        version=inputs.version,
         patience=options.start_timeout,
-        context=config.limits.context or longest_context(config),
+        context=context,
         probe=_probe_options(config),
         sleeps=options.sleep,
     )
 
 
-def _python(options: ServerEngineSection) -> str:
-    """The interpreter that runs the servers."""
-    return sys.executable if options.python is None else os.path.expanduser(options.python)
-
-
 def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:
     """Raise ConfigError if servers that turnwise would start cannot free their memory."""
-    from turnwise.engines.vllm.launch import on_cpu
-
     if options.sleep and options.url is None and on_cpu(config.model.device):
         raise ConfigError(
             f"engine.sleep=true needs a GPU: on the CPU, vLLM 0.32 ignores it and SGLang 0.5.23 does not start. The model is on "
@@ -116,8 +109,6 @@ def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:
 
 def _devices(config: Config, options: ServerEngineSection) -> list[str]:
     """The GPUs of each server that turnwise starts, as `CUDA_VISIBLE_DEVICES`; empty on the CPU. Raises ConfigError."""
-    from turnwise.engines.vllm.launch import on_cpu
-
     if on_cpu(config.model.device):
         return []
     return devices_of_servers(
@@ -143,38 +134,14 @@ def _weight_store(options: ServerEngineSection) -> WeightStore:
     return WeightFiles(None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute())
 
 
-def _backend(config: Config) -> Backend:
-    """The backend of broadcasts: NCCL if the servers that turnwise would start are on GPUs."""
-    from turnwise.engines.vllm.launch import on_cpu
-
-    return "gloo" if on_cpu(config.model.device) else "nccl"
-
-
-def _servers(
-    config: Config, options: ServerEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: Owner
-) -> tuple[ServerApi, list[Replica]]:
-    """The requests of the recipe's kind of server, and the servers."""
-    if isinstance(options, SglangEngineSection):
-        return _sglang(config, options, vocab_size, trained=trained, adapter=adapter, owner=owner)
-    assert isinstance(options, VllmEngineSection)
-    from turnwise.engines.vllm.api import VllmApi
-
-    if options.mode == "in_process":
-        from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
-
-        api = InProcessApi(vocab_size=vocab_size, labels=trained, backend=_backend(config), owner=owner)
-        return api, [Replica(InProcessServer(_launch_options(config, options, adapter=adapter)), "")]
-    api = VllmApi(vocab_size=vocab_size, labels=trained, adapter=adapter, backend=_backend(config), owner=owner)
-    return api, _vllm_replicas(config, options, adapter=adapter)
-
-
 def _probe_options(config: Config) -> ProbeOptions | None:
     """How servers are probed; None for an embedded engine."""
-    if not isinstance(config.engine, ServerEngineSection):
+    engine = config.engine.servers
+    if engine is None:
         return None
     return ProbeOptions(
         vocab_size=_vocab_size(config),
-        every=config.engine.check_weights_every,
+        every=engine.check_weights_every,
         tolerance=_ROUNDING[config.exact],
         bfloat16=not config.exact,
     )
@@ -212,63 +179,11 @@ def model_facts(config: Config) -> dict[str, Any]:
     return facts
 
 
-def http_limits(options: ServerEngineSection) -> HttpLimits:
-    """The time limits of requests to the servers."""
-    return HttpLimits(answer=options.timeout, idle=options.timeout)
-
-
-def given_servers(options: ServerEngineSection, health_path: str) -> list[Replica]:
-    """Replicas for the servers in engine.url. Raises ConfigError if the variable in engine.api_key_env is not set."""
-    assert options.url is not None
-    token = None
-    if options.api_key_env is not None:
-        token = os.environ.get(options.api_key_env)
-        if not token:
-            raise ConfigError(
-                f"engine.api_key_env={options.api_key_env}: there is no such environment variable. Set it to the token of the "
-                f"servers in engine.url, or remove engine.api_key_env"
-            )
-    return [Replica(HttpServer(url, token=token, limits=http_limits(options)), health_path) for url in options.urls]
-
-
-def _vllm_replicas(config: Config, options: VllmEngineSection, *, adapter: bool) -> list[Replica]:
-    from turnwise.engines.vllm.launch import HEALTH, started_replicas
-
-    if options.url is not None:
-        return given_servers(options, HEALTH)
-    return started_replicas(_launch_options(config, options, adapter=adapter), options.replicas, http_limits(options))
-
-
-def _launch_options(config: Config, options: VllmEngineSection, *, adapter: bool) -> Any:
-    from turnwise.engines.vllm.launch import VllmLaunch, on_cpu
-
-    context = config.limits.context or longest_context(config)
-    return VllmLaunch(
-        python=_python(options),
-        model=str(Path(config.model.path).expanduser().absolute()),
-        dtype=_dtype(config),
-        context=context,
-        memory_gb=cache_gb(config, context),
-        max_requests=math.ceil(config.max_concurrent / options.replicas),
-        cpu=on_cpu(config.model.device),
-        lora_rank=config.model.lora.rank if adapter else None,
-        vision="vision_config" in model_facts(config),
-        sleep=options.sleep,
-        tensor_parallel=options.tensor_parallel,
-        data_parallel=options.data_parallel,
-        devices=[] if options.mode == "in_process" else _devices(config, options),
-        arguments=options.arguments,
-        logs=Path(config.output) / "engine",
-        start_timeout=options.start_timeout,
-    )
-
-
 def cache_gb(config: Config, context: int | None) -> float | None:
     """The KV cache in GB of each server that the run starts; None if the server chooses it. `context` is the longest sequence."""
-    from turnwise.engines.vllm.launch import on_cpu
-
-    assert isinstance(config.engine, ServerEngineSection)
-    memory_gb = config.engine.memory_gb
+    engine = config.engine.servers
+    assert engine is not None
+    memory_gb = engine.memory_gb
     if memory_gb is None and on_cpu(config.model.device) and context is not None:
         return cpu_memory_gb(model_facts(config), _dtype(config), context)
     return memory_gb
@@ -279,59 +194,79 @@ def _dtype(config: Config) -> str:
     return "bfloat16" if config.model.autocast else config.model.dtype
 
 
-def _sglang(
-    config: Config, options: SglangEngineSection, vocab_size: int, *, trained: bool, adapter: bool, owner: Owner
-) -> tuple[ServerApi, list[Replica]]:
-    from turnwise.engines.sglang.api import SglangApi, model_shapes
-    from turnwise.engines.sglang.launch import HEALTH, SglangLaunch, started_replicas
-    from turnwise.engines.vllm.launch import on_cpu
-
-    facts, model = model_facts(config), Path(config.model.path).expanduser().absolute()
-    context = config.limits.context or context_length(facts)
-    if context is None:
-        raise ConfigError(
-            f"the config.json of {model} names no longest context, which engine.name=sglang needs: set limits.context"
-        )
-    api = SglangApi(
-        vocab_size=vocab_size,
-        context=context,
-        labels=trained,
-        adapter=adapter,
-        pause=options.update_mode,
-        shapes=model_shapes(model) if trained and not adapter else None,
-        backend=_backend(config),
-        owner=owner,
-    )
-    if options.url is not None:
-        return api, given_servers(options, HEALTH)
-    launch = SglangLaunch(
-        python=_python(options),
-        model=str(model),
-        dtype=_dtype(config),
-        cpu=on_cpu(config.model.device),
-        context=context,
-        token_bytes=kv_token_bytes(facts, _dtype(config)),
-        memory_gb=cache_gb(config, context),
-        lora_rank=config.model.lora.rank if adapter else None,
-        keep_seeds=options.keep_seeds,
-        sleep=options.sleep,
-        tensor_parallel=options.tensor_parallel,
-        data_parallel=options.data_parallel,
-        devices=_devices(config, options),
-        arguments=options.arguments,
-        logs=Path(config.output) / "engine",
-        start_timeout=options.start_timeout,
-    )
-    return api, started_replicas(launch, options.replicas, http_limits(options))
-
-
 # the engine that samples tokens, by its name
 
 Scripts = Mapping[str, Sequence[str]] | Sequence[Sequence[str]]
 """The assistant texts of each conversation: by conversation id, or in the order in which conversations begin."""
 
 
-def sampling_engine(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInputs:
+    """What an engine is made of."""
+
+    config: Config
+    renderer: Renderer
+    model: Any | None
+    """The loaded model, for an embedded engine."""
+    trained: bool
+    """Whether the weights are updated during the run."""
+    version: int
+    """The number of the weights that `model` has."""
+    owner: Owner
+    """This process, as the engine's servers know it."""
+
+
+def _local(inputs: EngineInputs) -> Engine:
+    config, options = inputs.config, inputs.config.engine.embedded
+    assert options is not None
+    if inputs.model is None:
+        raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
+    from turnwise.engines.local import LocalEngine  # torch
+
+    return LocalEngine(
+        inputs.model,
+        slots=options.slots,
+        memory_gb=options.memory_gb,
+        threads=1 if config.deterministic else options.threads,
+        decode=inputs.renderer.decode,
+        version=inputs.version,
+        autocast=config.model.autocast,
+    )
+
+
+def _scripted(inputs: EngineInputs) -> Engine:
+    file = inputs.config.engine.script_file
+    assert file is not None
+    return scripted_engine(inputs.renderer, read_scripts(file))
+
+
+def _openai(inputs: EngineInputs) -> Engine:
+    raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
+
+
+def _vllm(inputs: EngineInputs) -> Engine:
+    from turnwise.engines.vllm.launch import servers
+
+    return _on_servers(inputs, servers)
+
+
+def _sglang(inputs: EngineInputs) -> Engine:
+    from turnwise.engines.sglang.launch import servers
+
+    return _on_servers(inputs, servers)
+
+
+ENGINES: dict[str, Callable[[EngineInputs], Engine]] = {
+    "local": _local,
+    "scripted": _scripted,
+    "openai": _openai,
+    "vllm": _vllm,
+    "sglang": _sglang,
+}
+"""What makes the engine of each `engine.name`."""
+
+
+def engine(
     config: Config,
     renderer: Renderer,
     model: Any | None = None,
@@ -346,31 +281,20 @@ def sampling_engine(
 
     `scripts` selects the scripted engine whatever `engine.name` is; with `engine.name: scripted` and no `scripts`, the texts of
     `engine.script` are used. `version` is the number of the weights that `model` has. `owner` is this process, as the
-    servers know it; None: under a new name. Raises ConfigError or DataError.
+    servers know it; None: under the name of the run in `output`, which one process at a time writes. Raises ConfigError or
+    DataError.
     """
-    options = config.engine
     if scripts is not None:
         return scripted_engine(renderer, scripts)
-    if isinstance(options, ScriptedEngineSection):
-        return scripted_engine(renderer, read_scripts(options.script))
-    if isinstance(options, OpenAIEngineSection):
-        raise ConfigError("engine.name=openai is an endpoint of messages, and no engine that samples tokens")
-    if isinstance(options, ServerEngineSection):
-        trained = updated or model is not None
-        return server_engine(config, options, renderer, trained=trained, version=version, owner=owner)
-    if model is None:
-        raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
-    from turnwise.engines.local import LocalEngine  # torch
-
-    return LocalEngine(
-        model,
-        slots=options.slots,
-        memory_gb=options.memory_gb,
-        threads=1 if config.deterministic else options.threads,
-        decode=renderer.decode,
+    inputs = EngineInputs(
+        config=config,
+        renderer=renderer,
+        model=model,
+        trained=updated or model is not None,
         version=version,
-        autocast=config.model.autocast,
+        owner=owner or Owner(trainer_name(config.output)),
     )
+    return ENGINES[config.engine.name](inputs)
 
 
 def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
@@ -379,8 +303,7 @@ def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
     With `adapter`, the model has the adapter of model.lora, so that trained adapters can be loaded into it. For runs without
     training. In training, the learner has already loaded the model.
     """
-    without = isinstance(config.engine, ScriptedEngineSection | ServerEngineSection)
-    if without or config.runs_conversations_elsewhere:
+    if config.engine.embedded is None or config.runs_conversations_elsewhere:
         return None
     from turnwise.models.loading import load_model  # torch
 
@@ -507,17 +430,17 @@ async def conversation_host(
             from turnwise.models.precision import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
-        engine = sampling_engine(config, renderer, model, updated=True, owner=owner)
+        sampling = engine(config, renderer, model, updated=True, owner=owner or Owner())
         try:
-            await engine.start()
+            await sampling.start()
             longest = context_length(model.config.to_dict()) if model is not None else longest_context(config)
             yield ConversationHost(
-                engine=engine,
-                context=rollout_context(config, renderer, engine, environments, longest=longest),
-                load_adapter=_adapter_loader(config, engine, model),
+                engine=sampling,
+                context=rollout_context(config, renderer, sampling, environments, longest=longest),
+                load_adapter=_adapter_loader(config, sampling, model),
             )
         finally:
-            await engine.close()
+            await sampling.close()
 
 
 @contextlib.asynccontextmanager
@@ -577,9 +500,9 @@ def worker_recipe(config: Config, number: int) -> Config:
     of the worker."""
     output = str(Path(config.output) / f"worker-{number}")
     changes: dict[str, Any] = {"cluster": ClusterSection(), "output": output}
-    if isinstance(config.engine, ServerEngineSection) and config.engine.url is not None:
-        own = config.engine.urls[number :: config.cluster.workers.count]
-        changes["engine"] = config.engine.model_copy(update={"url": own})
+    if (engine := config.engine.servers) is not None and engine.url is not None:
+        own = engine.urls[number :: config.cluster.workers.count]
+        changes["engine"] = engine.model_copy(update={"url": own})
     return config.model_copy(update=changes)
 
 
@@ -602,24 +525,7 @@ def ray_options(config: Config, renderer: Renderer) -> RayOptions:
     return RayOptions(address=address, pool=pool, info=info, probe=probe)
 
 
-# the engine of a run
-
-
-def engine(
-    config: Config,
-    renderer: Renderer,
-    model: Any | None = None,
-    *,
-    scripts: Scripts | None = None,
-    version: int = 0,
-    updated: bool = False,
-) -> Engine:
-    """The engine of a recipe, which samples for conversations in this process, with the arguments of `sampling_engine`.
-
-    Raises ConfigError or DataError.
-    """
-    owner = Owner(trainer_name(config.output))  # only one process at a time writes the output
-    return sampling_engine(config, renderer, model, scripts=scripts, version=version, updated=updated, owner=owner)
+# the runner of a run
 
 
 def runner(

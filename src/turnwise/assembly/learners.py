@@ -291,7 +291,7 @@ def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any |
 
         assert isinstance(learner, LocalLearner)
         return learner.model
-    if config.engine.name != "local" or config.runs_conversations_elsewhere:
+    if config.engine.embedded is None or config.runs_conversations_elsewhere:
         return None
     from turnwise.models.loading import load_model  # torch
 

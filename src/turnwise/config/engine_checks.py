@@ -5,11 +5,13 @@ It also refuses what an engine cannot serve and what several ranks cannot train.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from turnwise.errors import ConfigError
 from turnwise.options.algorithm import OptimizationSection
-from turnwise.options.engines import ServerEngineSection, SglangEngineSection, VllmEngineSection
+from turnwise.options.engines import SglangEngineSection, VllmEngineSection
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
 
@@ -38,14 +40,13 @@ def refuse_engine(config: Config) -> None:
 
 
 def _problems(config: Config) -> list[tuple[bool, str]]:
-    engine, name = config.engine, config.engine.name
-    if not isinstance(engine, ServerEngineSection):
+    engine, name = config.engine.servers, config.engine.name
+    if engine is None:
         return []
     changed = changed_options(engine)
     started = next((option for option in _OF_STARTED if option in changed), None)
     return [
-        *(_vllm_problems(config, engine, changed) if isinstance(engine, VllmEngineSection) else []),
-        *(_sglang_problems(config, engine) if isinstance(engine, SglangEngineSection) else []),
+        *(own(config, engine) if (own := _OF_ENGINE.get(name)) is not None else []),
         (
             engine.url is not None and started is not None,
             f"engine.{started} has no effect with engine.url, because turnwise then starts no server: remove one of them",
@@ -90,10 +91,10 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def _vllm_problems(config: Config, engine: VllmEngineSection, changed: list[str]) -> list[tuple[bool, str]]:
+def _vllm_problems(config: Config, engine: VllmEngineSection) -> list[tuple[bool, str]]:
     sampling, evaluation = config.sampling, config.eval.sampling
     hottest = max(sampling.temperature, evaluation.temperature or 0.0)
-    unused = next((option for option in _OF_SERVERS if option in changed), None)
+    unused = next((option for option in _OF_SERVERS if option in changed_options(engine)), None)
     return [
         (
             engine.mode == "in_process" and unused is not None,
@@ -139,6 +140,13 @@ def _sglang_problems(config: Config, engine: SglangEngineSection) -> list[tuple[
             "engine.name=local",
         ),
     ]
+
+
+_OF_ENGINE: dict[str, Callable[[Config, Any], list[tuple[bool, str]]]] = {
+    "vllm": _vllm_problems,
+    "sglang": _sglang_problems,
+}
+"""What only the engine of this name refuses."""
 
 
 # several processes
@@ -223,7 +231,7 @@ def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
     cluster, workers = config.cluster, config.cluster.workers.count
     ray, ranks = cluster.launcher == "ray", cluster.launcher == "ray" and cluster.distributed
     of_ranks = [*of_ranks, *(f"ranks.{name}" for name in changed_options(cluster.ranks))]
-    engine = config.engine if isinstance(config.engine, ServerEngineSection) else None
+    engine = config.engine.servers
     servers = [] if engine is None else engine.urls
     server = config.rollout_server.url
     return [
@@ -266,8 +274,8 @@ def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
 
 def _problems_of_servers_in_workers(config: Config, ray: bool) -> list[Problem]:
     """Problems of servers that rollout workers use as their engines."""
-    engine, gpus = config.engine, config.cluster.workers.num_gpus
-    if not ray or not isinstance(engine, ServerEngineSection):
+    engine, gpus = config.engine.servers, config.cluster.workers.num_gpus
+    if not ray or engine is None:
         return []
     needed = engine.replicas * engine.tensor_parallel * engine.data_parallel
     on_gpus = engine.url is None and config.model.device != "cpu" and engine.devices is None
@@ -294,7 +302,7 @@ def refuse_without_effect_when_serving(config: Config) -> None:
 
     Raises ConfigError.
     """
-    if config.engine.name == "scripted":
+    if config.engine.script_file is not None:
         raise ConfigError(
             "engine.name=scripted cannot be served: its texts belong to the conversations of one call of `turnwise rollout`"
         )

@@ -86,7 +86,7 @@ def _sft_problems(config: Config) -> list[Problem]:
 
 def _unused_problems(config: Config) -> list[Problem]:
     """Options of the data, the environment and the engine that fine-tuning does not use."""
-    engine = sorted(changed_options(config.engine)) if config.engine.name == "local" else []
+    engine = sorted(changed_options(config.engine)) if config.engine.embedded is not None else []
     return [
         (
             config.data.max_prompt_tokens is not None,

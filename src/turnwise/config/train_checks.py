@@ -12,7 +12,6 @@ from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
 from turnwise.options import algorithm as sections
 from turnwise.options.algorithm import LossSection, OptimizerSection
-from turnwise.options.engines import LocalEngineSection
 from turnwise.options.schema import LOSS_MASKS, Config, DataSection
 from turnwise.options.section import changed_options
 
@@ -362,7 +361,7 @@ def _engine_problems(config: Config) -> list[Problem]:
     """An engine that cannot be trained with."""
     return [
         (
-            config.engine.name == "openai",
+            not config.engine.samples_tokens,
             "engine.name=openai cannot be used in training: an OpenAI-compatible endpoint returns text, without the ids and the "
             "log-probabilities of the sampled tokens, and it cannot load new weights. Use it with `turnwise eval` or `turnwise "
             "rollout`; to train, remove the section engine or choose another engine",
@@ -422,7 +421,7 @@ def _loss_problems(config: Config) -> list[Problem]:
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
     of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
-    same_weights = config.engine.name == "local" and train.max_staleness == 0 and config.exact
+    same_weights = config.engine.embedded is not None and train.max_staleness == 0 and config.exact
     correction = config.correction
     return [
         (
@@ -465,7 +464,7 @@ def _conversation_problems(config: Config) -> list[Problem]:
             f"raise limits.turns",
         ),
         (
-            config.engine.name == "scripted",
+            config.engine.script_file is not None,
             f"engine.name={config.engine.name} cannot be used in training: its tokens are not sampled from the model. Use "
             f"engine.name=local, or `turnwise rollout`",
         ),
@@ -624,8 +623,8 @@ def _rollout_server_problems(config: Config) -> list[Problem]:
 
 
 def _deterministic_training_problems(config: Config) -> list[Problem]:
-    engine = config.engine
-    threads = engine.threads if isinstance(engine, LocalEngineSection) else 1
+    engine = config.engine.embedded
+    threads = 1 if engine is None else engine.threads
     return [
         (
             config.deterministic and config.train.max_staleness > 0,

@@ -17,7 +17,6 @@ from turnwise.doctor.options import fine_tunes, take_effect
 from turnwise.doctor.recipe import conversations, rewards, row_arguments
 from turnwise.doctor.template import openings, template_checks
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.options.engines import OpenAIEngineSection, ScriptedEngineSection
 from turnwise.options.schema import Config
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Row, Sampling
@@ -37,7 +36,7 @@ def examine(
     A TurnwiseError becomes a failed check and is not raised.
     """
     checks = list(_checks(path, config, weights))
-    if config is not None and not isinstance(config.engine, ScriptedEngineSection | OpenAIEngineSection):
+    if config is not None and config.engine.has_weights:
         checks.append(_tried("memory", lambda: _memory(path, config, memory_gb)))
     return checks
 

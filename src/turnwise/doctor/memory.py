@@ -35,7 +35,6 @@ from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
 from turnwise.options.algorithm import OptimizationSection
-from turnwise.options.engines import LocalEngineSection
 from turnwise.options.schema import Config
 from turnwise.training.batch import default_micro_batch_tokens
 from turnwise.training.forward import TokenLogprobs
@@ -233,8 +232,8 @@ def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
 
 def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tokens: int) -> float:
     """The cache of the embedded engine with these conversations, each of up to `tokens` tokens; 0 for another engine."""
-    engine = config.engine
-    if not isinstance(engine, LocalEngineSection):
+    engine = config.engine.embedded
+    if engine is None:
         return 0
     rows = min(engine.slots, config.max_concurrent, conversations)
     rows = 1 << (rows - 1).bit_length()  # rows and their capacity grow by doubling
@@ -312,7 +311,7 @@ def predict(
     passes = max(trace.peak, trace.trained + step)
     references = section == "train" and needs_reference(config)
     adapter_off = model_options.lora is not None and config.reference.path is None and config.reference.source != "copy"
-    embedded = section == "train" and isinstance(config.engine, LocalEngineSection)
+    embedded = section == "train" and config.engine.embedded is not None
     embedded = embedded and config.runs_conversations_elsewhere is None
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
     copies = MemoryPart(
@@ -407,8 +406,8 @@ def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
         values["model.lora.rank"] = 16
         if options.optimizer.name == "adamw":
             values[f"{section}.optimizer.name"] = "adamw_8bit"
-    if section == "train" and isinstance(config.engine, LocalEngineSection):
-        values["engine.memory_gb"] = config.engine.memory_gb / 4
+    if section == "train" and (engine := config.engine.embedded) is not None:
+        values["engine.memory_gb"] = engine.memory_gb / 4
     for name, value in values.items():
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
         yield f"{name}={shown}", _changed(config, name.split("."), value)

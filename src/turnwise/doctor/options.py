@@ -18,7 +18,6 @@ from turnwise.data.order import Order
 from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.options.algorithm import ESTIMATORS, LOSSES, CorrectionSection, RejectionSection
-from turnwise.options.engines import OpenAIEngineSection, ScriptedEngineSection
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, Use, changed_options
 from turnwise.rollout.context import Limits
@@ -204,7 +203,7 @@ def take_effect(config: Config) -> Check:
     try:
         if fine_tunes(config):
             refuse_sft_without_effect(config)
-        elif not isinstance(config.engine, ScriptedEngineSection | OpenAIEngineSection):
+        elif config.engine.has_weights:
             refuse_without_effect(config)
             refuse_without_reward(config)
             warnings = training_warnings(config)

@@ -15,7 +15,6 @@ from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
 from turnwise.options.algorithm import GrpoSection, RlooSection
-from turnwise.options.engines import LocalEngineSection
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit.credit import episode_of
@@ -133,7 +132,7 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
 
 def _runner(config: Config, renderer: Renderer, model: Any | None) -> ConversationRunner:
     """The recipe's runner. Without a model, or with another engine than the embedded one: given completions."""
-    if model is not None and isinstance(config.engine, LocalEngineSection):
+    if model is not None and config.engine.embedded is not None:
         return assembly.runner(config, renderer, model)
     answers = [[f"It is {n}.", "Yes.", "I am sure.", "It is."] for n in range(_ROWS * _EACH)]
     return assembly.runner(config, renderer, scripts=answers)

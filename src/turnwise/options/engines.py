@@ -1,7 +1,8 @@
 """The sections of a recipe about sampling and about processes: engine, sampling, limits, rollout server and cluster.
 
 Each engine has a class with its own options; `engine.name` chooses the class. vLLM and SGLang share the options of all engines
-on servers. The section `cluster` says which processes train and run conversations, on one or several machines.
+on servers. What an engine can do is asked of its section (`EngineSection`), never of the section's class. The section
+`cluster` says which processes train and run conversations, on one or several machines.
 """
 
 from __future__ import annotations
@@ -9,21 +10,51 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.options.section import NonEmpty, NotNegative, Positive, Seconds, Section
 
-if TYPE_CHECKING:
-    pass
+# engines
 
 
-# engine, sampling and limits
+class EngineSection(Section):
+    """What the other parts of a run ask of any engine. An engine overrides the answers that are different for it."""
+
+    samples_tokens: ClassVar[bool] = True
+    """Whether the engine returns token ids. If not, it is an endpoint that answers messages."""
+    has_weights: ClassVar[bool] = True
+    """Whether the engine samples from the weights of `model.path`, and takes new weights."""
+
+    @property
+    def embedded(self) -> LocalEngineSection | None:
+        """The options of an engine that samples in the process of turnwise, from a model that is loaded there; else None."""
+        return None
+
+    @property
+    def servers(self) -> ServerEngineSection | None:
+        """The options of an engine whose tokens servers sample; else None."""
+        return None
+
+    @property
+    def endpoint(self) -> OpenAIEngineSection | None:
+        """The options of an endpoint that answers messages; else None."""
+        return None
+
+    @property
+    def script_file(self) -> str | None:
+        """The file with the texts that the engine answers with; None for an engine that samples."""
+        return None
+
+    @property
+    def starts_servers(self) -> bool:
+        """Whether turnwise starts the servers of the engine."""
+        return False
 
 
-class LocalEngineSection(Section):
+class LocalEngineSection(EngineSection):
     """The embedded engine: it samples in the trainer's process, on the trainer's own weights."""
 
     name: Literal["local"] = "local"
@@ -34,16 +65,25 @@ class LocalEngineSection(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """The number of torch threads while sampling. 0: the run measures which number is fastest."""
 
+    @property
+    def embedded(self) -> LocalEngineSection:
+        return self
 
-class ScriptedEngineSection(Section):
+
+class ScriptedEngineSection(EngineSection):
     """The scripted engine: it answers with given texts, and needs no model weights. Use it to replay conversations."""
 
     name: Literal["scripted"]
     script: NonEmpty
     """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts."""
+    has_weights: ClassVar[bool] = False
+
+    @property
+    def script_file(self) -> str:
+        return self.script
 
 
-class OpenAIEngineSection(Section):
+class OpenAIEngineSection(EngineSection):
     """An OpenAI-compatible endpoint, for `turnwise eval` and `turnwise rollout`: messages are sent and a message comes back. It
     reports no token ids and no log-probabilities, so nothing can be trained with it."""
 
@@ -69,6 +109,111 @@ class OpenAIEngineSection(Section):
     """The largest number of requests to the endpoint in a minute. Null: no limit."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
     """The largest number of tokens in a minute, in prompts and answers together. Null: no limit."""
+    samples_tokens: ClassVar[bool] = False
+    has_weights: ClassVar[bool] = False
+
+    @property
+    def endpoint(self) -> OpenAIEngineSection:
+        return self
+
+
+# engines on servers
+
+
+class ServerEngineSection(EngineSection):
+    """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
+
+    url: NonEmpty | list[NonEmpty] | None = None
+    """The address of a running server of the engine, such as `http://127.0.0.1:8000`, or a list of several. All must serve the
+    model of `model.path`. Null: turnwise starts the servers, and stops them at the end of the run."""
+    api_key_env: NonEmpty | None = None
+    """The name of the environment variable that contains the token of the servers in `engine.url`. Null: no token is sent."""
+    python: NonEmpty | None = None
+    """The Python interpreter of the environment in which the engine is installed, for servers that turnwise starts. Null: the
+    interpreter that runs turnwise."""
+    replicas: Positive = 1
+    """The number of servers that turnwise starts. All turns of a conversation go to the same server."""
+    tensor_parallel: Positive = 1
+    """The number of GPUs over which each server that turnwise starts divides the model."""
+    data_parallel: Positive = 1
+    """The number of copies of the model in each server that turnwise starts. Several `replicas` are usually better: there, all
+    turns of a conversation go to the same copy, whose prefix cache holds the conversation."""
+    devices: list[Annotated[int, Field(ge=0)]] | None = None
+    """The GPUs of the servers that turnwise starts, as numbers of visible GPUs: `[1, 2, 3, 4]` with `replicas: 2` and
+    `tensor_parallel: 2` gives the first server the GPUs 1 and 2. Null: the GPUs behind those of the trainer if there are enough,
+    else from the first GPU on."""
+    arguments: list[str] = []
+    """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """The memory of the KV cache of each server that turnwise starts, in GB. Null: the engine's own default on a GPU; 1 GB on
+    the CPU, and with vLLM more if one sequence of `limits.context` tokens needs more."""
+    weight_transfer: Literal["files", "collective"] = "files"
+    """How new weights reach the servers. `files`: as files in shared memory or on a disk. `collective`: by broadcasts of
+    torch.distributed, with NCCL if the model is on a GPU (another GPU than the server's), with gloo on CPUs. Servers on other
+    machines need `collective`, or a `weight_folder` that all machines share."""
+    weight_folder: NonEmpty | None = None
+    """The directory in which new weights are written for the servers. It must be readable by them under the same path. Null:
+    shared memory (`/dev/shm`), or the temporary directory if the weights do not fit."""
+    check_weights_every: Annotated[int, Field(ge=0)] = 10
+    """After each update with this number, and after the first three, a server's log-probabilities are compared with those of the
+    trainer. 0: only after the first three."""
+    sleep: bool = False
+    """Whether the servers free their memory on the GPU while the model is trained, for a trainer on the same GPU."""
+    start_timeout: Seconds = 600.0
+    """The longest time in seconds until a started server is ready. For servers in `engine.url`: until they answer."""
+    timeout: Seconds = 300.0
+    """The time in seconds after which a server that sends no token at all is given up. A server that turnwise started is then
+    restarted."""
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses in `url`; empty if turnwise starts the servers."""
+        return [self.url] if isinstance(self.url, str) else list(self.url or [])
+
+    @property
+    def servers(self) -> ServerEngineSection:
+        return self
+
+    @property
+    def starts_servers(self) -> bool:
+        return self.url is None
+
+
+class VllmEngineSection(ServerEngineSection):
+    """vLLM: faster than the embedded engine for large models and on GPUs. It is installed in an environment of its own
+    (docs/engines.md)."""
+
+    name: Literal["vllm"]
+    mode: Literal["server", "in_process"] = "server"
+    """`server`: HTTP servers, started by turnwise or given by `engine.url`. `in_process`: vLLM's asynchronous engine in the
+    process of turnwise, which must then run in vLLM's environment."""
+
+
+class SglangEngineSection(ServerEngineSection):
+    """SGLang: servers that turnwise starts, or running servers. It is installed in an environment of its own
+    (docs/engines.md)."""
+
+    name: Literal["sglang"]
+    keep_seeds: bool = False
+    """Whether SGLang servers that turnwise starts draw the same tokens for the same seed (`--enable-deterministic-inference`).
+    SGLang can do so on GPUs only, and is slower then."""
+    update_mode: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to running requests while the weights of a SGLang server change. `retract`: their prefixes are computed again
+    with the new weights. `in_place`: they continue with the KV cache of the previous weights. `abort`: they are sent again, with
+    the tokens that they have; LoRA adapters always use this mode."""
+
+
+AnyEngine = (
+    Annotated[LocalEngineSection, Tag("local")]
+    | Annotated[ScriptedEngineSection, Tag("scripted")]
+    | Annotated[OpenAIEngineSection, Tag("openai")]
+    | Annotated[VllmEngineSection, Tag("vllm")]
+    | Annotated[SglangEngineSection, Tag("sglang")]
+)
+"""The section `engine`, by its name."""
+
+
+# sampling and limits
 
 
 class SamplingSection(Section):
@@ -120,84 +265,6 @@ class LimitsSection(Section):
     restarts of an engine's server do not count. Null: no limit."""
     seconds: Seconds | None = 600.0
     """The time limit of a conversation, in seconds. Null: no limit."""
-
-
-# engines on servers
-
-
-class ServerEngineSection(Section):
-    """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
-
-    url: NonEmpty | list[NonEmpty] | None = None
-    """The address of a running server of the engine, such as `http://127.0.0.1:8000`, or a list of several. All must serve the
-    model of `model.path`. Null: turnwise starts the servers, and stops them at the end of the run."""
-    api_key_env: NonEmpty | None = None
-    """The name of the environment variable that contains the token of the servers in `engine.url`. Null: no token is sent."""
-    python: NonEmpty | None = None
-    """The Python interpreter of the environment in which the engine is installed, for servers that turnwise starts. Null: the
-    interpreter that runs turnwise."""
-    replicas: Positive = 1
-    """The number of servers that turnwise starts. All turns of a conversation go to the same server."""
-    tensor_parallel: Positive = 1
-    """The number of GPUs over which each server that turnwise starts divides the model."""
-    data_parallel: Positive = 1
-    """The number of copies of the model in each server that turnwise starts. Several `replicas` are usually better: there, all
-    turns of a conversation go to the same copy, whose prefix cache holds the conversation."""
-    devices: list[Annotated[int, Field(ge=0)]] | None = None
-    """The GPUs of the servers that turnwise starts, as numbers of visible GPUs: `[1, 2, 3, 4]` with `replicas: 2` and
-    `tensor_parallel: 2` gives the first server the GPUs 1 and 2. Null: the GPUs behind those of the trainer if there are enough,
-    else from the first GPU on."""
-    arguments: list[str] = []
-    """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
-    memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """The memory of the KV cache of each server that turnwise starts, in GB. Null: the engine's own default on a GPU; 1 GB on
-    the CPU, and with vLLM more if one sequence of `limits.context` tokens needs more."""
-    weight_transfer: Literal["files", "collective"] = "files"
-    """How new weights reach the servers. `files`: as files in shared memory or on a disk. `collective`: by broadcasts of
-    torch.distributed, with NCCL if the model is on a GPU (another GPU than the server's), with gloo on CPUs. Servers on other
-    machines need `collective`, or a `weight_folder` that all machines share."""
-    weight_folder: NonEmpty | None = None
-    """The directory in which new weights are written for the servers. It must be readable by them under the same path. Null:
-    shared memory (`/dev/shm`), or the temporary directory if the weights do not fit."""
-    check_weights_every: Annotated[int, Field(ge=0)] = 10
-    """After each update with this number, and after the first three, a server's log-probabilities are compared with those of the
-    trainer. 0: only after the first three."""
-    sleep: bool = False
-    """Whether the servers free their memory on the GPU while the model is trained, for a trainer on the same GPU."""
-    start_timeout: Seconds = 600.0
-    """The longest time in seconds until a started server is ready. For servers in `engine.url`: until they answer."""
-    timeout: Seconds = 300.0
-    """The time in seconds after which a server that sends no token at all is given up. A server that turnwise started is then
-    restarted."""
-
-    @property
-    def urls(self) -> list[str]:
-        """The addresses in `url`; empty if turnwise starts the servers."""
-        return [self.url] if isinstance(self.url, str) else list(self.url or [])
-
-
-class VllmEngineSection(ServerEngineSection):
-    """vLLM: faster than the embedded engine for large models and on GPUs. It is installed in an environment of its own
-    (docs/engines.md)."""
-
-    name: Literal["vllm"]
-    mode: Literal["server", "in_process"] = "server"
-    """`server`: HTTP servers, started by turnwise or given by `engine.url`. `in_process`: vLLM's asynchronous engine in the
-    process of turnwise, which must then run in vLLM's environment."""
-
-
-class SglangEngineSection(ServerEngineSection):
-    """SGLang: servers that turnwise starts, or running servers. It is installed in an environment of its own
-    (docs/engines.md)."""
-
-    name: Literal["sglang"]
-    keep_seeds: bool = False
-    """Whether SGLang servers that turnwise starts draw the same tokens for the same seed (`--enable-deterministic-inference`).
-    SGLang can do so on GPUs only, and is slower then."""
-    update_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """What happens to running requests while the weights of a SGLang server change. `retract`: their prefixes are computed again
-    with the new weights. `in_place`: they continue with the KV cache of the previous weights. `abort`: they are sent again, with
-    the tokens that they have; LoRA adapters always use this mode."""
 
 
 # rollout server

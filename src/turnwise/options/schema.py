@@ -30,16 +30,13 @@ from turnwise.options.algorithm import (
     steps_of_epochs,
 )
 from turnwise.options.engines import (
+    AnyEngine,
     ClusterSection,
     EvaluationSamplingSection,
     LimitsSection,
     LocalEngineSection,
-    OpenAIEngineSection,
     RolloutServerSection,
     SamplingSection,
-    ScriptedEngineSection,
-    SglangEngineSection,
-    VllmEngineSection,
 )
 from turnwise.options.environment_values import Origins, with_references
 from turnwise.options.section import (
@@ -517,14 +514,7 @@ class Config(Section):
     """The tools that the model may call: references to typed functions and classes (docs/tools.md)."""
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
-    engine: Annotated[
-        Annotated[LocalEngineSection, Tag("local")]
-        | Annotated[ScriptedEngineSection, Tag("scripted")]
-        | Annotated[OpenAIEngineSection, Tag("openai")]
-        | Annotated[VllmEngineSection, Tag("vllm")]
-        | Annotated[SglangEngineSection, Tag("sglang")],
-        by_name("local"),
-    ] = LocalEngineSection()
+    engine: Annotated[AnyEngine, by_name("local")] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
     limits: LimitsSection = LimitsSection()

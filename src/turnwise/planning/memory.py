@@ -30,7 +30,7 @@ from turnwise.doctor.memory import (
 )
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import context_length
-from turnwise.options.engines import LocalEngineSection, ServerEngineSection, local_ranks
+from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
 from turnwise.planning.placement import PlanLine
 from turnwise.training.options import SMALL_GRADIENTS
@@ -116,7 +116,7 @@ def rank_memory(
     samples = (
         rank == 0
         and section == "train"
-        and isinstance(config.engine, LocalEngineSection)
+        and config.engine.embedded is not None
         and not config.runs_conversations_elsewhere
     )
     if not samples:
@@ -203,8 +203,7 @@ def rank_memory_check(
 def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
     """The predicted memory of a rollout worker with the embedded engine, or of each device of a started server; empty if the
     engine is in the trainer's process, or on servers that others have started."""
-    engine = config.engine
-    if isinstance(engine, LocalEngineSection) and config.cluster.launcher == "ray":
+    if config.engine.embedded is not None and config.cluster.launcher == "ray":
         workers, workload = config.cluster.workers, workload_of(config, model_config, "train")
         started = workload.conversations * (config.train.max_staleness + 1)
         cache = kv_cache_bytes(
@@ -213,7 +212,7 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
         weights = _weights(config, model_config)
         text = _sum({"weights": weights, "KV cache": cache, "program": PROGRAM_BYTES})
         return [PlanLine("memory of a worker", f"{text}, without the environments")]
-    if isinstance(engine, ServerEngineSection) and engine.url is None:
+    if (engine := config.engine.servers) is not None and engine.starts_servers:
         weights = _weights(config, model_config) / engine.tensor_parallel
         cache = cache_gb(config, config.limits.context or context_length(model_config.to_dict()))
         if cache is None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from turnwise.errors import ConfigError
 from turnwise.options.algorithm import steps_of_epochs
-from turnwise.options.engines import LocalEngineSection, ServerEngineSection
 from turnwise.options.schema import Config
 
 # training
@@ -91,7 +90,7 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
     launcher, several = config.cluster.launcher, config.cluster.distributed
     lines = trainer_lines(config, device=device, ranks=ranks)
     engine = config.engine
-    if isinstance(engine, LocalEngineSection):
+    if engine.embedded is not None:
         where = (
             f"on rank 0, on {device}, with a complete copy of the weights"
             if several
@@ -107,9 +106,9 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
             f"in {workers.count} rollout workers on a Ray cluster, each with {workers.num_cpus:g} CPUs, "
             f"{workers.num_gpus:g} GPUs and at most {workers.max_concurrent} conversations"
         )
-        if isinstance(engine, LocalEngineSection):
+        if engine.embedded is not None:
             lines[-1] = PlanLine("engine", "in each rollout worker, with a copy of the weights")
-        elif isinstance(engine, ServerEngineSection) and engine.url is None:
+        elif engine.starts_servers:
             lines[-1] = PlanLine("engine", f"in each rollout worker: {lines[-1].value}")
     if config.rollout_server.url is not None:
         where = f"on the rollout server {config.rollout_server.url}"

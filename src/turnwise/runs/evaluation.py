@@ -31,7 +31,6 @@ from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError, DataError, RunError
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
 from turnwise.local_paths import same_directory
-from turnwise.options.engines import OpenAIEngineSection
 from turnwise.options.environment_values import Origins, insert_values, same_value, with_digests
 from turnwise.options.schema import Config
 from turnwise.record.evaluation import EvaluationResult, ModelResult, compare, summarize
@@ -78,8 +77,8 @@ class EvaluatedModel:
     @property
     def model(self) -> str:
         """The path or hub name of the model; with an endpoint `model@url`."""
-        engine = self.config.engine
-        if isinstance(engine, OpenAIEngineSection):
+        engine = self.config.engine.endpoint
+        if engine is not None:
             return f"{engine.model or self.config.model.path}@{engine.url}"
         return self.config.model.path
 
@@ -121,11 +120,11 @@ def _resolved(config: Config, value: str) -> tuple[str, Config]:
     if (labelled := _LABEL.fullmatch(value)) is not None and not Path(value).exists():
         label, value = labelled["label"], labelled["value"]
     if not value:
-        engine = config.engine
-        named = engine.model if isinstance(engine, OpenAIEngineSection) else None
+        endpoint = config.engine.endpoint
+        named = None if endpoint is None else endpoint.model
         return _label_of(named or config.model.path), config
     if (endpoint := _ENDPOINT.fullmatch(value)) is not None:
-        own = config.engine.model_dump(mode="json") if isinstance(config.engine, OpenAIEngineSection) else {}
+        own = {} if config.engine.endpoint is None else config.engine.model_dump(mode="json")
         engine = {**own, "name": "openai", "url": endpoint["url"], "model": endpoint["model"]}
         return label or _label_of(endpoint["model"]), _changed(config, {"engine": engine}, value)
     path = Path(value).expanduser()
@@ -138,7 +137,7 @@ def _resolved(config: Config, value: str) -> tuple[str, Config]:
         inserted, origins = insert_values(tree, where=value)
         return label or path.stem, _changed(config, inserted, value, origins)
     options: dict[str, Any] = {"model": {"path": str(path) if path.is_dir() else value}}
-    if isinstance(config.engine, OpenAIEngineSection):
+    if config.engine.endpoint is not None:
         options["engine"] = {"name": "local"}
     if (path / "run.json").is_file() or (path / "checkpoints").is_dir():
         saved = Checkpoints(path).find()

@@ -22,7 +22,6 @@ from turnwise.engines.scripted import RecordedEngine, RecordedText
 from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length
-from turnwise.options.engines import OpenAIEngineSection
 from turnwise.options.schema import Config
 from turnwise.record.reader import RecordedTrajectories, trajectories_file
 from turnwise.record.trajectory_json import encode_line, trajectory_record
@@ -92,9 +91,7 @@ async def replay(
     if not evaluation:
         _refuse_incomplete_groups(config, scorer)
     needed = _scored_with(scorer, selected, recorded)
-    renderer = (
-        None if isinstance(config.engine, OpenAIEngineSection) else assembly.renderer(config, _source(run, config))
-    )
+    renderer = assembly.renderer(config, _source(run, config)) if config.engine.samples_tokens else None
     held_out = evaluation or (run / "evaluation.json").is_file()
     new = _empty_copies(needed, _rows(config, renderer, held_out=held_out))
     encode = None if renderer is None else renderer.encode

@@ -23,7 +23,6 @@ from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.engines.engine import closing
 from turnwise.errors import ConfigError, DataError, RolloutError
 from turnwise.models.model_config import context_length
-from turnwise.options.engines import OpenAIEngineSection, ScriptedEngineSection, ServerEngineSection
 from turnwise.options.schema import Config
 from turnwise.record.lines import SUFFIX, existing_file, is_compressed
 from turnwise.record.metrics import conversation_metrics, cut_answers, failures, template_mismatches
@@ -81,7 +80,7 @@ class SamplingRun:
 def prepare(config: Config, sampling: Sampling) -> SamplingRun:
     """Read the tokenizer, build the rewards and check the recipe. Raises TurnwiseError."""
     scorer = assembly.scorer(config)
-    if isinstance(config.engine, OpenAIEngineSection):
+    if not config.engine.samples_tokens:
         assembly.refuse_for_endpoint(config, scorer, sampling)
         renderer, notes = None, assembly.endpoint_notes(config)
     else:
@@ -101,14 +100,14 @@ async def conversation_context(
     config, renderer = conversations.config, conversations.renderer
     encode = None if renderer is None else renderer.encode
     async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
-        if isinstance(config.engine, OpenAIEngineSection):
-            yield assembly.text_context(config, config.engine, environments, conversations.sampling)
+        if (endpoint := config.engine.endpoint) is not None:
+            yield assembly.text_context(config, endpoint, environments, conversations.sampling)
             return
         assert renderer is not None
         model = assembly.engine_model(config)
         runner = assembly.runner(config, renderer, model, scripts=scripts)
         assembly.connect_engine(conversations.scorer, runner.sampler, renderer)
-        if isinstance(config.engine, ServerEngineSection):
+        if config.engine.servers is not None:
             longest = assembly.longest_context(config)
         else:
             longest = context_length(model.config.to_dict()) if model is not None else None
@@ -176,13 +175,14 @@ def assign_scripts(
     The scripts say how many conversations there are: trajectories without a script are dropped. `samples` is the option for the
     number of conversations on each row. Raises DataError if there are more scripts than trajectories.
     """
-    if not isinstance(config.engine, ScriptedEngineSection):
+    file = config.engine.script_file
+    if file is None:
         return list(groups), None
-    scripts = assembly.read_scripts(config.engine.script)
+    scripts = assembly.read_scripts(file)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     if len(scripts) > len(trajectories):
         raise DataError(
-            f"{config.engine.script} has {len(scripts)} scripts, and {len(groups)} rows with "
+            f"{file} has {len(scripts)} scripts, and {len(groups)} rows with "
             f"{samples}={len(groups[0].trajectories)} make {len(trajectories)} conversations; the number of "
             f"scripts and the number of conversations must be equal"
         )

@@ -18,7 +18,6 @@ from turnwise.engines.remote.server_process import python_path
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo
 from turnwise.engines.remote.weights import Backend, WeightUpdate
 from turnwise.engines.vllm.api import ADAPTER, Labels, WeightSender, image_features, sampling_params
-from turnwise.engines.vllm.launch import VllmLaunch, engine_arguments
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import LogprobKind, Request
 
@@ -28,11 +27,11 @@ _LEASE = 1e9  # seconds; no other trainer can reach this engine
 
 
 class InProcessServer(HttpServer):
-    """Stands for the engine where a server stands: it is started by the first check of its health."""
+    """Stands for the engine where a server stands: it is started by the first check of its health, with these arguments."""
 
-    def __init__(self, options: VllmLaunch) -> None:
+    def __init__(self, arguments: Sequence[str]) -> None:
         super().__init__("http://in-process")
-        self._options = options
+        self._arguments = arguments
         self._llm: Any | None = None
 
     @property
@@ -49,7 +48,7 @@ class InProcessServer(HttpServer):
             self._llm.shutdown()
             self._llm = None
         if self._llm is None:
-            self._llm = _start(self._options)
+            self._llm = _start(self._arguments)
         return True
 
     async def close(self) -> None:
@@ -81,7 +80,7 @@ class InProcessApi:
         return ServerInfo(
             vocab_size=self._vocab_size,
             context=_llm(server).model_config.max_model_len,
-            logprob_kind=LogprobKind.SAMPLED,  # `engine_arguments` has --logprobs-mode processed_logprobs
+            logprob_kind=LogprobKind.SAMPLED,  # `launch.engine_arguments` has --logprobs-mode processed_logprobs
         )
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
@@ -164,7 +163,7 @@ def _llm(server: HttpServer) -> Any:
     return server.llm
 
 
-def _start(options: VllmLaunch) -> Any:
+def _start(arguments: Sequence[str]) -> Any:
     """A running AsyncLLM. Raises ConfigError if vLLM is not installed here, EngineError if it does not start."""
     os.environ["PYTHONPATH"] = python_path()  # for vLLM's worker processes
     try:
@@ -178,9 +177,9 @@ def _start(options: VllmLaunch) -> Any:
             f"(docs/engines.md)"
         ) from None
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = parser.parse_args([*engine_arguments(options), *options.arguments])
+    parsed = parser.parse_args(list(arguments))
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+        return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
     except (ValueError, RuntimeError) as error:
         raise EngineError(f"vLLM's engine could not be started in this process: {error}") from error
 

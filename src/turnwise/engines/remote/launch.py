@@ -1,0 +1,115 @@
+"""What the servers of an engine serve, and how turnwise reaches them: servers of `engine.url`, or servers that it starts.
+
+An engine on servers takes its own section of the recipe, and a `ServedModel`: what the rest of the recipe says. It adds the
+requests of its kind of server (`ServerApi`) and the command that starts one. Does not know recipes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from turnwise.engines.remote.http import HttpLimits, HttpServer
+from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
+from turnwise.engines.remote.servers import Owner, Replica, ServerApi
+from turnwise.engines.remote.weights import Backend
+from turnwise.errors import ConfigError
+from turnwise.options.engines import ServerEngineSection
+
+__all__ = ["Commands", "MakeServers", "ServedModel", "interpreter", "on_cpu", "replicas_of"]
+
+Commands = Callable[[int, int, str], ServerCommand]
+"""The command of a server, from its number, its port and its token. It listens on 127.0.0.1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the servers of an engine serve, and what the recipe says about it outside the section of the engine."""
+
+    path: str
+    """The model's directory."""
+    facts: Mapping[str, Any]
+    """The contents of its config.json."""
+    dtype: str
+    """`float32`, `bfloat16` or `float16`: the precision of the trainer."""
+    cpu: bool
+    """Whether servers that turnwise starts run on the CPU."""
+    vocab_size: int
+    """The number of token ids."""
+    context: int | None
+    """The most tokens of a sequence; None: what the model allows."""
+    memory_gb: float | None
+    """The memory of the KV cache of a server in GB; None: the server chooses it."""
+    max_requests: int
+    """Requests that a server runs at the same time."""
+    trained: bool
+    """Whether the weights change during the run."""
+    lora_rank: int | None
+    """The rank of the trained adapter; None if all weights are trained, or none."""
+    devices: Callable[[], Sequence[str]]
+    """The value of CUDA_VISIBLE_DEVICES for each server that turnwise starts; empty: that of this process. Raises ConfigError if
+    there are too few."""
+    logs: Path
+    """The directory of the log files."""
+    owner: Owner
+    """This process, as the servers know it."""
+
+    @property
+    def backend(self) -> Backend:
+        """The backend of broadcasts: NCCL if the servers that turnwise would start are on GPUs."""
+        return "gloo" if self.cpu else "nccl"
+
+    @property
+    def adapter(self) -> bool:
+        """Whether an adapter is trained."""
+        return self.lora_rank is not None
+
+
+MakeServers = Callable[[Any, ServedModel], tuple[ServerApi, list[Replica]]]
+"""Makes the requests of one kind of server, and the servers, from the section of the engine and a model."""
+
+
+def on_cpu(device: str) -> bool:
+    """Whether servers that turnwise starts run on the CPU: where the model, on `device`, is trained on it."""
+    import torch  # to find out whether there is a GPU
+
+    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+
+
+def interpreter(options: ServerEngineSection) -> str:
+    """The Python interpreter that runs the servers."""
+    return sys.executable if options.python is None else os.path.expanduser(options.python)
+
+
+def replicas_of(options: ServerEngineSection, health_path: str, commands: Commands) -> list[Replica]:
+    """The servers of `engine.url`, or those that the engine starts with `commands`, which need a token that is made here.
+
+    Raises ConfigError if the variable in engine.api_key_env is not set.
+    """
+    limits = HttpLimits(answer=options.timeout, idle=options.timeout)
+    if options.url is not None:
+        token = _given_token(options.api_key_env)
+        return [Replica(HttpServer(url, token=token, limits=limits), health_path) for url in options.urls]
+    replicas: list[Replica] = []
+    for number in range(options.replicas):
+        port, token = free_port(), new_token()
+        server = HttpServer(f"http://127.0.0.1:{port}", token=token, limits=limits)
+        replicas.append(Replica(server, health_path, ServerProcess(commands(number, port, token))))
+    return replicas
+
+
+def _given_token(variable: str | None) -> str | None:
+    """The token of servers that run already. Raises ConfigError."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise ConfigError(
+            f"engine.api_key_env={variable}: there is no such environment variable. Set it to the token of the "
+            f"servers in engine.url, or remove engine.api_key_env"
+        )
+    return token
