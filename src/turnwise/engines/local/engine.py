@@ -23,6 +23,7 @@ from turnwise.models.allocator import is_large
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import published_weights
 from turnwise.models.lora import has_adapter
+from turnwise.options.engines import LocalEngineSection
 from turnwise.types import Completion, Request
 
 __all__ = ["LARGE_CACHE", "LocalEngine"]
@@ -34,6 +35,7 @@ LARGE_CACHE = 2**28
 """Bytes of a KV cache that is freed during training. It takes longer to make a smaller cache again than it is worth."""
 QUIET_YIELDS = 3
 """No request in so many runs of the event loop: the next step begins."""
+_DEFAULTS = LocalEngineSection()
 
 
 class LocalEngine:
@@ -50,10 +52,10 @@ class LocalEngine:
         self,
         model: PreTrainedModel,
         *,
-        slots: int = 256,
-        memory_gb: float = 2.0,
+        slots: int = _DEFAULTS.slots,
+        memory_gb: float = _DEFAULTS.memory_gb,
         context: int | None = None,
-        threads: int = 0,
+        threads: int = _DEFAULTS.threads,
         decode: Callable[[Sequence[int]], str] | None = None,
         version: int = 0,
         autocast: bool = False,
