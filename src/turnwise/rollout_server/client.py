@@ -21,7 +21,6 @@ from turnwise.chat.media_parts import has_media
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import WeightPublisher, WeightSource, WriteAdapter
 from turnwise.engines.remote.http import Failures, HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
-from turnwise.engines.remote.publisher import WeightSource
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
 from turnwise.rollout.context import ConversationContext, Runner

@@ -20,8 +20,6 @@ from turnwise.engines.remote.weights import Backend
 from turnwise.errors import ConfigError
 from turnwise.options.engines import ServerEngineSection
 
-__all__ = ["Commands", "MakeServers", "ServedModel", "interpreter", "on_cpu", "replicas_of"]
-
 Commands = Callable[[int, int, str], ServerCommand]
 """The command of a server, from its number, its port and its token. It listens on 127.0.0.1."""
 
