@@ -10,11 +10,10 @@ from test_agent_clients import led, relations
 
 from support.conversations import Says, a_row, call, spoken
 
-agents = pytest.importorskip("agents", reason="openai-agents is not installed")
-
 
 @pytest.mark.parametrize("api", ["responses", "chat completions"])
 def test_an_agent_of_openai_agents_with_a_tool(api: str) -> None:
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     results: list[Any] = []
 
     async def agent(row: Any, base_url: str, api_key: str) -> float:
