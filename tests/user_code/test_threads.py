@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import gc
 import os
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -132,3 +134,28 @@ def test_a_forked_process_starts_threads_of_its_own() -> None:
         threads.start(done.set, name="job")
         os._exit(0 if done.wait(10) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_function_that_raises_after_its_coroutine_was_closed_is_no_complaint_of_asyncio() -> None:
+    complaints: list[str] = []
+    may_raise = threading.Event()
+
+    def raises() -> None:
+        may_raise.wait()
+        raise ValueError("too late")
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        coroutine = run_in_thread(raises, name="raises", kind="tool")
+        future: Any = coroutine.send(None)
+        coroutine.close()  # as at a deadline
+        may_raise.set()
+        while not future.done():
+            await asyncio.sleep(0.01)
+        del future
+        idle(1)
+        await run(lambda: None)  # the thread forgets its last job
+        gc.collect()
+
+    asyncio.run(main())
+    assert complaints == []

@@ -31,7 +31,7 @@ from typing import Any, Generic, TypeVar
 
 from turnwise.errors import Failed, boundary, failed_by
 from turnwise.types import Failure, Row
-from turnwise.user_code.calls import call_blocking, spawn
+from turnwise.user_code.calls import call_blocking, forget, spawn
 from turnwise.user_code.thread_loops import call_async, copy_variables
 
 # threads
@@ -179,6 +179,8 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
         return run(function, name=name, kind=kind)
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
+    # asyncio would report an exception that nothing awaits: the coroutine may be closed before the function raises
+    future.add_done_callback(forget)
     context = contextvars.copy_context()
 
     def work() -> None:
