@@ -62,7 +62,7 @@ def parse_json(text: str, *, where: str, error: type[TurnwiseError], own: bool =
     except RecursionError:
         raise error(f"{where} is not accepted: it is nested deeper than {MAX_DEPTH} levels: {text[:80]!r}") from None
     except ValueError as problem:  # an integer of more than 4,300 digits
-        raise error(f"{where} is not accepted: {problem}: {text[:80]!r}") from None
+        raise error(f"{where} is not accepted: {_misfit(problem)}: {text[:80]!r}") from None
     return value
 
 
@@ -110,7 +110,7 @@ def parse_yaml(
     except RecursionError:
         raise error(f"{where} is not accepted: it is nested deeper than {MAX_DEPTH} levels") from None
     except (ValueError, TypeError, AttributeError, LookupError, OverflowError) as problem:  # PyYAML's own constructors
-        raise error(f"{where} is not YAML: a value does not fit its type: {text_of(problem)}") from None
+        raise error(f"{where} is not YAML: {_misfit(problem)}") from None
     return value
 
 
@@ -168,6 +168,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise _Defect(f"the key {twice!r} occurs twice; remove one of them")
     return mapping
+
+
+def _misfit(problem: Exception) -> str:
+    """Why Python cannot read a number, as a short clause: its own messages repeat all digits, or advise to change the limit."""
+    said = text_of(problem)
+    if "int_max_str_digits" in said:
+        return "an integer has more than 4,300 digits; write it as a text, in quotes"
+    return f"a value does not fit its type: {said if len(said) <= 200 else said[:200] + ' ...'}"
 
 
 def _check(value: Any, *, integers: bool = True) -> None:

@@ -443,10 +443,14 @@ class Turn:
     """The results of the calls that the environment has answered."""
     tools: Sequence[ToolSchema] = ()
     """The tools that the model was offered when it sampled this turn."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """The further arguments of the chat template for this turn's prompt: those of the recipe, of the row and of the environment,
+    which may be an agent's request."""
     reward: float = 0.0
     """The sum of `rewards`. Written by `add_reward` only."""
     rewards: dict[str, float] = field(default_factory=dict)
-    """The parts of `reward` that are not 0 by source: `environment`, `final_reward`, or the name of a reward function."""
+    """The parts of `reward` by source: `environment`, `final_reward`, or the name of a reward function. Empty if no source gave a
+    number, which may be 0. Earlier versions did not record parts that are 0."""
     info: dict[str, Any] = field(default_factory=dict)
     """Data that the environment keeps with the turn. It should be JSON-serialisable."""
     finish_reason: str = "stop"
@@ -478,8 +482,7 @@ class Turn:
     def add_reward(self, value: float, source: str) -> None:
         """Add a part to the turn's reward. No other code writes the reward of a turn."""
         object.__setattr__(self, "reward", self.reward + value)
-        if value:
-            self.rewards[source] = self.rewards.get(source, 0.0) + value
+        self.rewards[source] = self.rewards.get(source, 0.0) + value
 
     @property
     def ended(self) -> float | None:
@@ -731,8 +734,9 @@ class Reply:
 
     messages: Sequence[Message] = ()
     """New messages, appended to the conversation."""
-    reward: float = 0.0
-    """Added to the reward of the turn that is answered."""
+    reward: float | None = None
+    """Added to the reward of the turn that is answered. None: the environment gives no reward, which is not the reward 0 where
+    the recipe has reward functions (docs/rewards.md)."""
     observation: bool = False
     """Whether `messages` are an observation, such as the result of a tool that the environment called itself. Functions that
     read `trajectory["turns"]` see them with the role `tool`."""

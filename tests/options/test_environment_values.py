@@ -20,7 +20,9 @@ from support.recipes import PLACES, save_recipe
 from support.tiny import save_rows
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError, failed_by, hide, without_hidden
+from turnwise.options.engines import VllmEngineSection
 from turnwise.options.environment_values import insert_values, same_value, with_digests, with_references
+from turnwise.options.schema import Config
 from turnwise.recipe import Recipe
 from turnwise.record.reader import recorded_options
 from turnwise.rollout_server.wire import differences, served_options
@@ -226,3 +228,31 @@ def test_values_are_hidden_in_messages_longest_first() -> None:
     hide("abcdef123-tail", shown="${B}")
     assert without_hidden("x abcdef123-tail y abcdef123") == "x ${B} y ${A}"
     assert failed_by(ValueError("no abcdef123"), "tool").failure.message == "ValueError: no ${A}"
+
+
+def test_the_home_directory_in_a_path_is_replaced_where_the_recipe_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("TW_MODEL", "~/model")
+    tree, origins = insert_values(
+        {
+            "model": {"path": "${TW_MODEL}"},
+            "data": {"train": "rows.jsonl"},
+            "critic": {"path": "~/critic"},
+            "reference": {"path": "~/reference"},
+            "mcp": {"servers": "~/servers.json"},
+            "engine": {"name": "vllm", "weight_folder": "~/weights", "python": "~/bin/python"},
+            "output": "~/runs/one",
+        },
+        where="r.yaml",
+    )
+    config = Config.model_validate(tree)
+    assert isinstance(config.engine, VllmEngineSection)
+    assert [
+        config.model.path, config.critic.path, config.reference.path, config.mcp.servers, config.output,
+        config.engine.weight_folder, config.engine.python,
+    ] == [f"{tmp_path}/{name}" for name in (
+        "model", "critic", "reference", "servers.json", "runs/one", "weights", "bin/python"
+    )]  # fmt: skip
+    assert with_references(config.model_dump(), origins)["model"]["path"] == "${TW_MODEL}"

@@ -183,7 +183,7 @@ def test_a_judge_that_compares_scores_all_conversations_of_a_row_in_one_request(
 
     assert row_of("a", "bbbb", "cc", "ddddd") == [0.1, 0.4, 0.2, 0.5]
     assert list(asked[0]) == ["answer_1", "answer_2", "answer_3", "answer_4"]
-    assert row_of("a") == [0.0]  # nothing to compare
+    assert row_of("a") == [None]  # nothing to compare
     assert len(asked) == 1
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import math
 import signal
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,11 @@ import pytest
 import torch
 
 from support.conversations import Says, hold, hold_all
-from turnwise import assembly
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
-from turnwise.options.schema import Config
 from turnwise.record.evaluation import summarize
 from turnwise.record.metrics import conversation_metrics
+from turnwise.record.trajectory_json import MediaStore, decode_trajectory, trajectory_line
 from turnwise.record.writer import Retention
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import GroupReward, TrajectoryReward, TurnReward, plan_call
@@ -29,15 +30,15 @@ from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
 
 
 @environment
-async def pays(row: Any, *rewards: float):  # type: ignore[no-untyped-def]
+async def pays(row: Any, *rewards: float | None):  # type: ignore[no-untyped-def]
     yield Opening(messages=row.messages)
     for reward in rewards[:-1]:
         yield user_message("And?", reward=reward)
     yield Reply(done=True, reward=rewards[-1])
 
 
-def a_trajectory(*rewards: float) -> Trajectory:
-    """A conversation whose environment gave these rewards."""
+def a_trajectory(*rewards: float | None) -> Trajectory:
+    """A conversation whose environment gave these rewards; None for a turn without one."""
     return hold(Says(*"abcdefgh"[: len(rewards)]), lambda: pays(*rewards))
 
 
@@ -408,9 +409,14 @@ FOR_LONG_ONES = TrajectoryReward("long", for_long_ones, plan=plan_call(for_long_
 
 
 def test_a_conversation_to_which_no_function_applies_has_no_reward_and_is_in_no_mean_and_no_group() -> None:
-    short, two, three, broken = a_trajectory(0), a_trajectory(0, 0), a_trajectory(0, 0, 0), a_trajectory(0)
+    short, two, three, broken = (
+        a_trajectory(None),
+        a_trajectory(None, None),
+        a_trajectory(None, None, None),
+        a_trajectory(None),
+    )
     broken.fail(Failure("environment", "broken"))
-    score(Scorer([FOR_LONG_ONES], environment_scores=False), short, two, three, broken)
+    score(Scorer([FOR_LONG_ONES]), short, two, three, broken)
     rewards = [(one.reward, one.rewards, one.failed) for one in (short, two, three, broken)]
     parts = {"turns": 0.0, "long": 0.0}
     assert rewards == [
@@ -437,37 +443,64 @@ def test_a_conversation_to_which_no_function_applies_has_no_reward_and_is_in_no_
 
 
 def test_conversations_without_a_reward_are_no_difference_between_rewards() -> None:
-    short, two, other = a_trajectory(0), a_trajectory(0, 0), a_trajectory(0, 0)
-    score(Scorer([FOR_LONG_ONES], environment_scores=False), short, two, other)
+    short, two, other = a_trajectory(None), a_trajectory(None, None), a_trajectory(None, None)
+    score(Scorer([FOR_LONG_ONES]), short, two, other)
     group = Group(id="1", row=short.row, trajectories=[short, two, other])
     assert not has_reward_differences(group)
     assert conversation_metrics([group])["groups/zero_std"] == 1.0
 
 
-def test_an_environment_that_may_score_is_a_source_and_so_is_a_turn_with_a_reward() -> None:
-    short, paid = a_trajectory(0), a_trajectory(0.5)
-    score(Scorer([FOR_LONG_ONES]), short)
-    score(Scorer([FOR_LONG_ONES], environment_scores=False), paid)
-    assert (short.reward, paid.reward) == (0.0, 0.5)
+def test_the_reward_0_of_an_environment_is_a_reward_and_nothing_is_none() -> None:
+    silent, zero, later_zero, paid = a_trajectory(None), a_trajectory(0), a_trajectory(None, 0.0), a_trajectory(0.5)
+    assert [[turn.rewards for turn in one.turns] for one in (silent, zero, later_zero)] == [
+        [{}], [{"environment": 0.0}], [{}, {"environment": 0.0}]
+    ]  # fmt: skip
+    score(Scorer([FOR_LONG_ONES]), silent, zero, later_zero, paid)
+    assert [one.reward for one in (silent, zero, later_zero, paid)] == [None, 0.0, 0.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("options", "may"),
-    [
-        ({}, False),
-        ({"environment": {"use": "turnwise.environments.users:ScriptedUser", "arguments": {"lines": ["And?"]}}}, False),
-        ({"environment": "turnwise.environments.users:checked_answer"}, True),
-        ({"tools": ["turnwise.environments.calculator:calculator"]}, True),
-    ],
-)
-def test_a_recipe_says_whether_its_environment_is_a_source(options: dict[str, Any], may: bool) -> None:
-    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **options})
-    assert assembly.scorer(config).environment_scores is may
+def test_the_only_source_gives_the_sum_of_its_rewards_which_is_0_without_any() -> None:
+    silent, paid = a_trajectory(None, None), a_trajectory(None, 1.0)
+    score(Scorer(), silent, paid)
+    assert (silent.reward, paid.reward) == (0.0, 1.0)
+
+
+def test_a_function_of_turns_that_gives_0_is_a_source_and_one_that_gives_none_is_not() -> None:
+    def zero_for_first(turn: Turn) -> float | None:
+        return 0.0 if turn.index == 0 else None
+
+    def never(turn: Turn) -> float | None:
+        return None
+
+    zero, none = (
+        TurnReward(function.__name__, function, plan=plan_call(function, "turns", name="f"))
+        for function in (zero_for_first, never)
+    )
+    one, other = a_trajectory(None, None), a_trajectory(None, None)
+    score(Scorer(turns=[zero]), one)
+    score(Scorer(turns=[none]), other)
+    assert (one.rewards, one.reward) == ({"turns": 0.0, "zero_for_first": 0.0}, 0.0)
+    assert (other.rewards, other.reward) == ({}, None)
+
+
+def test_the_record_tells_the_reward_0_of_an_environment_from_none(tmp_path: Path) -> None:
+    silent, zero = a_trajectory(None), a_trajectory(0)
+    score(Scorer([FOR_LONG_ONES]), silent, zero)
+    lines = [trajectory_line(one, MediaStore(tmp_path)) for one in (silent, zero)]
+    read = [decode_trajectory(json.loads(line), where="line 1") for line in lines]
+    assert [(one.reward, one.turns[0].reward, one.turns[0].rewards) for one in read] == [
+        (None, 0.0, {}), (0.0, 0.0, {"environment": 0.0})
+    ]  # fmt: skip
 
 
 def test_what_is_kept_of_a_group_tells_no_reward_from_failed() -> None:
-    short, two, three, broken = a_trajectory(0), a_trajectory(0, 0), a_trajectory(0, 0, 0), a_trajectory(0)
+    short, two, three, broken = (
+        a_trajectory(None),
+        a_trajectory(None, None),
+        a_trajectory(None, None, None),
+        a_trajectory(None),
+    )
     broken.fail(Failure("environment", "broken"))
-    score(Scorer([FOR_LONG_ONES], environment_scores=False), short, two, three, broken)
+    score(Scorer([FOR_LONG_ONES]), short, two, three, broken)
     kept = Retention(every=1, best_and_worst=1).kept([short, two, three, broken], step=1, steps=3)
     assert kept == [short, two, three, broken]

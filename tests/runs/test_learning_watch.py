@@ -132,16 +132,18 @@ def test_rewards_that_never_differ_are_told_once_after_three_steps(
     assert f"call {PLACES}:indifferent on an answer" in told
 
 
-def test_an_environment_that_gives_nothing_is_named(
+def test_an_environment_that_gives_0_is_told_from_one_that_gives_nothing(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     environment = {"use": f"{PLACES}:indifferent", "arguments": {"reward": 0.0}}
     (told,) = warned(model, tmp_path, caplog, environment=environment)
-    assert (
-        f"All rewards are 0: the recipe has no reward function, and environment={PLACES}:indifferent gave 0 or nothing"
-        in told
-    )
+    assert f"All rewards are 0: environment={PLACES}:indifferent gave no other number to the" in told
     assert "If it gives a reward for right answers, all answers were wrong" in told
+    assert "add a reward function" not in told
+    caplog.clear()
+    (tmp_path / "none").mkdir()
+    (told,) = warned(model, tmp_path / "none", caplog, environment={**environment, "arguments": {"reward": None}})
+    assert f"the recipe has no reward function, and environment={PLACES}:indifferent gave none of the" in told
     assert "add a reward function (reward.trajectory)" in told
 
 

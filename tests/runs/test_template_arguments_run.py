@@ -177,6 +177,31 @@ def test_the_doctor_examines_the_template_under_each_set_of_arguments(tmp_path: 
     )
 
 
+def test_the_doctor_takes_arguments_of_the_template_without_a_recipe(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def asked_doctor(*overrides: str) -> str:
+        main(["doctor", str(model), "--weights", "never", *overrides])
+        return "".join(capsys.readouterr())
+
+    off = asked_doctor("model.chat_template_kwargs.enable_thinking=false")
+    assert asked_doctor() == asked_doctor("model.chat_template_kwargs.enable_thinking=true") != off  # on by default
+    assert "'thinking', which the chat template of" in asked_doctor("model.chat_template_kwargs={thinking: false}")
+    assert "train.lr=1 is an option of a recipe" in asked_doctor("train.lr=1")
+
+
+def test_the_record_of_a_turn_has_the_arguments_of_its_prompt(tmp_path: Path, model: Path) -> None:
+    def arguments(name: str) -> dict[str, list[Any]]:
+        return {one.row.id: [turn.chat_template_kwargs for turn in one.turns] for one in read(tmp_path / name)}
+
+    path = str(recipe(tmp_path, model))
+    assert main(["rollout", path, "--out", str(tmp_path / "run")]) == 0
+    assert arguments("run") == {"1": [{}, {}], "2": [ON, ON]}
+    switch = "model.chat_template_kwargs.enable_thinking=false"
+    assert main(["rollout", path, switch, "--out", str(tmp_path / "off")]) == 0
+    assert arguments("off") == {"1": [OFF, OFF], "2": [ON, ON]}
+
+
 def test_a_server_with_other_arguments_is_another_recipe(tmp_path: Path, model: Path) -> None:
     from turnwise.rollout_server.wire import differences, served_options
 

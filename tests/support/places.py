@@ -71,7 +71,7 @@ def turn_length(trajectory: Trajectory, turn: Turn, by: float = 1.0) -> float:
 
 
 @environment
-async def indifferent(row: Row, reward: float = 0.5) -> AsyncGenerator[Opening | Reply, Turn]:
+async def indifferent(row: Row, reward: float | None = 0.5) -> AsyncGenerator[Opening | Reply, Turn]:
     """Gives every conversation the same reward."""
     yield Opening(messages=row.messages)
     yield Reply(reward=reward, done=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.assembly.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
-from turnwise.config.train_checks import chosen_estimator, environment_may_reward
+from turnwise.config.train_checks import chosen_estimator
 from turnwise.engines.engine import TokenSampler
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
@@ -47,7 +47,6 @@ def scorer(config: Config) -> Scorer:
         groups=[GroupReward(*_reward(use, "group", n)) for n, use in enumerate(options.group)],
         batch=[BatchReward(*_reward(use, "batch", n)) for n, use in enumerate(options.batch)],
         timeout=options.timeout,
-        environment_scores=environment_may_reward(config),
     )
 
 

@@ -352,9 +352,14 @@ _CANCEL_OWN = "Cancel only tasks that your code has created"
 
 
 def _refuse_exit(status: int) -> NoReturn:
-    """`os._exit` while a run is in progress. A run that code of its recipe ends so must not look like a finished run."""
+    """`os._exit` while a run is in progress. In a conversation it fails that conversation, as `sys.exit` does. Elsewhere, such as
+    in a thread that user code has started, it ends the process, which must not look like a finished run."""
     if os.getpid() != _process:  # a child process
         _exit(status)
+    from turnwise.user_code.calls import stopwatch
+
+    if stopwatch() is not None:
+        raise SystemExit(status)
     _write_error(
         f"turnwise: code of the recipe has called os._exit({status}), which ends the run at once, without a checkpoint. Raise an "
         f"exception to end one conversation. {_RESUME}"

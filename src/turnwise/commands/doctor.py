@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # `turnwise doctor`
 
+_TEMPLATE_ARGUMENTS = "model.chat_template_kwargs"
+
 
 def register_doctor(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
@@ -38,7 +40,9 @@ def register_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a model directory or a hub name; used instead of the recipe's model"
     )
-    add_overrides(parser, help="options of the recipe to change")
+    add_overrides(
+        parser, help="options of the recipe to change; without one, model.chat_template_kwargs.enable_thinking=false"
+    )
     parser.add_argument("--recipe", metavar="FILE", help="a recipe to check with the model")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument(
@@ -57,18 +61,29 @@ def register_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(options: argparse.Namespace, context: Context) -> int:
-    if options.overrides and options.recipe is None:
-        raise ConfigError(f"{options.overrides[0]} is an option of a recipe, and no recipe is given: add --recipe FILE")
+    other = next((one for one in options.overrides if not one.startswith(_TEMPLATE_ARGUMENTS)), None)
+    if other is not None and options.recipe is None:
+        raise ConfigError(
+            f"{other} is an option of a recipe, and no recipe is given: add --recipe FILE. Without a recipe, only "
+            f"{_TEMPLATE_ARGUMENTS}.<name>=<value> can be given"
+        )
     if options.memory_gb is not None and options.recipe is None:
         raise ConfigError("--memory-gb is compared with a recipe's memory, and there is no recipe: add --recipe FILE")
-    from turnwise.config.recipe import load
+    from turnwise.config.recipe import load, with_overrides
     from turnwise.doctor.check import as_json, show, worst
     from turnwise.doctor.examine import examine
 
     config = None
     if options.recipe is not None:
         config, _ = load(options.recipe, [*options.overrides, f"model.path={json.dumps(options.model)}"])
-    checks = examine(options.model, config, weights=options.weights, memory_gb=options.memory_gb)
+        arguments = config.model.chat_template_kwargs
+    else:
+        least = {"model": {"path": options.model}, "data": {"train": "none"}}
+        given, _ = with_overrides(least, options.overrides, source="the command line")
+        arguments = given.model.chat_template_kwargs
+    checks = examine(
+        options.model, config, weights=options.weights, memory_gb=options.memory_gb, chat_template_kwargs=arguments
+    )
     if options.json:
         context.console.out(as_json(options.model, checks), highlight=False)
     else:

@@ -347,8 +347,8 @@ class _Chosen:
         assert self._outer is not None, "step before begin"
         return await self._outer.step(turn)
 
-    async def final_reward(self) -> float:
-        return 0.0 if self._inner is None else await self._inner.final_reward()
+    async def final_reward(self) -> float | None:
+        return None if self._inner is None else await self._inner.final_reward()
 
     def environment_handle(self) -> EnvironmentHandle | None:
         return None if self._inner is None else self._inner.environment_handle()
@@ -392,11 +392,11 @@ class _Played:
     async def step(self, turn: Turn) -> Reply:
         return Reply(done=True, reward=await self.final_reward())
 
-    async def final_reward(self) -> float:
+    async def final_reward(self) -> float | None:
         if not self._kind.scores:
-            return 0.0
+            return None
         reward = await self._foreign.ask(self._instance.get_reward)
-        return 0.0 if reward is None else number(reward, f"{self._name}.get_reward")
+        return None if reward is None else number(reward, f"{self._name}.get_reward")
 
     def environment_handle(self) -> EnvironmentHandle:
         """A handle of the instance. After the handle is released, another conversation may use the instance."""

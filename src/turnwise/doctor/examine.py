@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,23 +29,29 @@ _QUICK_GB = 3.0
 
 
 def examine(
-    path: str, config: Config | None = None, *, weights: Weights = "auto", memory_gb: float | None = None
+    path: str,
+    config: Config | None = None,
+    *,
+    weights: Weights = "auto",
+    memory_gb: float | None = None,
+    chat_template_kwargs: Mapping[str, Any] = {},
 ) -> list[Check]:
     """Run all checks of the model at `path`, and of the recipe. `memory_gb` is the memory that a training step may use, in GiB.
+    `chat_template_kwargs` are further arguments of the template where there is no recipe, which has its own.
 
     A TurnwiseError becomes a failed check and is not raised.
     """
-    checks = list(_checks(path, config, weights))
+    checks = list(_checks(path, config, weights, chat_template_kwargs))
     if config is not None and config.engine.has_weights:
         checks.append(_tried("memory", lambda: _memory(path, config, memory_gb)))
     return checks
 
 
-def _checks(path: str, config: Config | None, weights: Weights) -> Iterator[Check]:
+def _checks(path: str, config: Config | None, weights: Weights, arguments: Mapping[str, Any] = {}) -> Iterator[Check]:
     if config is not None:
         yield _tried("options", lambda: take_effect(config))
     try:
-        renderer = _renderer(path, config)
+        renderer = _renderer(path, config, arguments)
         directory = template.read_directory(path, renderer)
     except TurnwiseError as error:
         yield wrong("model", error)
@@ -124,9 +130,9 @@ def _rule(config: Config | None) -> TurnWeighting | None:
     return None if config is None else assembly.turn_weighting(config)
 
 
-def _renderer(path: str, config: Config | None) -> Renderer:
+def _renderer(path: str, config: Config | None, arguments: Mapping[str, Any] = {}) -> Renderer:
     if config is None:
-        return Renderer.from_pretrained(path)
+        return Renderer.from_pretrained(path, chat_template_kwargs=arguments)
     return assembly.renderer(config, path)
 
 

@@ -74,11 +74,13 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
             name,
             "fail",
             f"none of the {len(trajectories) - failed} conversations that did not fail has a reward: all reward functions "
-            f"returned None, which means that they do not apply",
+            f"returned None, which means that they do not apply, and environment={config.environment.use} gave none",
         )
     for problem in (_wrong_sum(scored, config), _lost(groups, config)):
         if problem is not None:
             return Check(name, "fail", f"{problem}. Please report it")
+    reward = config.reward
+    functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
     examples = ", ".join(f"{trajectory.reward:g}" for trajectory in scored[:4])
     text = (
         f"{len(scored)} conversations with the rewards {examples}: each is the sum of its parts and reached the advantages, and "
@@ -86,6 +88,12 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     )
     if model is None:
         text += " (scripted completions, because the model is not loaded)"
+    if not functions and not any(turn.rewards for trajectory in scored for turn in trajectory.turns):
+        text += (
+            f". The recipe has no reward function, and environment={config.environment.use} gave none of them a reward, not even "
+            f"0: return one (Reply.reward), unless it gives one for success only"
+        )
+        return Check(name, "note", text)
     if failed:
         return Check(name, "note", f"{text}; other conversations failed ({failed}): {'; '.join(failures(groups)[:2])}")
     return Check(name, "ok", text)

@@ -110,8 +110,8 @@ class EnvironmentSource(Protocol):
 class FinalReward(Protocol):
     """An environment with a reward for the complete conversation, also if a limit ended it."""
 
-    async def final_reward(self) -> float:
-        """Return the reward to add to the last turn.
+    async def final_reward(self) -> float | None:
+        """Return the reward to add to the last turn, or None for no reward.
 
         Called once, if a limit ended the conversation and there was no error. An environment that ends the conversation itself
         puts this reward into its last `Reply`.
@@ -146,7 +146,7 @@ class ProvidesHandle(Protocol):
         ...
 
 
-def user_message(text: str, *, reward: float = 0.0, done: bool = False) -> Reply:
+def user_message(text: str, *, reward: float | None = None, done: bool = False) -> Reply:
     """A `Reply` with one user message."""
     return Reply(messages=({"role": "user", "content": text},), reward=reward, done=done)
 
@@ -410,7 +410,8 @@ def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply, *, source: 
     Raises TypeError or ValueError, with nothing written.
     """
     check_reply(reply, turn, trajectory.turns)
-    turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), source)
+    if reply.reward is not None:
+        turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), source)
     turn.observed = reply.observation or (turn.observed and source == "final_reward")
     turn.info.update(reply.info)
     turn.outcomes = tuple(reply.outcomes) or turn.outcomes

@@ -68,8 +68,8 @@ async def checked_answer(
             yield Reply(reward=retry_factor**attempt, done=True, info={"answer": given, "try": attempt + 1})
             return
         if attempt + 1 < tries:
-            turn = yield user_message(wrong)
-    yield Reply(done=True, info={"answer": final_answer(turn.text, method), "try": tries})
+            turn = yield user_message(wrong, reward=0.0)
+    yield Reply(reward=0.0, done=True, info={"answer": final_answer(turn.text, method), "try": tries})
 
 
 # a user that is a model

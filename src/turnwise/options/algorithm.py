@@ -14,7 +14,7 @@ from typing import Annotated, Literal, get_args
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.options.section import NonEmpty, NotNegative, Positive, Section, changed_options, short_for
+from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Section, changed_options, short_for
 
 # credit
 
@@ -313,7 +313,7 @@ class CriticSection(Section):
     `critic` or `bilevel_gae`. It is trained in each step, with the optimizer options of `train` except the learning rate
     (docs/credit.md)."""
 
-    path: NonEmpty | None = None
+    path: PathText | None = None
     """The model that the critic starts from: a model directory, a name on the Hugging Face hub, or the directory `critic` of a
     checkpoint. It must have the same vocabulary as `model.path`. Null: `model.path`."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
@@ -524,7 +524,7 @@ class ReferenceSection(Section):
     """The reference model: the policy from which the KL divergence is measured. There is one if `loss.kl_coef` or
     `reward.kl.coef` is above 0. By default it is the model before training (docs/losses.md)."""
 
-    path: NonEmpty | None = None
+    path: PathText | None = None
     """The reference model: a model directory, or a name on the Hugging Face hub. It must have the same vocabulary as
     `model.path`. Null: the model before training."""
     source: Literal["auto", "copy", "adapter_off"] = "auto"

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.options.section import NonEmpty, NotNegative, Positive, Seconds, Section
+from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Seconds, Section
 
 # engines
 
@@ -74,7 +74,7 @@ class ScriptedEngineSection(EngineSection):
     """The scripted engine: it answers with given texts, and needs no model weights. Use it to replay conversations."""
 
     name: Literal["scripted"]
-    script: NonEmpty
+    script: PathText
     """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts."""
     has_weights: ClassVar[bool] = False
 
@@ -128,7 +128,7 @@ class ServerEngineSection(EngineSection):
     model of `model.path`. Null: turnwise starts the servers, and stops them at the end of the run."""
     api_key_env: NonEmpty | None = None
     """The name of the environment variable that contains the token of the servers in `engine.url`. Null: no token is sent."""
-    python: NonEmpty | None = None
+    python: PathText | None = None
     """The Python interpreter of the environment in which the engine is installed, for servers that turnwise starts. Null: the
     interpreter that runs turnwise."""
     replicas: Positive = 1
@@ -151,7 +151,7 @@ class ServerEngineSection(EngineSection):
     """How new weights reach the servers. `files`: as files in shared memory or on a disk. `collective`: by broadcasts of
     torch.distributed, with NCCL if the model is on a GPU (another GPU than the server's), with gloo on CPUs. Servers on other
     machines need `collective`, or a `weight_folder` that all machines share."""
-    weight_folder: NonEmpty | None = None
+    weight_folder: PathText | None = None
     """The directory in which new weights are written for the servers. It must be readable by them under the same path. Null:
     shared memory (`/dev/shm`), or the temporary directory if the weights do not fit."""
     check_weights_every: Annotated[int, Field(ge=0)] = 10
@@ -281,7 +281,7 @@ class RolloutServerSection(Section):
     timeout: Seconds = 120.0
     """After this time without any data from the rollout server, in seconds, the trainer regards it as lost. Also how long the
     trainer waits for a server that was lost."""
-    weights_directory: NonEmpty | None = None
+    weights_directory: PathText | None = None
     """A directory that the trainer and the rollout server share, such as `/dev/shm` on one machine. The trainer writes new
     weights there and sends the path. Null: the weights are sent in the body of a request."""
 

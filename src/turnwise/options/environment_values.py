@@ -135,7 +135,7 @@ def _replaced(plain: Any, origins: Origins, replacement: Callable[[Origin, Any],
 
 
 def _is_value(value: Any, text: str) -> bool:
-    """Whether a checked value is what the text was read as: `1e-4` is 0.0001."""
+    """Whether a checked value is what the text was read as: `1e-4` is 0.0001, and `~/model` a path without `~`."""
     if isinstance(value, bool) or value is None:
         return str(value).lower() == text.strip().lower()
     if isinstance(value, int | float):
@@ -143,4 +143,4 @@ def _is_value(value: Any, text: str) -> bool:
             return float(text) == value
         except ValueError:
             return False
-    return value == text
+    return value in (text, os.path.expanduser(text))

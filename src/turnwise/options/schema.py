@@ -42,6 +42,7 @@ from turnwise.options.environment_values import Origins, with_references
 from turnwise.options.section import (
     NonEmpty,
     NotNegative,
+    PathText,
     Positive,
     Seconds,
     Section,
@@ -87,7 +88,7 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The model that is trained."""
 
-    path: NonEmpty
+    path: PathText
     """The model to train: a model directory, or a name on the Hugging Face hub."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The data type of the model's parameters. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
@@ -210,7 +211,7 @@ class ToolUse(Section):
 class McpSection(Section):
     """Tools of MCP servers."""
 
-    servers: NonEmpty | None = None
+    servers: PathText | None = None
     """A JSON file with `mcpServers`: the MCP servers whose tools the model may call. Null: no MCP servers."""
     select: list[str] | None = None
     """The names of the tools to offer. Null: all tools of the servers."""
@@ -561,7 +562,7 @@ class Config(Section):
     trace: TraceSection = TraceSection()
     max_concurrent: Positive = 256
     """The number of conversations that run at the same time."""
-    output: NonEmpty = "runs/latest"
+    output: PathText = "runs/latest"
     """The directory to which the run writes metrics, trajectories and checkpoints."""
     seed: int = 0
     """The seed of all random numbers, for the order of rows and for sampling."""

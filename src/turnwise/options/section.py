@@ -6,6 +6,7 @@ its own options; options that several names share are in a common base class.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, get_args
 
@@ -23,6 +24,8 @@ def _not_empty(text: str) -> str:
 
 Positive = Annotated[int, Field(gt=0)]
 NonEmpty = Annotated[str, AfterValidator(_not_empty)]
+PathText = Annotated[NonEmpty, AfterValidator(os.path.expanduser)]
+"""A path. `~` is replaced where the recipe is read, so that all code sees the same directory."""
 NotNegative = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 

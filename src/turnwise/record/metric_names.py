@@ -55,8 +55,9 @@ METRICS = (
         same=("reward", "rewards/mean", "mean_reward", "critic/rewards/mean", "critic/score/mean"),
     ),
     Metric(
-        "reward/none", "reward", "share of finished conversations", "Without a reward, because no reward function applied. They "
-        "are not in the means of rewards, and get no advantage.",
+        "reward/none", "reward", "share of finished conversations",
+        "Without a reward, because no reward function applied and the "
+        "environment gave none. They are not in the means of rewards, and get no advantage.",
     ),
     Metric(
         "reward/q10", "reward", "10 % quantile over finished conversations",

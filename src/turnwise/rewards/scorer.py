@@ -53,9 +53,6 @@ class Scorer:
     """Time limit in seconds. For async functions: of all functions of one trajectory together, and of each call of a group or
     batch function. For sync functions: of each call; it is interrupted by SIGALRM, in the main thread. None: no limit."""
 
-    environment_scores: bool = True
-    """Whether the environment or a tool may give rewards. Else, a conversation to which no function applies has no reward."""
-
     @property
     def functions(self) -> tuple[TrajectoryReward | TurnReward | GroupReward | BatchReward, ...]:
         """All functions."""
@@ -168,7 +165,7 @@ class GroupScoring:
         """Write the rewards into trajectories that are completely scored, and close their environments."""
         for trajectory in trajectories:
             if (pending := self._pending.pop(id(trajectory), None)) is not None:
-                pending.write(needs_function=bool(self._scorer.functions) and not self._scorer.environment_scores)
+                pending.write(may_have_none=bool(self._scorer.functions))
             handle, trajectory.environment = trajectory.environment, None
             if handle is not None:
                 handle.release()
@@ -201,15 +198,14 @@ class _PendingScore:
     def add(self, name: str, value: float) -> None:
         self.parts[name] = self.parts.get(name, 0.0) + value
 
-    def write(self, *, needs_function: bool = False) -> None:
-        """`needs_function`: without a number of a function, the trajectory has no reward, which is not the reward 0."""
+    def write(self, *, may_have_none: bool) -> None:
+        """`may_have_none`: a trajectory to which no source gave a number has no reward, which is not the reward 0. Else the
+        environment is the only source, and the reward is the sum of what it gave: many give a number for success only, and a
+        conversation that ends at a limit gets none."""
         if self.trajectory.failed:
             return
-        if (
-            needs_function
-            and self.parts.keys() <= {"turns"}
-            and not any(turn.rewards for turn in self.trajectory.turns)
-        ):
+        given = self.parts.keys() > {"turns"} or any(turn.rewards for turn in self.trajectory.turns)
+        if may_have_none and not given:
             return
         try:
             self.add_of_turns()  # again: a reward function may have called `Turn.add_reward`
@@ -219,7 +215,8 @@ class _PendingScore:
             return
         for name, values in self.of_turns:
             for turn, value in zip(self.trajectory.turns, values, strict=True):
-                turn.add_reward(value, name)
+                if value:  # that the function gave the number 0 is in `parts`
+                    turn.add_reward(value, name)
         self.trajectory.rewards = self.parts
         self.trajectory.reward = total
 

@@ -100,7 +100,7 @@ class GuardedEnvironment:
             return Reply(done=True)
         reward = await self._call(environment.final_reward, "final_reward")
         with boundary("environment"):
-            return Reply(done=True, reward=reward_number(reward, "final_reward()"))
+            return Reply(done=True, reward=None if reward is None else reward_number(reward, "final_reward()"))
 
     def environment_handle(self) -> EnvironmentHandle | None:
         """The object that reward functions may read after the conversation, if the environment exposes one."""

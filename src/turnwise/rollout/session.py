@@ -532,6 +532,7 @@ class Session:
             reasoning=parsed.reasoning,
             calls=parsed.calls,
             tools=trajectory.tools,
+            chat_template_kwargs=self._context.renderer.template.arguments,
             finish_reason=completion.finish_reason,
             completion=completion,
         )

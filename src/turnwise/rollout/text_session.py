@@ -265,10 +265,13 @@ class TextSession:
             fields["top_p"] = sampling.top_p
         if stop:
             fields["stop"] = stop
-        row = self.trajectory.row.chat_template_kwargs
-        if arguments := {**self._context.chat_template_kwargs, **row, **self._template_arguments}:
+        if arguments := self._arguments_of_template():
             fields["chat_template_kwargs"] = arguments  # the field's name in vLLM and SGLang
         return fields
+
+    def _arguments_of_template(self) -> dict[str, Any]:
+        row = self.trajectory.row.chat_template_kwargs
+        return {**self._context.chat_template_kwargs, **row, **self._template_arguments}
 
     def _add_turn(self, answer: ChatAnswer, budget: int) -> Turn:
         """Parse the answer and add it to the trajectory as a turn and a message."""
@@ -287,6 +290,7 @@ class TextSession:
             reasoning=parsed.reasoning,
             calls=parsed.calls,
             tools=trajectory.tools,
+            chat_template_kwargs=self._arguments_of_template(),
             finish_reason="length" if cut else "stop",
             usage=usage,
         )

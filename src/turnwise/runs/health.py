@@ -290,7 +290,8 @@ class LearningWatch:
         if finished and not rewards:
             return (
                 f"None of the {len(finished)} conversations of the last step has a reward: the reward functions "
-                f"({', '.join(names)}) returned None for all of them, which means that they do not apply. Return a number"
+                f"({', '.join(names)}) returned None for all of them, which means that they do not apply, and "
+                f"environment={environment} gave none. Return a number"
             )
         if compared and all(_answers(group) == 1 for group in compared):
             return (
@@ -298,12 +299,7 @@ class LearningWatch:
                 f"loosen top_k, top_p and min_p"
             )
         if rewards and equal_rewards([*rewards, 0.0]) and not names:
-            return (
-                f"All rewards are 0: the recipe has no reward function, and environment={environment} gave 0 or nothing to "
-                f"all {len(finished)} conversations of the last step. If it gives a reward for right answers, all answers were "
-                f"wrong: look at them (`turnwise show {self.config.output} --worst 3`), and choose easier rows or another "
-                f"model. If it gives none, return one (Reply.reward), or add a reward function (reward.trajectory)"
-            )
+            return self._only_zeros(finished)
         if rewards and equal_rewards(rewards):
             source = f"the reward functions ({', '.join(names)})" if names else environment
             return (
@@ -313,6 +309,22 @@ class LearningWatch:
         return (
             "The rewards differ between rows but not within a row: the rows are too easy or too hard for this model. Choose "
             "other rows, or raise train.group_size"
+        )
+
+    def _only_zeros(self, finished: Sequence[Trajectory]) -> str:
+        """Why all rewards are 0 where the environment is the only source: it gave 0, or it gave nothing."""
+        environment, count = self.config.environment.use, len(finished)
+        if any(turn.rewards for trajectory in finished for turn in trajectory.turns):
+            return (
+                f"All rewards are 0: environment={environment} gave no other number to the {count} conversations of the last "
+                f"step. If it gives a reward for right answers, all answers were wrong: look at them (`turnwise show "
+                f"{self.config.output} --worst 3`), and choose easier rows or another model"
+            )
+        return (
+            f"All rewards are 0: the recipe has no reward function, and environment={environment} gave none of the {count} "
+            f"conversations of the last step a reward, not even 0. If it gives one for right answers only, all answers were "
+            f"wrong: look at them (`turnwise show {self.config.output} --worst 3`), and choose easier rows or another model. If "
+            f"it gives none, return one (Reply.reward), or add a reward function (reward.trajectory)"
         )
 
     def _noisy_rewards(self, groups: Sequence[Group]) -> str | None:

@@ -320,6 +320,8 @@ def _comparable(trajectory: Trajectory) -> dict[str, Any]:
     chosen["turns"] = [
         {
             **{key: turn.get(key) for key in _COMPARED_OF_TURNS},
+            # earlier versions did not record parts that are 0
+            "rewards": {source: part for source, part in (turn.get("rewards") or {}).items() if part},
             "tool_calls": [{key: call.get(key) for key in _COMPARED_OF_CALLS} for call in turn["tool_calls"]],
         }
         for turn in record["turns"]

@@ -193,6 +193,8 @@ def _segment(
 
 def _turn(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
     """A turn and the answer to it. The messages of the environment are the next context, so they are not repeated here."""
+    if turn.chat_template_kwargs:
+        yield f"  prompt rendered with chat_template_kwargs {_json(turn.chat_template_kwargs)}"
     yield from _text(turn.text)
     cut = "" if turn.kept_tokens is None else f"; the environment kept {turn.kept_tokens} tokens of it"
     yield f"  ended with finish reason {turn.finish_reason}{cut}"

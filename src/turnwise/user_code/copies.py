@@ -249,10 +249,11 @@ def take_rewards(turn: Turn, copied: Turn) -> None:
             f"the weight of turn {turn.index} was set to {copied.weight!r:.80}, which has no effect: name a function of the turn "
             f"in loss_mask"
         )
-    if copied.reward != turn.reward:  # nothing else than `add_reward` changes it
-        for source, value in copied.rewards.items():
-            if difference := value - turn.rewards.get(source, 0.0):
-                turn.add_reward(difference, source)
+    changed = copied.reward != turn.reward  # nothing else than `add_reward` changes it
+    for source, value in copied.rewards.items():
+        difference = value - turn.rewards.get(source, 0.0)
+        if (difference and changed) or (not difference and source not in turn.rewards):  # the number 0 is a reward, too
+            turn.add_reward(difference, source)
 
 
 def _refuse_set(original: Trajectory, copied: Trajectory) -> None:

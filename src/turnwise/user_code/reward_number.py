@@ -57,6 +57,15 @@ def reward_number(value: Any, source: str) -> float:
         raise TypeError(f"{source} gave {value!r:.80} ({kind}); a reward must be one number: {error}") from None
 
 
+def added(rewards: Iterable[float | None]) -> float | None:
+    """The sum of the numbers. None if there is none: no reward is not the reward 0.
+
+    Example: `added([None, 0.5])` is 0.5.
+    """
+    numbers = [reward for reward in rewards if reward is not None]
+    return sum(numbers) if numbers else None
+
+
 def number_or_none(value: Any, who: str) -> float | TypeError | None:
     """An item of a list of rewards of another system. None and NaN give None; a value that is not a number gives the error."""
     if value is None:

@@ -207,6 +207,7 @@ def test_a_request_may_carry_arguments_of_the_chat_template() -> None:
     assert one.template_mismatch is None
     two = asks(([USER], {}), (again, off))
     assert two.turns[0].info["agent"]["reason"] == "the arguments of the chat template differ"
+    assert [turn.chat_template_kwargs for turn in two.turns] == [{}, {"enable_thinking": False}]
     assert [spoken(segment)[0][1].endswith(empty) for segment in two.segments] == [False, True]
     other: Message = {"role": "user", "content": "Other"}
     three = asks(([USER], {}), ([other], off), (again, {}))  # the last request continues the history of the first

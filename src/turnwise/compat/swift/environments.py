@@ -274,9 +274,9 @@ class StepEnvironment:
         if self._request is not None:
             await call_hook(self.scheduler.on_trajectory_end, self._request, lock=self.lock)
 
-    def _reward(self, infos: Mapping[str, Any]) -> float:
+    def _reward(self, infos: Mapping[str, Any]) -> float | None:
         if self.gym_weight is None or "total_reward" not in infos:
-            return 0.0
+            return None
         increase = float(infos["total_reward"]) - self.total_reward
         self.total_reward += increase
         return increase * self.gym_weight
@@ -432,7 +432,7 @@ class RunEnvironment:
                 request = replace(request, **{name: list(infos.pop(name))})
         last = outputs[-1].messages
         reply = Reply(done=True) if last is None else final_reply(before, messages_of(replace(request, messages=last)))
-        reward = 0.0 if self.gym_weight is None else self.gym_weight * self._total_reward(infos)
+        reward = None if self.gym_weight is None else self.gym_weight * self._total_reward(infos)
         masks = mask_outputs(outputs, state.turns)
         # with as many outputs as histories, each output is one history of the conversation, and needs no mark
         if len(masks.output_ends) > 1 + state.rewrites:

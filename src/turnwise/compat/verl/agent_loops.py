@@ -544,9 +544,9 @@ def _result(output: Any, name: str) -> TokenAgentResult:
     if not outputs or not all(hasattr(one, "response_mask") for one in outputs):
         raise TypeError(f"{name} must return an AgentLoopOutput or a list of them; it returned {output!r:.80}")
     last = outputs[-1]
-    reward = 0.0 if last.reward_score is None else reward_number(last.reward_score, f"{name}: reward_score")
+    reward = None if last.reward_score is None else reward_number(last.reward_score, f"{name}: reward_score")
     info = {"num_turns": last.num_turns, "metrics": last.metrics.model_dump(), "extra_fields": dict(last.extra_fields)}
-    if last.reward_score is not None:
+    if reward is not None:
         info["reward_score"] = reward
     return TokenAgentResult(reward=reward, info=info, returned=[_returned(one) for one in outputs])
 

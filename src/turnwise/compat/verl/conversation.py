@@ -45,7 +45,7 @@ from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Failure, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.references import resolve
-from turnwise.user_code.reward_number import reward_number
+from turnwise.user_code.reward_number import added, reward_number
 from turnwise.user_code.thread_loops import OwnLoop, ending, own_loop, refuse_unused_thread
 
 _log = logging.getLogger(__name__)
@@ -400,7 +400,7 @@ class _ByAgent:
     async def final_reply(self, turn: Turn) -> Reply:
         if isinstance(self._inner, FinalReply):
             return await self._inner.final_reply(turn)
-        reward = await self._inner.final_reward() if isinstance(self._inner, FinalReward) else 0.0
+        reward = await self._inner.final_reward() if isinstance(self._inner, FinalReward) else None
         return Reply(done=True, reward=reward)
 
     async def close(self) -> None:
@@ -444,12 +444,12 @@ class Conversation:
         self._data.hear(reply.messages)
         self._data.user_turns += bool(reply.messages)
         if self._setup.records_rewards:
-            reply = replace(reply, reward=0.0, info={**reply.info, **_given(reply.reward)})
+            reply = replace(reply, reward=None, info={**reply.info, **_given(reply.reward)})
         if not reply.done:
             return reply
         rewards = await self._rewards()
-        counts = 0.0 if self._setup.records_rewards else sum(rewards.values())
-        return replace(reply, reward=reply.reward + counts, info={**reply.info, **_reward_info(rewards)})
+        counts = [] if self._setup.records_rewards else [*rewards.values()]
+        return replace(reply, reward=added([reply.reward, *counts]), info={**reply.info, **_reward_info(rewards)})
 
     async def final_reward(self) -> float:
         rewards = await self._rewards()
@@ -484,7 +484,7 @@ def _message(tool: ToolInstance) -> Message:
     return {"role": "tool", "tool_call_id": f"create_{tool.of.name}", "name": tool.of.name, "content": content}
 
 
-def _given(reward: float) -> dict[str, Any]:
+def _given(reward: float | None) -> dict[str, Any]:
     return {"reward": reward} if reward else {}
 
 

@@ -139,7 +139,7 @@ class Program(AgentSource):
         reward, more = self._result(status, out.text(), errors.text())
         return AgentResult(reward=reward, info={**info, **more})
 
-    def _result(self, status: int, out: str, errors: str) -> tuple[float, Mapping[str, Any]]:
+    def _result(self, status: int, out: str, errors: str) -> tuple[float | None, Mapping[str, Any]]:
         """The reward of a program that has ended, and further values of its result."""
         if self._reward == "exit_status" and status in (0, 1):
             return 1.0 - status, {}
@@ -148,7 +148,7 @@ class Program(AgentSource):
             how = f"was killed by signal {-status}" if status < 0 else f"ended with the exit status {status}"
             raise AgentError(f"the program {self._command[0]!r} {how}. Its last output: {last}")
         if self._reward != "json":
-            return 0.0, {}
+            return None, {}
         line = out.strip().rpartition("\n")[2]
         try:
             value = json.loads(line)

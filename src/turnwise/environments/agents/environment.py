@@ -33,6 +33,7 @@ from turnwise.environments.environment import MessageCheck
 from turnwise.errors import Failed, TurnwiseError, boundary
 from turnwise.types import EarlierHistory, Edit, Message, Opening, Reply, Row, ToolSchema, Turn
 from turnwise.user_code.calls import own_context, spawn
+from turnwise.user_code.reward_number import added
 
 # how a request continues the conversation
 
@@ -224,7 +225,8 @@ class AgentConnection:
 class AgentResult:
     """How an agent ended."""
 
-    reward: float = 0.0
+    reward: float | None = None
+    """Added to the reward of the last turn. None: the agent gave no reward, which is not the reward 0."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Recorded in `Turn.info["agent"]` of the last turn."""
 
@@ -293,18 +295,18 @@ class AgentEnvironment:
                 return _reply(answered, pending, turn, reward, found, earlier, self._histories)
         reward, result = run.conversation.take_reward(), run.result()
         info = _info({**answered.info, **result.info})
-        return Reply(done=True, reward=reward + result.reward, info=info, metrics=answered.metrics(None))
+        return Reply(done=True, reward=added([reward, result.reward]), info=info, metrics=answered.metrics(None))
 
-    async def final_reward(self) -> float:
+    async def final_reward(self) -> float | None:
         """The rewards that the agent reported, and its result if it ends in time."""
         run = self._run
         if run is None:
-            return 0.0
+            return None
         run.conversation.end("the conversation has ended, because it reached a limit of the recipe")
         result = await run.result_within(self._seconds_to_finish)
         if run.last_turn is not None and result.info:
             run.last_turn.info[_KEY] = {**run.last_turn.info.get(_KEY, {}), **result.info}
-        return run.conversation.take_reward() + result.reward
+        return added([run.conversation.take_reward(), result.reward])
 
     async def close(self) -> None:
         if self._run is not None:
@@ -357,7 +359,7 @@ def _reply(
     answered: _Answered,
     pending: AgentRequest,
     turn: Turn,
-    reward: float,
+    reward: float | None,
     found: Continuation,
     earlier: EarlierHistory | None,
     histories: LiveHistories,

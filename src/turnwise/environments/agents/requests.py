@@ -387,7 +387,7 @@ class AgentConversation:
         """Why there are no further answers; None while the conversation goes on."""
         self._stored: dict[str, Sequence[Message]] = {}
         """The conversation after each answer, by the id of the answer, without the instructions (Responses API)."""
-        self._reported = 0.0
+        self._reported: float | None = None
         """Rewards that the agent has reported and that no turn has received yet."""
 
     async def ask(self, request: ChatRequest) -> AgentAnswer:
@@ -434,17 +434,17 @@ class AgentConversation:
         if isinstance(reward, int | float) and not isinstance(reward, bool):
             with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
                 value = float(reward)
-        if not math.isfinite(self._reported + value):
+        if not math.isfinite(total := (self._reported or 0.0) + value):
             raise Refused(
                 400,
                 f"`reward` must be a finite number, also together with the rewards before it; it is {reward!r:.80}",
                 parameter="reward",
             )
-        self._reported += value
+        self._reported = total
 
-    def take_reward(self) -> float:
-        """The rewards that the agent has reported since the last call."""
-        reward, self._reported = self._reported, 0.0
+    def take_reward(self) -> float | None:
+        """The rewards that the agent has reported since the last call; None if it has reported none."""
+        reward, self._reported = self._reported, None
         return reward
 
     def refuse(self, pending: AgentRequest, refused: Refused) -> None:

@@ -247,8 +247,8 @@ class TokenCall:
 class TokenAgentResult:
     """How an agent ended."""
 
-    reward: float = 0.0
-    """Added to the reward of the last turn."""
+    reward: float | None = None
+    """Added to the reward of the last turn. None: the agent gave no reward, which is not the reward 0."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Recorded in `Turn.info["agent"]` of the last turn."""
     returned: Sequence[ReturnedSequence] | None = None

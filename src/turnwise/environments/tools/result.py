@@ -168,7 +168,8 @@ class Result:
     """The return value of a tool after read_result()."""
 
     response: ToolResponse
-    reward: float = 0.0
+    reward: float | None = None
+    """None: the tool gave no reward, which is not the reward 0."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def shortened(self, truncation: Truncation | None) -> Result:
@@ -188,6 +189,8 @@ class Answer:
     content: str | list[dict[str, Any]]
     """A text, or a list of parts in this order: images, videos, text."""
     info: Mapping[str, Any] = field(default_factory=dict)
+    reward: float | None = None
+    """None: the tool gave no reward."""
 
     @classmethod
     def of(cls, call: ToolCall, result: Result, *, seconds: float, attempts: int) -> Answer:
@@ -206,11 +209,11 @@ class Answer:
             name=call.name,
             arguments=call.arguments,
             content="\n".join(part for part in (response.text, _counted(len(images), len(videos))) if part),
-            reward=result.reward,
+            reward=result.reward or 0.0,
             seconds=seconds,
             attempts=attempts,
         )
-        return cls(outcome=outcome, content=content, info=result.info)
+        return cls(outcome=outcome, content=content, info=result.info, reward=result.reward)
 
     @property
     def message(self) -> Message:
@@ -268,10 +271,10 @@ def _response(answer: Any) -> ToolResponse:
     return ToolResponse(json.dumps(answer, ensure_ascii=False, default=str))
 
 
-def _finite(reward: Real | None) -> float:
+def _finite(reward: Real | None) -> float | None:
     if reward is not None and not math.isfinite(reward):
         raise TypeError(f"the reward of the call is {reward}, which is not a finite number")
-    return float(reward or 0.0)
+    return None if reward is None else float(reward)
 
 
 def _encodable(text: str) -> str:

@@ -20,6 +20,7 @@ from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolSchema, Turn
 from turnwise.user_code.calls import call, deadline, limits, own_context, spawn
+from turnwise.user_code.reward_number import added
 from turnwise.user_code.threads import run_in_thread
 
 __all__ = ["Tool", "ToolResponse", "Toolbox", "Tools", "Truncation"]
@@ -115,8 +116,8 @@ class Tools:
             return await self._inner.final_reply(turn)
         return Reply(done=True, reward=await self.final_reward())
 
-    async def final_reward(self) -> float:
-        return await self._inner.final_reward() if isinstance(self._inner, FinalReward) else 0.0
+    async def final_reward(self) -> float | None:
+        return await self._inner.final_reward() if isinstance(self._inner, FinalReward) else None
 
     async def close(self) -> None:
         """Close the tools, then the inner environment, each with its own time limit.
@@ -299,7 +300,7 @@ def _reply(answers: Sequence[Answer]) -> Reply:
     return Reply(
         messages=[answer.message for answer in answers],
         outcomes=tuple(answer.outcome for answer in answers),
-        reward=sum(answer.outcome.reward for answer in answers),
+        reward=added(answer.reward for answer in answers),
         info=info,
     )
 
@@ -322,6 +323,6 @@ def _merge_replies(turn: Turn, ours: Reply, theirs: Reply) -> Reply:
         outcomes=tuple(
             sorted([*ours.outcomes, *theirs.outcomes], key=lambda outcome: order.get(outcome.id, len(order)))
         ),
-        reward=ours.reward + theirs.reward,
+        reward=added([ours.reward, theirs.reward]),
         info={**ours.info, **theirs.info},
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
+import posix
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -300,7 +300,9 @@ def follow_rank_0(options: RankOptions) -> int:
 
     def lost(rank: LostRank) -> None:
         _say(f"rank {ranks.rank} ends: {rank}")
-        os._exit(1)  # the main thread may wait in a collective operation
+        posix._exit(
+            1
+        )  # the main thread may wait in a collective operation. Not os._exit: a run replaces it for user code
 
     ranks.liveness.on_lost = lost
     try:

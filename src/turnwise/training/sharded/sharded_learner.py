@@ -7,7 +7,7 @@ parts of the ranks (`shards.py`).
 
 from __future__ import annotations
 
-import os
+import posix
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +77,7 @@ class Leader:
             self._turn.release()  # the next command raises the error
             return
         print(f"turnwise: {self._lost}", file=sys.stderr, flush=True)
-        os._exit(1)  # the operation cannot be ended; nothing else may run with half of it done
+        posix._exit(1)  # the operation cannot be ended; nothing else may run with half of it done
 
     def run(self, command: RankCommand) -> Any:
         """Run a command on all ranks. Returns rank 0's result."""
