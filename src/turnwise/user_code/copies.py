@@ -154,6 +154,7 @@ def copy_reply(reply: Reply) -> Reply:
 def _copy_turn(turn: Turn, message: Message, tools: Sequence[ToolSchema], info: dict[str, Any]) -> Turn:
     copied = _shallow(turn)
     copied.message, copied.tools, copied.info = message, tools, info
+    copied.chat_template_kwargs = copy_containers(turn.chat_template_kwargs) if turn.chat_template_kwargs else {}
     if turn.calls:
         copied.calls = tuple([_with_arguments(call) for call in turn.calls])
     if turn.outcomes:
