@@ -356,9 +356,9 @@ def _refuse_exit(status: int) -> NoReturn:
     in a thread that user code has started, it ends the process, which must not look like a finished run."""
     if os.getpid() != _process:  # a child process
         _exit(status)
-    from turnwise.user_code.calls import stopwatch
+    from turnwise.user_code.calls import conversation_name
 
-    if stopwatch() is not None:
+    if conversation_name():
         raise SystemExit(status)
     _write_error(
         f"turnwise: code of the recipe has called os._exit({status}), which ends the run at once, without a checkpoint. Raise an "
