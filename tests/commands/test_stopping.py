@@ -349,35 +349,6 @@ def test_a_run_that_is_ended_from_inside_says_by_what_and_how_it_goes_on(code: A
     assert os._exit is leave
 
 
-ENDS = {
-    "loop": ("asyncio.get_running_loop().stop()", "code of the recipe has called loop.stop()"),
-    "tasks": ("[task.cancel() for task in asyncio.all_tasks()]", "code of the recipe has cancelled all tasks"),
-    "files": ("os.closerange(3, 200)", "code of the recipe has closed file descriptors that it has not opened"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ENDS)
-def test_a_run_that_code_of_its_recipe_ends_has_a_checkpoint_and_goes_on(recipe: Path, how: str) -> None:
-    code, cause = ENDS[how]
-    begun = "(HERE / 'children').exists() and (HERE / 'children').read_text().count(chr(10)) == 9"
-    ends = (
-        f"if {begun} and not (HERE / 'ended').exists():\n        (HERE / 'ended').touch()\n        {code}\n    child ="
-    )
-    recipe.with_name("user.py").write_text(USER.replace("child =", ends, 1))
-    assert start(recipe, "train.steps=4").wait(timeout=240) == 1
-    log = recipe.with_name("log.txt").read_text()
-    assert cause in log
-    assert "Traceback" not in log
-    saved = sorted(path.name for path in (recipe.with_name("run") / "checkpoints").glob("step-*"))
-    done = len((recipe.with_name("run") / "metrics.jsonl").read_text().splitlines())
-    if how != "files":  # without its files, the run can write nothing
-        assert saved[-1:] == [f"step-{done:06d}"] != []
-    assert start(recipe, "train.steps=4", "resume=auto").wait(timeout=240) == 0, recipe.with_name("log.txt").read_text()
-    steps = [json.loads(line)["step"] for line in (recipe.with_name("run") / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [1, 2, 3, 4]
-
-
 def test_os_exit_in_a_conversation_fails_this_conversation_only(recipe: Path) -> None:
     ends = "if not (HERE / 'children').exists():\n        (HERE / 'children').touch()\n        os._exit(0)\n    child ="
     recipe.with_name("user.py").write_text(USER.replace("child =", ends, 1))
@@ -385,7 +356,7 @@ def test_os_exit_in_a_conversation_fails_this_conversation_only(recipe: Path) ->
     lines = [json.loads(line) for line in (recipe.with_name("run") / "trajectories.jsonl").read_text().splitlines()]
     errors = [line["error"]["message"] for line in lines if line["error"] is not None]
     assert len(lines) == 4
-    assert [error.partition(": ")[2] for error in errors] == ["the code tried to exit the process (status 0)"]
+    assert errors == ["the code tried to exit the process (status 0)"]
 
 
 EXITS = """
