@@ -66,7 +66,7 @@ def test_a_small_cache_says_the_same() -> None:
 
 def test_a_large_cache_is_freed_before_an_update_unless_a_request_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = LocalEngine(make("qwen3"), threads=1)
-    publisher = SharedWeights(engine)
+    publisher = SharedWeights(engine, engine.free_cache)
 
     async def play() -> None:
         first = await engine.generate(speak("a", tokens(20), 8))

@@ -163,28 +163,22 @@ class WeightPublisher(Protocol):
         ...
 
 
-@runtime_checkable
-class FreesCache(Protocol):
-    """An engine that can free what is of no use after an update: its KV cache, and copies of weights."""
-
-    def free_cache(self) -> None: ...
-
-
 class SharedWeights:
     """For an engine that samples on the learner's own parameters: nothing is copied.
 
-    The engine only learns that its weights have changed in place, and forgets its KV cache.
+    The engine only learns that its weights have changed in place, and forgets its KV cache. `free_cache` frees what is of no use
+    after an update: the KV cache, and copies of weights.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, free_cache: Callable[[], None] = lambda: None) -> None:
         self._engine = engine
+        self._free_cache = free_cache
 
     async def begin(self, version: int) -> None:
         await self._engine.start()
 
     async def before_update(self) -> None:
-        if isinstance(self._engine, FreesCache):
-            self._engine.free_cache()
+        self._free_cache()
 
     async def publish(self, version: int) -> None:
         await self._engine.load_weights(version)
@@ -196,8 +190,8 @@ class CopiedWeights(SharedWeights):
     `copy` gives the engine's model the present weights.
     """
 
-    def __init__(self, engine: Engine, copy: Callable[[], None]) -> None:
-        super().__init__(engine)
+    def __init__(self, engine: Engine, copy: Callable[[], None], free_cache: Callable[[], None]) -> None:
+        super().__init__(engine, free_cache)
         self._copy = copy
 
     async def publish(self, version: int) -> None:

@@ -26,8 +26,6 @@ from turnwise.models.lora import has_adapter
 from turnwise.options.engines import LocalEngineSection
 from turnwise.types import Completion, Request
 
-__all__ = ["LARGE_CACHE", "LocalEngine"]
-
 MAX_YIELDS = 16
 """How often the event loop runs, at most, between two steps after a request has finished: its conversation may come back
 with the next request, which then joins the next step."""
@@ -162,9 +160,9 @@ class LocalEngine:
     def publisher(self, learner: WeightSource) -> WeightPublisher:
         """Nothing is copied if the learner changes the parameters of this engine's model."""
         model = self._model
-        return (
-            SharedWeights(self) if learner.trains(model) else CopiedWeights(self, lambda: learner.copy_weights(model))
-        )
+        if learner.trains(model):
+            return SharedWeights(self, self.free_cache)
+        return CopiedWeights(self, lambda: learner.copy_weights(model), self.free_cache)
 
     async def close(self) -> None:
         """Free the cache. Running requests fail with EngineError."""

@@ -34,8 +34,6 @@ from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.calls import waiting_for_others
 
-__all__ = ["RemoteEngine"]
-
 _MAX_LOSSES = 3
 """How often a request may lose its server without a new token in between. A prompt that kills each server must not go on."""
 _MAX_FAILURES = 3

@@ -20,8 +20,6 @@ from turnwise.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     import aiohttp
 
-__all__ = ["Failures", "HttpLimits", "HttpServer", "ServerFailed", "ServerLost", "ServerRefused"]
-
 _MAX_ANSWER = 256 << 20  # bytes of an answer, or of an event of a stream
 _QUOTED = 500  # characters of a server's error that an error message quotes
 _PAUSE = 0.5  # seconds before the first retry; each further pause is twice as long, up to _LONGEST_PAUSE

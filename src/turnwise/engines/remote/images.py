@@ -13,8 +13,6 @@ from typing import Any
 from turnwise.errors import EngineError
 from turnwise.types import Media, Request
 
-__all__ = ["checked_images", "content_hash", "tensor_bytes"]
-
 _INPUTS = {"pixel_values", "image_grid_thw"}
 """The processed inputs of the families whose images servers take: Qwen2-VL, Qwen2.5-VL and Qwen3-VL."""
 

@@ -17,8 +17,6 @@ from turnwise.engines.remote.servers import Probe
 _PROMPT, _SAMPLED = 8, 16
 """Tokens of a probe."""
 
-__all__ = ["ProbeOptions", "RemoteWeights", "Sleeper", "UpdatedEngine"]
-
 
 class UpdatedEngine(Protocol):
     """The part of an engine that publishing needs."""

@@ -10,8 +10,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["decode_images", "encode_images"]
-
 _PREFIX = "turnwise-images:"
 
 

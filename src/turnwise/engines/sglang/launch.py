@@ -13,8 +13,6 @@ from turnwise.errors import ConfigError
 from turnwise.models.model_config import kv_token_bytes
 from turnwise.options.engines import SglangEngineSection
 
-__all__ = ["HEALTH", "server_command", "servers"]
-
 HEALTH = "/health"
 """The route that answers when a server is ready."""
 _CPU = (

@@ -21,8 +21,6 @@ from turnwise.engines.vllm.api import ADAPTER, Labels, WeightSender, image_featu
 from turnwise.errors import ConfigError, EngineError
 from turnwise.types import LogprobKind, Request
 
-__all__ = ["InProcessApi", "InProcessServer"]
-
 _LEASE = 1e9  # seconds; no other trainer can reach this engine
 
 

@@ -11,8 +11,6 @@ from turnwise.engines.remote.servers import Replica, ServerApi
 from turnwise.engines.vllm.api import MODEL, VllmApi
 from turnwise.options.engines import VllmEngineSection
 
-__all__ = ["HEALTH", "engine_arguments", "server_command", "servers"]
-
 HEALTH = "/health"
 _LEAST_BATCH = 4096
 """Tokens that a step on the CPU computes at most."""
