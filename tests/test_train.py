@@ -165,7 +165,9 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
     assert "' -- sent" in told[0]
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(
+    "autocast", [pytest.param(False, id="float32"), pytest.param(True, id="autocast", marks=pytest.mark.slow)]
+)
 def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path, autocast: bool) -> None:
     options = ["model.autocast=true"] if autocast else []
     run(recipe, "train.steps=18", "train.batch_size=6", "train.group_size=8", "train.lr=0.02", *options)
