@@ -132,7 +132,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
     learner = LocalLearner(
         model,
         sampling=Sampling(),
-        optimizer=assembly.optimizer_config(config.train),
+        optimizer=config.train,
         threads=torch.get_num_threads(),
         autocast=mixed,
     )

@@ -19,10 +19,11 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from turnwise.models.loading import ModelOptions
+from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import OptimizerConfig, PpoClip, RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.commands import follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
@@ -82,7 +83,7 @@ def rank(model: str) -> None:
         ranks.close()
         return
     options = ModelOptions(path=model, dtype="float32", device="cpu")
-    common: dict[str, Any] = {"sampling": Sampling(), "optimizer": OptimizerConfig()}
+    common: dict[str, Any] = {"sampling": Sampling(), "optimizer": OptimizationSection()}
     learners = {
         f"one process, {threads} threads": LocalLearner.from_pretrained(
             options, loss=make_loss(PpoClip()), threads=threads, **common

@@ -35,6 +35,19 @@ from rich.console import Console
 
 from turnwise.config.resume_rules import EXPLAINED, RULES
 from turnwise.errors import Failed, TemplateError, boundary
+from turnwise.options.algorithm import (
+    BilevelGae,
+    CriticCredit,
+    Gae,
+    Gigpo,
+    Grpo,
+    Igpo,
+    Kevin,
+    MtGrpo,
+    Shared,
+    TurnGae,
+    TurnReturn,
+)
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, Use, name_of, named_sections, shared_options
 from turnwise.record.metric_names import METRICS
@@ -505,13 +518,16 @@ class Entry:
 
 
 ESTIMATORS = (
-    Entry("`grpo`, `scale: none`", partial(outcome.grpo, scale="none")),
+    Entry("`grpo`, `scale: none`", partial(outcome.grpo, options=Grpo(scale="none"))),
     Entry("`grpo`", outcome.grpo),
     Entry("`rloo`, `shared`", outcome.rloo),
-    Entry("`shared`, `baseline: none`", partial(turns.shared, baseline="none")),
-    Entry("`turn_return`, `scale: none`", partial(turns.turn_return, scale="none")),
+    Entry("`shared`, `baseline: none`", partial(turns.shared, options=Shared(baseline="none"))),
+    Entry("`turn_return`, `scale: none`", partial(turns.turn_return, options=TurnReturn(scale="none"))),
     Entry("`turn_return`", turns.turn_return),
-    Entry("`turn_return`, `gamma: 0.9`, `scale: none`", partial(turns.turn_return, gamma=0.9, scale="none")),
+    Entry(
+        "`turn_return`, `gamma: 0.9`, `scale: none`",
+        partial(turns.turn_return, options=TurnReturn(gamma=0.9, scale="none")),
+    ),
     Entry("`discounted`", turns.discounted),
     Entry("`remax`", outcome.remax),
     Entry("`opo`", outcome.opo),
@@ -519,32 +535,45 @@ ESTIMATORS = (
     Entry("`gdpo`", outcome.gdpo),
     Entry("`reinforce_pp`", turns.reinforce_pp),
     Entry("`reinforce_pp_baseline`", outcome.reinforce_pp_baseline),
-    Entry("`gae`, `whiten: false`, exact critic", partial(critic.gae, whiten=False)),
-    Entry("`gae`, `whiten: false`, wrong critic", partial(critic.gae, whiten=False), errors=0.5),
-    Entry("`gae`, `lam: 1`, `whiten: false`, wrong critic", partial(critic.gae, lam=1.0, whiten=False), errors=0.5),
+    Entry("`gae`, `whiten: false`, exact critic", partial(critic.gae, options=Gae(whiten=False))),
+    Entry("`gae`, `whiten: false`, wrong critic", partial(critic.gae, options=Gae(whiten=False)), errors=0.5),
+    Entry(
+        "`gae`, `lam: 1`, `whiten: false`, wrong critic",
+        partial(critic.gae, options=Gae(lam=1.0, whiten=False)),
+        errors=0.5,
+    ),
     Entry("`gae`, exact critic", critic.gae),
-    Entry("`turn_gae`, `gamma: 1`, `whiten: false`, exact critic", partial(critic.turn_gae, gamma=1.0, whiten=False)),
+    Entry(
+        "`turn_gae`, `gamma: 1`, `whiten: false`, exact critic",
+        partial(critic.turn_gae, options=TurnGae(gamma=1.0, whiten=False)),
+    ),
     Entry(
         "`turn_gae`, `gamma: 1`, `whiten: false`, wrong critic",
-        partial(critic.turn_gae, gamma=1.0, whiten=False),
+        partial(critic.turn_gae, options=TurnGae(gamma=1.0, whiten=False)),
         errors=0.5,
     ),
     Entry("`turn_gae`, exact critic", critic.turn_gae),
-    Entry("`critic`, `whiten: false`, wrong critic", partial(critic.critic, whiten=False), errors=0.5),
+    Entry(
+        "`critic`, `whiten: false`, wrong critic",
+        partial(critic.critic, options=CriticCredit(whiten=False)),
+        errors=0.5,
+    ),
     Entry("`critic`, wrong critic", critic.critic, errors=0.5),
     Entry("`bilevel_gae`, exact critic", critic.bilevel_gae),
     Entry(
         "`bilevel_gae`, `turn_gamma: 1`, `whiten: false`, exact critic",
-        partial(critic.bilevel_gae, turn_gamma=1.0, whiten=False),
+        partial(critic.bilevel_gae, options=BilevelGae(turn_gamma=1.0, whiten=False)),
     ),
-    Entry("`gigpo`, `gamma: 1`", partial(turns.gigpo, gamma=1.0)),
+    Entry("`gigpo`, `gamma: 1`", partial(turns.gigpo, options=Gigpo(gamma=1.0))),
     Entry("`gigpo`", turns.gigpo),
-    Entry("`kevin`, `gamma: 1`, `scale: none`", partial(turns.kevin, gamma=1.0, scale="none")),
+    Entry("`kevin`, `gamma: 1`, `scale: none`", partial(turns.kevin, options=Kevin(gamma=1.0, scale="none"))),
     Entry("`kevin`", turns.kevin),
-    Entry("`mt_grpo`, `scale: none`", partial(turns.mt_grpo, scale="none")),
+    Entry("`mt_grpo`, `scale: none`", partial(turns.mt_grpo, options=MtGrpo(scale="none"))),
     Entry("`mt_grpo`", turns.mt_grpo),
-    Entry("`igpo`, `scale: none`", partial(turns.igpo, scale="none")),
-    Entry("`igpo`, `normalise: joint`, `scale: none`", partial(turns.igpo, normalise="joint", scale="none")),
+    Entry("`igpo`, `scale: none`", partial(turns.igpo, options=Igpo(scale="none"))),
+    Entry(
+        "`igpo`, `normalise: joint`, `scale: none`", partial(turns.igpo, options=Igpo(normalise="joint", scale="none"))
+    ),
     Entry("`igpo`", turns.igpo),
     Entry("`turn_potential`", turns.turn_potential),
 )

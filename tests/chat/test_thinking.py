@@ -13,8 +13,8 @@ from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.environment import environment, user_message
 from turnwise.environments.users import ScriptedUser
+from turnwise.options.algorithm import LossSection
 from turnwise.training.batch import pack
-from turnwise.training.options import Normalization
 from turnwise.types import Message, Opening, Reply, Row, Trajectory, Turn
 
 _HEAD = "{%- for message in messages %}{%- set content = message.content or '' %}"
@@ -180,7 +180,7 @@ def test_whatever_the_policy_each_sampled_token_is_trained_once(template: str, t
         assert tokens == [*renderer.encode(SAID[index]), renderer.stop_token_ids[0]]
     trajectory.reward, trajectory.advantages = 1.0, [1.0] * 3
     for normalizer in ("token", "trajectory"):
-        batch = pack([trajectory], normalization=Normalization(normalizer))
+        batch = pack([trajectory], loss=LossSection(normalizer=normalizer))
         targets = [token for micro in batch.micro_batches for token in micro.targets.token_N.tolist()]
         assert sorted(targets) == sorted(token for _, tokens in trained(trajectory) for token in tokens)
         weight = sum(float(micro.targets.weight_N.sum()) for micro in batch.micro_batches)

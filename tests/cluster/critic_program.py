@@ -16,15 +16,9 @@ from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import LoraOptions
+from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.training.local_critic import LocalCritic
-from turnwise.training.options import (
-    CriticOptions,
-    OptimizerConfig,
-    PpoClip,
-    RankOptions,
-    ShardingOptions,
-    ShardOptions,
-)
+from turnwise.training.options import CriticOptions, RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedCritic, ShardedLearner
@@ -36,7 +30,7 @@ MODEL, HEAD, OUT = (Path(word) for word in sys.argv[1:4])
 WRITTEN, READ = (None if word == "-" else Path(word) for word in sys.argv[4:6])
 """Directories: of what this number of ranks saves, and of what another number has saved."""
 ADAPTER = LoraOptions(rank=4, alpha=8, target_modules=None)
-OPTIMIZER = OptimizerConfig(betas=(0.5, 0.9))
+OPTIMIZER = OptimizationSection(betas=(0.5, 0.9))
 
 
 @dataclass(frozen=True)

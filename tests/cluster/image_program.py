@@ -18,10 +18,11 @@ from support.vision import vision_model, vision_tokenizer
 from training.test_vision import held, trajectory
 from turnwise.chat.media import MediaProcessor
 from turnwise.models.loading import ModelOptions
+from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import OptimizerConfig, PpoClip, RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
@@ -63,7 +64,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     vision = MediaProcessor.from_pretrained(path, vision_tokenizer())
     assert vision is not None
-    common: dict[str, Any] = {"sampling": Sampling(), "optimizer": OptimizerConfig()}
+    common: dict[str, Any] = {"sampling": Sampling(), "optimizer": OptimizationSection()}
     results: dict[str, Any] = {}
     learner: ShardedLearner | None = None
     # 0 and 1 have images, 2 has none: all ranks with images, one of two, none

@@ -17,25 +17,23 @@ from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelOptions
 from turnwise.models.lora import LoraOptions
+from turnwise.options.algorithm import (
+    Cispo,
+    CorrectionSection,
+    Gspo,
+    LossSection,
+    Nll,
+    OptimizationSection,
+    PpoClip,
+    ReferenceSection,
+    Reinforce,
+    Sapo,
+)
 from turnwise.training.batch import Batch, pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import (
-    Cispo,
-    CorrectionConfig,
-    Gspo,
-    LossConfig,
-    Nll,
-    OptimizerConfig,
-    PpoClip,
-    RankOptions,
-    ReferenceConfig,
-    Reinforce,
-    Sapo,
-    ShardingOptions,
-    ShardOptions,
-)
+from turnwise.training.options import RankOptions, ShardingOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
@@ -57,10 +55,11 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Case:
-    loss: LossConfig = field(default_factory=PpoClip)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    loss: LossSection = field(default_factory=PpoClip)
+    correction: CorrectionSection = CorrectionSection()
+    optimizer: OptimizationSection = field(default_factory=OptimizationSection)
     sharding: ShardingOptions = field(default_factory=ShardingOptions)
-    reference: ReferenceConfig | None = None
+    reference: ReferenceSection | None = None
     lora: bool = False
     checkpointing: bool = False
     dtype: str = "float32"
@@ -83,12 +82,12 @@ CASES = {
     "nll": Case(loss=Nll()),
     "reference": Case(loss=PpoClip(kl_coef=0.5), epochs=2),
     "lora_reference": Case(loss=PpoClip(kl_coef=0.5), lora=True, epochs=2),
-    "lora_copy": Case(loss=PpoClip(kl_coef=0.5), lora=True, reference=ReferenceConfig(separate=True), epochs=2),
+    "lora_copy": Case(loss=PpoClip(kl_coef=0.5), lora=True, reference=ReferenceSection(source="copy"), epochs=2),
     "checkpointing": Case(loss=PpoClip(kl_coef=0.5), checkpointing=True),
-    "correction": Case(loss=PpoClip(correction=CorrectionConfig(high=1.5, normalize_weights=True))),
+    "correction": Case(correction=CorrectionSection(action="truncate", high=1.5, normalize_weights=True)),
     "separate_rows": Case(share_prompts="never"),
     "one_micro_batch": Case(micro_batch_tokens=4096),
-    "clipped": Case(optimizer=OptimizerConfig(max_grad_norm=1e-3)),
+    "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "bfloat16": Case(dtype="bfloat16"),
     "mixed": Case(sharding=ShardingOptions(param_dtype="bfloat16")),
 }
@@ -105,6 +104,7 @@ def options_of(case: Case) -> ShardOptions:
         ),
         sampling=Sampling(),
         loss=case.loss,
+        correction=case.correction,
         optimizer=case.optimizer,
         sharding=case.sharding,
         reference=case.reference,
@@ -117,7 +117,7 @@ def local(case: Case) -> LocalLearner:
     return LocalLearner.from_pretrained(
         options.model,
         sampling=options.sampling,
-        loss=make_loss(options.loss),
+        loss=make_loss(options.loss, options.correction),
         optimizer=options.optimizer,
         reference=options.reference,
         share_prompts=options.share_prompts,
@@ -190,7 +190,7 @@ def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
 
 def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The third loss of a run that goes on with the state of another number of processes."""
-    case = Case(optimizer=OptimizerConfig(betas=(0.5, 0.9)))
+    case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
     learner = ShardedLearner(ranks, options_of(case))
     batches = batches_of(case, learner)
 
@@ -217,7 +217,7 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
     """The losses of a run that goes on with what another number of ranks has saved."""
-    case = Case(optimizer=OptimizerConfig(betas=(0.5, 0.9)))
+    case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
     options = options_of(case)
     learner = ShardedLearner(ranks, replace(options, model=replace(options.model, path=folder / "model")))
     learner.load_state({}, folder / "shards")

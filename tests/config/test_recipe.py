@@ -16,7 +16,7 @@ from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, training_warnings
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError
-from turnwise.options.algorithm import GspoSection
+from turnwise.options.algorithm import Gspo
 from turnwise.options.engines import LocalEngineSection, ScriptedEngineSection
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, changed_options, named_sections
@@ -295,7 +295,7 @@ def test_the_same_engine_keeps_its_options(tmp_path: Path) -> None:
 def test_another_loss_keeps_the_options_that_all_losses_have(tmp_path: Path) -> None:
     path = write(tmp_path, {**LEAST, "loss": {"kl_coef": 0.1, "normalizer": "trajectory", "clip_low": 0.1}})
     config, notes = load(path, ["loss.name=gspo", "loss.clip_high=0.001"])
-    assert config.loss == GspoSection(kl_coef=0.1, normalizer="trajectory", clip_high=0.001)
+    assert config.loss == Gspo(kl_coef=0.1, normalizer="trajectory", clip_high=0.001)
     assert notes == ["loss.name=gspo removes the recipe's loss.clip_low, which belonged to 'ppo_clip'"]
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.conversations import a_row
+from turnwise.options.algorithm import Grpo
 from turnwise.rewards import credit
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.credit.credit import Scale
@@ -32,7 +33,7 @@ def a_group(*rewards: float | None, turns: Sequence[int] | None = None) -> Group
 
 
 def grpo(groups: Sequence[Group], *, scale: Scale = "std") -> None:
-    Credit("grpo", functools.partial(credit.grpo, scale=scale))(groups)
+    Credit("grpo", functools.partial(credit.grpo, options=Grpo(scale=scale)))(groups)
 
 
 def advantages(group: Group) -> list[list[float]]:

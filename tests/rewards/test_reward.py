@@ -18,6 +18,7 @@ import torch
 from support.conversations import Says, hold, hold_all
 from turnwise.environments.environment import environment, user_message
 from turnwise.errors import ConfigError
+from turnwise.options.algorithm import Grpo
 from turnwise.record.evaluation import summarize
 from turnwise.record.metrics import conversation_metrics
 from turnwise.record.trajectory_json import MediaStore, decode_trajectory, trajectory_line
@@ -155,7 +156,7 @@ def test_a_reward_that_breaks_is_no_zero_and_breaks_no_sibling(function: Any, me
     assert broken.messages[-1]["content"] == "a"  # what it holds stays
     assert [one.reward for one in trajectories] == [1.0, None, 3.0, 4.0]
     group = Group(id="1", row=broken.row, trajectories=trajectories)
-    Credit("grpo", functools.partial(grpo, scale="none"))([group])
+    Credit("grpo", functools.partial(grpo, options=Grpo(scale="none")))([group])
     assert [one.advantages for one in trajectories] == [
         [pytest.approx(-5 / 3)],
         [],

@@ -25,11 +25,11 @@ from training.test_weights import conversations
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
+from turnwise.options.algorithm import BilevelGae, CriticCredit, Gae, ReferenceSection, Shared, TurnGae, TurnReturn
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.credit.credit import Episode, EpisodeGroups, episode_of
 from turnwise.training.kl_reward import KlReward
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.options import ReferenceConfig
 from turnwise.types import Group, LogprobKind, Row, Sampling, Trajectory
 
 TEMPERATURE = 0.8
@@ -40,7 +40,7 @@ def learner() -> LocalLearner:
     return LocalLearner(
         tiny_model(),
         sampling=Sampling(temperature=TEMPERATURE),
-        reference=ReferenceConfig(),
+        reference=ReferenceSection(),
         reference_model=tiny_model(seed=3),
     )
 
@@ -194,12 +194,12 @@ def test_estimators_of_turns_subtract_the_sum_of_a_turn_and_estimators_of_tokens
     other = Episode([0.0], values_T=[[0.0]])
     batch = [[one, other]]
     assert outcome.rloo(batch)[0][0] == pytest.approx([1.0, 1.0])
-    assert turns.turn_return(batch, scale="none")[0][0] == pytest.approx([1.0, 0.3])
-    assert critic.critic(batch, whiten=False).advantages[0][0] == pytest.approx([1.0, 0.3])
+    assert turns.turn_return(batch, TurnReturn(scale="none"))[0][0] == pytest.approx([1.0, 0.3])
+    assert critic.critic(batch, CriticCredit(whiten=False)).advantages[0][0] == pytest.approx([1.0, 0.3])
     # rewards of tokens: -0.1, 0.8, -0.3, 0.6
     expected = [pytest.approx([1.0, 1.1]), pytest.approx([0.3, 0.6])]
-    assert critic.gae(batch, lam=1.0, whiten=False).advantages[0][0] == expected
-    assert critic.bilevel_gae(batch, lam=1.0, turn_gamma=1.0, whiten=False).advantages[0][0] == expected
+    assert critic.gae(batch, Gae(lam=1.0, whiten=False)).advantages[0][0] == expected
+    assert critic.bilevel_gae(batch, BilevelGae(lam=1.0, turn_gamma=1.0, whiten=False)).advantages[0][0] == expected
     whitened = turns.reinforce_pp([[one], [Episode([0.3], tokens_T=[1])]])[0][0]
     flat = [number for entry in whitened for number in entry]  # type: ignore[union-attr]
     assert np.diff(flat) / (flat[1] - flat[0]) == pytest.approx(np.diff([1.0, 1.1, 0.3, 0.6]) / 0.1)
@@ -210,7 +210,7 @@ PEERS: dict[str, tuple[str, dict[str, Any], Callable[[EpisodeGroups], Any]]] = {
     "gae": (
         "compute_gae_advantage_return",
         {"gamma": 0.99, "lam": 0.9},
-        lambda batch: critic.gae(batch, gamma=0.99, lam=0.9).advantages,
+        lambda batch: critic.gae(batch, Gae(gamma=0.99, lam=0.9)).advantages,
     ),
     "reinforce_pp": (
         "compute_reinforce_plus_plus_outcome_advantage",
@@ -291,12 +291,12 @@ def expected_gradient(
 
 UNBIASED: dict[str, tuple[Callable[[EpisodeGroups], Any], bool]] = {
     "rloo": (outcome.rloo, False),
-    "shared": (partial(turns.shared, baseline="none"), True),
-    "turn_return": (partial(turns.turn_return, scale="none"), True),
-    "gae": (lambda batch: critic.gae(batch, lam=1.0, whiten=False).advantages, False),
-    "turn_gae": (lambda batch: critic.turn_gae(batch, gamma=1.0, lam=1.0, whiten=False).advantages, True),
+    "shared": (partial(turns.shared, options=Shared(baseline="none")), True),
+    "turn_return": (partial(turns.turn_return, options=TurnReturn(scale="none")), True),
+    "gae": (lambda batch: critic.gae(batch, Gae(lam=1.0, whiten=False)).advantages, False),
+    "turn_gae": (lambda batch: critic.turn_gae(batch, TurnGae(gamma=1.0, lam=1.0, whiten=False)).advantages, True),
     "bilevel_gae": (
-        lambda batch: critic.bilevel_gae(batch, lam=1.0, turn_gamma=1.0, whiten=False).advantages,
+        lambda batch: critic.bilevel_gae(batch, BilevelGae(lam=1.0, turn_gamma=1.0, whiten=False)).advantages,
         False,
     ),
 }

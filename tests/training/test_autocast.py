@@ -14,6 +14,7 @@ from training.test_batch import group
 from turnwise.models.loading import recompute_layers
 from turnwise.models.lora import LoraOptions, add_adapter
 from turnwise.models.precision import Bfloat16Linears, autocast, output_layer_in_float32
+from turnwise.options.algorithm import PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.local_critic import LocalCritic
@@ -117,7 +118,6 @@ def test_a_step_changes_float32_weights() -> None:
 
 def test_the_reference_is_computed_in_the_same_precision() -> None:
     from turnwise.training.losses import make_loss
-    from turnwise.training.options import PpoClip
 
     learner = LocalLearner(wide_model(), sampling=Sampling(), loss=make_loss(PpoClip(kl_coef=1.0)), autocast=True)
     (micro,) = pack(group()).micro_batches

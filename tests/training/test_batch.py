@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from support.tiny import tiny_model
+from turnwise.options.algorithm import LossSection
 from turnwise.training.batch import Batch, divide_evenly, pack
 from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.training.options import Normalization
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 
 
@@ -92,9 +92,9 @@ def test_packing_never_changes_what_is_trained_on(share: bool, micro_batch_token
 
 
 def test_token_average_weighs_tokens_alike_and_sequence_average_trajectories() -> None:
-    by_token = targets(pack(group(), normalization=Normalization("token")))
+    by_token = targets(pack(group(), loss=LossSection(normalizer="token")))
     assert {weight for _, _, weight in by_token} == {round(1 / 13, 6)}
-    by_sequence = pack(group(), normalization=Normalization("trajectory"))
+    by_sequence = pack(group(), loss=LossSection(normalizer="trajectory"))
     totals: dict[float, float] = {}
     for _, advantage, weight in targets(by_sequence):
         totals[advantage] = totals.get(advantage, 0.0) + weight
@@ -108,7 +108,7 @@ def test_a_trajectory_of_two_segments_weighs_as_much_as_one_of_one() -> None:
         [1.0, -1.0],
     )
     whole = trajectory("w", [("context", [5]), ("turn", [6, 2])], [3.0])
-    batch = pack([split, whole], normalization=Normalization("trajectory"))
+    batch = pack([split, whole], loss=LossSection(normalizer="trajectory"))
     totals: dict[float, float] = {}
     for _, advantage, weight in targets(batch):
         totals[abs(advantage)] = totals.get(abs(advantage), 0.0) + weight

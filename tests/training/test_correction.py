@@ -16,11 +16,11 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group, trajectory
+from turnwise.options.algorithm import CorrectionSection, PpoClip, RejectionSection
 from turnwise.training.batch import pack
 from turnwise.training.correction import correct, correction_weights, kept_tokens
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import Targets, make_loss
-from turnwise.training.options import CorrectionConfig, PpoClip, Rejection
 from turnwise.training.update import PreparedBatch, StopFlag, prepare
 from turnwise.types import LogprobKind, Sampling, Trajectory
 
@@ -66,7 +66,9 @@ def plain_ratios(level: str) -> list[float]:
 @pytest.mark.parametrize("action", ["truncate", "mask", "icepop", "reject", "measure"])
 def test_weights_are_those_of_the_formulas(level: Any, action: Any) -> None:
     low = 0.5 if action in ("icepop", "reject") else None
-    config = CorrectionConfig(level=level, action=action, low=low, high=1.2)
+    # a recipe with `measure` has no bounds: they would change nothing
+    bounds = {} if action == "measure" else {"level": level, "low": low, "high": 1.2}
+    config = CorrectionSection(action=action, **bounds)
     ratios = plain_ratios(level)
     inside = [(low is None or ratio >= low) and ratio <= 1.2 for ratio in ratios]
     expected = {
@@ -82,19 +84,19 @@ def test_weights_are_those_of_the_formulas(level: Any, action: Any) -> None:
 
 
 def test_ms_swifts_sequence_mask_keeps_the_ratios_of_tokens() -> None:
-    config = CorrectionConfig(level="geometric", action="mask", high=1.0, weight_level="token")
+    config = CorrectionSection(level="geometric", action="mask", high=1.0, weight_level="token")
     expected = [r if s <= 1.0 else 0.0 for r, s in zip(plain_ratios("token"), plain_ratios("geometric"), strict=True)]
     torch.testing.assert_close(correction_weights(targets(), config), torch.tensor(expected))
 
 
 def test_rejected_tokens_leave_the_average() -> None:
     one = targets()
-    config = CorrectionConfig(level="sequence", action="reject", low=None, high=1.0)
+    config = CorrectionSection(level="sequence", action="reject", low=None, high=1.0)
     done = correct([one], config)
     (after,), (keep,) = done.targets, done.kept
     assert keep.tolist() == [ratio <= 1.0 for ratio in plain_ratios("sequence")]
     assert float(after.weight_N[keep].sum()) == pytest.approx(1.0)
-    unscaled = correct([one], replace(config, rescale=False)).targets[0]
+    unscaled = correct([one], config, rescale=False).targets[0]
     assert torch.equal(unscaled.weight_N, one.weight_N)
     assert done.sums.metrics()["correction/rejected"] == pytest.approx(float((~keep).float().mean()))
 
@@ -103,7 +105,7 @@ def test_normalized_weights_have_mean_one_over_all_micro_batches() -> None:
     one = targets()
     parts = [one.select(one.sequence_N == 0), one.select(one.sequence_N != 0)]
     for level in ("token", "sequence"):
-        config = CorrectionConfig(level=level, action="truncate", normalize_weights=True)  # type: ignore[arg-type]
+        config = CorrectionSection(level=level, action="truncate", normalize_weights=True)  # type: ignore[arg-type]
         together = correct([one], config).targets[0].correction_N
         apart = torch.cat(
             [micro.correction_N for micro in correct(parts, config).targets if micro.correction_N is not None]
@@ -116,7 +118,7 @@ def test_normalized_weights_have_mean_one_over_all_micro_batches() -> None:
 
 def test_metrics_are_sums_over_tokens_sequences_and_turns() -> None:
     one, ratios = targets(), plain_ratios("token")
-    metrics = correct([one], CorrectionConfig(high=1.2)).sums.metrics()
+    metrics = correct([one], CorrectionSection(action="truncate", high=1.2)).sums.metrics()
     logs = [math.log(ratio) for ratio in ratios]
     weights = [min(ratio, 1.2) for ratio in ratios]
     sums = [sum(sequence) for sequence in by_sequence(logs)]
@@ -145,7 +147,7 @@ def test_metrics_are_sums_over_tokens_sequences_and_turns() -> None:
         rel=1e-4,
     )
     halves = [one.select(one.sequence_N == 0), one.select(one.sequence_N != 0)]
-    assert correct(halves, CorrectionConfig(high=1.2)).sums.metrics() == pytest.approx(metrics)
+    assert correct(halves, CorrectionSection(action="truncate", high=1.2)).sums.metrics() == pytest.approx(metrics)
 
 
 def verls_functions() -> dict[str, Any]:
@@ -190,7 +192,7 @@ def test_weights_are_those_of_verl(level: Any, normalize: bool) -> None:
     assert one.proximal_logprob_N is not None
     log_ratio, mask = rows(one.proximal_logprob_N - one.behaviour_logprob_N), rows(torch.ones(11))
     theirs, _ = verl["compute_rollout_correction_weights"](log_ratio, mask, level, 1.2, normalize)
-    config = CorrectionConfig(level=level, high=1.2, normalize_weights=normalize)
+    config = CorrectionSection(action="truncate", level=level, high=1.2, normalize_weights=normalize)
     ours = correct([one], config).targets[0].correction_N
     assert ours is not None
     torch.testing.assert_close(rows(ours), theirs)
@@ -199,24 +201,24 @@ def test_weights_are_those_of_verl(level: Any, normalize: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "threshold", "rule"),
     [
-        ("token_k1", "0.7_1.25", Rejection(level="token", low=1 / 1.25, high=1 / 0.7)),
-        ("token_k2", "0.1", Rejection(level="token", estimator="k2", high=0.1)),
-        ("token_k3", "0.1", Rejection(level="token", estimator="k3", high=0.1)),
-        ("seq_sum_k1", "0.5_2.5", Rejection(level="sequence", low=1 / 2.5, high=2.0)),
-        ("seq_sum_k3", "0.6", Rejection(level="sequence", estimator="k3", high=0.6)),
-        ("seq_mean_k1", "0.9_1.2", Rejection(level="geometric", low=1 / 1.2, high=1 / 0.9)),
-        ("seq_mean_k2", "0.15", Rejection(level="geometric", estimator="k2", high=0.15)),
-        ("seq_max_k3", "0.3", Rejection(level="max", estimator="k3", high=0.3)),
+        ("token_k1", "0.7_1.25", RejectionSection(level="token", low=1 / 1.25, high=1 / 0.7)),
+        ("token_k2", "0.1", RejectionSection(level="token", estimator="k2", high=0.1)),
+        ("token_k3", "0.1", RejectionSection(level="token", estimator="k3", high=0.1)),
+        ("seq_sum_k1", "0.5_2.5", RejectionSection(level="sequence", low=1 / 2.5, high=2.0)),
+        ("seq_sum_k3", "0.6", RejectionSection(level="sequence", estimator="k3", high=0.6)),
+        ("seq_mean_k1", "0.9_1.2", RejectionSection(level="geometric", low=1 / 1.2, high=1 / 0.9)),
+        ("seq_mean_k2", "0.15", RejectionSection(level="geometric", estimator="k2", high=0.15)),
+        ("seq_max_k3", "0.3", RejectionSection(level="max", estimator="k3", high=0.3)),
     ],
 )
 def test_rejection_is_that_of_verl_with_the_bounds_of_the_inverse_ratio(
-    name: str, threshold: str, rule: Rejection
+    name: str, threshold: str, rule: RejectionSection
 ) -> None:
     verl, one = verls_functions(), targets()
     assert one.proximal_logprob_N is not None
     log_ratio, mask = rows(one.proximal_logprob_N - one.behaviour_logprob_N), rows(torch.ones(11))
     theirs, _ = verl["compute_rollout_rejection_mask"](log_ratio, mask, name, threshold)
-    ours = kept_tokens(one, CorrectionConfig(action="measure", reject=rule))
+    ours = kept_tokens(one, CorrectionSection(action="measure", reject=rule))
     assert torch.equal(rows(ours.float()), theirs)
     assert 0 < int(ours.sum()) <= 11
 
@@ -224,8 +226,8 @@ def test_rejection_is_that_of_verl_with_the_bounds_of_the_inverse_ratio(
 # in the learner
 
 
-def learner(correction: CorrectionConfig | None) -> LocalLearner:
-    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip(correction=correction)), threads=1)
+def learner(correction: CorrectionSection) -> LocalLearner:
+    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip(), correction), threads=1)
 
 
 def test_a_sample_without_log_probabilities_is_counted_and_does_not_switch_the_correction_off() -> None:
@@ -235,7 +237,7 @@ def test_a_sample_without_log_probabilities_is_counted_and_does_not_switch_the_c
         assert turn.completion is not None
         turn.completion = replace(turn.completion, logprob_kind=LogprobKind.RAW)
     batch = pack(trajectories)
-    one = learner(CorrectionConfig(action="truncate", high=1.0001))
+    one = learner(CorrectionSection(action="truncate", high=1.0001))
     prepared = prepare(one, batch, StopFlag()).batch
     micros = [micro.targets for micro in prepared.micro_batches]
     weight = torch.cat([micro.correction_N for micro in micros if micro.correction_N is not None])
@@ -249,7 +251,7 @@ def test_a_sample_without_log_probabilities_is_counted_and_does_not_switch_the_c
 
 
 def test_a_batch_of_which_all_is_rejected_changes_nothing() -> None:
-    one = learner(CorrectionConfig(action="reject", low=1e-9, high=1e-8))
+    one = learner(CorrectionSection(action="reject", low=1e-9, high=1e-8))
     before = one.fingerprint()
     update = asyncio.run(one.update([pack(group())], lr=0.1))
     assert (update.tokens, update.loss, update.correction["correction/rejected"]) == (0, 0.0, 1.0)
@@ -257,13 +259,13 @@ def test_a_batch_of_which_all_is_rejected_changes_nothing() -> None:
 
 
 def test_without_a_correction_there_are_no_metrics_of_it() -> None:
-    assert asyncio.run(learner(None).update([pack(group())], lr=0.0)).correction == {}
+    assert asyncio.run(learner(CorrectionSection()).update([pack(group())], lr=0.0)).correction == {}
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 12, 10_000])
 def test_the_size_of_micro_batches_changes_no_corrected_gradient(micro_batch_tokens: int) -> None:
-    reject = Rejection(level="token", low=0.0051, high=5.0)
-    config = CorrectionConfig(level="geometric", high=1.5, reject=reject, normalize_weights=True)
+    reject = RejectionSection(level="token", low=0.0051, high=5.0)
+    config = CorrectionSection(action="truncate", level="geometric", high=1.5, reject=reject, normalize_weights=True)
 
     def gradient(size: int, share: bool) -> torch.Tensor:
         one = learner(config)
@@ -311,7 +313,7 @@ def gradient_of(one: LocalLearner, prepared: PreparedBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_normalized_weights_count_equal_conversations_as_often_as_they_occur(level: Any) -> None:
-    one = learner(CorrectionConfig(level=level, action="truncate", high=4.0, normalize_weights=True))
+    one = learner(CorrectionSection(level=level, action="truncate", high=4.0, normalize_weights=True))
     made = [spoken(one, "a", "two", 1.8, 1.0), spoken(one, "b", "two", 1.8, 1.0), spoken(one, "c", "four", 1.0, -0.5)]
     prepared = corrected_batch(one, made)
     (micro,) = prepared.batch.micro_batches
@@ -334,7 +336,7 @@ W2 = {"token": 1.8, "sequence": 1.8**2, "geometric": 1.8}
 
 
 def test_metrics_count_equal_conversations_as_often_as_they_occur() -> None:
-    one = learner(CorrectionConfig(action="truncate", high=1.5))
+    one = learner(CorrectionSection(action="truncate", high=1.5))
     made = [spoken(one, "a", "two", 1.8, 1.0), spoken(one, "b", "two", 1.8, 1.0), spoken(one, "c", "four", 1.0, -0.5)]
     metrics = corrected_batch(one, made).correction.metrics()
     apart = corrected_batch(one, [replace(t, group=t.id) for t in made]).correction.metrics()
@@ -350,7 +352,7 @@ def test_metrics_count_equal_conversations_as_often_as_they_occur() -> None:
 
 
 def test_clipping_counts_equal_conversations_as_often_as_they_occur() -> None:
-    one = learner(None)
+    one = learner(CorrectionSection())
     made = [spoken(one, "a", "two", 1.8, 1.0), spoken(one, "b", "two", 1.8, 1.0), spoken(one, "c", "four", 1.0, -0.5)]
     update = asyncio.run(one.update([pack(made)], lr=0.0))
     assert (update.clip_fraction, update.tokens) == (0.5, 6)
@@ -358,8 +360,8 @@ def test_clipping_counts_equal_conversations_as_often_as_they_occur() -> None:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 1e-6])
 def test_conversations_without_advantage_are_rejected_and_measured_like_all_others(kl_coef: float) -> None:
-    correction = CorrectionConfig(level="sequence", action="reject", low=None, high=2.0)
-    loss = make_loss(PpoClip(correction=correction, kl_coef=kl_coef))
+    correction = CorrectionSection(level="sequence", action="reject", low=None, high=2.0)
+    loss = make_loss(PpoClip(kl_coef=kl_coef), correction)
     one = LocalLearner(tiny_model(), sampling=Sampling(), loss=loss, threads=1)
     made = [
         spoken(one, "a", "two", 1.0, 1.0),
@@ -386,7 +388,7 @@ def test_conversations_without_advantage_are_rejected_and_measured_like_all_othe
 
 
 def test_conversations_without_advantage_are_in_the_mean_of_the_weights() -> None:
-    one = learner(CorrectionConfig(action="truncate", high=4.0, normalize_weights=True))
+    one = learner(CorrectionSection(action="truncate", high=4.0, normalize_weights=True))
     made = [spoken(one, "a", "two", 1.0, 1.0), spoken(one, "b", "two", 3.0, 0.0, "h")]
     (micro,) = corrected_batch(one, made).batch.micro_batches
     assert micro.targets.correction_N is not None
@@ -395,7 +397,7 @@ def test_conversations_without_advantage_are_in_the_mean_of_the_weights() -> Non
 
 
 def test_without_correction_conversations_without_advantage_are_in_no_pass() -> None:
-    one = learner(None)
+    one = learner(CorrectionSection())
     made = [spoken(one, "a", "two", 1.0, 1.0), spoken(one, "b", "two", 3.0, 0.0, "h")]
     batch = corrected_batch(one, made).batch
     assert (batch.without_gradient, len(batch.micro_batches)) == ([], 1)

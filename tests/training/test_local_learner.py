@@ -16,10 +16,10 @@ from training.test_attention import CONFIGS, made
 from training.test_batch import group
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
+from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import OptimizerConfig, PpoClip, lr_at
 from turnwise.training.update import StopFlag
 from turnwise.types import Sampling, Trajectory
 
@@ -113,10 +113,12 @@ def test_state_goes_on_exactly() -> None:
 
 
 def test_rates() -> None:
-    common = {"lr": 1.0, "warmup_steps": 2, "steps": 12}
-    assert [lr_at(step, schedule="constant", **common) for step in (0, 1, 2, 11)] == [0.5, 1.0, 1.0, 1.0]
-    assert [lr_at(step, schedule="linear", **common) for step in (2, 7)] == [1.0, 0.5]
-    assert lr_at(7, schedule="cosine", **common) == pytest.approx(0.5)
+    constant = OptimizationSection(lr=1.0, warmup_steps=2)
+    assert [constant.lr_at(step, steps=12) for step in (0, 1, 2, 11)] == [0.5, 1.0, 1.0, 1.0]
+    linear = OptimizationSection(lr=1.0, warmup_steps=2, lr_schedule="linear")
+    assert [linear.lr_at(step, steps=12) for step in (2, 7)] == [1.0, 0.5]
+    cosine = OptimizationSection(lr=1.0, warmup_steps=2, lr_schedule="cosine")
+    assert cosine.lr_at(7, steps=12) == pytest.approx(0.5)
 
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
@@ -276,7 +278,7 @@ def float64_first_gradient(one: LocalLearner, trajectories: list[Trajectory], *,
 def test_ratios_of_the_first_step_are_to_the_learners_own_log_probabilities_where_its_weights_sampled(
     version: int,
 ) -> None:
-    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizerConfig(max_grad_norm=1e9), threads=1)
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizationSection(max_grad_norm=1e9), threads=1)
     trajectories = rounded_differently(one, version=version)
     expected = float64_first_gradient(one, trajectories, ratios=version != 3)
     update = asyncio.run(one.update([pack(trajectories, version=3)], lr=0.0))
@@ -288,7 +290,7 @@ def test_ratios_of_the_first_step_are_to_the_learners_own_log_probabilities_wher
 
 
 def test_ratios_of_further_epochs_are_to_the_log_probabilities_of_the_first_pass() -> None:
-    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizerConfig(max_grad_norm=1e9), threads=1)
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizationSection(max_grad_norm=1e9), threads=1)
     trajectories = rounded_differently(one, version=3)
     update = asyncio.run(one.update([pack(trajectories, version=3)], lr=0.0, epochs=3))
     assert (update.steps, update.clip_fraction) == (3, 0.0)
@@ -298,7 +300,7 @@ def test_ratios_of_further_epochs_are_to_the_log_probabilities_of_the_first_pass
 
 
 def test_later_minibatches_have_ratios_to_the_engines_log_probabilities() -> None:
-    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizerConfig(max_grad_norm=1e9), threads=1)
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizationSection(max_grad_norm=1e9), threads=1)
     trajectories = rounded_differently(one, version=3)
     batches = [pack(trajectories[:1], version=3), pack(trajectories[1:], version=3)]
     asyncio.run(one.update(batches, lr=0.0))

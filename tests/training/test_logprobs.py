@@ -10,10 +10,10 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import group
+from turnwise.options.algorithm import Nll, PpoClip
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import Nll, PpoClip
 from turnwise.training.update import StopFlag, prepare
 from turnwise.types import LogprobKind, Sampling, Trajectory
 

@@ -21,10 +21,10 @@ from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import LoraOptions, add_adapter, without_adapter
+from turnwise.options.algorithm import PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import PpoClip
 from turnwise.types import Sampling
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=16")

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from turnwise.options.algorithm import Cispo, CorrectionSection, Gspo, LossSection, PpoClip, Reinforce, Sapo
 from turnwise.training.batch import token_shares
 from turnwise.training.losses import Targets, make_loss, off_policy_sequence_mask
-from turnwise.training.options import Cispo, CorrectionConfig, Gspo, LossConfig, Normalization, PpoClip, Reinforce, Sapo
 from turnwise.training.value_model import value_loss
 
 SEQUENCES = [[(0, 3), (1, 2)], [(0, 4)], [(0, 1), (1, 1), (2, 2)]]
@@ -19,7 +19,7 @@ SEQUENCES = [[(0, 3), (1, 2)], [(0, 4)], [(0, 1), (1, 1), (2, 2)]]
 TRAJECTORIES = [[0, 1], [2]]
 LENGTHS = [sum(count for _, count in turns) for turns in SEQUENCES]
 
-LOSSES: dict[str, LossConfig] = {
+LOSSES: dict[str, LossSection] = {
     "ppo_clip": PpoClip(clip_low=0.1, clip_high=0.2),
     "dual_clip": PpoClip(clip_low=0.1, clip_high=0.2, dual_clip=1.3),
     "gspo": Gspo(clip_low=0.05, clip_high=0.05),
@@ -29,10 +29,10 @@ LOSSES: dict[str, LossConfig] = {
     "reinforce": Reinforce(),
 }
 NORMALIZATIONS = [
-    Normalization("token"),
-    Normalization("sequence"),
-    Normalization("trajectory"),
-    Normalization("constant", 20),
+    LossSection(normalizer="token"),
+    LossSection(normalizer="sequence"),
+    LossSection(normalizer="trajectory"),
+    LossSection(normalizer="constant", constant_length=20),
 ]
 
 
@@ -54,13 +54,13 @@ def columns(seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def weights(normalization: Normalization) -> torch.Tensor:
+def weights(normalization: LossSection) -> torch.Tensor:
     sums = [[float(LENGTHS[sequence]) for sequence in sequences] for sequences in TRAJECTORIES]
     shares = [share for trajectory in token_shares(sums, normalization) for share in trajectory]
     return torch.tensor([shares[s] for s, n in enumerate(LENGTHS) for _ in range(n)], dtype=torch.float64)
 
 
-def plain_weight(normalization: Normalization, sequence: int) -> float:
+def plain_weight(normalization: LossSection, sequence: int) -> float:
     """1 / the denominator of a token, written out for the three sequences of 5, 4 and 4 tokens."""
     return {
         "token": 1 / 13,
@@ -88,7 +88,7 @@ def clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-def plain_token_gradient(config: LossConfig, place: int, values: dict[str, list[Any]]) -> float:
+def plain_token_gradient(config: LossSection, place: int, values: dict[str, list[Any]]) -> float:
     """The derivative of a token's policy loss by its own log-probability, from the formula."""
     advantage = values["advantage"][place]
     log_ratios = [a - b for a, b in zip(values["logprob"], values["behaviour"], strict=True)]
@@ -128,10 +128,9 @@ def plain_kl_gradient(estimator: str, logprob: float, reference: float, behaviou
 @pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "k3_corrected"])
 @pytest.mark.parametrize("normalization", NORMALIZATIONS, ids=lambda one: one.normalizer)
 @pytest.mark.parametrize("name", list(LOSSES))
-def test_the_gradient_is_that_of_the_formula(name: str, normalization: Normalization, estimator: Any) -> None:
+def test_the_gradient_is_that_of_the_formula(name: str, normalization: LossSection, estimator: Any) -> None:
     base, values = LOSSES[name], columns()
-    options = {field: getattr(base, field) for field in base.__dataclass_fields__}
-    config = type(base)(**{**options, "kl_coef": 0.3 if estimator else 0.0, "kl_estimator": estimator or "k3"})
+    config = type(base)(**{**dict(base), "kl_coef": 0.3 if estimator else 0.0, "kl_estimator": estimator or "k3"})
     logprob = values["logprob"].clone().requires_grad_(True)
     weight = weights(normalization)
     terms = make_loss(config)(
@@ -152,7 +151,7 @@ def test_the_gradient_is_that_of_the_formula(name: str, normalization: Normaliza
 
 @pytest.mark.parametrize("name", list(LOSSES))
 def test_order_and_division_of_the_sequences_change_no_gradient(name: str) -> None:
-    loss, values, weight = make_loss(LOSSES[name]), columns(), weights(Normalization("sequence"))
+    loss, values, weight = make_loss(LOSSES[name]), columns(), weights(LossSection(normalizer="sequence"))
 
     def gradient(parts: list[list[int]]) -> torch.Tensor:
         logprob = values["logprob"].clone().requires_grad_(True)
@@ -174,7 +173,7 @@ def test_losses_on_policy_all_have_the_policy_gradient() -> None:
     values = columns()
     for config in LOSSES.values():
         logprob = values["behaviour"].clone().requires_grad_(True)
-        make_loss(config)(logprob, targets_of(values, weights(Normalization()))).loss_N.sum().backward()
+        make_loss(config)(logprob, targets_of(values, weights(LossSection()))).loss_N.sum().backward()
         torch.testing.assert_close(logprob.grad, -values["advantage"])
 
 
@@ -183,9 +182,9 @@ def test_decoupled_ratios_compare_with_the_proximal_policy_and_are_weighted() ->
     proximal, factor = values["behaviour"] + 0.3, torch.linspace(0.5, 1.5, len(values["turn"]), dtype=torch.float64)
     logprob = proximal.clone().requires_grad_(True)
     targets = targets_of(
-        values, weights(Normalization()), proximal_logprob_N=proximal, correction_N=factor, decoupled=True
+        values, weights(LossSection()), proximal_logprob_N=proximal, correction_N=factor, decoupled=True
     )
-    make_loss(PpoClip(correction=CorrectionConfig()))(logprob, targets).loss_N.sum().backward()
+    make_loss(PpoClip(), CorrectionSection(action="truncate"))(logprob, targets).loss_N.sum().backward()
     torch.testing.assert_close(logprob.grad, -factor * values["advantage"])  # the ratio to the proximal policy is 1
 
 
@@ -193,14 +192,14 @@ def test_the_off_policy_mask_removes_unlikely_sequences_where_the_advantage_is_n
     values = columns()
     values["logprob"] = values["behaviour"] - torch.tensor([[0.6, 0.4, 0.6][s] for s in values["sequence"].tolist()])
     values["advantage"] = torch.tensor([-1.0] * 9 + [1.0] * 4, dtype=torch.float64)
-    mask = off_policy_sequence_mask(values["logprob"], targets_of(values, weights(Normalization())), delta=0.5)
+    mask = off_policy_sequence_mask(values["logprob"], targets_of(values, weights(LossSection())), delta=0.5)
     assert mask.tolist() == [0.0] * 5 + [1.0] * 8
 
 
 @pytest.mark.parametrize("length", [None, 0, -1])
 def test_a_normalizer_that_divides_by_zero_is_refused(length: int | None) -> None:
     with pytest.raises(ValueError, match=f"divides by constant_length={length}: it must be above 0"):
-        token_shares([[3.0]], Normalization("constant", length))
+        token_shares([[3.0]], LossSection.model_construct(normalizer="constant", constant_length=length))
 
 
 def test_value_clipping_takes_the_larger_loss() -> None:

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 from turnwise.training.optimizer import Optimizer, _rounded_at_random
-from turnwise.training.options import OptimizerConfig
 
 SHAPES = ((64, 96), (130,), (70, 80))
 
@@ -39,7 +38,7 @@ def stepped(optimizer: Optimizer, steps: range, lr: float = 1e-3) -> list[torch.
     return [parameter.detach().clone() for parameter in optimizer.parameters]
 
 
-def adamw(steps: int, lr: float, config: OptimizerConfig) -> list[torch.Tensor]:
+def adamw(steps: int, lr: float, config: OptimizationSection) -> list[torch.Tensor]:
     """AdamW with clipping of the gradient's norm, in float64, from the formula."""
     weights = [parameter.detach().double() for parameter in parameters(torch.bfloat16)]
     first, second = ([torch.zeros_like(weight) for weight in weights] for _ in range(2))
@@ -57,7 +56,7 @@ def adamw(steps: int, lr: float, config: OptimizerConfig) -> list[torch.Tensor]:
     return weights
 
 
-CONFIG = OptimizerConfig(weight_decay=0.1, max_grad_norm=5.0)
+CONFIG = OptimizationSection(weight_decay=0.1, max_grad_norm=5.0)
 
 
 def test_float32_weights_get_the_steps_of_torchs_adamw_bit_by_bit() -> None:
@@ -79,7 +78,7 @@ def test_float32_weights_get_the_steps_of_torchs_adamw_bit_by_bit() -> None:
 )
 def test_bfloat16_weights_follow_the_formula_in_spite_of_small_steps(kind: Any, tolerance: float) -> None:
     """To half a unit in the last place of bfloat16 with a copy; by random rounding, to about one on average."""
-    config = OptimizerConfig(weight_decay=0.1, max_grad_norm=5.0, master_weights=kind)
+    config = OptimizationSection(weight_decay=0.1, max_grad_norm=5.0, optimizer=OptimizerSection(master_weights=kind))
     optimizer = Optimizer(parameters(torch.bfloat16), config)
     lr = (
         1e-3 if kind == "stochastic_rounding" else 1e-4
@@ -100,7 +99,9 @@ def test_bfloat16_weights_follow_the_formula_in_spite_of_small_steps(kind: Any, 
 
 
 def test_without_master_weights_small_steps_are_lost() -> None:
-    optimizer = Optimizer(parameters(torch.bfloat16), OptimizerConfig(master_weights="none"))
+    optimizer = Optimizer(
+        parameters(torch.bfloat16), OptimizationSection(optimizer=OptimizerSection(master_weights="none"))
+    )
     own, start = stepped(optimizer, range(3), lr=1e-6), parameters(torch.bfloat16)
     large = [
         (weight[before.abs() > 0.1], before[before.abs() > 0.1]) for weight, before in zip(own, start, strict=True)
@@ -123,7 +124,7 @@ def test_random_rounding_gives_the_value_on_average() -> None:
 def test_a_saved_state_continues_exactly(name: Any, kind: Any, dtype: torch.dtype) -> None:
     if dtype == torch.float32 and kind != "float32":
         pytest.skip("refused: no effect")
-    config = OptimizerConfig(name=name, master_weights=kind)
+    config = OptimizationSection(optimizer=OptimizerSection(name=name, master_weights=kind))
     straight = stepped(Optimizer(parameters(dtype), config), range(4), lr=1e-2)
     first = Optimizer(parameters(dtype), config)
     halfway = stepped(first, range(2), lr=1e-2)
@@ -139,7 +140,7 @@ def test_a_saved_state_continues_exactly(name: Any, kind: Any, dtype: torch.dtyp
 
 def test_eight_bits_and_adafactor_keep_less_state() -> None:
     def state_bytes(name: Any) -> int:
-        optimizer = Optimizer(parameters(torch.float32), OptimizerConfig(name=name))
+        optimizer = Optimizer(parameters(torch.float32), OptimizationSection(optimizer=OptimizerSection(name=name)))
         stepped(optimizer, range(1))
         values = [value for state in optimizer.state()["optimizer"]["state"].values() for value in state.values()]
         return sum(value.numel() * value.element_size() for value in values if isinstance(value, torch.Tensor))
@@ -150,7 +151,7 @@ def test_eight_bits_and_adafactor_keep_less_state() -> None:
 
 
 def test_eight_bits_stay_close_to_the_formula() -> None:
-    config = OptimizerConfig(name="adamw_8bit", weight_decay=0.1, max_grad_norm=5.0)
+    config = OptimizationSection(weight_decay=0.1, max_grad_norm=5.0, optimizer=OptimizerSection(name="adamw_8bit"))
     own, exact = stepped(Optimizer(parameters(torch.bfloat16), config), range(5)), adamw(5, 1e-3, config)
     for weight, reference, before in zip(own, exact, parameters(torch.bfloat16), strict=True):
         moved, own_moved = reference - before.detach().double(), weight.double() - before.detach().double()
@@ -186,10 +187,10 @@ def test_options_without_effect_are_refused(section: str, changes: dict[str, Any
 
 def test_offload_of_a_model_on_the_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="the model is on the CPU"):
-        Optimizer(parameters(torch.float32), OptimizerConfig(offload="cpu"))
+        Optimizer(parameters(torch.float32), OptimizationSection(optimizer=OptimizerSection(offload="cpu")))
 
 
 def test_the_optimizer_of_fine_tuning_is_that_of_the_recipe(tmp_path: Path) -> None:
     options = {"name": "adafactor", "master_weights": "kahan", "offload": "cpu"}
-    own = assembly.optimizer_config(checked(tree("sft", optimizer=options), source="recipe").sft)
+    own = checked(tree("sft", optimizer=options), source="recipe").sft.optimizer
     assert (own.name, own.master_weights, own.offload) == ("adafactor", "kahan", "cpu")

@@ -9,15 +9,15 @@ import pytest
 
 from support.tiny import tiny_model
 from training.test_batch import group, trajectory
+from turnwise.options.algorithm import CorrectionSection, PpoClip
 from turnwise.training.batch import pack, set_trainer_logprobs
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import CorrectionConfig, PpoClip
 from turnwise.types import Sampling, Trajectory
 
 
-def learner(correction: CorrectionConfig | None = None) -> LocalLearner:
-    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip(correction=correction)))
+def learner(correction: CorrectionSection = CorrectionSection()) -> LocalLearner:
+    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip(), correction))
 
 
 def conversations() -> list[Trajectory]:
@@ -44,7 +44,7 @@ def expected(one: LocalLearner, conversation: Trajectory) -> list[float]:
 )
 @pytest.mark.parametrize("reject", [False, True])
 def test_they_are_those_of_a_plain_forward_pass(packing: dict[str, int], reject: bool) -> None:
-    one = learner(CorrectionConfig(action="reject", low=1e-9, high=1e-8) if reject else None)
+    one = learner(CorrectionSection(action="reject", low=1e-9, high=1e-8) if reject else CorrectionSection())
     trajectories = conversations()
     before = {conversation.id: expected(one, conversation) for conversation in trajectories}
     batch = pack(trajectories, **packing)  # type: ignore[arg-type]

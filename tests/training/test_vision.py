@@ -15,12 +15,12 @@ from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import TurnwiseError
 from turnwise.models.loading import ModelOptions, load_model
+from turnwise.options.algorithm import PpoClip
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import PpoClip
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
 from turnwise.types import Completion, LogprobKind, Row, Sampling, Segment, Trajectory, Turn
 

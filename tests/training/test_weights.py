@@ -10,10 +10,10 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import gradients, targets, trajectory
+from turnwise.options.algorithm import LossSection
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.options import Normalization
 from turnwise.types import Message, Sampling, Trajectory, Turn
 
 
@@ -105,7 +105,7 @@ def test_the_gradient_is_that_of_a_plain_loop_over_the_tokens(name: str, normali
     expected = plain(trajectories, normalizer)
     assert expected.abs().max() > 1e-3
     for share in (True, False):
-        batch = pack(trajectories, normalization=Normalization(normalizer), share_prompts=share)
+        batch = pack(trajectories, loss=LossSection(normalizer=normalizer), share_prompts=share)
         weights = [weight for _, _, weight in targets(batch)]
         assert sum(weights) == pytest.approx(1.0, abs=1e-5)
         assert batch.tokens == len(weights)
@@ -121,7 +121,7 @@ def test_weights_of_one_change_nothing() -> None:
     counts = [8, 5, 4, 2]
     expected["trajectory"] = torch.tensor([1 / (4 * count) for count in counts for _ in range(count)])
     for normalizer in ("token", "trajectory"):
-        batch = pack(trajectories, normalization=Normalization(normalizer))
+        batch = pack(trajectories, loss=LossSection(normalizer=normalizer))
         found = torch.cat([micro.targets.weight_N for micro in batch.micro_batches])
         assert torch.equal(found.sort().values, expected[normalizer].sort().values)
     assert (batch.tokens, batch.trajectories) == (19, 4)  # two of the 21 that were sampled are no longer there
@@ -148,11 +148,11 @@ def test_a_trajectory_without_weight_counts_nowhere_and_one_without_advantage_co
     for turn in three.turns:
         turn.weight = 0.0
     two.advantages = [0.0, 0.0]
-    batch = pack([one, two, three], normalization=Normalization("trajectory"))
+    batch = pack([one, two, three], loss=LossSection(normalizer="trajectory"))
     assert (batch.trajectories, batch.tokens) == (2, 13)
     assert sum(weight for _, _, weight in targets(batch)) == pytest.approx(0.5, abs=1e-5)
     assert sum(
-        weight for _, _, weight in targets(pack([one, three], normalization=Normalization("trajectory")))
+        weight for _, _, weight in targets(pack([one, three], loss=LossSection(normalizer="trajectory")))
     ) == pytest.approx(1.0, abs=1e-5)
     assert targets(pack([one, two, three])) == targets(pack([one, two]))
 

@@ -13,39 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
-from turnwise.options.algorithm import (
-    CispoSection,
-    GspoSection,
-    LossSection,
-    OptimizationSection,
-    PpoClipSection,
-    ReinforceSection,
-    SapoSection,
-    SftSection,
-)
+from turnwise.options.algorithm import CorrectionSection, LossSection, Nll, OptimizationSection, ReferenceSection
 from turnwise.options.engines import ClusterSection
 from turnwise.options.schema import Config
 from turnwise.ray_workers.ranks import RankGroupOptions, RayRanks
 from turnwise.ray_workers.ray_api import ActorOptions
-from turnwise.training.options import (
-    Cispo,
-    CorrectionConfig,
-    CriticOptions,
-    Gspo,
-    LossConfig,
-    Nll,
-    Normalization,
-    OptimizerConfig,
-    PpoClip,
-    RankOptions,
-    ReferenceConfig,
-    Reinforce,
-    Rejection,
-    Sapo,
-    ShardingOptions,
-    ShardOptions,
-    lr_at,
-)
+from turnwise.training.options import CriticOptions, RankOptions, ShardingOptions, ShardOptions
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
@@ -103,51 +76,6 @@ def sharded_critic(learner: Learner, options: CriticOptions) -> Critic:
 # one learner
 
 
-def loss_config(config: Config) -> LossConfig:
-    """The loss of `turnwise train`."""
-    section = config.loss
-    options = section.model_dump(exclude={"name", "normalizer", "constant_length"})
-    options["correction"] = _correction(config)
-    options["off_policy_sequence_mask_delta"] = config.correction.off_policy_sequence_mask_delta
-    match section:
-        case PpoClipSection():
-            return PpoClip(**options)
-        case GspoSection():
-            return Gspo(**options)
-        case CispoSection():
-            return Cispo(**options)
-        case SapoSection():
-            return Sapo(**options)
-        case ReinforceSection():
-            return Reinforce(**options)
-
-
-def _correction(config: Config) -> CorrectionConfig | None:
-    section = config.correction
-    if section.action is None:
-        return None
-    options = section.model_dump(exclude={"reject", "off_policy_sequence_mask_delta"})
-    reject = None if section.reject.level is None else Rejection(**section.reject.model_dump())
-    return CorrectionConfig(**options, reject=reject, rescale=config.loss.normalizer != "constant")
-
-
-def normalization(section: LossSection | SftSection) -> Normalization:
-    """How the loss of a batch is averaged, in training or fine-tuning."""
-    return Normalization(section.normalizer, section.constant_length if isinstance(section, LossSection) else None)
-
-
-def optimizer_config(options: OptimizationSection) -> OptimizerConfig:
-    """The optimizer of training or fine-tuning."""
-    return OptimizerConfig(
-        name=options.optimizer.name,
-        master_weights=options.optimizer.master_weights,
-        offload=options.optimizer.offload,
-        betas=options.betas,
-        weight_decay=options.weight_decay,
-        max_grad_norm=options.max_grad_norm,
-    )
-
-
 def learner(config: Config, path: str | Path, *, before_training: str | Path | None = None) -> Learner:
     """The learner of `turnwise train`, on the model at `path`. `before_training` is the path of the model before training, if
     that is another model."""
@@ -155,21 +83,22 @@ def learner(config: Config, path: str | Path, *, before_training: str | Path | N
         config,
         path,
         sampled_from=sampling(config),
-        loss=loss_config(config),
-        optimizer=optimizer_config(config.train),
+        loss=config.loss,
+        correction=config.correction,
+        optimizer=config.train,
         reference=_reference(config, before_training),
         share_prompts=config.train.share_prompts,
     )
 
 
-def _reference(config: Config, before_training: str | Path | None) -> ReferenceConfig | None:
-    """The reference model of the recipe; None if it needs none."""
+def _reference(config: Config, before_training: str | Path | None) -> ReferenceSection | None:
+    """The reference model of the recipe, with the path of its weights; None if it needs none."""
     section = config.reference
     if not needs_reference(config):
         return None
     adapter_off = config.model.lora.rank is not None and section.path is None  # on the trained model's own weights
     path = section.path or (None if adapter_off else before_training)
-    return ReferenceConfig(path=path, separate=section.source == "copy")
+    return section.model_copy(update={"path": path})
 
 
 def sft_learner(config: Config, path: str | Path) -> Learner:
@@ -178,8 +107,9 @@ def sft_learner(config: Config, path: str | Path) -> Learner:
         config,
         path,
         sampled_from=Sampling(),  # nothing is sampled: the loss uses the model's unmodified distribution
-        loss=Nll(),
-        optimizer=optimizer_config(config.sft),
+        loss=Nll(normalizer=config.sft.normalizer),
+        correction=CorrectionSection(),
+        optimizer=config.sft,
     )
 
 
@@ -208,7 +138,7 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
             learner,
             CriticOptions(
                 model=loaded,
-                optimizer=optimizer_config(config.train),
+                optimizer=config.train,
                 sharding=sharding_options(config.cluster),
                 clip=config.critic.clip,
                 head=head,
@@ -224,7 +154,7 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
     return LocalCritic(
         model,
         clip=config.critic.clip,
-        optimizer=optimizer_config(config.train),
+        optimizer=config.train,
         folder=head,
         share_prompts=config.train.share_prompts,
         threads=1 if config.deterministic else 0,
@@ -245,9 +175,10 @@ def _learner(
     path: str | Path,
     *,
     sampled_from: Sampling,
-    loss: LossConfig,
-    optimizer: OptimizerConfig,
-    reference: ReferenceConfig | None = None,
+    loss: LossSection,
+    correction: CorrectionSection,
+    optimizer: OptimizationSection,
+    reference: ReferenceSection | None = None,
     share_prompts: str = "auto",
 ) -> Learner:
     if config.cluster.distributed:
@@ -257,6 +188,7 @@ def _learner(
                 model=model_options(config, path),
                 sampling=sampled_from,
                 loss=loss,
+                correction=correction,
                 optimizer=optimizer,
                 sharding=sharding_options(config.cluster),
                 reference=reference,
@@ -274,7 +206,7 @@ def _learner(
     return LocalLearner.from_pretrained(
         model_options(config, path),
         sampling=sampled_from,
-        loss=make_loss(loss),
+        loss=make_loss(loss, correction),
         optimizer=optimizer,
         reference=reference,
         share_prompts=share_prompts,
@@ -330,11 +262,6 @@ def _lora_options(config: Config) -> LoraOptions | None:
         dora=lora.dora,
         seed=config.seed,
     )
-
-
-def learning_rate(options: OptimizationSection, step: int, *, steps: int) -> float:
-    """The learning rate of a step, counted from 0; `steps` is the number of steps of the run."""
-    return lr_at(step, lr=options.lr, schedule=options.lr_schedule, warmup_steps=options.warmup_steps, steps=steps)
 
 
 # ranks on a Ray cluster

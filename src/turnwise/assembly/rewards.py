@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from turnwise.assembly.references import named_callable, reference_name
@@ -17,10 +16,9 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.engines.engine import TokenSampler
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
-from turnwise.options import algorithm as sections
+from turnwise.options.algorithm import AutoCredit
 from turnwise.options.schema import Config, RewardUse
-from turnwise.rewards.credit import Credit, critic, outcome, turns
-from turnwise.rewards.credit import credit as states
+from turnwise.rewards.credit import Credit, credit_of
 from turnwise.rewards.functions import BatchReward, CallPlan, Form, GroupReward, TrajectoryReward, TurnReward, plan_call
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
@@ -123,91 +121,14 @@ def _loss_mask(config: Config) -> TurnWeighting:
 
 def credit(config: Config, scorer: Scorer) -> Credit:
     """The recipe's credit assignment: from rewards to advantages. `scorer` has the reward functions with their weights."""
-    section = chosen_estimator(config)
-    name = section.name
-    match section:
-        case sections.GrpoSection():
-            return Credit(name, partial(outcome.grpo, scale=section.scale))
-        case sections.TurnReturnSection():
-            return Credit(name, partial(turns.turn_return, gamma=section.gamma, scale=section.scale))
-        case sections.RlooSection():
-            return Credit(name, outcome.rloo)
-        case sections.OpoSection():
-            return Credit(name, outcome.opo)
-        case sections.GpgSection():
-            return Credit(name, outcome.gpg)
-        case sections.RemaxSection():
-            return Credit(name, outcome.remax, needs_baseline=True)
-        case sections.ReinforcePpSection():
-            return Credit(name, partial(turns.reinforce_pp, gamma=section.gamma))
-        case sections.ReinforcePpBaselineSection():
-            return Credit(name, outcome.reinforce_pp_baseline)
-        case sections.GdpoSection():
-            return Credit(
-                name, partial(outcome.gdpo, weights={function.name: function.weight for function in scorer.functions})
-            )
-        case _:
-            return _turn_level(section)
+    weights = {function.name: function.weight for function in scorer.functions}
+    return credit_of(chosen_estimator(config), weights=weights)
 
 
 def credit_note(config: Config) -> str | None:
     """The estimator that `credit.name=auto` stands for, for the user; None if the recipe names an estimator."""
-    if not isinstance(config.credit, sections.AutoCreditSection):
+    if not isinstance(config.credit, AutoCredit):
         return None
     name = chosen_estimator(config).name
     why = "turns can have rewards or penalties" if name == "turn_return" else "turns have no rewards of their own"
     return f"credit.name=auto: advantages are computed by {name}, because {why} (docs/credit.md)"
-
-
-def _turn_level(section: sections.Estimator) -> Credit:
-    name = section.name
-    match section:
-        case sections.SharedSection():
-            return Credit(name, partial(turns.shared, baseline=section.baseline))
-        case sections.DiscountedSection():
-            return Credit(name, partial(turns.discounted, gamma=section.gamma, baseline=section.baseline))
-        case sections.KevinSection():
-            return Credit(name, partial(turns.kevin, gamma=section.gamma, scale=section.scale))
-        case sections.GigpoSection():
-            estimate = partial(turns.gigpo, omega=section.omega, gamma=section.gamma, scale=section.scale)
-            return Credit(name, estimate, read=partial(states.with_states, key=section.state_key))
-        case sections.MtGrpoSection():
-            return Credit(name, partial(turns.mt_grpo, outcome_weight=section.outcome_weight, scale=section.scale))
-        case sections.IgpoSection():
-            estimate = partial(turns.igpo, gamma=section.gamma, normalise=section.normalise, scale=section.scale)
-            return Credit(name, estimate)
-        case sections.TurnPotentialSection():
-            estimate = partial(
-                turns.turn_potential,
-                decay=section.decay,
-                weight=section.weight,
-                initial=section.initial,
-                scale=section.scale,
-            )
-            return Credit(name, estimate, read=partial(states.with_potentials, key=section.key))
-        case _:
-            return _with_critic(section)
-
-
-def _with_critic(section: sections.Estimator) -> Credit:
-    name = section.name
-    match section:
-        case sections.GaeSection():
-            estimate = partial(critic.gae, gamma=section.gamma, lam=section.lam, whiten=section.whiten)
-            return Credit(name, estimate, needs_values="token")
-        case sections.TurnGaeSection():
-            estimate = partial(critic.turn_gae, gamma=section.gamma, lam=section.lam, whiten=section.whiten)
-            return Credit(name, estimate, needs_values="turn")
-        case sections.CriticCreditSection():
-            estimate = partial(critic.critic, gamma=section.gamma, whiten=section.whiten)
-            return Credit(name, estimate, needs_values="turn")
-        case sections.BilevelGaeSection():
-            estimate = partial(
-                critic.bilevel_gae,
-                gamma=section.gamma,
-                lam=section.lam,
-                turn_gamma=section.turn_gamma,
-                whiten=section.whiten,
-            )
-            return Credit(name, estimate, needs_values="token")
-    raise AssertionError(f"no estimator for credit.name={name}")

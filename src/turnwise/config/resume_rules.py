@@ -12,7 +12,7 @@ from typing import Any, Literal
 from turnwise.errors import ConfigError, RunError, nearest
 from turnwise.options.environment_values import same_value, with_digests
 from turnwise.options.schema import Config
-from turnwise.options.section import Section, Use
+from turnwise.options.section import Section, Use, named_sections
 
 __all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "option_values", "refuse_unknown_names"]
 
@@ -29,6 +29,12 @@ EXPLAINED: Mapping[Rule, str] = {
 
 def _all(rule: Rule, prefix: str, names: str) -> dict[str, Rule]:
     return {f"{prefix}{name}": rule for name in names.split()}
+
+
+def _of_all_classes(rule: Rule, section: str) -> dict[str, Rule]:
+    """The same rule for the options of all classes of a section that is chosen by name."""
+    classes = named_sections(Config)[section].values()
+    return {f"{section}.{name}": rule for cls in classes for name in cls.model_fields}
 
 
 RULES: Mapping[str, Rule] = {
@@ -88,8 +94,7 @@ RULES: Mapping[str, Rule] = {
     "reference.path": "fixed",  # the checkpoint does not hold the reference model
     "reference.source": "free",
     **_all("named", "reference.", "sync_every sync_weight"),
-    **_all("named", "credit.", "name scale gamma baseline omega state_key outcome_weight normalise"),
-    **_all("named", "credit.", "key decay weight initial lam whiten turn_gamma"),
+    **_of_all_classes("named", "credit"),
     "critic.path": "fixed",  # with an adapter, its base model is not in the checkpoint
     **_all("named", "critic.", "lr clip warmup_steps"),
     "loss_mask": "named",
@@ -103,8 +108,7 @@ RULES: Mapping[str, Rule] = {
     ),
     **_all("named", "train.", "max_staleness dynamic_sampling overlong_filter min_group_size replace_failed"),
     "train.group_timeout": "free",
-    **_all("named", "loss.", "name normalizer constant_length kl_coef kl_estimator entropy_coef"),
-    **_all("named", "loss.", "clip_low clip_high dual_clip level tau_positive tau_negative"),
+    **_of_all_classes("named", "loss"),
     **_all("named", "correction.", "level action low high weight_level normalize_weights decoupled"),
     "correction.off_policy_sequence_mask_delta": "named",
     **_all("named", "correction.reject.", "level estimator low high"),

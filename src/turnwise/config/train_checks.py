@@ -10,8 +10,7 @@ from __future__ import annotations
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
-from turnwise.options import algorithm as sections
-from turnwise.options.algorithm import LossSection, OptimizerSection
+from turnwise.options.algorithm import AutoCredit, CreditSection, Grpo, LossSection, OptimizerSection, TurnReturn
 from turnwise.options.schema import LOSS_MASKS, Config, DataSection
 from turnwise.options.section import changed_options
 
@@ -24,30 +23,20 @@ WITHOUT_REWARD = (
 )
 """Built-in environments that never give a reward."""
 
-_NEEDS_CRITIC = (
-    sections.GaeSection,
-    sections.TurnGaeSection,
-    sections.CriticCreditSection,
-    sections.BilevelGaeSection,
-)
-_WITHOUT_GROUP = (*_NEEDS_CRITIC, sections.RemaxSection, sections.ReinforcePpSection)
-"""Estimators that do not compare the conversations of a row."""
-_OF_TURN_REWARDS = (sections.MtGrpoSection, sections.IgpoSection)
 
-
-def chosen_estimator(config: Config) -> sections.Estimator:
+def chosen_estimator(config: Config) -> CreditSection:
     """The section of the recipe's estimator. `auto` is `turn_return` if turns can have rewards or penalties, else `grpo`."""
     section = config.credit
-    if not isinstance(section, sections.AutoCreditSection):
+    if not isinstance(section, AutoCredit):
         return section
     if turns_can_have_rewards(config) or (config.limits.turns > 1 and config.reward.kl.coef > 0):
-        return sections.TurnReturnSection(scale=section.scale)
-    return sections.GrpoSection(scale=section.scale)
+        return TurnReturn(scale=section.scale)
+    return Grpo(scale=section.scale)
 
 
 def needs_critic(config: Config) -> bool:
     """Whether the recipe's estimator needs the values of a critic."""
-    return isinstance(chosen_estimator(config), _NEEDS_CRITIC)
+    return chosen_estimator(config).needs_values is not None
 
 
 def turns_can_have_rewards(config: Config) -> bool:
@@ -61,66 +50,49 @@ def credit_problems(config: Config) -> list[tuple[bool, str]]:
     return [*_group_problems(config, section), *_need_problems(config, section), *_idle_problems(config, section)]
 
 
-def _group_problems(config: Config, section: sections.Estimator) -> list[tuple[bool, str]]:
+def _group_problems(config: Config, section: CreditSection) -> list[tuple[bool, str]]:
     size = config.train.group_size
-    without_baseline = (
-        isinstance(section, sections.SharedSection | sections.DiscountedSection) and section.baseline == "none"
-    )
-    alone = isinstance(section, _WITHOUT_GROUP) or without_baseline
     return [
         (
-            size < 2 and not alone,
+            size < 2 and section.compares_group,
             f"train.group_size={size} is too small: credit.name={section.name} compares the trajectories of one row. Set "
             f"train.group_size to 2 or more",
         )
     ]
 
 
-def _need_problems(config: Config, section: sections.Estimator) -> list[tuple[bool, str]]:
+def _need_problems(config: Config, section: CreditSection) -> list[tuple[bool, str]]:
     """What the estimator needs and the recipe does not have."""
     reward = config.reward
     functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
     parts = len(functions) + environment_may_reward(config)
     return [
         (
-            isinstance(section, sections.GdpoSection) and parts < 2,
-            f"credit.name=gdpo needs two parts of the reward to normalise, and the recipe has {parts}: add a reward function, or "
-            f"set credit.name=grpo",
+            section.normalises_parts and parts < 2,
+            f"credit.name={section.name} needs two parts of the reward to normalise, and the recipe has {parts}: add a "
+            f"reward function, or set credit.name=grpo",
         ),
         (
-            isinstance(section, _OF_TURN_REWARDS) and not turns_can_have_rewards(config),
+            section.needs_turn_rewards and not turns_can_have_rewards(config),
             f"credit.name={section.name} needs rewards of turns: limits.turns must be above 1, and the recipe must have a "
             f"function in reward.turns, tools, or an environment that gives rewards. For one reward of the conversation set "
             f"credit.name=grpo",
         ),
         (
-            isinstance(section, sections.TurnPotentialSection)
-            and config.environment.use in WITHOUT_REWARD
-            and not reward.turns,
-            f"credit.name=turn_potential needs scores in turn.info: environment={config.environment.use} sets none, and the "
+            section.needs_scores and config.environment.use in WITHOUT_REWARD and not reward.turns,
+            f"credit.name={section.name} needs scores in turn.info: environment={config.environment.use} sets none, and the "
             f"recipe has no function in reward.turns that could. Use an environment that sets them, or set credit.name=grpo",
         ),
     ]
 
 
-def _idle_problems(config: Config, section: sections.Estimator) -> list[tuple[bool, str]]:
+def _idle_problems(config: Config, section: CreditSection) -> list[tuple[bool, str]]:
     """Options that change nothing with the rest of the recipe."""
     one_turn = config.limits.turns == 1
-    of_turns = (
-        sections.TurnReturnSection,
-        sections.DiscountedSection,
-        sections.KevinSection,
-        sections.GigpoSection,
-        sections.TurnPotentialSection,
-    )
-    changed = [
-        name
-        for name in ("gamma", "decay")
-        if name in type(section).model_fields and getattr(section, name) != type(section).model_fields[name].default
-    ]
+    changed = [name for name in changed_options(section) if name in section.of_later_turns]
     return [
         (
-            one_turn and isinstance(section, of_turns) and bool(changed),
+            one_turn and bool(changed),
             f"credit.{next(iter(changed), '')} has no effect with limits.turns=1, because there are no later turns: remove it, "
             f"or raise limits.turns",
         )
@@ -185,9 +157,9 @@ def kl_problems(config: Config) -> list[tuple[bool, str]]:
             f"reward.kl.horizon={kl.horizon} has no effect with a constant coefficient: set reward.kl.target, or remove it",
         ),
         (
-            kl.coef > 0 and isinstance(config.credit, sections.GdpoSection),
-            "credit.name=gdpo normalises each part of the reward, so reward.kl.coef would have no effect: set loss.kl_coef "
-            "instead, or another credit.name",
+            kl.coef > 0 and config.credit.normalises_parts,
+            f"credit.name={config.credit.name} normalises each part of the reward, so reward.kl.coef would have no effect: set "
+            f"loss.kl_coef instead, or another credit.name",
         ),
         *_reference_problems(config),
     ]

@@ -16,6 +16,7 @@ from turnwise.doctor.check import Check
 from turnwise.doctor.conversation import completion_of
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment, user_message
+from turnwise.options.algorithm import LossSection
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import TrajectoryReward, TurnReward
@@ -24,7 +25,6 @@ from turnwise.rewards.turn_weights import custom
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.training.batch import Batch, pack
-from turnwise.training.options import Normalization
 from turnwise.types import Group, Opening, Reply, Resume, Row, Sampling, Segment, Trajectory, Turn
 
 _LINES = {
@@ -47,8 +47,12 @@ def conserved(renderer: Renderer, thinking: Thinking) -> Check:
     rewards = {kind: trajectory.reward for kind, trajectory in zip(_LINES, group.trajectories, strict=True)}
     if rewards != _GIVEN:
         return Check(name, "fail", f"the rewards are {rewards} and must be {_GIVEN}. Please report it")
-    for normalization in (Normalization("token"), Normalization("sequence"), Normalization("trajectory")):
-        if (problem := lost([group], normalization)) is not None:
+    for loss in (
+        LossSection(normalizer="token"),
+        LossSection(normalizer="sequence"),
+        LossSection(normalizer="trajectory"),
+    ):
+        if (problem := lost([group], loss)) is not None:
             return Check(name, "fail", f"{problem}. Please report it")
     segments = sum(len(trajectory.segments) for trajectory in group.trajectories)
     return Check(
@@ -59,7 +63,7 @@ def conserved(renderer: Renderer, thinking: Thinking) -> Check:
     )
 
 
-def lost(groups: Sequence[Group], normalization: Normalization, *, proportional: bool = True) -> str | None:
+def lost(groups: Sequence[Group], loss: LossSection, *, proportional: bool = True) -> str | None:
     """Which reward is lost or counted twice between the trajectory and the loss. None if there is no such reward.
 
     `proportional`: advantages must be proportional to the rewards minus their mean, the same for all turns (GRPO).
@@ -72,7 +76,7 @@ def lost(groups: Sequence[Group], normalization: Normalization, *, proportional:
     for trajectory in trained:
         if (problem := _wrong_targets(trajectory)) is not None:
             return problem
-    return _wrong_weights(trained, normalization) if trained else None
+    return _wrong_weights(trained, loss) if trained else None
 
 
 def _wrong_advantages(group: Sequence[Trajectory]) -> str | None:
@@ -115,40 +119,38 @@ def _wrong_targets(trajectory: Trajectory) -> str | None:
     )
 
 
-def _wrong_weights(trained: Sequence[Trajectory], normalization: Normalization) -> str | None:
+def _wrong_weights(trained: Sequence[Trajectory], loss: LossSection) -> str | None:
     """The problem if a trajectory has another weight in the loss than the normalizer says; else None."""
     # each trajectory gets its own advantage, which identifies its tokens in the batch
     marked = [
         replace(trajectory, advantages=[number + 1.0] * len(trajectory.turns))
         for number, trajectory in enumerate(trained)
     ]
-    batch = pack(marked, normalization=normalization, keep_zero=True)
+    batch = pack(marked, loss=loss, keep_zero=True)
     shares = [0.0] * len(marked)
     for micro in batch.micro_batches:
         for gain, weight in zip(micro.targets.advantage_N.tolist(), micro.targets.weight_N.tolist(), strict=True):
             shares[round(gain) - 1] += weight
-    expected = _expected_weights(trained, normalization)
+    expected = _expected_weights(trained, loss)
     if all(abs(share - other) < 1e-4 for share, other in zip(shares, expected, strict=True)):
         return None
     return (
-        f"the trajectories have the weights {shares} in the loss (loss.normalizer={normalization.normalizer}) and must have "
+        f"the trajectories have the weights {shares} in the loss (loss.normalizer={loss.normalizer}) and must have "
         f"{expected}"
     )
 
 
-def _expected_weights(trained: Sequence[Trajectory], normalization: Normalization) -> list[float]:
+def _expected_weights(trained: Sequence[Trajectory], loss: LossSection) -> list[float]:
     """The sum of the weights of a trajectory's tokens in the loss, for each trajectory."""
-    if normalization.normalizer == "constant":
-        return [
-            _mass(trajectory) / (len(trained) * (normalization.constant_length or math.nan)) for trajectory in trained
-        ]
-    if normalization.normalizer == "sequence":
+    if loss.normalizer == "constant":
+        return [_mass(trajectory) / (len(trained) * (loss.constant_length or math.nan)) for trajectory in trained]
+    if loss.normalizer == "sequence":
         masses = [
             float(sum(_segment_mass(trajectory, segment) > 0 for segment in trajectory.segments))
             for trajectory in trained
         ]
     else:
-        masses = [1.0 if normalization.normalizer == "trajectory" else _mass(trajectory) for trajectory in trained]
+        masses = [1.0 if loss.normalizer == "trajectory" else _mass(trajectory) for trajectory in trained]
     return [mass / sum(masses) for mass in masses]
 
 

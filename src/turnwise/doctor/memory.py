@@ -34,11 +34,10 @@ from turnwise.models.loading import ModelOptions, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
-from turnwise.options.algorithm import OptimizationSection
+from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 from turnwise.options.schema import Config
 from turnwise.training.batch import default_micro_batch_tokens
 from turnwise.training.forward import TokenLogprobs
-from turnwise.training.options import OptimizerConfig
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Row, Sampling
 
@@ -294,7 +293,7 @@ def predict(
     model. Raises ConfigError if the adapter does not fit the model.
     """
     options: OptimizationSection = config.sft if section == "sft" else config.train
-    optimizer = assembly.optimizer_config(options)
+    optimizer = options.optimizer
     model_options = assembly.model_options(config)
     mixed = config.model.autocast
     trace = traced_pass(
@@ -341,7 +340,7 @@ def predict(
     return max(phases, key=lambda phase: phase.gib)
 
 
-def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerConfig, on_cpu: float) -> float:
+def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection, on_cpu: float) -> float:
     """Weights, gradients and optimizer of the critic, which stay in memory while the policy is trained.
 
     A model in `critic.path` is counted as a model of the policy's size. Without it, adapters are on the policy's weights.
@@ -491,12 +490,12 @@ def machine_gib(config: Config) -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
-def _optimizer_bytes(trace: TracedPass, optimizer: OptimizerConfig) -> float:
+def _optimizer_bytes(trace: TracedPass, optimizer: OptimizerSection) -> float:
     masters = _MASTER_BYTES[optimizer.master_weights] if trace.lower_precision else 0
     return trace.trained_count * (_STATE_BYTES[optimizer.name] + masters)
 
 
-def _step_bytes(trace: TracedPass, optimizer: OptimizerConfig) -> int:
+def _step_bytes(trace: TracedPass, optimizer: OptimizerSection) -> int:
     """Temporary tensors of the optimizer step: those of the largest parameter, in float32."""
     copies = (1 + (optimizer.master_weights != "float32")) if trace.lower_precision else 0
     return 4 * trace.largest * (2 + copies)

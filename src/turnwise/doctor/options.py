@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_args, get_origin
+from typing import Any, get_origin
 
 from turnwise import assembly
 from turnwise.config.sft_checks import refuse_sft_without_effect
@@ -19,7 +19,7 @@ from turnwise.doctor.check import Check, wrong
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.options.algorithm import ESTIMATORS, LOSSES, CorrectionSection, RejectionSection
 from turnwise.options.schema import Config
-from turnwise.options.section import Section, Use, changed_options
+from turnwise.options.section import Section, Use, changed_options, section_classes
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
@@ -29,11 +29,57 @@ def _rates(config: Config) -> list[float]:
     if config.train.epochs is not None:
         config = config.with_known_steps(len(assembly.rows(config)))
     steps = config.train.total_steps
-    return [assembly.learning_rate(config.train, step, steps=steps) for step in range(steps)]
+    return [config.train.lr_at(step, steps=steps) for step in range(steps)]
 
 
-def _optimization(config: Config) -> list[Any]:
-    return [assembly.loss_config(config), assembly.normalization(config.loss), assembly.optimizer_config(config.train)]
+def _loss(config: Config) -> list[Any]:
+    """The loss of tokens whose ratios lie far apart, by the formulas of the recipe: of policy, correction and average."""
+    import torch
+
+    from turnwise.training.batch import token_shares
+    from turnwise.training.correction import correct
+    from turnwise.training.losses import Targets, make_loss
+
+    if config.loss.normalizer == "constant" and config.loss.constant_length is None:
+        return ["there is no loss without loss.constant_length"]
+    loss = make_loss(config.loss, config.correction)
+    sequence_N = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2])  # sequences 0 and 1 are segments of one conversation
+    shares = [share for one in token_shares([[3.0, 2.0], [4.0]], config.loss) for share in one]
+    logprob_N = torch.tensor([-0.5, -4.0, -1.0, -1.0005, -0.2, -2.0, -0.9, -1.1, -0.4])
+    targets = Targets(
+        token_N=sequence_N,
+        sequence_N=sequence_N,
+        turn_N=torch.tensor([0, 0, 1, 0, 0, 0, 1, 1, 1]),
+        version_N=torch.zeros_like(sequence_N),
+        behaviour_logprob_N=torch.tensor([-1.0, -1.0, -1.0, -1.0, -3.0, -1.0, -1.0, -1.0, -3.5]),
+        known_N=torch.ones_like(sequence_N, dtype=torch.bool),
+        proximal_logprob_N=torch.tensor([-0.6, -5.0, -1.0, -1.0, -2.7, -1.7, -1.0, -1.2, -1.0]),
+        decoupled=loss.corrects and config.correction.decoupled,
+        advantage_N=torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, -0.5, -0.5, -0.5, -0.5]),
+        weight_N=torch.tensor(shares)[sequence_N],
+    )
+    kept_N = torch.ones_like(targets.known_N)
+    if loss.corrects:
+        done = correct([targets], config.correction, rescale=config.loss.normalizer != "constant")
+        (targets,), (kept_N,) = done.targets, done.kept
+    terms = loss(logprob_N, targets, reference_logprob_N=logprob_N * 1.5, entropy_N=-logprob_N)
+    return [(terms.loss_N * targets.weight_N).tolist(), kept_N.tolist(), config.loss.kl_coef, config.loss.entropy_coef]
+
+
+def _optimizer_steps(config: Config) -> list[Any]:
+    """A parameter after two steps, the first of them with a large gradient."""
+    import torch
+
+    from turnwise.training.optimizer import Optimizer
+
+    chosen = config.train.optimizer  # its state is moved from a GPU only
+    options = config.train.model_copy(update={"optimizer": chosen.model_copy(update={"offload": "none"})})
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16))
+    optimizer = Optimizer([parameter], options)
+    for gradient in ([30.0, 40.0, -5.0], [1e-3, 2e-3, 0.0]):
+        parameter.grad = torch.tensor(gradient, dtype=torch.bfloat16)
+        optimizer.step(1e-3)
+    return [chosen.offload, *(tensor.tolist() for tensor in optimizer.masters), parameter.tolist()]
 
 
 def _advantages(config: Config) -> list[Any]:
@@ -140,12 +186,12 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     "reward.timeout": _reward_functions,
     **{f"credit.{name}": _advantages for cls in ESTIMATORS for name in cls.model_fields if name != "name"},
     "loss_mask": _weights,
-    **{f"train.optimizer.{name}": _optimization for name in ("name", "master_weights", "offload")},
+    **{f"train.optimizer.{name}": _optimizer_steps for name in ("name", "master_weights", "offload")},
     **{f"train.{name}": _rates for name in ("steps", "epochs", "lr", "lr_schedule", "warmup_steps")},
-    **{f"train.{name}": _optimization for name in ("weight_decay", "betas", "max_grad_norm")},
-    **{f"correction.{name}": _optimization for name in CorrectionSection.model_fields if name != "reject"},
-    **{f"correction.reject.{name}": _optimization for name in RejectionSection.model_fields},
-    **{f"loss.{name}": _optimization for cls in LOSSES for name in cls.model_fields if name != "name"},
+    **{f"train.{name}": _optimizer_steps for name in ("weight_decay", "betas", "max_grad_norm")},
+    **{f"correction.{name}": _loss for name in CorrectionSection.model_fields if name != "reject"},
+    **{f"correction.reject.{name}": _loss for name in RejectionSection.model_fields},
+    **{f"loss.{name}": _loss for cls in LOSSES for name in cls.model_fields if name != "name"},
     "seed": _streams,
 }
 """Options whose value reaches plain data, and the function that computes that data from a recipe."""
@@ -154,18 +200,12 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
 def schema(part: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     """Every option, dotted; `tools[].timeout` is that of each tool. A reference is one option, whatever is in it."""
     for name, field in part.model_fields.items():
-        parts = [section for section in _parts(field.annotation) if section is not Use]
+        parts = [section for section in section_classes(field) if section is not Use]
         many = "[]" if get_origin(field.annotation) is list else ""
         for section in parts:
             yield from schema(section, f"{prefix}{name}{many}.")
         if not parts:
             yield f"{prefix}{name}"
-
-
-def _parts(annotation: Any) -> list[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return [annotation]
-    return [part for argument in get_args(annotation) for part in _parts(argument)]
 
 
 def options_of(config: Config) -> dict[str, Config]:

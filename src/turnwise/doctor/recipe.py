@@ -14,7 +14,7 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
-from turnwise.options.algorithm import GrpoSection, RlooSection
+from turnwise.options.algorithm import Grpo, Rloo
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit.credit import episode_of
@@ -101,8 +101,8 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
 
 def _lost(groups: Sequence[Group], config: Config) -> str | None:
     estimator = chosen_estimator(config)
-    proportional = isinstance(estimator, GrpoSection | RlooSection) and estimator.model_dump().get("scale") != "batch"
-    return lost(groups, assembly.normalization(config.loss), proportional=proportional)
+    proportional = isinstance(estimator, Grpo | Rloo) and estimator.model_dump().get("scale") != "batch"
+    return lost(groups, config.loss, proportional=proportional)
 
 
 async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any | None) -> list[Group]:

@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Section, changed_options, short_for
+from turnwise.options.section import (
+    NamedSection,
+    NonEmpty,
+    NotNegative,
+    PathText,
+    Positive,
+    Section,
+    changed_options,
+    short_for,
+)
 
 # credit
 
@@ -51,8 +60,26 @@ Whiten = Annotated[
 ]
 
 
-class CreditSection(Section):
+class CreditSection(NamedSection):
     """How rewards become advantages (docs/credit.md)."""
+
+    needs_values: ClassVar[Literal["turn", "token"] | None] = None
+    """The values of a critic that the estimator needs: of the state before each turn, or before each sampled token."""
+    needs_baseline: ClassVar[bool] = False
+    """Whether the estimator needs one more conversation on each row, at temperature 0."""
+    needs_turn_rewards: ClassVar[bool] = False
+    """Whether the estimator means nothing without rewards of turns."""
+    needs_scores: ClassVar[bool] = False
+    """Whether the estimator needs scores of states in `turn.info`."""
+    normalises_parts: ClassVar[bool] = False
+    """Whether each reward function is normalised by itself."""
+    of_later_turns: ClassVar[tuple[str, ...]] = ()
+    """The options that change nothing in conversations of one turn."""
+
+    @property
+    def compares_group(self) -> bool:
+        """Whether the conversations of a row are compared with each other."""
+        return self.needs_values is None and not self.needs_baseline
 
 
 class ScaledSection(CreditSection):
@@ -61,102 +88,120 @@ class ScaledSection(CreditSection):
     scale: Scale = "std"
 
 
-class AutoCreditSection(ScaledSection):
+class AutoCredit(ScaledSection):
     """`turn_return` if turns can have rewards, else `grpo`. The choice is printed when the run starts. Turns can have rewards if
     `limits.turns` is above 1, and the recipe has a function in `reward.turns`, tools, or an environment that may give rewards."""
 
     name: Literal["auto"] = "auto"
 
 
-class GrpoSection(ScaledSection):
+class Grpo(ScaledSection):
     """The reward of a conversation minus the mean reward of its group (arXiv 2402.03300)."""
 
     name: Literal["grpo"] = "grpo"
 
 
-class RlooSection(CreditSection):
+class Rloo(CreditSection):
     """The reward of a conversation minus the mean reward of the other conversations of its group (arXiv 2402.14740)."""
 
     name: Literal["rloo"] = "rloo"
 
 
-class ReinforcePpSection(CreditSection):
+class ReinforcePp(CreditSection):
     """REINFORCE++: the return from a token on, whitened over all tokens of the batch (arXiv 2501.03262)."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
     """The discount for each sampled token. 1: no discount."""
 
+    @property
+    def compares_group(self) -> bool:
+        return False
 
-class ReinforcePpBaselineSection(CreditSection):
+
+class ReinforcePpBaseline(CreditSection):
     """REINFORCE++ with a baseline: the reward minus the mean of the group, whitened over all tokens of the batch (arXiv
     2501.03262)."""
 
     name: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
 
 
-class RemaxSection(CreditSection):
+class Remax(CreditSection):
     """ReMax: the reward minus the reward of one more conversation on the same row, at temperature 0 (arXiv 2310.10505)."""
 
+    needs_baseline: ClassVar[bool] = True
     name: Literal["remax"] = "remax"
 
 
-class OpoSection(CreditSection):
+class Opo(CreditSection):
     """OPO: the reward minus the mean reward of the group, weighted by the length of conversations (arXiv 2505.23585)."""
 
     name: Literal["opo"] = "opo"
 
 
-class GpgSection(CreditSection):
+class Gpg(CreditSection):
     """GPG: the reward minus the mean of the group, multiplied by a factor that is larger if more groups of the batch have equal
     rewards (arXiv 2504.02546)."""
 
     name: Literal["gpg"] = "gpg"
 
 
-class GdpoSection(CreditSection):
+class Gdpo(CreditSection):
     """GDPO: the result of each reward function is normalised within the group; then their sum is normalised over the batch (arXiv
     2601.05242)."""
 
+    normalises_parts: ClassVar[bool] = True
     name: Literal["gdpo"] = "gdpo"
 
 
-class TurnReturnSection(ScaledSection):
+class TurnReturn(ScaledSection):
     """The sum of the rewards from a turn on, minus the mean of this sum over the other conversations at the same turn. Unbiased
     if `credit.scale` is `none` and `credit.gamma` is 1."""
 
+    of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["turn_return"] = "turn_return"
     gamma: Discount = 1.0
     """The discount for each turn. 1: no discount."""
 
 
-class SharedSection(CreditSection):
+class Shared(CreditSection):
     """All turns have the reward of the conversation, minus a baseline."""
 
     name: Literal["shared"] = "shared"
     baseline: Baseline = "group"
 
+    @property
+    def compares_group(self) -> bool:
+        return self.baseline == "group"
 
-class DiscountedSection(CreditSection):
+
+class Discounted(CreditSection):
     """A turn has the reward of the conversation, discounted once for each later turn, minus a baseline."""
 
+    of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["discounted"] = "discounted"
     gamma: Annotated[float, Field(gt=0, lt=1)] = 0.95
     """The discount for each later turn."""
     baseline: Baseline = "group"
 
+    @property
+    def compares_group(self) -> bool:
+        return self.baseline == "group"
 
-class KevinSection(ScaledSection):
+
+class Kevin(ScaledSection):
     """Kevin: discounted returns, normalised over all turns of the group (arXiv 2507.11948)."""
 
+    of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["kevin"] = "kevin"
     gamma: Discount = 0.4
     """The discount for each turn. 1: no discount."""
 
 
-class GigpoSection(CreditSection):
+class Gigpo(CreditSection):
     """GiGPO: the advantage of the conversation, plus an advantage that compares turns in the same state (arXiv 2505.10978)."""
 
+    of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["gigpo"] = "gigpo"
     omega: Factor = 1.0
     """The weight of the advantage that compares turns in the same state."""
@@ -168,18 +213,20 @@ class GigpoSection(CreditSection):
     name are compared. Null: two states are equal if the model received the same messages since its last turn."""
 
 
-class MtGrpoSection(CreditSection):
+class MtGrpo(CreditSection):
     """MT-GRPO: the normalised reward of the turn plus the normalised outcome (arXiv 2505.11821). Biased."""
 
+    needs_turn_rewards: ClassVar[bool] = True
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome_weight: Factor = 1.0
     """The weight of the outcome (the reward of the last turn) in the advantages of all turns except the last."""
     scale: GroupScale = "std"
 
 
-class IgpoSection(CreditSection):
+class Igpo(CreditSection):
     """IGPO: the sum of the normalised rewards from the turn on (arXiv 2510.14967). Biased."""
 
+    needs_turn_rewards: ClassVar[bool] = True
     name: Literal["igpo"] = "igpo"
     gamma: Discount = 1.0
     """The discount for each turn. 1: no discount."""
@@ -189,10 +236,12 @@ class IgpoSection(CreditSection):
     scale: GroupScale = "std"
 
 
-class TurnPotentialSection(ScaledSection):
+class TurnPotential(ScaledSection):
     """The advantage of `grpo`, plus the changes of a score of the state from turn to turn. Biased, unless the score predicts the
     reward."""
 
+    needs_scores: ClassVar[bool] = True
+    of_later_turns: ClassVar[tuple[str, ...]] = ("decay",)
     name: Literal["turn_potential"] = "turn_potential"
     key: NonEmpty = "potential"
     """The key in `Turn.info` with the score of the state after the turn: a number, or null for no score."""
@@ -206,9 +255,10 @@ class TurnPotentialSection(ScaledSection):
     """The score of the state before the first turn."""
 
 
-class GaeSection(CreditSection):
+class Gae(CreditSection):
     """Generalised advantage estimation over tokens, with a critic (arXiv 1506.02438)."""
 
+    needs_values: ClassVar[Literal["turn", "token"] | None] = "token"
     name: Literal["gae"] = "gae"
     gamma: Discount = 1.0
     """The discount for each sampled token. 1: no discount."""
@@ -218,9 +268,10 @@ class GaeSection(CreditSection):
     whiten: Whiten = True
 
 
-class TurnGaeSection(CreditSection):
+class TurnGae(CreditSection):
     """Generalised advantage estimation over turns, with a critic that estimates the value before each turn (arXiv 2512.17008)."""
 
+    needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
     name: Literal["turn_gae"] = "turn_gae"
     gamma: Discount = 0.99
     """The discount for each turn. 1: no discount."""
@@ -230,18 +281,20 @@ class TurnGaeSection(CreditSection):
     whiten: Whiten = True
 
 
-class CriticCreditSection(CreditSection):
+class CriticCredit(CreditSection):
     """The sum of the rewards from a turn on, minus the critic's value of the state before the turn."""
 
+    needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
     name: Literal["critic"] = "critic"
     gamma: Discount = 1.0
     """The discount for each turn. 1: no discount."""
     whiten: Whiten = True
 
 
-class BilevelGaeSection(CreditSection):
+class BilevelGae(CreditSection):
     """Generalised advantage estimation over turns, then over the tokens of each turn, with a critic (arXiv 2510.16907)."""
 
+    needs_values: ClassVar[Literal["turn", "token"] | None] = "token"
     name: Literal["bilevel_gae"] = "bilevel_gae"
     gamma: Discount = 1.0
     """The discount for each sampled token within a turn. 1: no discount."""
@@ -252,57 +305,30 @@ class BilevelGaeSection(CreditSection):
     whiten: Whiten = True
 
 
-Estimator = (
-    GrpoSection
-    | RlooSection
-    | TurnReturnSection
-    | SharedSection
-    | DiscountedSection
-    | CriticCreditSection
-    | RemaxSection
-    | OpoSection
-    | GpgSection
-    | GdpoSection
-    | ReinforcePpSection
-    | ReinforcePpBaselineSection
-    | GaeSection
-    | TurnGaeSection
-    | BilevelGaeSection
-    | GigpoSection
-    | KevinSection
-    | MtGrpoSection
-    | IgpoSection
-    | TurnPotentialSection
+ESTIMATORS = (
+    AutoCredit,
+    Grpo,
+    Rloo,
+    TurnReturn,
+    Shared,
+    Discounted,
+    CriticCredit,
+    Remax,
+    Opo,
+    Gpg,
+    Gdpo,
+    ReinforcePp,
+    ReinforcePpBaseline,
+    Gae,
+    TurnGae,
+    BilevelGae,
+    Gigpo,
+    Kevin,
+    MtGrpo,
+    Igpo,
+    TurnPotential,
 )
-"""The section of each estimator."""
-
-ESTIMATORS: tuple[type[CreditSection], ...] = (AutoCreditSection, *get_args(Estimator))
-"""The section for each `credit.name`."""
-
-AnyCredit = (
-    Annotated[AutoCreditSection, Tag("auto")]
-    | Annotated[GrpoSection, Tag("grpo")]
-    | Annotated[RlooSection, Tag("rloo")]
-    | Annotated[TurnReturnSection, Tag("turn_return")]
-    | Annotated[SharedSection, Tag("shared")]
-    | Annotated[DiscountedSection, Tag("discounted")]
-    | Annotated[CriticCreditSection, Tag("critic")]
-    | Annotated[RemaxSection, Tag("remax")]
-    | Annotated[OpoSection, Tag("opo")]
-    | Annotated[GpgSection, Tag("gpg")]
-    | Annotated[GdpoSection, Tag("gdpo")]
-    | Annotated[ReinforcePpSection, Tag("reinforce_pp")]
-    | Annotated[ReinforcePpBaselineSection, Tag("reinforce_pp_baseline")]
-    | Annotated[GaeSection, Tag("gae")]
-    | Annotated[TurnGaeSection, Tag("turn_gae")]
-    | Annotated[BilevelGaeSection, Tag("bilevel_gae")]
-    | Annotated[GigpoSection, Tag("gigpo")]
-    | Annotated[KevinSection, Tag("kevin")]
-    | Annotated[MtGrpoSection, Tag("mt_grpo")]
-    | Annotated[IgpoSection, Tag("igpo")]
-    | Annotated[TurnPotentialSection, Tag("turn_potential")]
-)
-"""The section for any `credit.name`, for pydantic."""
+"""The class for each `credit.name`. `rewards.credit` has its function."""
 
 
 # critic
@@ -339,7 +365,7 @@ Normalizer = Annotated[
 ]
 
 
-class LossSection(Section):
+class LossSection(NamedSection):
     """Options of all losses."""
 
     normalizer: Normalizer = "token"
@@ -358,7 +384,7 @@ class LossSection(Section):
     bonus."""
 
 
-class PpoClipSection(LossSection):
+class PpoClip(LossSection):
     """The clipped surrogate loss of PPO, which GRPO and DAPO use. Each token has its own probability ratio."""
 
     name: Literal["ppo_clip"] = "ppo_clip"
@@ -372,7 +398,7 @@ class PpoClipSection(LossSection):
     Null: no such bound."""
 
 
-class GspoSection(LossSection):
+class Gspo(LossSection):
     """The clipped surrogate loss of GSPO. All tokens of a sequence have the same ratio: the geometric mean of their probability
     ratios."""
 
@@ -388,7 +414,7 @@ class GspoSection(LossSection):
     ratios are much closer to 1 than ratios of tokens."""
 
 
-class CispoSection(LossSection):
+class Cispo(LossSection):
     """CISPO: REINFORCE, where the weight of each token is its clipped probability ratio. Clipped tokens keep their gradient."""
 
     name: Literal["cispo"] = "cispo"
@@ -398,7 +424,7 @@ class CispoSection(LossSection):
     """The upper bound: the weight of a token is at most 1 + `loss.clip_high`."""
 
 
-class SapoSection(LossSection):
+class Sapo(LossSection):
     """SAPO: a smooth gate instead of clipping. The further the probability ratio of a token is from 1, the smaller its weight."""
 
     name: Literal["sapo"] = "sapo"
@@ -409,14 +435,20 @@ class SapoSection(LossSection):
     """How quickly the weight of tokens with a negative advantage falls when the ratio moves away from 1. Larger is quicker."""
 
 
-class ReinforceSection(LossSection):
+class Reinforce(LossSection):
     """REINFORCE: the log-probability times the advantage, without a probability ratio. GPG also uses this loss."""
 
     name: Literal["reinforce"] = "reinforce"
 
 
-LOSSES = (PpoClipSection, GspoSection, CispoSection, SapoSection, ReinforceSection)
-"""A class for each loss."""
+LOSSES = (PpoClip, Gspo, Cispo, Sapo, Reinforce)
+"""The class for each `loss.name`. `training.losses` has its function."""
+
+
+class Nll(LossSection):
+    """The negative log-likelihood, for `turnwise sft`; advantages are not used. `loss.name` cannot choose it."""
+
+    name: Literal["nll"] = "nll"
 
 
 # correction
@@ -595,6 +627,18 @@ class OptimizationSection(Section):
     micro_batch_tokens: Positive | None = None
     """The largest number of tokens in one forward pass. A smaller number needs less memory and is slower; the result is the same.
     Null: 2048 on a CPU, 3072 there for a model of more than 20 million parameters in one process, 16384 on a GPU."""
+
+    def lr_at(self, step: int, *, steps: int) -> float:
+        """The learning rate of a step, counted from 0, of a run with `steps` steps: linear warm-up, then constant, or decay to 0
+        (linear or cosine)."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(steps - self.warmup_steps, 1)
+        if self.lr_schedule == "linear":
+            return self.lr * (1.0 - progress)
+        if self.lr_schedule == "cosine":
+            return self.lr * 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr
 
 
 class TrainSection(OptimizationSection):

@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, Tag, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.errors import nearest
 from turnwise.options.algorithm import (
-    AnyCredit,
-    AutoCreditSection,
-    CispoSection,
+    ESTIMATORS,
+    LOSSES,
+    AutoCredit,
     CorrectionSection,
+    CreditSection,
     CriticSection,
-    GspoSection,
-    PpoClipSection,
+    LossSection,
+    PpoClip,
     ReferenceSection,
-    ReinforceSection,
-    SapoSection,
     SftSection,
     TrainSection,
     steps_of_epochs,
@@ -42,6 +41,7 @@ from turnwise.options.environment_values import Origins, with_references
 from turnwise.options.section import (
     NonEmpty,
     NotNegative,
+    OneOf,
     PathText,
     Positive,
     Seconds,
@@ -533,16 +533,9 @@ class Config(Section):
     tool_format: NonEmpty = "auto"
     """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
-    credit: Annotated[AnyCredit, by_name("auto")] = AutoCreditSection()
+    credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] = AutoCredit()
     critic: CriticSection = CriticSection()
-    loss: Annotated[
-        Annotated[PpoClipSection, Tag("ppo_clip")]
-        | Annotated[GspoSection, Tag("gspo")]
-        | Annotated[CispoSection, Tag("cispo")]
-        | Annotated[SapoSection, Tag("sapo")]
-        | Annotated[ReinforceSection, Tag("reinforce")],
-        by_name("ppo_clip"),
-    ] = PpoClipSection()
+    loss: Annotated[LossSection, OneOf(LOSSES, default="ppo_clip")] = PpoClip()
     reference: ReferenceSection = ReferenceSection()
     correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")

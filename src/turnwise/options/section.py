@@ -8,10 +8,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, get_args
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError
 
 # all sections
 
@@ -74,6 +85,29 @@ class Use(Section):
 # sections that are chosen by name
 
 
+class NamedSection(Section):
+    """The base of the classes of a section that is chosen by name. Each class has a field `name` with one possible value."""
+
+    if TYPE_CHECKING:
+        name: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Chooses the class of a section by its `name`; `default` where the recipe gives none.
+
+    `Annotated[LossSection, OneOf((PpoClip, Gspo), default="ppo_clip")]`: for type checkers the section is a `LossSection`, and a
+    recipe with `name: gspo` gets a `Gspo`.
+    """
+
+    classes: tuple[type[Section], ...]
+    default: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        tagged = tuple(Annotated[cls, Tag(name_of(cls))] for cls in self.classes)
+        return handler.generate_schema(Annotated[Union[tagged], by_name(self.default)])  # noqa: UP007  a tuple of types
+
+
 def by_name(default: str) -> Discriminator:
     """Choose the class of a section by its `name`; `default` where the recipe gives none."""
     return Discriminator(
@@ -83,8 +117,17 @@ def by_name(default: str) -> Discriminator:
 
 def named_sections(config: type[Section]) -> dict[str, dict[str, type[Section]]]:
     """For each section that is chosen by name: its class for each name."""
-    found = {key: list(_classes(field.annotation)) for key, field in config.model_fields.items()}
+    found = {
+        key: [cls for cls in section_classes(field) if "name" in cls.model_fields]
+        for key, field in config.model_fields.items()
+    }
     return {key: {name_of(cls): cls for cls in classes} for key, classes in found.items() if len(classes) > 1}
+
+
+def section_classes(field: FieldInfo) -> list[type[Section]]:
+    """The classes that a section may have; empty if the option is no section."""
+    choices = [cls for choice in field.metadata if isinstance(choice, OneOf) for cls in choice.classes]
+    return choices or list(_classes(field.annotation))
 
 
 def name_of(cls: type[Section]) -> str:
@@ -99,7 +142,7 @@ def shared_options(first: type[Section], second: type[Section]) -> set[str]:
 
 
 def _classes(annotation: Any) -> Iterator[type[Section]]:
-    if isinstance(annotation, type) and issubclass(annotation, Section) and "name" in annotation.model_fields:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for argument in get_args(annotation):
         yield from _classes(argument)

@@ -23,7 +23,7 @@ from turnwise.errors import RunError
 from turnwise.loggers.logger import Loggers
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
-from turnwise.options.algorithm import OptimizationSection
+from turnwise.options.algorithm import LossSection, OptimizationSection
 from turnwise.options.schema import Config
 from turnwise.record.metrics import template_mismatches
 from turnwise.record.run_directory import RunDirectory
@@ -34,7 +34,6 @@ from turnwise.terminal.report import Activity
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
 from turnwise.training.learner import Critic, Learner
-from turnwise.training.options import Normalization
 from turnwise.types import Row, Trajectory
 
 # inputs
@@ -126,7 +125,7 @@ class RunState:
     """The number of steps of the complete run."""
     weigh_turns: TurnWeighting
     """Sets the weight of each turn in the loss (`loss_mask`)."""
-    normalization: Normalization
+    loss: LossSection
     """How the loss of a batch is averaged."""
     critic: Critic | None = None
     """The critic, where credit needs one."""
@@ -186,7 +185,7 @@ class RunState:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the step that comes next."""
-        return assembly.learning_rate(self.options, self.step, steps=self.steps)
+        return self.options.lr_at(self.step, steps=self.steps)
 
     def pack(self, trajectories: Sequence[Trajectory], *, compared: Collection[str] = ()) -> Batch:
         """Pack trajectories into a batch, as the recipe and the learner require. Those with the ids `compared` are in the pass
@@ -194,7 +193,7 @@ class RunState:
         options, required = self.options, self.learner.requirements
         return pack(
             trajectories,
-            normalization=self.normalization,
+            loss=self.loss,
             micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
             parallel=required.parallel,
             share_prompts=required.share_prompts,

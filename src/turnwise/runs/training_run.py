@@ -129,7 +129,7 @@ def assemble(config: Config) -> TrainingRun:
         steps=config.train.total_steps,
         weigh_turns=weigh_turns,
         loggers=loggers(config, step=opened.step),
-        normalization=assembly.normalization(config.loss),
+        loss=config.loss,
         environments=environments,
         credit=credit,
         runner=runner,

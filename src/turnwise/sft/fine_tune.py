@@ -19,7 +19,7 @@ from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.errors import ConfigError, Failed, RolloutError, boundary
-from turnwise.options.algorithm import steps_of_epochs
+from turnwise.options.algorithm import Nll, steps_of_epochs
 from turnwise.options.schema import Config, EnvironmentUse
 from turnwise.planning.placement import ConversationTokens
 from turnwise.record.metrics import mean, share
@@ -78,7 +78,7 @@ def assemble(config: Config) -> SftRun:
         steps=options.steps or steps_of_epochs(options.epochs, len(inputs.rows), options.batch_size),
         weigh_turns=weigh_turns,
         loggers=loggers(config, step=opened.step),
-        normalization=assembly.normalization(config.sft),
+        loss=Nll(normalizer=config.sft.normalizer),
         tools=tools,
         max_tokens=limits.context,
         recorded=opened.number("recorded"),

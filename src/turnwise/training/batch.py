@@ -31,8 +31,8 @@ from typing import Generic, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
+from turnwise.options.algorithm import LossSection
 from turnwise.training.losses import Targets
-from turnwise.training.options import Normalization
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
 from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Turn
 
@@ -152,7 +152,7 @@ def weight_sums(trajectory: Trajectory) -> tuple[list[float], int]:
     return sums, sum(count for segment in counts for turn, count in segment.items() if weights[turn] > 0)
 
 
-def token_shares(weight_sums: Sequence[Sequence[float]], normalization: Normalization) -> list[list[float]]:
+def token_shares(weight_sums: Sequence[Sequence[float]], options: LossSection) -> list[list[float]]:
     """The factor of a token of weight 1 in the loss, for each segment of each trajectory; 0 for segments without weight.
 
     `weight_sums` has the sum of the weights of the tokens of each segment, for each trajectory that counts in the average:
@@ -169,7 +169,7 @@ def token_shares(weight_sums: Sequence[Sequence[float]], normalization: Normaliz
 
     Raises ValueError if `constant` has no length above 0.
     """
-    normalizer, constant_length = normalization.normalizer, normalization.constant_length
+    normalizer, constant_length = options.normalizer, options.constant_length
     if normalizer == "constant" and (constant_length is None or constant_length <= 0):
         raise ValueError(f"the normalizer 'constant' divides by constant_length={constant_length}: it must be above 0")
     trajectories = len(weight_sums)
@@ -432,8 +432,6 @@ def _target_tokens(sequences: Sequence[PackedSequence]) -> np.ndarray:
 
 # Batch: the trajectories of one optimizer step, packed
 
-_OVER_TOKENS = Normalization("token")
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -465,7 +463,7 @@ def share_saved(batches: Sequence[Batch]) -> float:
 def pack(
     trajectories: Sequence[Trajectory],
     *,
-    normalization: Normalization = _OVER_TOKENS,
+    loss: LossSection = LossSection(),
     micro_batch_tokens: int = 8192,
     parallel: int = 1,
     share_prompts: bool = True,
@@ -477,7 +475,7 @@ def pack(
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
-    `normalization` sets how the loss is averaged (`token_shares`): over tokens, which count by the weight of their
+    `loss` sets how the loss is averaged (`token_shares`): over tokens, which count by the weight of their
     turn, over segments or over trajectories, which then all count the same, or divided by a constant for each trajectory.
 
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
@@ -500,7 +498,7 @@ def pack(
     """
     weighted = [(trajectory, *weight_sums(trajectory)) for trajectory in trajectories if trajectory.advantages]
     counted = [(trajectory, sums) for trajectory, sums, _ in weighted if any(sums)]
-    shares = token_shares([sums for _, sums in counted], normalization)
+    shares = token_shares([sums for _, sums in counted], loss)
     in_loss = [keep_zero or one.id in compared or has_gradient(one) for one, _ in counted]
     merged = _branches_of_all(counted, shares, kinds, in_loss, measure_zero=measure_zero)
     make_targets = functools.partial(_targets, version=version)

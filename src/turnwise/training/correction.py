@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from turnwise.options.algorithm import CorrectionSection, RejectionSection
 from turnwise.training.losses import Targets, groups_of, mean_of_groups
-from turnwise.training.options import CorrectionConfig, Rejection
 
 __all__ = ["Corrected", "CorrectionSums", "correct", "correction_weights", "kept_tokens"]
 
@@ -101,32 +101,32 @@ class Corrected:
     sums: CorrectionSums
 
 
-def correct(targets: Sequence[Targets], config: CorrectionConfig) -> Corrected:
+def correct(targets: Sequence[Targets], options: CorrectionSection, *, rescale: bool = True) -> Corrected:
     """The importance weight of each token of a batch, and which tokens are rejected.
 
     `targets` are those of the micro-batches, with `proximal_logprob_N`. Tokens without a log-probability of the engine must have
     the proximal log-probability as `behaviour_logprob_N`: their ratio is 1. If tokens are rejected, the weights of the others are
-    scaled so that the sum over the batch is 1 again, unless `config.rescale` is false. The batch is complete: trajectories that
+    scaled so that the sum over the batch is 1 again, unless `rescale` is false. The batch is complete: trajectories that
     have no gradient are in the means and in the metrics, too.
     """
-    weights = [correction_weights(micro, config) for micro in targets]
-    kept = [kept_tokens(micro, config) for micro in targets]
-    if config.normalize_weights:
-        weights = _normalized(weights, targets, kept, by_sequence=config.level != "token")
+    weights = [correction_weights(micro, options) for micro in targets]
+    kept = [kept_tokens(micro, options) for micro in targets]
+    if options.normalize_weights:
+        weights = _normalized(weights, targets, kept, by_sequence=options.level != "token")
     # The weights of a batch have the sum 1 (not with `normalizer: constant`, where `rescale` is false). If tokens with a share of
     # 0.25 are rejected, 0.75 is left, and the factor is 4/3. The share is that of all micro-batches, so the division into
     # micro-batches does not change the result. If all tokens are rejected, nothing is left to scale, and the factor is 1.
     rejected = sum(float(micro.weight_N[~keep_N].sum()) for micro, keep_N in zip(targets, kept, strict=True))
-    factor = 1.0 / (1.0 - rejected) if config.rescale and rejected < 1.0 else 1.0
+    factor = 1.0 / (1.0 - rejected) if rescale and rejected < 1.0 else 1.0
     sums = CorrectionSums()
     corrected: list[Targets] = []
     for micro, weight_N, keep_N in zip(targets, weights, kept, strict=True):
-        sums += _sums(micro, weight_N, keep_N, config)
+        sums += _sums(micro, weight_N, keep_N, options)
         corrected.append(micro.with_correction(weight_N, factor))
     return Corrected(corrected, kept, sums)
 
 
-def correction_weights(targets: Targets, config: CorrectionConfig) -> torch.Tensor:
+def correction_weights(targets: Targets, options: CorrectionSection) -> torch.Tensor:
     """The importance weight of each token, without gradient. Shape [N].
 
     - `truncate`: `clamp(r, low, high)`
@@ -134,26 +134,26 @@ def correction_weights(targets: Targets, config: CorrectionConfig) -> torch.Tens
     - `icepop`: `r` where `low <= r <= high`, else 0
     - `reject`, `measure`: 1
     """
-    tested_N = _ratio(targets, config.level)
-    if config.action in ("reject", "measure"):
+    tested_N = _ratio(targets, options.level)
+    if options.action in ("reject", "measure"):
         return torch.ones_like(tested_N)
-    if config.action == "truncate":
-        return tested_N.clamp(min=config.low, max=math.inf if config.high is None else config.high)
-    weight_N = tested_N if config.weight_level is None else _ratio(targets, config.weight_level)
-    return torch.where(_inside(tested_N, config.low, config.high), weight_N, 0.0)
+    if options.action == "truncate":
+        return tested_N.clamp(min=options.low, max=math.inf if options.high is None else options.high)
+    weight_N = tested_N if options.weight_level is None else _ratio(targets, options.weight_level)
+    return torch.where(_inside(tested_N, options.low, options.high), weight_N, 0.0)
 
 
-def kept_tokens(targets: Targets, config: CorrectionConfig) -> torch.Tensor:
+def kept_tokens(targets: Targets, options: CorrectionSection) -> torch.Tensor:
     """Whether each token stays in the batch: rejected tokens leave the loss and its average. Bool, shape [N]."""
     keep_N = torch.ones_like(targets.known_N)
-    if config.action == "reject":
-        keep_N &= _inside(_ratio(targets, config.level), config.low, config.high)
-    if config.reject is not None:
-        keep_N &= _passes(targets, config.reject)
+    if options.action == "reject":
+        keep_N &= _inside(_ratio(targets, options.level), options.low, options.high)
+    if options.reject.level is not None:
+        keep_N &= _passes(targets, options.reject)
     return keep_N
 
 
-def _passes(targets: Targets, rule: Rejection) -> torch.Tensor:
+def _passes(targets: Targets, rule: RejectionSection) -> torch.Tensor:
     """Whether the divergence of a token or its sequence is inside the bounds; for k1 the bounds are ratios."""
     log_ratio_N = _log_ratio(targets)
     if rule.estimator == "k1":
@@ -175,7 +175,7 @@ def _ratio(targets: Targets, level: str) -> torch.Tensor:
     return _at_level(_log_ratio(targets), targets, level).clamp(-_LOG_BOUND, _LOG_BOUND).exp()
 
 
-def _at_level(value_N: torch.Tensor, targets: Targets, level: str) -> torch.Tensor:
+def _at_level(value_N: torch.Tensor, targets: Targets, level: str | None) -> torch.Tensor:
     """The value of the token, or the sum, the mean or the largest value of its sequence."""
     if level == "token":
         return value_N
@@ -213,10 +213,10 @@ def _normalized(
     return [weight_N / mean if mean > 0 else weight_N for weight_N in weights]
 
 
-def _sums(targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, config: CorrectionConfig) -> CorrectionSums:
+def _sums(targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, options: CorrectionSection) -> CorrectionSums:
     known_N, count_N = targets.known_N, targets.counts.double()
     log_ratio_N = _log_ratio(targets).double()
-    outside_N = ~_inside(_ratio(targets, config.level), config.low, config.high)
+    outside_N = ~_inside(_ratio(targets, options.level), options.low, options.high)
     log_ratio, count, turn = log_ratio_N[known_N], count_N[known_N], targets.turn_N[known_N]
     k3 = log_ratio.exp() - 1.0 - log_ratio
     weight = weight_N[known_N].double()
@@ -241,7 +241,7 @@ def _sums(targets: Targets, weight_N: torch.Tensor, keep_N: torch.Tensor, config
         perplexity_ratio=float(((-sum_S / length_S).exp() * copies_S).sum()),
         weight=float((weight * count).sum()),
         weight_squared=float((weight.square() * count).sum()),
-        clipped=0 if config.action == "measure" else int(count_N[outside_N].sum()),
+        clipped=0 if options.action == "measure" else int(count_N[outside_N].sum()),
         rejected=int(count_N[~keep_N].sum()),
         by_turn=by_turn,
     )

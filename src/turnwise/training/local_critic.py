@@ -15,11 +15,11 @@ from turnwise.models.allocator import is_large
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import of_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
+from turnwise.options.algorithm import OptimizationSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.forward import shares_prefixes
 from turnwise.training.learner import PackingRequirements
 from turnwise.training.optimizer import Optimizer
-from turnwise.training.options import OptimizerConfig
 from turnwise.training.update import Gradients, StopFlag
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import (
@@ -49,7 +49,7 @@ class LocalCritic(CriticBase):
         self,
         model: Any,
         *,
-        optimizer: OptimizerConfig | None = None,
+        optimizer: OptimizationSection | None = None,
         clip: float | None = None,
         folder: str | Path | None = None,
         share_prompts: str = "auto",
@@ -70,7 +70,7 @@ class LocalCritic(CriticBase):
         large = is_large(model)
         self._threads = TorchThreads(threads, large=large)
         self._optimizer = Optimizer(
-            list(trained_parameters(model, self._head).values()), optimizer or OptimizerConfig()
+            list(trained_parameters(model, self._head).values()), optimizer or OptimizationSection()
         )
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
         self._requirements = PackingRequirements(

@@ -17,12 +17,12 @@ from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import ModelOptions, largest_logit, load_model, of_model, published_weights, token_logprobs
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
+from turnwise.options.algorithm import OptimizationSection, PpoClip, ReferenceSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements
 from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.optimizer import Optimizer
-from turnwise.training.options import OptimizerConfig, PpoClip, ReferenceConfig
 from turnwise.training.reference import Reference
 from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, policy_loss
 from turnwise.types import Sampling
@@ -47,8 +47,8 @@ class LocalLearner(LearnerBase):
         *,
         sampling: Sampling,
         loss: Loss | None = None,
-        optimizer: OptimizerConfig | None = None,
-        reference: ReferenceConfig | None = None,
+        optimizer: OptimizationSection | None = None,
+        reference: ReferenceSection | None = None,
         reference_model: Any | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
@@ -67,20 +67,20 @@ class LocalLearner(LearnerBase):
         self._forward = Forward(model, sampling, autocast=autocast)
         self._reference = None
         if self.loss.needs_reference or reference is not None:
-            separate = reference is not None and reference.separate
+            separate = reference is not None and reference.source == "copy"
             self._reference = Reference(
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
             )
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if large:
             keep_freed_blocks()
-        self._optimizer = Optimizer(parameters, optimizer or OptimizerConfig())
+        self._optimizer = Optimizer(parameters, optimizer or OptimizationSection())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
             keep_zero=self.loss.needs_zero_advantages,
-            measure_zero=self.loss.correction is not None,
+            measure_zero=self.loss.corrects,
             micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
             parallel=self._gradients.parallel,
         )
@@ -92,8 +92,8 @@ class LocalLearner(LearnerBase):
         *,
         sampling: Sampling,
         loss: Loss,
-        optimizer: OptimizerConfig,
-        reference: ReferenceConfig | None = None,
+        optimizer: OptimizationSection,
+        reference: ReferenceSection | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
@@ -188,7 +188,7 @@ class LocalLearner(LearnerBase):
     @property
     def _present_reference(self) -> Reference:
         if self._reference is None:
-            raise ValueError("this learner has no reference model: give it a ReferenceConfig")
+            raise ValueError("this learner has no reference model: give it a ReferenceSection")
         return self._reference
 
     def save(self, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Losses of the policy: targets in, one number for each target token out; with the KL divergence and all other terms.
 
-A policy loss is a pure function `(logprob_N, targets) -> LossTerms`. To add one, write the function and name it in `make_loss`.
+A policy loss is a pure function `(logprob_N, targets, options) -> LossTerms`. To add one, write the section of its options, and
+the function with its line in `LOSSES`.
 In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
 gradient. `old_logprob` is that of the policy that sampled, or with rollout correction that of the weights before the update.
 Invariant: the ratio of the tokens that the present weights sampled is 1 before the first optimizer step (`with_own_ratios`).
@@ -12,15 +13,13 @@ divergence are those of Schulman 2020, "Approximating KL divergence" (joschu.net
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
-from turnwise.training.options import Cispo, CorrectionConfig, Gspo, LossConfig, Nll, PpoClip, Reinforce, Sapo
+from turnwise.options.algorithm import Cispo, CorrectionSection, Gspo, LossSection, Nll, PpoClip, Reinforce, Sapo
 
 # Input and output of a loss
 
@@ -162,36 +161,22 @@ def kl_numbers(
 # Policy losses
 
 
-def ppo_clip(
-    logprob_N: torch.Tensor,
-    targets: Targets,
-    *,
-    clip_low: float = 0.2,
-    clip_high: float = 0.2,
-    dual_clip: float = math.inf,
-) -> LossTerms:
+def ppo_clip(logprob_N: torch.Tensor, targets: Targets, options: PpoClip) -> LossTerms:
     """Clipped surrogate: `-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`; for A < 0 at most `-dual_clip A`.
 
     Papers: PPO, arXiv 1707.06347; unequal bounds from DAPO, arXiv 2503.14476; `dual_clip` from arXiv 1912.09729.
     """
     ratio_N = _ratio(logprob_N, targets)
-    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
-    outside_N = _outside(ratio_N, clip_low, clip_high)
-    if dual_clip < math.inf:
+    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, options)
+    outside_N = _outside(ratio_N, options)
+    if options.dual_clip is not None:
         negative_N = targets.advantage_N < 0
-        loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * targets.advantage_N), loss_N)
-        outside_N = outside_N | (negative_N & (ratio_N > dual_clip))
+        loss_N = torch.where(negative_N, torch.minimum(loss_N, -options.dual_clip * targets.advantage_N), loss_N)
+        outside_N = outside_N | (negative_N & (ratio_N > options.dual_clip))
     return _terms(logprob_N, targets, loss_N=loss_N, outside_N=outside_N)
 
 
-def gspo(
-    logprob_N: torch.Tensor,
-    targets: Targets,
-    *,
-    clip_low: float = 3e-4,
-    clip_high: float = 4e-4,
-    level: Literal["sequence", "turn"] = "sequence",
-) -> LossTerms:
+def gspo(logprob_N: torch.Tensor, targets: Targets, options: Gspo) -> LossTerms:
     """Clipped surrogate with one ratio `s` for all tokens of a sequence, the geometric mean of their ratios.
 
     `-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A)` with `s_t = sg(s) exp(logprob) / sg(exp(logprob))`. This is the form
@@ -202,38 +187,36 @@ def gspo(
     """
     with torch.no_grad():
         log_ratio_N = logprob_N - targets.old_logprobs
-        mean_N = mean_of_groups(log_ratio_N, groups_of(targets, level))
+        mean_N = mean_of_groups(log_ratio_N, groups_of(targets, options.level))
     ratio_N = (mean_N + logprob_N - logprob_N.detach()).exp()
-    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, clip_low, clip_high)
-    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, clip_low, clip_high))
+    loss_N = _clipped_surrogate(ratio_N, targets.advantage_N, options)
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, options))
 
 
-def cispo(logprob_N: torch.Tensor, targets: Targets, *, clip_low: float = 1.0, clip_high: float = 4.0) -> LossTerms:
+def cispo(logprob_N: torch.Tensor, targets: Targets, options: Cispo) -> LossTerms:
     """REINFORCE with clipped importance weights: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`.
 
     Paper: MiniMax-M1, arXiv 2506.13585.
     """
     with torch.no_grad():
         ratio_N = _ratio(logprob_N, targets)
-        weight_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+        weight_N = ratio_N.clamp(1.0 - options.clip_low, 1.0 + options.clip_high)
     loss_N = -weight_N * targets.advantage_N * logprob_N
-    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, clip_low, clip_high))
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, options))
 
 
-def sapo(
-    logprob_N: torch.Tensor, targets: Targets, *, tau_positive: float = 1.0, tau_negative: float = 1.05
-) -> LossTerms:
+def sapo(logprob_N: torch.Tensor, targets: Targets, options: Sapo) -> LossTerms:
     """Soft gate: `-4 / tau * sigmoid(tau (r - 1)) A`, where `tau` is `tau_positive` for A > 0, else `tau_negative`.
 
     Paper: SAPO, arXiv 2511.20347. No token counts as clipped.
     """
     ratio_N = _ratio(logprob_N, targets)
-    tau_N = torch.where(targets.advantage_N > 0, tau_positive, tau_negative)
+    tau_N = torch.where(targets.advantage_N > 0, options.tau_positive, options.tau_negative)
     loss_N = -4.0 / tau_N * torch.sigmoid(tau_N * (ratio_N - 1.0)) * targets.advantage_N
     return _terms(logprob_N, targets, loss_N=loss_N)
 
 
-def reinforce(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+def reinforce(logprob_N: torch.Tensor, targets: Targets, options: Reinforce) -> LossTerms:
     """`-A logprob`: the policy gradient of tokens that the present policy sampled.
 
     Paper: Williams 1992, "Simple statistical gradient-following algorithms". GPG (arXiv 2504.02546) uses it with a group
@@ -243,7 +226,7 @@ def reinforce(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
     return _terms(logprob_N, targets, loss_N=loss_N)
 
 
-def nll(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+def nll(logprob_N: torch.Tensor, targets: Targets, options: Nll) -> LossTerms:
     """Negative log-likelihood of tokens that were written by others: `-logprob`, the cross-entropy with the token itself."""
     nothing = logprob_N.new_zeros(())
     return LossTerms(loss_N=-logprob_N, kl_N=torch.zeros_like(targets.weight_N), clipped=nothing, max_deviation=nothing)
@@ -294,15 +277,13 @@ def _ratio(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:
     return (logprob_N - targets.old_logprobs).exp()
 
 
-def _clipped_surrogate(
-    ratio_N: torch.Tensor, advantage_N: torch.Tensor, clip_low: float, clip_high: float
-) -> torch.Tensor:
-    clipped_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
+def _clipped_surrogate(ratio_N: torch.Tensor, advantage_N: torch.Tensor, bounds: PpoClip | Gspo) -> torch.Tensor:
+    clipped_N = ratio_N.clamp(1.0 - bounds.clip_low, 1.0 + bounds.clip_high)
     return -torch.minimum(ratio_N * advantage_N, clipped_N * advantage_N)
 
 
-def _outside(ratio_N: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
-    return (ratio_N < 1.0 - clip_low) | (ratio_N > 1.0 + clip_high)
+def _outside(ratio_N: torch.Tensor, bounds: PpoClip | Gspo | Cispo) -> torch.Tensor:
+    return (ratio_N < 1.0 - bounds.clip_low) | (ratio_N > 1.0 + bounds.clip_high)
 
 
 def _terms(
@@ -320,6 +301,17 @@ def _terms(
         )
 
 
+LOSSES: Mapping[type[LossSection], Callable[[torch.Tensor, Targets, Any], LossTerms]] = {
+    PpoClip: ppo_clip,
+    Gspo: gspo,
+    Cispo: cispo,
+    Sapo: sapo,
+    Reinforce: reinforce,
+    Nll: nll,
+}
+"""The function of each loss, by the class of its options."""
+
+
 # The loss with all its terms
 
 
@@ -330,21 +322,24 @@ class Loss:
     objective: Objective
     needs_behaviour_logprobs: bool
     """Whether the objective uses `Targets.behaviour_logprob_N`."""
-    kl_coef: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
-    entropy_coef: float = 0.0
-    correction: CorrectionConfig | None = None
-    off_policy_sequence_mask_delta: float | None = None
+    options: LossSection = LossSection()
+    """The coefficients of the further terms."""
+    correction: CorrectionSection = CorrectionSection()
+
+    @property
+    def corrects(self) -> bool:
+        """Whether there is rollout correction."""
+        return self.correction.action is not None
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss needs log-probabilities of the reference model."""
-        return self.kl_coef > 0
+        return self.options.kl_coef > 0
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss needs the entropy of each target's distribution."""
-        return self.entropy_coef != 0.0
+        return self.options.entropy_coef != 0.0
 
     @property
     def needs_zero_advantages(self) -> bool:
@@ -362,14 +357,14 @@ class Loss:
         terms = self.objective(logprob_N, targets)
         if targets.correction_N is not None:
             terms = replace(terms, loss_N=terms.loss_N * targets.correction_N)
-        delta = self.off_policy_sequence_mask_delta
+        delta = self.correction.off_policy_sequence_mask_delta
         if delta is not None:
             terms = replace(terms, loss_N=terms.loss_N * off_policy_sequence_mask(logprob_N, targets, delta))
         if reference_logprob_N is not None:
-            kl_N = kl_estimate(logprob_N, reference_logprob_N, self.kl_estimator, targets.old_logprobs)
-            terms = replace(terms, loss_N=terms.loss_N + self.kl_coef * kl_N, kl_N=kl_N.detach())
+            kl_N = kl_estimate(logprob_N, reference_logprob_N, self.options.kl_estimator, targets.old_logprobs)
+            terms = replace(terms, loss_N=terms.loss_N + self.options.kl_coef * kl_N, kl_N=kl_N.detach())
         if entropy_N is not None:
-            terms = replace(terms, loss_N=terms.loss_N - self.entropy_coef * entropy_N)
+            terms = replace(terms, loss_N=terms.loss_N - self.options.entropy_coef * entropy_N)
         return terms
 
 
@@ -384,34 +379,12 @@ def off_policy_sequence_mask(logprob_N: torch.Tensor, targets: Targets, delta: f
     return torch.where((targets.advantage_N < 0) & (divergence_N > delta), 0.0, 1.0)
 
 
-def make_loss(config: LossConfig) -> Loss:
-    """The loss that the configuration describes."""
+def make_loss(options: LossSection, correction: CorrectionSection = CorrectionSection()) -> Loss:
+    """The loss of the sections `loss` and `correction` of a recipe."""
+    function = LOSSES[type(options)]
     return Loss(
-        objective=_objective(config),
-        needs_behaviour_logprobs=not isinstance(config, Nll),
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
-        entropy_coef=config.entropy_coef,
-        correction=config.correction,
-        off_policy_sequence_mask_delta=config.off_policy_sequence_mask_delta,
+        objective=lambda logprob_N, targets: function(logprob_N, targets, options),
+        needs_behaviour_logprobs=not isinstance(options, Nll),
+        options=options,
+        correction=correction,
     )
-
-
-def _objective(config: LossConfig) -> Objective:
-    """The function of the configuration's class: the one place where a configuration becomes a loss."""
-    match config:
-        case PpoClip(clip_low=low, clip_high=high, dual_clip=dual):
-            dual = math.inf if dual is None else dual
-            return functools.partial(ppo_clip, clip_low=low, clip_high=high, dual_clip=dual)
-        case Gspo(clip_low=low, clip_high=high, level=level):
-            return functools.partial(gspo, clip_low=low, clip_high=high, level=level)
-        case Cispo(clip_low=low, clip_high=high):
-            return functools.partial(cispo, clip_low=low, clip_high=high)
-        case Sapo(tau_positive=positive, tau_negative=negative):
-            return functools.partial(sapo, tau_positive=positive, tau_negative=negative)
-        case Reinforce():
-            return reinforce
-        case Nll():
-            return nll
-        case _:
-            raise TypeError(f"there is no loss for {config!r}")

@@ -1,7 +1,7 @@
 """The optimizer: changes parameters from their gradients. Knows nothing of models, batches or losses.
 
 The arithmetic is float32. Parameters of lower precision would lose small steps by rounding, so by default each has a float32 copy
-(master weights). `OptimizerConfig.master_weights` has ways that need less memory.
+(master weights). `optimizer.master_weights` has ways that need less memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from turnwise.errors import ConfigError
 from turnwise.models.allocator import long_lived
-from turnwise.training.options import OptimizerConfig
+from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 
 __all__ = ["Optimizer"]
 
@@ -34,23 +34,25 @@ class Optimizer:
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
-        config: OptimizerConfig,
+        options: OptimizationSection,
         *,
         complete: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm,
     ) -> None:
-        _refuse_without_effect(parameters, config)
+        _refuse_without_effect(parameters, options.optimizer)
         self.parameters = list(parameters)
-        self.masters = _masters(self.parameters, config)
+        self.masters = _masters(self.parameters, options)
         """The float32 tensors that the steps change: the parameters themselves, or copies. Without permanent copies, a tensor is
         empty except while its parameter is changed."""
         self.numel = sum(parameter.numel() for parameter in self.parameters)
         """The number of values that a step changes."""
-        self._config = config
+        self._options = options
         self._complete = complete
         self._steps = 0
-        self._optimizer = _torch_optimizer(self.masters, config)
+        self._optimizer = _torch_optimizer(self.masters, options)
         self._errors = (
-            [torch.zeros_like(parameter) for parameter in self.parameters] if config.master_weights == "kahan" else []
+            [torch.zeros_like(parameter) for parameter in self.parameters]
+            if options.optimizer.master_weights == "kahan"
+            else []
         )
 
     @property
@@ -85,7 +87,7 @@ class Optimizer:
                 # optimizers skip parameters whose gradient is None, so pass zeros: momentum must move them all the same
                 parameter.grad = torch.zeros_like(parameter)
         if all(master is parameter for master, parameter in zip(self.masters, self.parameters, strict=True)):
-            norm = torch.nn.utils.clip_grad_norm_(self.masters, self._config.max_grad_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.masters, self._options.max_grad_norm)
         else:
             norm = _norm(self.parameters)
         norm = self._complete(norm)
@@ -104,14 +106,14 @@ class Optimizer:
         if self.masters[0] is self.parameters[0]:
             self._optimizer.step()
             return
-        scale = (self._config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        scale = (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for index in range(len(self.parameters)):
             self._step_copy(index, scale)
 
     @torch.no_grad()
     def _step_copy(self, index: int, scale: torch.Tensor) -> None:
         """Change one parameter through its float32 copy. One at a time, so that float32 gradients are never all in memory."""
-        parameter, master, kind = self.parameters[index], self.masters[index], self._config.master_weights
+        parameter, master, kind = self.parameters[index], self.masters[index], self._options.optimizer.master_weights
         if kind != "float32":
             master.data = parameter.float()
         if kind == "kahan":
@@ -133,7 +135,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Any]:
         """The state of the optimizer, and of the master weights where they are not the parameters themselves."""
-        kept = self._config.master_weights == "float32" and self.masters[0] is not self.parameters[0]
+        kept = self._options.optimizer.master_weights == "float32" and self.masters[0] is not self.parameters[0]
         return {
             "optimizer": self._optimizer.state_dict(),
             "masters": [master.detach() for master in self.masters] if kept else [],
@@ -160,48 +162,48 @@ class Optimizer:
         return self._optimizer.param_groups
 
 
-def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], config: OptimizerConfig) -> None:
+def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], optimizer: OptimizerSection) -> None:
     """Raise ConfigError if an option of the optimizer has no effect on these parameters."""
-    if config.master_weights != "float32" and all(parameter.dtype == torch.float32 for parameter in parameters):
+    if optimizer.master_weights != "float32" and all(parameter.dtype == torch.float32 for parameter in parameters):
         raise ConfigError(
-            f"optimizer.master_weights={config.master_weights} has no effect, because all trained weights are float32: remove "
+            f"optimizer.master_weights={optimizer.master_weights} has no effect, because all trained weights are float32: remove "
             f"it, or set model.dtype=bfloat16 and train all weights"
         )
-    if config.offload == "cpu" and parameters[0].device.type == "cpu":
+    if optimizer.offload == "cpu" and parameters[0].device.type == "cpu":
         raise ConfigError("optimizer.offload=cpu has no effect, because the model is on the CPU: remove it")
-    if config.offload == "cpu" and config.master_weights != "float32":
+    if optimizer.offload == "cpu" and optimizer.master_weights != "float32":
         raise ConfigError(
             f"optimizer.offload=cpu keeps float32 master weights in the CPU's memory, and the recipe has "
-            f"master_weights={config.master_weights}: remove one of them"
+            f"master_weights={optimizer.master_weights}: remove one of them"
         )
 
 
-def _masters(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> list[torch.Tensor]:
+def _masters(parameters: list[torch.nn.Parameter], options: OptimizationSection) -> list[torch.Tensor]:
     """The float32 tensors that the optimizer changes. float32 parameters are their own master weights."""
-    if config.offload == "cpu":
+    if options.optimizer.offload == "cpu":
         return [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in parameters]
     if all(parameter.dtype == torch.float32 for parameter in parameters):
         return list(parameters)
-    if config.master_weights == "float32":
+    if options.optimizer.master_weights == "float32":
         return [parameter.detach().float().clone() for parameter in parameters]
     return [torch.empty(0, dtype=torch.float32, device=parameter.device) for parameter in parameters]
 
 
-def _torch_optimizer(masters: Sequence[torch.Tensor], config: OptimizerConfig) -> torch.optim.Optimizer:
+def _torch_optimizer(masters: Sequence[torch.Tensor], options: OptimizationSection) -> torch.optim.Optimizer:
     """The optimizer of the configuration's name. The learning rate is set before each step."""
-    if config.name == "adafactor":
-        return torch.optim.Adafactor(masters, lr=0.0, weight_decay=config.weight_decay)
-    if config.name == "adamw_8bit":
+    if options.optimizer.name == "adafactor":
+        return torch.optim.Adafactor(masters, lr=0.0, weight_decay=options.weight_decay)
+    if options.optimizer.name == "adamw_8bit":
         # its 4-bit kernels, which are not used here, are missing without the package `kernels`: no message about that
         logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "4bit" not in str(record.msg))
         try:
             from bitsandbytes.optim.adamw import AdamW8bit
         except ImportError:
             raise ConfigError("optimizer.name=adamw_8bit needs bitsandbytes: pip install 'turnwise[8bit]'") from None
-        return AdamW8bit(masters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay)
+        return AdamW8bit(masters, lr=0.0, betas=options.betas, weight_decay=options.weight_decay)
     on_gpu = masters[0].device.type == "cuda"
     return torch.optim.AdamW(
-        masters, lr=0.0, betas=config.betas, weight_decay=config.weight_decay, fused=True if on_gpu else None
+        masters, lr=0.0, betas=options.betas, weight_decay=options.weight_decay, fused=True if on_gpu else None
     )
 
 

@@ -28,6 +28,7 @@ import torch
 
 from turnwise.models.allocator import LARGE_MODEL, gradients_first, trim_kept
 from turnwise.models.cpu import TorchThreads
+from turnwise.options.algorithm import Nll
 from turnwise.training.batch import Batch, Columns, MicroBatch
 from turnwise.training.correction import CorrectionSums, correct
 from turnwise.training.forward import Forward
@@ -243,7 +244,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         if not prepared:
             return UpdateStats()
         first, *others = [of_batch.batch.micro_batches for of_batch in prepared]
-        own_ratios = self.loss.correction is None and self.loss.needs_behaviour_logprobs
+        own_ratios = not self.loss.corrects and self.loss.needs_behaviour_logprobs
         # The first step has the weights before the update, so its pass gives the `old_logprob` of tokens that they sampled:
         # their ratios are exactly 1. Later epochs compare with the log-probabilities of that pass, not with those of the engine,
         # which rounds in another way.
@@ -265,7 +266,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         def evaluate(stop: StopFlag) -> float:
             logprobs = self.target_logprobs(batch.micro_batches, stop)
             return sum(
-                float((nll(logprob_N.cpu(), micro.targets).loss_N * micro.targets.weight_N).sum())
+                float((nll(logprob_N.cpu(), micro.targets, Nll()).loss_N * micro.targets.weight_N).sum())
                 for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False)
             )
 
@@ -295,9 +296,9 @@ def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch
     The learner computes log-probabilities of tokens for which the engine reported none that the loss can use. Rollout correction
     needs those of all tokens, also of trajectories that have no gradient: rejection, means and metrics are of the complete batch.
     """
-    loss, correction = learner.loss, learner.loss.correction
-    needed = [micro for micro in batch.micro_batches if correction is not None or not bool(micro.targets.known_N.all())]
-    if correction is not None:
+    loss = learner.loss
+    needed = [micro for micro in batch.micro_batches if loss.corrects or not bool(micro.targets.known_N.all())]
+    if loss.corrects:
         needed += batch.without_gradient
     if not loss.needs_behaviour_logprobs or not needed:
         return PreparedBatch(batch)
@@ -308,9 +309,13 @@ def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch
         [_with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro for micro in part]
         for part in (batch.micro_batches, batch.without_gradient)
     )
-    if correction is None or len(own_N) < len(needed):  # stopped: the result is discarded
+    if not loss.corrects or len(own_N) < len(needed):  # stopped: the result is discarded
         return PreparedBatch(replace(batch, micro_batches=micro_batches))
-    corrected = correct([micro.targets for micro in (*micro_batches, *without_gradient)], correction)
+    corrected = correct(
+        [micro.targets for micro in (*micro_batches, *without_gradient)],
+        loss.correction,
+        rescale=loss.options.normalizer != "constant",
+    )
     # `corrected` begins with the micro-batches of the loss; those without gradient are behind them, and are only measured
     kept = [
         replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
@@ -343,7 +348,7 @@ def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss
     reported_N = targets.behaviour_logprob_N
     own_N = logprob_N.to(reported_N.device, reported_N.dtype)
     filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
-    if loss.correction is not None:
+    if loss.corrects:
         filled = replace(filled, proximal_logprob_N=own_N, decoupled=loss.correction.decoupled)
     return replace(micro, targets=filled)
 

@@ -21,10 +21,10 @@ from turnwise.compat.swift.convert import from_swift_arguments
 from turnwise.compat.swift.protocol import RolloutOutput
 from turnwise.compat.swift.rewards import arguments_of
 from turnwise.compat.swift.schedulers import MathTipsScheduler, MultiTurnScheduler, ThinkingModelTipsScheduler
+from turnwise.options.algorithm import LossSection
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS
 from turnwise.training.batch import pack
-from turnwise.training.options import Normalization
 from turnwise.types import Group, Request, Stop, Trajectory
 
 TIP = ThinkingModelTipsScheduler.tips_prompt
@@ -75,7 +75,7 @@ def test_a_conversation_of_many_records_weighs_as_much_as_one_of_one() -> None:
     assert math.isclose(sum(one.advantages[0] for one in four), 0.0, abs_tol=1e-9)
     # what reaches the loss: of each conversation the same, whatever the number of its records
     weights: dict[float, float] = {}
-    for micro in pack(four, normalization=Normalization("trajectory"), keep_zero=True).micro_batches:
+    for micro in pack(four, loss=LossSection(normalizer="trajectory"), keep_zero=True).micro_batches:
         for advantage, weight in zip(micro.targets.advantage_N, micro.targets.weight_N, strict=True):
             weights[round(float(advantage), 4)] = weights.get(round(float(advantage), 4), 0.0) + float(weight)
     of = {one.reward: round(one.advantages[0], 4) for one in four}

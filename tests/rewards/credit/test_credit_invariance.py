@@ -13,6 +13,18 @@ import torch
 
 from support.conversations import a_row
 from training.test_batch import gradients
+from turnwise.options.algorithm import (
+    CriticCredit,
+    Gae,
+    Gigpo,
+    Grpo,
+    Igpo,
+    Kevin,
+    ReinforcePp,
+    Shared,
+    TurnGae,
+    TurnReturn,
+)
 from turnwise.rewards.credit import Credit, critic, outcome, turns
 from turnwise.rewards.credit import credit as states
 from turnwise.rewards.credit import turns as published
@@ -23,33 +35,37 @@ ALL: dict[str, Credit] = {
     credit.name: credit
     for credit in (
         Credit("grpo", outcome.grpo),
-        Credit("grpo, batch", partial(outcome.grpo, scale="batch")),
-        Credit("dr_grpo", partial(outcome.grpo, scale="none")),
+        Credit("grpo, batch", partial(outcome.grpo, options=Grpo(scale="batch"))),
+        Credit("dr_grpo", partial(outcome.grpo, options=Grpo(scale="none"))),
         Credit("rloo", outcome.rloo),
         Credit("opo", outcome.opo),
         Credit("gpg", outcome.gpg),
         Credit("gdpo", outcome.gdpo),
         Credit("remax", outcome.remax, needs_baseline=True),
         Credit("reinforce_pp", turns.reinforce_pp),
-        Credit("reinforce_pp, gamma", partial(turns.reinforce_pp, gamma=0.9)),
+        Credit("reinforce_pp, gamma", partial(turns.reinforce_pp, options=ReinforcePp(gamma=0.9))),
         Credit("reinforce_pp_baseline", outcome.reinforce_pp_baseline),
         Credit("turn_return", turns.turn_return),
-        Credit("turn_return, batch", partial(turns.turn_return, gamma=0.9, scale="batch")),
-        Credit("turn_return, none", partial(turns.turn_return, scale="none")),
+        Credit("turn_return, batch", partial(turns.turn_return, options=TurnReturn(gamma=0.9, scale="batch"))),
+        Credit("turn_return, none", partial(turns.turn_return, options=TurnReturn(scale="none"))),
         Credit("shared", turns.shared),
-        Credit("shared, none", partial(turns.shared, baseline="none")),
+        Credit("shared, none", partial(turns.shared, options=Shared(baseline="none"))),
         Credit("discounted", turns.discounted),
         Credit("kevin", turns.kevin),
-        Credit("kevin, 1", partial(turns.kevin, gamma=1.0)),
+        Credit("kevin, 1", partial(turns.kevin, options=Kevin(gamma=1.0))),
         Credit("gigpo", turns.gigpo, read=partial(states.with_states, key=None)),
-        Credit("gigpo, key", partial(turns.gigpo, gamma=1.0, scale="std"), read=partial(states.with_states, key="s")),
+        Credit(
+            "gigpo, key",
+            partial(turns.gigpo, options=Gigpo(gamma=1.0, scale="std")),
+            read=partial(states.with_states, key="s"),
+        ),
         Credit("mt_grpo", published.mt_grpo),
         Credit("igpo", published.igpo),
-        Credit("igpo, joint", partial(published.igpo, normalise="joint")),
+        Credit("igpo, joint", partial(published.igpo, options=Igpo(normalise="joint"))),
         Credit("turn_potential", published.turn_potential, read=partial(states.with_potentials, key="p")),
         Credit("gae", critic.gae, needs_values="token"),
         Credit("turn_gae", critic.turn_gae, needs_values="turn"),
-        Credit("critic", partial(critic.critic, whiten=False), needs_values="turn"),
+        Credit("critic", partial(critic.critic, options=CriticCredit(whiten=False)), needs_values="turn"),
         Credit("bilevel_gae", critic.bilevel_gae, needs_values="token"),
     )
 }
@@ -190,8 +206,10 @@ def test_masked_tokens_and_conversations_that_failed_or_have_no_reward_change_no
 
 WITHOUT_DISCOUNT = {
     **{name: ALL[name] for name in ("turn_return", "turn_return, none", "kevin, 1", "gigpo, key", "reinforce_pp")},
-    "gae, 1": Credit("gae, 1", partial(critic.gae, lam=1.0), needs_values="token"),
-    "turn_gae, 1": Credit("turn_gae, 1", partial(critic.turn_gae, gamma=1.0, lam=1.0), needs_values="turn"),
+    "gae, 1": Credit("gae, 1", partial(critic.gae, options=Gae(lam=1.0)), needs_values="token"),
+    "turn_gae, 1": Credit(
+        "turn_gae, 1", partial(critic.turn_gae, options=TurnGae(gamma=1.0, lam=1.0)), needs_values="turn"
+    ),
     "critic, 1": Credit("critic, 1", critic.critic, needs_values="turn"),
 }
 
@@ -321,13 +339,13 @@ def test_advantages_are_conserved(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(5))
 def test_rewards_are_conserved(seed: int) -> None:
     """The return of the first turn, or of the first token, is the reward of the conversation."""
-    plain = Credit("returns", partial(turns.shared, baseline="none"))
+    plain = Credit("returns", partial(turns.shared, options=Shared(baseline="none")))
     groups = with_weight_1(batch(seed))
     for credit in (
         plain,
-        Credit("critic", partial(critic.critic, whiten=False)),
-        Credit("gae", partial(critic.gae, lam=1.0, whiten=False)),
-        Credit("turn_gae", partial(critic.turn_gae, gamma=1.0, lam=1.0, whiten=False)),
+        Credit("critic", partial(critic.critic, options=CriticCredit(whiten=False))),
+        Credit("gae", partial(critic.gae, options=Gae(lam=1.0, whiten=False))),
+        Credit("turn_gae", partial(critic.turn_gae, options=TurnGae(gamma=1.0, lam=1.0, whiten=False))),
     ):
         credit(groups)
         for group in groups:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from turnwise.options.algorithm import Gae, Grpo, ReinforcePp
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.credit.credit import Episode, EpisodeGroups
 
@@ -119,7 +120,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[EpisodeGroups], Any]]] = {
     "dr_grpo": (
         "compute_grpo_outcome_advantage",
         {"norm_adv_by_std_in_grpo": False},
-        partial(outcome.grpo, scale="none"),
+        partial(outcome.grpo, options=Grpo(scale="none")),
     ),
     "rloo": ("compute_rloo_outcome_advantage", {}, outcome.rloo),
     "rloo_vectorized": ("compute_rloo_vectorized_outcome_advantage", {}, outcome.rloo),
@@ -127,7 +128,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[EpisodeGroups], Any]]] = {
     "reinforce_pp": (
         "compute_reinforce_plus_plus_outcome_advantage",
         {"config": CONFIG},
-        partial(turns.reinforce_pp, gamma=0.9),
+        partial(turns.reinforce_pp, options=ReinforcePp(gamma=0.9)),
     ),
     "reinforce_pp, no discount": (
         "compute_reinforce_plus_plus_outcome_advantage",
@@ -143,7 +144,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], Callable[[EpisodeGroups], Any]]] = {
     "gae": (
         "compute_gae_advantage_return",
         {"gamma": 0.99, "lam": 0.9},
-        lambda batch: critic.gae(batch, gamma=0.99, lam=0.9).advantages,
+        lambda batch: critic.gae(batch, Gae(gamma=0.99, lam=0.9)).advantages,
     ),
 }
 
@@ -169,9 +170,9 @@ def test_gpg_is_that_of_verl_where_its_alpha_is_1() -> None:
 
 
 SWIFT = [
-    ("grpo", "group", partial(outcome.grpo, scale="std")),
-    ("grpo", "batch", partial(outcome.grpo, scale="batch")),
-    ("grpo", "none", partial(outcome.grpo, scale="none")),
+    ("grpo", "group", partial(outcome.grpo, options=Grpo(scale="std"))),
+    ("grpo", "batch", partial(outcome.grpo, options=Grpo(scale="batch"))),
+    ("grpo", "none", partial(outcome.grpo, options=Grpo(scale="none"))),
     ("rloo", "none", outcome.rloo),
 ]
 
@@ -190,8 +191,9 @@ def test_gdpo_is_that_of_ms_swift_with_its_weights() -> None:
     parts = torch.tensor([[1.0, 0.1], [0.0, 0.4], [0.5, 0.2], [0.2, 0.0], [0.9, 0.7], [0.2, 0.3]], dtype=torch.float64)
     weights = torch.tensor([1.0, 0.25], dtype=torch.float64)
     theirs, _ = compute(parts, weights, 3, "grpo", "gdpo")
-    weighted = [Episode([0.0], parts={"a": a, "b": 0.25 * b}) for a, b in parts.tolist()]
-    ours = outcome.gdpo([weighted[:3], weighted[3:]], weights={"a": 1.0, "b": 0.25})
+    recipe = {"a": 1.0, "b": 0.25}
+    weighted = [Episode([0.0], parts={"a": a, "b": 0.25 * b}, weights=recipe) for a, b in parts.tolist()]
+    ours = outcome.gdpo([weighted[:3], weighted[3:]])
     assert [entry for group in ours for (entry,) in group] == pytest.approx(theirs.tolist(), rel=1e-5)
 
 

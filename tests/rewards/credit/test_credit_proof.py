@@ -18,16 +18,30 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 
 from credit_toy import LARGE, SEVERAL_STATES, Problem, expected_gradient, large_group_gradient, stopping
 
+from turnwise.options.algorithm import (
+    BilevelGae,
+    CriticCredit,
+    Gae,
+    Gigpo,
+    Grpo,
+    Igpo,
+    Kevin,
+    MtGrpo,
+    Shared,
+    TurnGae,
+    TurnReturn,
+)
+
 NO_SCALE = {"scale": "none"}
 UNBIASED: dict[str, Callable[..., Any]] = {
     "rloo": outcome.rloo,
     "shared": turns.shared,
-    "shared without baseline": partial(turns.shared, baseline="none"),
-    "turn_return": partial(turns.turn_return, scale="none"),
+    "shared without baseline": partial(turns.shared, options=Shared(baseline="none")),
+    "turn_return": partial(turns.turn_return, options=TurnReturn(scale="none")),
     "remax": outcome.remax,
-    "critic": partial(critic.critic, whiten=False),
-    "gae, lambda 1": partial(critic.gae, lam=1.0, whiten=False),
-    "turn_gae, lambda 1": partial(critic.turn_gae, gamma=1.0, lam=1.0, whiten=False),
+    "critic": partial(critic.critic, options=CriticCredit(whiten=False)),
+    "gae, lambda 1": partial(critic.gae, options=Gae(lam=1.0, whiten=False)),
+    "turn_gae, lambda 1": partial(critic.turn_gae, options=TurnGae(gamma=1.0, lam=1.0, whiten=False)),
 }
 """For any size of the group and, where there is a critic, for any values."""
 
@@ -68,18 +82,18 @@ def test_unbiased_estimators_give_the_true_gradient_for_any_group(name: str, pro
 
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95])
-@pytest.mark.parametrize("estimator", [critic.gae, critic.turn_gae])
+@pytest.mark.parametrize(("estimator", "section"), [(critic.gae, Gae), (critic.turn_gae, TurnGae)])
 def test_with_an_exact_critic_any_lambda_is_unbiased_and_with_a_wrong_one_it_is_not(
-    estimator: Callable[..., Any], lam: float
+    estimator: Callable[..., Any], section: type[Gae | TurnGae], lam: float
 ) -> None:
-    bound = partial(estimator, gamma=1.0, lam=lam, whiten=False)
+    bound = partial(estimator, options=section(gamma=1.0, lam=lam, whiten=False))
     true = SEVERAL_STATES.true_gradient()
     assert expected_gradient(SEVERAL_STATES, bound, size=2) == pytest.approx(true, abs=1e-14)
     assert np.abs(expected_gradient(SEVERAL_STATES, bound, size=2, errors=0.5) - true).max() > 1e-3 * (1 - lam)
 
 
 def test_bilevel_gae_is_unbiased_with_all_factors_1() -> None:
-    bound = partial(critic.bilevel_gae, gamma=1.0, lam=1.0, turn_gamma=1.0, whiten=False)
+    bound = partial(critic.bilevel_gae, options=BilevelGae(gamma=1.0, lam=1.0, turn_gamma=1.0, whiten=False))
     gradient = expected_gradient(SEVERAL_STATES, bound, size=2, errors=0.5)
     assert gradient == pytest.approx(SEVERAL_STATES.true_gradient(), abs=1e-14)
 
@@ -87,19 +101,19 @@ def test_bilevel_gae_is_unbiased_with_all_factors_1() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_mean_that_contains_the_conversation_itself_scales_the_gradient(size: int) -> None:
     scaled = (size - 1) / size * SEVERAL_STATES.true_gradient()
-    for estimator in (partial(outcome.grpo, scale="none"), outcome.gpg):
+    for estimator in (partial(outcome.grpo, options=Grpo(scale="none")), outcome.gpg):
         assert expected_gradient(SEVERAL_STATES, estimator, size=size) == pytest.approx(scaled, abs=1e-14)
 
 
 @pytest.mark.parametrize(
     ("estimator", "gradient"),
     [
-        (partial(outcome.grpo, scale="none"), 0.175),
-        (partial(turns.turn_return, scale="none"), 0.175),
-        (partial(turns.kevin, gamma=1.0, scale="none"), 0.175),
-        (partial(turns.gigpo, gamma=1.0), 2 * 0.175),  # the sum of two terms, each of them right
-        (partial(turns.mt_grpo, scale="none"), -0.01875),
-        (partial(turns.igpo, normalise="joint", scale="none"), -0.0035714),
+        (partial(outcome.grpo, options=Grpo(scale="none")), 0.175),
+        (partial(turns.turn_return, options=TurnReturn(scale="none")), 0.175),
+        (partial(turns.kevin, options=Kevin(gamma=1.0, scale="none")), 0.175),
+        (partial(turns.gigpo, options=Gigpo(gamma=1.0)), 2 * 0.175),  # the sum of two terms, each of them right
+        (partial(turns.mt_grpo, options=MtGrpo(scale="none")), -0.01875),
+        (partial(turns.igpo, options=Igpo(normalise="joint", scale="none")), -0.0035714),
     ],
     ids=["grpo", "turn_return", "kevin", "gigpo", "mt_grpo", "igpo, joint"],
 )

@@ -3,9 +3,35 @@
 Rule: accumulate rewards first, centre them afterwards. If each turn's reward is centred before the rewards of a trajectory are
 summed, the gradient can have the wrong sign when the policy controls how many turns it takes (docs/credit.md).
 
-In the examples of the estimators, `rounded` rounds all numbers to three decimals.
+To add an estimator, write the section of its options, and the function with its line in the table of its module. In the examples
+of the estimators, `rounded` rounds all numbers to three decimals.
 """
 
+from collections.abc import Mapping
+
+from turnwise.options.algorithm import CreditSection
+from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.credit.credit import Credit as Credit
 from turnwise.rewards.credit.credit import Episode as Episode
+from turnwise.rewards.credit.credit import Estimator
 from turnwise.rewards.credit.outcome import grpo as grpo
+
+ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
+    **outcome.ESTIMATORS,
+    **turns.ESTIMATORS,
+    **critic.ESTIMATORS,
+}
+"""All estimators, by the class of their options."""
+
+
+def credit_of(options: CreditSection, *, weights: Mapping[str, float]) -> Credit:
+    """Credit assignment by the estimator with these options. `weights` has the weight of each reward function."""
+    estimator = ESTIMATORS[type(options)]
+    return Credit(
+        options.name,
+        lambda batch: estimator.estimate(batch, options),
+        needs_values=options.needs_values,
+        needs_baseline=options.needs_baseline,
+        read=lambda trajectory: estimator.read(trajectory, options),
+        weights=weights,
+    )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from turnwise.errors import Failed, boundary
+from turnwise.options.algorithm import Scale
 from turnwise.rewards.functions import finite_number
 from turnwise.types import Failure, Group, Message, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
@@ -50,6 +51,8 @@ class Episode:
     penalties_T: Sequence[Sequence[float]] = ()
     """What is subtracted from the reward for each sampled token of each turn. `rewards_T` and `total` are without it already.
     Empty, or an empty list for a turn: nothing."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """The weights in the recipe of the parts of the reward; 1 for a part that is missing."""
     baseline: float | None = None
     """The reward of the greedy conversation of the same row, where there is one."""
     total: float | None = None
@@ -151,6 +154,16 @@ def episode_of(trajectory: Trajectory) -> Episode:
 
 
 @dataclass(frozen=True, slots=True)
+class Estimator:
+    """A line in a table of estimators. The options are the estimator's section of a recipe."""
+
+    estimate: Callable[[EpisodeGroups, Any], Advantages | ValueEstimates]
+    """`(batch, options) -> advantages`."""
+    read: Callable[[Trajectory, Any], Episode] = lambda trajectory, options: episode_of(trajectory)
+    """`(trajectory, options) -> episode`, for an estimator that needs more of a trajectory than its rewards."""
+
+
+@dataclass(frozen=True, slots=True)
 class Credit:
     """Credit assignment: computes the advantages of all trajectories of a training step from their rewards.
 
@@ -175,6 +188,8 @@ class Credit:
     trained on."""
     read: Callable[[Trajectory], Episode] = episode_of
     """Reads the numbers that the estimator needs from a trajectory."""
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """`Episode.weights`."""
 
     def __call__(self, groups: Sequence[Group]) -> None:
         read = [self._read(group) for group in groups]
@@ -197,7 +212,7 @@ class Credit:
             if trajectory.failed or trajectory.reward is None:
                 continue
             try:
-                read.append((trajectory, replace(self.read(trajectory), baseline=baseline)))
+                read.append((trajectory, replace(self.read(trajectory), baseline=baseline, weights=self.weights)))
             except Failed as failed:
                 trajectory.fail(failed.failure)
         return read
@@ -290,9 +305,6 @@ def _potential(turn: Turn, key: str) -> float | None:
 
 EPSILON = 1e-6
 """Added to a standard deviation before a division."""
-
-Scale = Literal["std", "batch", "none"]
-"""The divisor of centred rewards: the standard deviation of the group, of the batch, or 1."""
 
 
 def width(values: Sequence[float]) -> float:

@@ -10,17 +10,18 @@ deviation. The estimators do not compare conversations, so a group of one is lik
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from turnwise.rewards.credit.credit import Episode, EpisodeGroups, ValueEstimates, return_to_go, whitening
+from turnwise.options.algorithm import BilevelGae, CreditSection, CriticCredit, Gae, TurnGae
+from turnwise.rewards.credit.credit import Episode, EpisodeGroups, Estimator, ValueEstimates, return_to_go, whitening
 
 __all__ = ["bilevel_gae", "critic", "gae", "turn_gae"]
 
 Entries = list[float | Sequence[float]]
 
 
-def gae(batch: EpisodeGroups, *, gamma: float = 1.0, lam: float = 0.95, whiten: bool = True) -> ValueEstimates:
+def gae(batch: EpisodeGroups, options: Gae = Gae()) -> ValueEstimates:
     """Generalised advantage estimation over the sampled tokens of a conversation.
 
     With the value V_j before token j: `delta_j = r_j + gamma * V_(j+1) - V_j` and
@@ -31,21 +32,21 @@ def gae(batch: EpisodeGroups, *, gamma: float = 1.0, lam: float = 0.95, whiten: 
     Example: one turn of two tokens with the values 0.5 and 0.8 and the reward 1, lam 0.5. The deltas are 0.3 and 0.2.
 
     >>> episode = Episode([1.0], tokens_T=[2], values_T=[[0.5, 0.8]])
-    >>> estimates = gae([[episode]], lam=0.5, whiten=False)
+    >>> estimates = gae([[episode]], Gae(lam=0.5, whiten=False))
     >>> rounded(estimates.advantages), rounded(estimates.returns)
     ([[[[0.4, 0.2]]]], [[[[0.9, 1.0]]]])
     """
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
         values, rewards = _token_values(episode), episode.token_rewards
-        flat = _generalised(list(chain(*rewards)), list(chain(*values)), gamma, lam)
+        flat = _generalised(list(chain(*rewards)), list(chain(*values)), options.gamma, options.lam)
         advantages = _by_turn(flat, episode)
         return list(advantages), _sums(advantages, values)
 
-    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], whiten)
+    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], options.whiten)
 
 
-def turn_gae(batch: EpisodeGroups, *, gamma: float = 0.99, lam: float = 0.9, whiten: bool = True) -> ValueEstimates:
+def turn_gae(batch: EpisodeGroups, options: TurnGae = TurnGae()) -> ValueEstimates:
     """Generalised advantage estimation over turns: all tokens of a turn have its advantage.
 
     With the value V_t of the state before turn t: `delta_t = r_t + gamma * V_(t+1) - V_t` and
@@ -55,45 +56,38 @@ def turn_gae(batch: EpisodeGroups, *, gamma: float = 0.99, lam: float = 0.9, whi
 
     Example: values 0.5 and 0.8, the reward 1 in the second turn, lam 0.5. The deltas are 0.3 and 0.2.
 
-    >>> estimates = turn_gae([[Episode([0.0, 1.0], values_T=[0.5, 0.8])]], gamma=1.0, lam=0.5, whiten=False)
+    >>> estimates = turn_gae([[Episode([0.0, 1.0], values_T=[0.5, 0.8])]], TurnGae(gamma=1.0, lam=0.5, whiten=False))
     >>> rounded(estimates.advantages), rounded(estimates.returns)
     ([[[0.4, 0.2]]], [[[0.9, 1.0]]])
     """
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
         values = _turn_values(episode)
-        advantages = _generalised(episode.received, values, gamma, lam)
+        advantages = _generalised(episode.received, values, options.gamma, options.lam)
         return list(advantages), [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
-    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], whiten)
+    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], options.whiten)
 
 
-def critic(batch: EpisodeGroups, *, gamma: float = 1.0, whiten: bool = True) -> ValueEstimates:
+def critic(batch: EpisodeGroups, options: CriticCredit = CriticCredit()) -> ValueEstimates:
     """The return from the turn on, minus the value of the state before the turn: the third scheme of the multi-turn note.
 
     `A_t = G_t - V_t`; the critic's target is G_t. This is `turn_gae` with lam 1: the critic is only a baseline, so errors of the
     critic give no bias.
 
-    >>> estimates = critic([[Episode([0.0, 1.0], values_T=[0.5, 0.8])]], whiten=False)
+    >>> estimates = critic([[Episode([0.0, 1.0], values_T=[0.5, 0.8])]], CriticCredit(whiten=False))
     >>> rounded(estimates.advantages), rounded(estimates.returns)
     ([[[0.5, 0.2]]], [[[1.0, 1.0]]])
     """
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
-        returns = return_to_go(episode.received, gamma)
+        returns = return_to_go(episode.received, options.gamma)
         return [target - value for target, value in zip(returns, _turn_values(episode), strict=True)], list(returns)
 
-    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], whiten)
+    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], options.whiten)
 
 
-def bilevel_gae(
-    batch: EpisodeGroups,
-    *,
-    gamma: float = 1.0,
-    lam: float = 0.95,
-    turn_gamma: float = 0.95,
-    whiten: bool = True,
-) -> ValueEstimates:
+def bilevel_gae(batch: EpisodeGroups, options: BilevelGae = BilevelGae()) -> ValueEstimates:
     """Generalised advantage estimation over turns, then over the tokens of each turn.
 
     With V_k, the value before the last token of turn k: `delta_k = r_k + turn_gamma * V_(k+1) - V_k`,
@@ -108,7 +102,7 @@ def bilevel_gae(
     A_1 = 0.8 - 0.4 + 0.2 = 0.6, so both turns have the target 1.
 
     >>> episode = Episode([0.0, 1.0], tokens_T=[2, 2], values_T=[[0.1, 0.4], [0.5, 0.8]])
-    >>> estimates = bilevel_gae([[episode]], lam=1.0, turn_gamma=1.0, whiten=False)
+    >>> estimates = bilevel_gae([[episode]], BilevelGae(lam=1.0, turn_gamma=1.0, whiten=False))
     >>> rounded(estimates.advantages), rounded(estimates.returns)
     ([[[[0.9, 0.6], [0.5, 0.2]]]], [[[[1.0, 1.0], [1.0, 1.0]]]])
     """
@@ -125,14 +119,16 @@ def bilevel_gae(
         ]
         ends = [tokens[-1] for tokens in values if tokens]
         # one number for each turn with tokens: turns without tokens take none from the iterator
-        upper = iter([a + v for a, v in zip(_generalised(rewards, ends, turn_gamma, lam), ends, strict=True)])
+        upper = iter(
+            [a + v for a, v in zip(_generalised(rewards, ends, options.turn_gamma, options.lam), ends, strict=True)]
+        )
         advantages = [
-            _generalised([*rewarded[:-1], next(upper)], tokens, gamma, lam) if tokens else []
+            _generalised([*rewarded[:-1], next(upper)], tokens, options.gamma, options.lam) if tokens else []
             for rewarded, tokens in zip(token_rewards, values, strict=True)
         ]
         return list(advantages), _sums(advantages, values)
 
-    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], whiten)
+    return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], options.whiten)
 
 
 def _generalised(rewards: Sequence[float], values: Sequence[float], gamma: float, lam: float) -> list[float]:
@@ -205,3 +201,12 @@ def _whitened(entry: float | Sequence[float], mean: float, factor: float) -> flo
     if isinstance(entry, float | int):
         return (entry - mean) * factor
     return [(number - mean) * factor for number in entry]
+
+
+ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
+    Gae: Estimator(gae),
+    TurnGae: Estimator(turn_gae),
+    CriticCredit: Estimator(critic),
+    BilevelGae: Estimator(bilevel_gae),
+}
+"""The estimators of this module, by the class of their options."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from turnwise.options.algorithm import CreditSection, Gdpo, Gpg, Grpo, Opo, ReinforcePpBaseline, Remax, Rloo
 from turnwise.rewards.credit.credit import (
     Advantages,
     Episode,
     EpisodeGroups,
-    Scale,
+    Estimator,
     centred,
     divisors,
     leave_one_out,
@@ -23,7 +24,7 @@ from turnwise.user_code.reward_number import equal_rewards, is_rounding
 __all__ = ["gdpo", "gpg", "grpo", "opo", "reinforce_pp_baseline", "remax", "rloo"]
 
 
-def grpo(batch: EpisodeGroups, *, scale: Scale = "std") -> Advantages:
+def grpo(batch: EpisodeGroups, options: Grpo = Grpo()) -> Advantages:
     """Group-relative outcome advantage: `(R - mean) / (std + 1e-6)`, the same number for all turns of a conversation.
 
     The mean is that of the group. `scale="std"` divides by the standard deviation of the group's rewards, `scale="batch"` by
@@ -44,12 +45,12 @@ def grpo(batch: EpisodeGroups, *, scale: Scale = "std") -> Advantages:
         batch,
         [
             [value / divisor for value in centred(group)]
-            for group, divisor in zip(rewards, divisors(rewards, scale), strict=True)
+            for group, divisor in zip(rewards, divisors(rewards, options.scale), strict=True)
         ],
     )
 
 
-def rloo(batch: EpisodeGroups) -> Advantages:
+def rloo(batch: EpisodeGroups, options: Rloo = Rloo()) -> Advantages:
     """REINFORCE leave-one-out: R minus the mean reward of the other conversations of the group.
 
     This is `n / (n - 1)` times `grpo` with `scale="none"`. A group of one has nothing to compare with: its advantage is 0.
@@ -64,7 +65,7 @@ def rloo(batch: EpisodeGroups) -> Advantages:
     return _for_all_turns(batch, [leave_one_out(group) for group in _rewards(batch)])
 
 
-def opo(batch: EpisodeGroups) -> Advantages:
+def opo(batch: EpisodeGroups, options: Opo = Opo()) -> Advantages:
     """R minus a mean in which each conversation of the group counts by its number of trained tokens.
 
     The weights approximate the baseline with the smallest variance of the gradient. A group of one has advantage 0, and so has
@@ -88,7 +89,7 @@ def opo(batch: EpisodeGroups) -> Advantages:
     return _for_all_turns(batch, [of_group(group) for group in batch])
 
 
-def gpg(batch: EpisodeGroups) -> Advantages:
+def gpg(batch: EpisodeGroups, options: Gpg = Gpg()) -> Advantages:
     """`alpha * (R - mean)`, where alpha makes up for groups without a gradient.
 
     alpha is the number of conversations of the batch, divided by the number of those whose group has unequal rewards. (verl
@@ -107,7 +108,7 @@ def gpg(batch: EpisodeGroups) -> Advantages:
     return _for_all_turns(batch, [[alpha * value for value in centred(group)] for group in rewards])
 
 
-def remax(batch: EpisodeGroups) -> Advantages:
+def remax(batch: EpisodeGroups, options: Remax = Remax()) -> Advantages:
     """R minus the reward of the greedy conversation of the same row (`Episode.baseline`).
 
     The greedy conversation is sampled at temperature 0 and is not trained on. A group of one needs nothing else. Equal rewards
@@ -127,7 +128,7 @@ def remax(batch: EpisodeGroups) -> Advantages:
     return _for_all_turns(batch, [[advantage(episode) for episode in group] for group in batch])
 
 
-def reinforce_pp_baseline(batch: EpisodeGroups) -> Advantages:
+def reinforce_pp_baseline(batch: EpisodeGroups, options: ReinforcePpBaseline = ReinforcePpBaseline()) -> Advantages:
     """REINFORCE++ with a group baseline: `R - mean` of the group, then whitened over all trained tokens of the batch.
 
     Whitening subtracts the mean over tokens and divides by their standard deviation. Because tokens are counted, the mean is not
@@ -148,14 +149,14 @@ def reinforce_pp_baseline(batch: EpisodeGroups) -> Advantages:
     return _for_all_turns(batch, [[(value - mean) * factor for value in group] for group in values])
 
 
-def gdpo(batch: EpisodeGroups, *, weights: Mapping[str, float] = {}) -> Advantages:
+def gdpo(batch: EpisodeGroups, options: Gdpo = Gdpo()) -> Advantages:
     """Normalises each part of the reward within its group, adds the parts, and normalises the sum over the batch.
 
     The parts are those of `Trajectory.rewards`: each reward function, and `turns` for the rewards of the environment. They are
-    multiplied by the weights of the recipe, which the division by the standard deviation would remove. Therefore `weights` has
-    the weight of each part, and a normalised part is multiplied by its absolute value. A part without an entry has weight 1. A
-    conversation that a function did not score has 0 for this part, and is not in its statistics. A group of one has 0 for all
-    parts.
+    multiplied by the weights of the recipe, which the division by the standard deviation would remove. Therefore
+    `Episode.weights` has the weight of each part, and a normalised part is multiplied by its absolute value. A part without an
+    entry has weight 1. A conversation that a function did not score has 0 for this part, and is not in its statistics. A group
+    of one has 0 for all parts.
 
     Paper: GDPO, arXiv 2601.05242.
 
@@ -173,7 +174,7 @@ def gdpo(batch: EpisodeGroups, *, weights: Mapping[str, float] = {}) -> Advantag
             places = [place for place, episode in enumerate(group) if name in episode.parts]
             values = [group[place].parts[name] for place in places]
             # without an epsilon: parts of different size must count exactly the same
-            factor = abs(weights.get(name, 1.0)) / (1.0 if equal_rewards(values) else statistics.stdev(values))
+            factor = abs(group[0].weights.get(name, 1.0)) / (1.0 if equal_rewards(values) else statistics.stdev(values))
             for place, value in zip(places, centred(values), strict=True):
                 sums[place] += factor * value
         return sums
@@ -197,3 +198,15 @@ def _for_all_turns(batch: EpisodeGroups, values: Sequence[Sequence[float]]) -> A
         [[value] * episode.turns for episode, value in zip(group, of_group, strict=True)]
         for group, of_group in zip(batch, values, strict=True)
     ]
+
+
+ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
+    Grpo: Estimator(grpo),
+    Rloo: Estimator(rloo),
+    Opo: Estimator(opo),
+    Gpg: Estimator(gpg),
+    Remax: Estimator(remax),
+    ReinforcePpBaseline: Estimator(reinforce_pp_baseline),
+    Gdpo: Estimator(gdpo),
+}
+"""The estimators of this module, by the class of their options."""

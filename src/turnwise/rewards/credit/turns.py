@@ -12,25 +12,39 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
+from turnwise.options.algorithm import (
+    CreditSection,
+    Discounted,
+    Gigpo,
+    Grpo,
+    Igpo,
+    Kevin,
+    MtGrpo,
+    ReinforcePp,
+    Shared,
+    TurnPotential,
+    TurnReturn,
+)
 from turnwise.rewards.credit.credit import (
     Advantages,
     Episode,
     EpisodeGroups,
+    Estimator,
     Scale,
     centred,
     divisors,
     leave_one_out,
     return_to_go,
     whitening,
+    with_potentials,
+    with_states,
 )
 from turnwise.rewards.credit.outcome import grpo
 from turnwise.user_code.reward_number import equal_rewards
 
 __all__ = [
-    "Baseline",
     "discounted",
     "gigpo",
     "igpo",
@@ -45,14 +59,11 @@ __all__ = [
 
 # Accumulate first, centre afterwards
 
-Baseline = Literal["group", "none"]
-"""Whether returns are compared with those of the other conversations of the group."""
-
 Returns = list[list[list[float]]]
 """For each group, conversation and turn: a number."""
 
 
-def turn_return(batch: EpisodeGroups, *, gamma: float = 1.0, scale: Scale = "std") -> Advantages:
+def turn_return(batch: EpisodeGroups, options: TurnReturn = TurnReturn()) -> Advantages:
     """The return from the turn on, minus the mean return of the other conversations of the group at the same turn.
 
     `A_t = G_t - mean of G_t of the other conversations that have turn t`. If no other conversation has turn t, the mean is that
@@ -65,27 +76,27 @@ def turn_return(batch: EpisodeGroups, *, gamma: float = 1.0, scale: Scale = "std
     Example: returns (3, 2) and (1,). The first turns are compared with each other. The second turn of the first conversation is
     compared with the last turn of the other: 2 - 1.
 
-    >>> rounded(turn_return([[Episode([1.0, 2.0]), Episode([1.0])]], scale="none"))
+    >>> rounded(turn_return([[Episode([1.0, 2.0]), Episode([1.0])]], TurnReturn(scale="none")))
     [[[2.0, 1.0], [-2.0]]]
     """
-    returns = [[return_to_go(episode.received, gamma) for episode in group] for group in batch]
-    return _scaled(batch, returns, _minus_others(batch, returns), scale)
+    returns = [[return_to_go(episode.received, options.gamma) for episode in group] for group in batch]
+    return _scaled(batch, returns, _minus_others(batch, returns), options.scale)
 
 
-def shared(batch: EpisodeGroups, *, baseline: Baseline = "group") -> Advantages:
+def shared(batch: EpisodeGroups, options: Shared = Shared()) -> Advantages:
     """Each turn has the final reward R of the conversation: the first scheme of the multi-turn note.
 
     `baseline="group"` subtracts the mean R of the other conversations of the group (this is `rloo`); a group of one has
     advantage 0. `baseline="none"` subtracts nothing: the advantages are the numbers of the note, and equal rewards have
     advantages other than 0.
 
-    >>> rounded(shared([[Episode([0.0, 0.0], outcome=1.0), Episode([0.0])]], baseline="none"))
+    >>> rounded(shared([[Episode([0.0, 0.0], outcome=1.0), Episode([0.0])]], Shared(baseline="none")))
     [[[1.0, 1.0], [0.0]]]
     >>> rounded(shared([[Episode([0.0, 0.0], outcome=1.0), Episode([0.0])]]))
     [[[1.0, 1.0], [-1.0]]]
     """
     returns = [[[episode.reward] * episode.turns for episode in group] for group in batch]
-    if baseline == "none":
+    if options.baseline == "none":
         return _scaled(batch, returns, returns, "none")
     centred_rewards = [leave_one_out([episode.reward for episode in group]) for group in batch]
     values = [
@@ -95,7 +106,7 @@ def shared(batch: EpisodeGroups, *, baseline: Baseline = "group") -> Advantages:
     return _scaled(batch, returns, values, "none")
 
 
-def discounted(batch: EpisodeGroups, *, gamma: float = 0.95, baseline: Baseline = "group") -> Advantages:
+def discounted(batch: EpisodeGroups, options: Discounted = Discounted()) -> Advantages:
     """A turn has `R * gamma^(turns after it)`: the second scheme of the multi-turn note.
 
     R is the final reward of the conversation. `baseline="group"` subtracts the mean of `R * gamma^(turns after it)` over the
@@ -103,17 +114,17 @@ def discounted(batch: EpisodeGroups, *, gamma: float = 0.95, baseline: Baseline 
     `baseline="none"` subtracts nothing.
     The estimator prefers short conversations: it follows the gradient of the discounted reward.
 
-    >>> rounded(discounted([[Episode([0.0, 0.0, 0.0], outcome=1.0)]], gamma=0.5, baseline="none"))
+    >>> rounded(discounted([[Episode([0.0, 0.0, 0.0], outcome=1.0)]], Discounted(gamma=0.5, baseline="none")))
     [[[0.25, 0.5, 1.0]]]
     """
     returns = [
-        [[episode.reward * gamma**later for later in reversed(range(episode.turns))] for episode in group]
+        [[episode.reward * options.gamma**later for later in reversed(range(episode.turns))] for episode in group]
         for group in batch
     ]
-    return _scaled(batch, returns, returns if baseline == "none" else _minus_others(batch, returns), "none")
+    return _scaled(batch, returns, returns if options.baseline == "none" else _minus_others(batch, returns), "none")
 
 
-def kevin(batch: EpisodeGroups, *, gamma: float = 0.4, scale: Scale = "std") -> Advantages:
+def kevin(batch: EpisodeGroups, options: Kevin = Kevin()) -> Advantages:
     """The discounted return from the turn on, normalised over all turns of all conversations of the group.
 
     `A_t = (G_t - mean) / (std + 1e-6)`, with one mean and one standard deviation for all turns of the group. A group with a
@@ -126,10 +137,10 @@ def kevin(batch: EpisodeGroups, *, gamma: float = 0.4, scale: Scale = "std") -> 
 
     Example, gamma 0.5: the returns are 1 + 0.5 * 2 = 2, 2 and 0.5; their mean is 1.5.
 
-    >>> rounded(kevin([[Episode([1.0, 2.0]), Episode([0.5])]], gamma=0.5, scale="none"))
+    >>> rounded(kevin([[Episode([1.0, 2.0]), Episode([0.5])]], Kevin(gamma=0.5, scale="none")))
     [[[0.5, 0.5], [-1.0]]]
     """
-    returns = [[return_to_go(episode.received, gamma) for episode in group] for group in batch]
+    returns = [[return_to_go(episode.received, options.gamma) for episode in group] for group in batch]
 
     def of_group(group: Sequence[Episode], of_episodes: Sequence[Sequence[float]]) -> list[list[float]]:
         pooled = _trained(group, of_episodes)
@@ -139,12 +150,10 @@ def kevin(batch: EpisodeGroups, *, gamma: float = 0.4, scale: Scale = "std") -> 
         return [[value - mean for value in values] for values in of_episodes]
 
     values = [of_group(group, of_episodes) for group, of_episodes in zip(batch, returns, strict=True)]
-    return _scaled(batch, returns, values, scale)
+    return _scaled(batch, returns, values, options.scale)
 
 
-def gigpo(
-    batch: EpisodeGroups, *, omega: float = 1.0, gamma: float = 0.95, scale: Literal["std", "none"] = "none"
-) -> Advantages:
+def gigpo(batch: EpisodeGroups, options: Gigpo = Gigpo()) -> Advantages:
     """The advantage of the conversation, plus `omega` times the advantage among all turns in the same state.
 
     `A_t = (R - mean R of the group) + omega * (G_t - mean G of the turns of the group whose state is that before turn t)`.
@@ -159,30 +168,30 @@ def gigpo(
     Example: both conversations begin in state a. The first returns are 1 and 0, and so are the rewards.
 
     >>> first, second = Episode([0.0, 1.0], states_T=["a", "b"]), Episode([0.0], states_T=["a"])
-    >>> rounded(gigpo([[first, second]], gamma=1.0))
+    >>> rounded(gigpo([[first, second]], Gigpo(gamma=1.0)))
     [[[1.0, 0.5], [-1.0]]]
     """
     advantages: Returns = []
     for group in batch:
         rewards = [episode.reward for episode in group]
-        (of_group,) = divisors([rewards], scale)
+        (of_group,) = divisors([rewards], options.scale)
         values = [[value / of_group] * episode.turns for value, episode in zip(centred(rewards), group, strict=True)]
         turns_in: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        returns = [return_to_go(episode.received, gamma) for episode in group]
+        returns = [return_to_go(episode.received, options.gamma) for episode in group]
         for number, episode in enumerate(group):
             for turn, state in enumerate(episode.states_T):
                 if state is not None and episode.trained_T[turn]:
                     turns_in[state].append((number, turn))
         for turns in turns_in.values():
             compared = [returns[number][turn] for number, turn in turns]
-            (of_state,) = divisors([compared], scale)
+            (of_state,) = divisors([compared], options.scale)
             for (number, turn), value in zip(turns, centred(compared), strict=True):
-                values[number][turn] += omega * value / of_state
+                values[number][turn] += options.omega * value / of_state
         advantages.append(values)
     return _scaled(batch, advantages, advantages, "none")
 
 
-def reinforce_pp(batch: EpisodeGroups, *, gamma: float = 1.0) -> Advantages:
+def reinforce_pp(batch: EpisodeGroups, options: ReinforcePp = ReinforcePp()) -> Advantages:
     """REINFORCE++: the return from a token on, whitened over all trained tokens of the batch.
 
     The reward of a turn is received at its last token; `gamma` discounts each sampled token. Whitening subtracts the mean over
@@ -199,11 +208,11 @@ def reinforce_pp(batch: EpisodeGroups, *, gamma: float = 1.0) -> Advantages:
 
     >>> rounded(reinforce_pp([[Episode([1.0], tokens_T=[2]), Episode([0.0], tokens_T=[2])]]))
     [[[0.866], [-0.866]]]
-    >>> rounded(reinforce_pp([[Episode([1.0], tokens_T=[2]), Episode([0.0], tokens_T=[2])]], gamma=0.5))
+    >>> rounded(reinforce_pp([[Episode([1.0], tokens_T=[2]), Episode([0.0], tokens_T=[2])]], ReinforcePp(gamma=0.5)))
     [[[[0.261, 1.306]], [[-0.783, -0.783]]]]
     """
     episodes = [episode for group in batch for episode in group]
-    returns = [_token_returns(episode, gamma) for episode in episodes]
+    returns = [_token_returns(episode, options.gamma) for episode in episodes]
     trained = [
         value
         for episode, of_turns in zip(episodes, returns, strict=True)
@@ -218,7 +227,7 @@ def reinforce_pp(batch: EpisodeGroups, *, gamma: float = 1.0) -> Advantages:
         for values, included in zip(of_turns, episode.trained_T, strict=True):
             # with gamma 1 and without penalties, all tokens of a turn have the same return: one number stands for them
             tokens = [(value - mean) * factor if included else 0.0 for value in values]
-            by_token = gamma != 1.0 or episode.has_penalties
+            by_token = options.gamma != 1.0 or episode.has_penalties
             entries.append(tokens if by_token else (tokens[0] if tokens else 0.0))
         whitened.append(entries)
     result = iter(whitened)
@@ -292,7 +301,7 @@ Normalised = dict[tuple[int, int], float]
 """Normalised rewards by conversation and turn."""
 
 
-def mt_grpo(batch: EpisodeGroups, *, outcome_weight: float = 1.0, scale: Literal["std", "none"] = "std") -> Advantages:
+def mt_grpo(batch: EpisodeGroups, options: MtGrpo = MtGrpo()) -> Advantages:
     """The normalised reward of the turn, plus the normalised outcome; for the last turn only the outcome.
 
     The reward of turn t is normalised over the conversations of the group that have turn t; the outcome (the reward of the last
@@ -306,18 +315,18 @@ def mt_grpo(batch: EpisodeGroups, *, outcome_weight: float = 1.0, scale: Literal
 
     Example: the first turns have the rewards 1 and 0 (mean 0.5), the outcomes are 2 and 0 (mean 1).
 
-    >>> rounded(mt_grpo([[Episode([1.0, 0.0], outcome=2.0), Episode([0.0, 0.0])]], scale="none"))
+    >>> rounded(mt_grpo([[Episode([1.0, 0.0], outcome=2.0), Episode([0.0, 0.0])]], MtGrpo(scale="none")))
     [[[1.5, 1.0], [-1.5, -1.0]]]
     """
 
     def of_group(group: Sequence[Episode]) -> list[list[float | Sequence[float]]]:
-        outcome = _normalised(group, [(n, one.turns - 1) for n, one in enumerate(group) if one.turns], scale)
+        outcome = _normalised(group, [(n, one.turns - 1) for n, one in enumerate(group) if one.turns], options.scale)
         rewards: Normalised = {}
         for turn in range(max((episode.turns for episode in group), default=0)):
-            rewards |= _normalised(group, _trained_turns(group, turn), scale)
+            rewards |= _normalised(group, _trained_turns(group, turn), options.scale)
         return [
             [
-                (outcome_weight if turn < episode.turns - 1 else 1.0) * outcome[number, episode.turns - 1]
+                (options.outcome_weight if turn < episode.turns - 1 else 1.0) * outcome[number, episode.turns - 1]
                 + (rewards[number, turn] if turn < episode.turns - 1 else 0.0)
                 if episode.trained_T[turn]
                 else 0.0
@@ -329,13 +338,7 @@ def mt_grpo(batch: EpisodeGroups, *, outcome_weight: float = 1.0, scale: Literal
     return [of_group(group) for group in batch]
 
 
-def igpo(
-    batch: EpisodeGroups,
-    *,
-    gamma: float = 1.0,
-    normalise: Literal["separate", "joint"] = "separate",
-    scale: Literal["std", "none"] = "std",
-) -> Advantages:
+def igpo(batch: EpisodeGroups, options: Igpo = Igpo()) -> Advantages:
     """Normalised rewards, accumulated afterwards: `A_t = z_t + gamma * z_(t+1) + ...`.
 
     z is the reward of a turn, normalised over all turns of the group. `separate`: the rewards of the last turns (the outcome) are
@@ -349,7 +352,7 @@ def igpo(
 
     Example: the outcomes 1 and 0 have mean 0.5, the turn rewards 0.4 and 0 have mean 0.2.
 
-    >>> rounded(igpo([[Episode([0.4, 1.0]), Episode([0.0, 0.0])]], scale="none"))
+    >>> rounded(igpo([[Episode([0.4, 1.0]), Episode([0.0, 0.0])]], Igpo(scale="none")))
     [[[0.7, 0.5], [-0.7, -0.5]]]
     """
 
@@ -361,12 +364,12 @@ def igpo(
         ]
         last = [(number, turn) for number, turn in turns if turn == group[number].turns - 1]
         earlier = [(number, turn) for number, turn in turns if turn < group[number].turns - 1]
-        sets = [turns] if normalise == "joint" else [last, earlier]
+        sets = [turns] if options.normalise == "joint" else [last, earlier]
         z: Normalised = {}
         for places in sets:
-            z |= _normalised(group, places, scale)
+            z |= _normalised(group, places, options.scale)
         returns = [
-            return_to_go([z.get((number, turn), 0.0) for turn in range(episode.turns)], gamma)
+            return_to_go([z.get((number, turn), 0.0) for turn in range(episode.turns)], options.gamma)
             for number, episode in enumerate(group)
         ]
         return [
@@ -377,9 +380,7 @@ def igpo(
     return [of_group(group) for group in batch]
 
 
-def turn_potential(
-    batch: EpisodeGroups, *, decay: float = 0.5, weight: float = 1.0, initial: float = 0.0, scale: Scale = "std"
-) -> Advantages:
+def turn_potential(batch: EpisodeGroups, options: TurnPotential = TurnPotential()) -> Advantages:
     """The advantage of `grpo`, plus the changes of a score of the state.
 
     The environment or a turn reward function scores the state after a turn (`Episode.potentials_T`). The change
@@ -399,12 +400,12 @@ def turn_potential(
     >>> rounded(turn_potential([[first, Episode([0.0])]]))
     [[[0.5, 0.4], [0.0]]]
     """
-    advantages = grpo(batch, scale=scale)
+    advantages = grpo(batch, Grpo(scale=options.scale))
     for group, of_group in zip(batch, advantages, strict=True):
         for episode, values in zip(group, of_group, strict=True):
-            shares = _shares(episode, decay, initial)
+            shares = _shares(episode, options.decay, options.initial)
             values[:] = [
-                float(value) + weight * share if isinstance(value, float | int) else value
+                float(value) + options.weight * share if isinstance(value, float | int) else value
                 for value, share in zip(values, shares, strict=True)
             ]
     return advantages
@@ -430,10 +431,24 @@ def _trained_turns(group: Sequence[Episode], turn: int) -> list[tuple[int, int]]
     return [(n, turn) for n, episode in enumerate(group) if turn < episode.turns and episode.trained_T[turn]]
 
 
-def _normalised(
-    group: Sequence[Episode], places: Sequence[tuple[int, int]], scale: Literal["std", "none"]
-) -> Normalised:
+def _normalised(group: Sequence[Episode], places: Sequence[tuple[int, int]], scale: Scale) -> Normalised:
     """The rewards at these turns, centred and divided by their standard deviation."""
     rewards = [group[number].received[turn] for number, turn in places]
     (divisor,) = divisors([rewards], scale)
     return {place: value / divisor for place, value in zip(places, centred(rewards), strict=True)}
+
+
+ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
+    TurnReturn: Estimator(turn_return),
+    Shared: Estimator(shared),
+    Discounted: Estimator(discounted),
+    Kevin: Estimator(kevin),
+    Gigpo: Estimator(gigpo, read=lambda trajectory, options: with_states(trajectory, key=options.state_key)),
+    ReinforcePp: Estimator(reinforce_pp),
+    MtGrpo: Estimator(mt_grpo),
+    Igpo: Estimator(igpo),
+    TurnPotential: Estimator(
+        turn_potential, read=lambda trajectory, options: with_potentials(trajectory, key=options.key)
+    ),
+}
+"""The estimators of this module, by the class of their options."""

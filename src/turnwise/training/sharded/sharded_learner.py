@@ -169,7 +169,7 @@ class ShardedLearner(LearnerBase):
     def __init__(self, ranks: Ranks, options: ShardOptions) -> None:
         self.leader = Leader(ranks)
         """Runs commands on all ranks; a critic on the same ranks uses it, too."""
-        self.loss = make_loss(options.loss)
+        self.loss = make_loss(options.loss, options.correction)
         self._report: ShardReport = self.leader.run(Build(options))
 
     @property

@@ -218,7 +218,7 @@ class ModelShard:
         if options.deterministic:
             use_deterministic_algorithms()
         self.ranks = ranks
-        self._loss = make_loss(options.loss)
+        self._loss = make_loss(options.loss, options.correction)
         loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=ranks.leads)
         self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
         self.model: Any = self._sharded.model
@@ -238,7 +238,7 @@ class ModelShard:
             share_prompts=shares,
             logprob_kinds=options.sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
-            measure_zero=self._loss.correction is not None,
+            measure_zero=self._loss.corrects,
             micro_batch_tokens=default_micro_batch_tokens(ranks.device),
             parallel=ranks.size,
         )
@@ -249,7 +249,7 @@ class ModelShard:
         if not self._loss.needs_reference and config is None:
             return None
         path = None if config is None else config.path
-        separate = config is not None and config.separate
+        separate = config is not None and config.source == "copy"
         if self.trains_adapter and path is None and not separate:
             return ShardedReference(self._forward, self.model, None)
         # without a path, the files that the trained model was loaded from: its weights before training
@@ -266,7 +266,7 @@ class ModelShard:
     ) -> list[torch.Tensor]:
         """The log-probabilities [N] of this rank's micro-batches, on the CPU; fewer if rank 0 has set its flag."""
         if reference and self.reference is None:
-            raise ValueError("this learner has no reference model: give it a ReferenceConfig")
+            raise ValueError("this learner has no reference model: give it a ReferenceSection")
         compute = self.reference.logprobs if reference and self.reference is not None else self._logprobs
         return measure_rounds(self.ranks, mine, rounds, stop, compute)
 
@@ -312,7 +312,7 @@ class ModelShard:
     def mix_reference(self, share: float) -> None:
         """See `Learner.mix_reference`."""
         if self.reference is None:
-            raise ValueError("this learner has no reference model: give it a ReferenceConfig")
+            raise ValueError("this learner has no reference model: give it a ReferenceSection")
         self.reference.mix(self.model, share)
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
