@@ -376,7 +376,7 @@ class ThreadedEnvironment:
         assert self._thread is not None, "step before begin"
         return await self._thread.run(lambda: self._begun_environment.step(turn), kind="environment")
 
-    async def final_reward(self) -> float:
+    async def final_reward(self) -> float | None:
         if self._thread is None or not isinstance(self._environment, FinalReward):
             return 0.0
         return await self._thread.run(self._environment.final_reward, kind="environment")

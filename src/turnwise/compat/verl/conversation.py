@@ -451,12 +451,12 @@ class Conversation:
         counts = [] if self._setup.records_rewards else [*rewards.values()]
         return replace(reply, reward=added([reply.reward, *counts]), info={**reply.info, **_reward_info(rewards)})
 
-    async def final_reward(self) -> float:
+    async def final_reward(self) -> float | None:
         rewards = await self._rewards()
         if self._last is not None:
             self._last.info.update(_reward_info(rewards))
-        behind = await self._behind.final_reward() if isinstance(self._behind, FinalReward) else 0.0
-        return behind + (0.0 if self._setup.records_rewards else sum(rewards.values()))
+        behind = await self._behind.final_reward() if isinstance(self._behind, FinalReward) else None
+        return added([behind, *([] if self._setup.records_rewards else rewards.values())])
 
     async def close(self) -> None:
         await _together([*(tool.release() for tool in self._tools), *_closing(self._behind)], seconds=_SECONDS)
