@@ -378,7 +378,7 @@ class ThreadedEnvironment:
 
     async def final_reward(self) -> float | None:
         if self._thread is None or not isinstance(self._environment, FinalReward):
-            return 0.0
+            return None
         return await self._thread.run(self._environment.final_reward, kind="environment")
 
     async def close(self) -> None:
