@@ -89,7 +89,7 @@ class NamedSection(Section):
     """The base of the classes of a section that is chosen by name. Each class has a field `name` with one possible value."""
 
     if TYPE_CHECKING:
-        name: Any
+        name: Any = None
 
 
 @dataclass(frozen=True, slots=True)
