@@ -36,7 +36,7 @@ class Part:
 
 PARTS = {
     "rewards": Part(("rewards/*",), ("tests/rewards",)),
-    "training": Part(("training/*", "models/*"), ("tests/training", "tests/engines/test_distribution.py")),
+    "training": Part(("training/*", "models/*"), ("tests/training", "tests/engines/test_local_sampling.py")),
     "rollout": Part(("rollout/*",), ("tests/rollout",)),
     "chat": Part(("chat/*",), ("tests/chat",)),
     "local": Part(("engines/local/*",), ("tests/engines",)),
@@ -44,8 +44,6 @@ PARTS = {
         ("train.py", "runs/health.py"),
         (
             "tests/test_train.py",
-            "tests/test_train_loss.py",
-            "tests/runs/test_learning_watch.py",
             "tests/runs/test_health.py",
         ),
     ),

@@ -1,4 +1,4 @@
-"""The Python interface: recipes with live objects, the commands as functions, typed results, a running event loop."""
+"""The Python interface: recipes with live objects, commands as functions, evaluations, typed results, a running loop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 import yaml
 
+import turnwise
 from support import byte_tokenizer
 from support.places import low_bytes
-from support.tiny import tiny_model
+from support.tiny import save_model, tiny_model
 from turnwise import Opening, Reply, environment, record
-from turnwise.api import Recipe, Step, StopTraining, rollout, sft, train
+from turnwise.api import EvaluationRun, Recipe, Step, StopTraining, rollout, sft, train
 from turnwise.errors import ConfigError, DataError
 from turnwise.user_code.references import is_live, live_object, reference_to
 
+# The Python interface: recipes with live objects, the commands as functions, typed results, a running event loop.
+
+
 ROWS = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(4)]
+
 SMALL = {"steps": 2, "batch_size": 2, "group_size": 2}
 
 
@@ -49,6 +54,7 @@ def local_objects() -> tuple[Any, Any, Any]:
     return ask, length, look_up
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_train_with_live_objects(model: Path, tmp_path: Path) -> None:
     ask, length, look_up = local_objects()
     steps: list[Step] = []
@@ -81,6 +87,7 @@ def test_train_with_live_objects(model: Path, tmp_path: Path) -> None:
     assert list(record.to_pandas(result.directory)["row"]) == list(frame["row"])
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_a_resumed_run_finds_its_objects(model: Path, tmp_path: Path) -> None:
     ask, _, _ = local_objects()
     options: dict[str, Any] = {
@@ -93,6 +100,7 @@ def test_a_resumed_run_finds_its_objects(model: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in result.metrics] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_a_callback_can_stop_the_run(model: Path, tmp_path: Path) -> None:
     class Stops:
         evaluations = 0
@@ -114,6 +122,7 @@ def test_a_callback_can_stop_the_run(model: Path, tmp_path: Path) -> None:
     assert json.loads((result.model.parent / "run.json").read_text())["checkpoint"] == 2
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_in_a_running_event_loop(model: Path, tmp_path: Path) -> None:
     """As in a notebook: the function is called while a loop runs in the thread."""
 
@@ -129,6 +138,7 @@ def test_in_a_running_event_loop(model: Path, tmp_path: Path) -> None:
     assert all(t.reward is not None for t in trajectories)
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_sft(model: Path, tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}] * 4
     result = sft(model=model, rows=rows, sft={"epochs": 1, "batch_size": 2}, output=tmp_path / "run", progress=False)
@@ -136,6 +146,7 @@ def test_sft(model: Path, tmp_path: Path) -> None:
     assert result.metrics[0]["loss"] > 0
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_a_model_object_and_a_data_set(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     tokenizer = byte_tokenizer()
@@ -154,6 +165,7 @@ def test_a_model_object_and_a_data_set(tmp_path: Path) -> None:
     assert (tmp_path / "run-start-model" / "config.json").is_file()  # so that the run can be resumed
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_yaml_and_back(model: Path, tmp_path: Path) -> None:
     recipe = Recipe(model=model, rows="rows.jsonl", environment=low_bytes, train={"steps": 7}, loss="gspo")
     assert recipe.config.environment.use == "support.places:low_bytes"
@@ -168,6 +180,7 @@ def test_yaml_and_back(model: Path, tmp_path: Path) -> None:
         recipe.with_options(environment=ask).to_yaml(tmp_path / "other.yaml")
 
 
+@pytest.mark.usefixtures("no_objects_left")
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -186,6 +199,7 @@ def test_wrong_options(options: dict[str, Any], problem: str) -> None:
         Recipe(**options)
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_wrong_calls(model: Path, tmp_path: Path) -> None:
     recipe = Recipe(model=model, rows=["missing.jsonl"], environment=low_bytes, output=tmp_path / "run")
     with pytest.raises(ConfigError, match="both given"):
@@ -198,6 +212,7 @@ def test_wrong_calls(model: Path, tmp_path: Path) -> None:
         train(recipe.with_options(rows=[ROWS[0], 5]), progress=False)  # type: ignore[list-item]
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_references() -> None:
     _, length, _ = local_objects()
     assert reference_to(low_bytes, name="environment") == "support.places:low_bytes"
@@ -215,7 +230,7 @@ def test_references() -> None:
         live_object("live:nothing", key="environment")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def no_objects_left() -> Iterator[None]:
     from turnwise.user_code import references
 
@@ -223,6 +238,7 @@ def no_objects_left() -> Iterator[None]:
     references._objects.clear()
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_curves_are_drawn_without_changing_the_backend_of_a_notebook(tmp_path: Path) -> None:
     code = """
 import sys
@@ -239,6 +255,7 @@ assert "matplotlib.pyplot" not in sys.modules
     assert (tmp_path / "loss.png").stat().st_size > 5_000
 
 
+@pytest.mark.usefixtures("no_objects_left")
 def test_modules_beside_functions_of_the_same_name_can_be_imported() -> None:
     import turnwise.rollout.rollout as loop
     import turnwise.sft.fine_tune as run
@@ -251,3 +268,87 @@ def test_modules_beside_functions_of_the_same_name_can_be_imported() -> None:
     assert session is modules["turnwise.rollout.session"]
     assert steps is train  # the function, with the names of the module
     assert steps.assemble is modules["turnwise.train"].assemble
+
+
+# `turnwise.evaluate`: the models and the numbers of `turnwise eval`, with live objects and typed results.
+
+
+EVALUATE_ROWS = [{"prompt": f"{n}+1?", "answer": str(n + 1)} for n in range(3)]
+
+
+def options(model: Path, tmp_path: Path, **changes: Any) -> Any:
+    return {
+        "model": model, "environment": low_bytes, "limits": {"tokens_per_turn": 4, "turns": 2},
+        "eval": {"samples_per_row": 2, "pass_reward": 0.5}, "output": tmp_path / "run", "progress": False, **changes,
+    }  # fmt: skip
+
+
+def test_models_of_all_kinds_are_compared_on_the_same_rows(model: Path, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    trained = turnwise.train(
+        **options(model, tmp_path, rows=EVALUATE_ROWS, eval={}), train={"steps": 1, "batch_size": 2, "group_size": 2, "lr": 0.05},
+        credit="grpo",
+    )  # fmt: skip
+    run = turnwise.evaluate(
+        **options(model, tmp_path, eval_rows=(row for row in EVALUATE_ROWS), output=tmp_path / "compared"),
+        models={
+            "same": str(model),
+            "trained": trained,
+            "object": (tiny_model(vocabulary=len(tokenizer)), tokenizer),
+            "cold": {"eval": {"sampling": {"temperature": 0.01}}},
+        },
+    )
+    assert run.directory == tmp_path / "compared-eval"
+    assert list(run.models) == ["same", "trained", "object", "cold"]
+    assert Path(run.models["trained"].model).resolve() == trained.model.resolve()
+    assert [(c.first, c.second) for c in run.comparisons] == [(n, "same") for n in ("trained", "object", "cold")]
+    for name, of_model in run.models.items():
+        trajectories = list(run.trajectories(name))
+        assert of_model.conversations == len(trajectories) == 6
+        rewards = [t.reward for t in trajectories]
+        assert of_model.reward.mean == pytest.approx(sum(r for r in rewards if r is not None) / 6)
+        assert of_model.cost.sampled_tokens == sum(t.sampled_tokens for t in trajectories)
+    assert [t.id for t in run.trajectories("same")] == [t.id for t in run.trajectories("trained")]
+    frame = run.to_pandas()
+    assert list(frame["model"].unique()) == ["same", "trained", "object", "cold"]
+    assert len(frame) == 24
+    again = EvaluationRun(run.directory)
+    assert again.result == run.result
+    with pytest.raises(ConfigError, match=r"trajectories\(None\): give the name of one of the models: same, trained"):
+        run.trajectories()
+
+
+def test_an_evaluation_is_resumed_and_has_one_model_by_default(model: Path, tmp_path: Path) -> None:
+    first = turnwise.evaluate(**options(model, tmp_path, eval_rows=EVALUATE_ROWS))
+    lines = (first.directory / model.name / "trajectories.jsonl").read_bytes()
+    again = turnwise.evaluate(**options(model, tmp_path, eval_rows=EVALUATE_ROWS, resume="auto"), out=first.directory)
+    assert (again.directory / model.name / "trajectories.jsonl").read_bytes() == lines
+    assert again.result == first.result
+    assert [t.row["answer"] for t in again.trajectories()] == ["1", "1", "2", "2", "3", "3"]
+
+
+def test_several_turns_against_one_turn(model: Path, tmp_path: Path) -> None:
+    run = turnwise.evaluate(**options(model, tmp_path, eval_rows=EVALUATE_ROWS), single_turn=True)
+    several, single = run.models.values()
+    assert (several.single_turn, single.single_turn) == (False, True)
+    assert set(single.turns) == {1}
+    (comparison,) = run.comparisons
+    assert (comparison.first, comparison.second) == (several.name, single.name)
+
+
+def test_without_held_out_rows(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs held-out rows"):
+        turnwise.evaluate(**options(model, tmp_path, rows=EVALUATE_ROWS, eval={}))
+
+
+def test_a_recipe_file(model: Path, tmp_path: Path) -> None:
+    recipe = turnwise.Recipe(
+        **{
+            name: value
+            for name, value in options(model, tmp_path, rows=EVALUATE_ROWS, eval_rows=EVALUATE_ROWS[:1]).items()
+            if name != "progress"
+        }
+    )
+    run = turnwise.evaluate(recipe, models=[save_model(tmp_path / "other")], progress=False)
+    assert list(run.models) == ["other"]
+    assert run.result.rows == 1

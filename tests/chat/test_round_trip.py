@@ -1,13 +1,19 @@
-"""A written turn comes back unchanged from template, tokens and parser, or it is said what was lost."""
+"""What is sampled is what is recorded, and what is written comes back from template, tokens and parser, or is said to be lost."""
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from support import CHATML, byte_tokenizer, marked_tokenizer
+from support.conversations import Says, a_row, completion, hold
 from support.families import family_renderer, template_files
 from support.templates import (
     CALLS_FIRST,
@@ -21,10 +27,15 @@ from support.templates import (
 )
 from turnwise.chat.probes import TOOL
 from turnwise.chat.renderer import Renderer, lost_in_round_trip
-from turnwise.doctor.template import round_trip
+from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario, round_trip
+from turnwise.environments.users import ScriptedUser
 from turnwise.errors import TemplateError
 
+# A written turn comes back unchanged from template, tokens and parser, or it is said what was lost.
+
+
 FILES = template_files()
+
 ENDS = {
     MARKED_ANSWERS: "<|END_OF_TURN_TOKEN|>",
     CLOSES_NO_REASONING: "[e~[",
@@ -184,3 +195,245 @@ def test_no_turn_of_a_real_template_is_lost(path: Path) -> None:
         found = lost_in_round_trip(known, tools=False)  # it writes no calls
     why = next((text for name, text in BY_TEMPLATE.items() if path.stem.startswith(name)), None)
     assert [str(loss) for loss in found] == ([] if why is None else [f"words and a call: the template {why}"])
+
+
+# Tokenizers that do not come back: whatever ids are sampled, the record holds exactly those.
+
+
+TEXTS = [
+    "the user asked what the assistant said, and the assistant said nothing at all",
+    "naïve café 你好 grüße ﬁne ½ Ⅷ 1234 ... ??? \n\n  two  spaces\ttabs",
+    "<|im_start|>user\nabab baab abba<|im_end|>\n<|im_start|>assistant\n",
+]
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def _fast(core: Tokenizer, added: tuple[AddedToken, ...] = ()) -> PreTrainedTokenizerFast:
+    core.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    if added:
+        tokenizer.add_tokens(list(added))
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def byte_level(*, prefix_space: bool = False, added: tuple[AddedToken, ...] = ()) -> PreTrainedTokenizerFast:
+    """GPT-2's kind: merges of bytes; with a prefix space, what stands alone is cut otherwise than behind something."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core, added)
+
+
+def across_lines() -> PreTrainedTokenizerFast:
+    """Merges that no pre-tokenizer holds back: a line end and the word behind it may be one token."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(["assistant\nthe", "user\nthe", "\nabab", "n\nab"] * 20, trainer)
+    return _fast(core)
+
+
+def sentencepiece(
+    scheme: str = "legacy", *, template: str = CHATML, marks: tuple[str, ...] = ()
+) -> PreTrainedTokenizerFast:
+    """Llama 2's kind: a space in front of everything, characters that it does not know as bytes.
+
+    With the schemes `legacy` and `always`, the space is in front of each piece between special tokens too.
+    """
+    core = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    if scheme == "legacy":
+        core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    bytes_ = [f"<0x{value:02X}>" for value in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", *SPECIAL, *bytes_], show_progress=False)
+    core.train_from_iterator(TEXTS * 3, trainer)
+    core.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    tokenizer = _fast(core)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def unigram() -> PreTrainedTokenizerFast:
+    """T5's kind: pieces by likelihood, text normalised on the way in."""
+    core = Tokenizer(models.Unigram())
+    core.normalizer = normalizers.NFKC()
+    core.pre_tokenizer = pre_tokenizers.Metaspace()
+    core.decoder = decoders.Metaspace()
+    trainer = trainers.UnigramTrainer(
+        vocab_size=150, special_tokens=["<unk>", *SPECIAL], unk_token="<unk>", show_progress=False
+    )
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core)
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """BERT's kind: lower case, and the white space is gone."""
+    core = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    core.normalizer = normalizers.BertNormalizer()
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=220, special_tokens=["[UNK]", *SPECIAL], show_progress=False)
+    core.train_from_iterator(TEXTS * 3, trainer)
+    return _fast(core)
+
+
+GREEDY = (
+    AddedToken("<tool_call>", lstrip=True, rstrip=True, normalized=False),
+    AddedToken("abba", single_word=True, normalized=False),
+    AddedToken("said", normalized=True),
+)
+
+KINDS: dict[str, Any] = {
+    "merges of bytes": byte_level,
+    "a space in front": lambda: byte_level(prefix_space=True),
+    "merges across lines": across_lines,
+    "byte fallback": sentencepiece,
+    "normalised pieces": unigram,
+    "lower case words": word_piece,
+    "greedy added tokens": lambda: byte_level(added=GREEDY),
+}
+
+
+@cache
+def tokenizers_renderer(kind: str) -> Renderer:
+    return Renderer(KINDS[kind](), sanity="disable")
+
+
+class Samples(Says):
+    """Says token ids, and ends every turn by itself."""
+
+    async def generate(self, request: Any) -> Any:
+        return completion((await super().generate(request)).token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_the_record_holds_exactly_the_ids_that_were_sampled(kind: str, data: st.DataObject) -> None:
+    known = tokenizers_renderer(kind)
+    stop, size = known.stop_token_ids[0], len(known.tokenizer)
+    ids = st.lists(st.integers(0, size - 1).filter(lambda token: token != stop), min_size=1, max_size=10)
+    turns = [[*turn, stop] for turn in data.draw(st.lists(ids, min_size=1, max_size=3))]
+    users = data.draw(st.lists(st.text(max_size=12), min_size=len(turns) - 1, max_size=len(turns) - 1))
+    engine = Samples(*turns)
+    trajectory = hold(engine, lambda: ScriptedUser(users), renderer=known)
+    assert trajectory.error is None, trajectory.error
+    (segment,) = trajectory.segments
+    for number, said in enumerate(turns):
+        places = [place for place, turn in enumerate(segment.turn) if turn == number]
+        assert [segment.token_ids[place] for place in places] == said
+        assert places == list(range(places[0], places[0] + len(said)))
+        # and what the model was given is what is recorded in front of its words
+        assert list(engine.requests[number].token_ids) == list(segment.token_ids[: places[0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_said_to_the_model_is_cut_as_it_is_in_one_pass(kind: str) -> None:
+    """Behind a token that ends a turn, not as a text of its own, before which some tokenizers put a space."""
+    known = tokenizers_renderer(kind)
+    opening = known.encode_opening([{"role": "user", "content": "the user asked"}])
+    said = [*known.encode("nothing"), known.stop_token_ids[0]]
+    bridge = known.encode_bridge(said[-1], [{"role": "user", "content": "said what"}])
+    incremental = [*opening.token_ids, *said, *bridge.token_ids]
+    messages = [
+        {"role": "user", "content": "the user asked"},
+        {"role": "assistant", "content": known.decode(said[:-1])},
+        {"role": "user", "content": "said what"},
+    ]
+    text = known.template.render(messages, add_generation_prompt=True)
+    whole = list(known.tokenizer.encode(text, add_special_tokens=False))
+    assert incremental[-len(bridge.token_ids) :] == whole[-len(bridge.token_ids) :]
+    assert incremental[: len(opening.token_ids)] == list(opening.token_ids)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=[scenario.name for scenario in SCENARIOS])
+@pytest.mark.parametrize("kind", ["merges of bytes", "a space in front", "byte fallback"])
+def test_ids_are_compared_so_a_blank_before_every_stretch_is_no_difference(kind: str, scenario: Scenario) -> None:
+    found = check_scenario(Renderer(KINDS[kind]()), scenario)
+    assert found.exact, found.differs or found.refused
+
+
+@pytest.mark.parametrize("kind", ["merges of bytes", "a space in front", "byte fallback"])
+def test_a_conversation_whose_ids_are_those_of_the_one_pass_has_no_drift(kind: str) -> None:
+    known = Renderer(KINDS[kind]())
+    said = ["the user asked", "nothing at all"]
+    messages = [
+        {"role": "user", "content": "the assistant said"},
+        {"role": "assistant", "content": said[0]},
+        {"role": "user", "content": "what"},
+        {"role": "assistant", "content": said[1]},
+    ]
+    whole = list(
+        known.tokenizer.encode(known.template.render(messages, add_generation_prompt=False), add_special_tokens=False)
+    )
+    turns: list[list[int]] = []
+    for count in (1, 3):
+        shown = known.tokenizer.encode(
+            known.template.render(messages[:count], add_generation_prompt=True), add_special_tokens=False
+        )
+        assert whole[: len(shown)] == shown
+        turns.append(whole[len(shown) : whole.index(known.stop_token_ids[0], len(shown)) + 1])
+    trajectory = hold(Samples(*turns), lambda: ScriptedUser(["what"]), renderer=known, row=a_row("the assistant said"))
+    assert trajectory.error is None, trajectory.error
+    (segment,) = trajectory.segments
+    assert list(segment.token_ids) == whole[: len(segment)]
+    assert trajectory.template_mismatch is None
+
+
+CHANNEL = (
+    "{%- set ns = namespace(last=-1) %}"
+    "{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{%- for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.reasoning_content and loop.index0 > ns.last %}"
+    "<|channel>thought\n{{ message.reasoning_content }}\n<channel|>{% endif %}"
+    "{{ message.content }}<|im_end|>{% endfor %}"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Leaves out earlier reasoning, whose opening mark is a special token and a word behind it."""
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "always", "first"])
+def test_branch_begins_a_new_segment_whatever_spaces_a_tokenizer_puts_behind_special_tokens(scheme: str) -> None:
+    known = Renderer(sentencepiece(scheme, template=CHANNEL, marks=("<|channel>", "<channel|>")))
+    text = "<|channel>thought\nthe user asked\n<channel|>nothing at all<|im_end|>"
+    assert known.decode(known.encode(text)) == text
+    sampled = list(known.encode(text))
+    trajectory = hold(Samples(sampled, sampled), lambda: ScriptedUser(["what"]), renderer=known, thinking="branch")
+    assert trajectory.error is None, trajectory.error
+    assert [turn.reasoning for turn in trajectory.turns] == ["the user asked"] * 2
+    assert [turn.message["content"] for turn in trajectory.turns] == ["nothing at all"] * 2
+    first, second = trajectory.segments
+    assert "thought" in known.decode(first.token_ids)
+    served = known.decode(second.token_ids[: second.turn.index(1)])
+    assert "thought" not in served
+    assert "assistant\nnothing at all<|im_end|>" in served
+
+
+@pytest.mark.parametrize("scheme", ["legacy", "always"])
+def test_a_text_comes_back_from_its_tokens_without_the_spaces_behind_special_tokens(scheme: str) -> None:
+    known = Renderer(sentencepiece(scheme))
+    texts = ["<|im_start|>user\nasked<|im_end|>", "the <|im_end|><|im_start|>said"]
+    if scheme == "legacy":  # `always` encodes ` said` as `said`
+        texts += ["the <|im_end|> said", "<|im_start|>  two  spaces"]
+    for text in texts:
+        assert known.decode(known.encode(text)) == text
+    assert known.tokenizer.decode(known.encode("<|im_start|>user")) == "<|im_start|> user"

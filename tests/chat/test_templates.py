@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,28 +13,46 @@ from support import CHATML, byte_tokenizer
 from support.conversations import a_row, hold, scripted
 from support.families import family_renderer, template_files
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_profile import TemplateProblem
 from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario, preflight
 from turnwise.environments.environment import environment
 from turnwise.errors import TemplateError
 from turnwise.options.schema import Config
 from turnwise.types import Opening, Reply, Row, Turn
 
+# Chat templates of real models: written turn by turn, they are the one pass, or it is said where they are not.
+
+
 FILES = template_files()
+
 NAMES = [path.stem for path in FILES]
-pytestmark = pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
+
+needs_templates = pytest.mark.skipif(not FILES, reason="no chat templates on this machine: pip install trl==1.16.0")
 
 GENERATION_PROMPT = "opens reasoning in the generation prompt"
+
 END = "ends the last turn with"
+
 ONE_CALL = "only supports single tool-calls"
+
 FIRST_CALL = "writes only the first 1 of several calls in a turn"
+
 BEHIND = "writes the words beside a call behind the call"
+
 NO_CALL = "leaves out the content of a 'assistant' message"
+
 NO_WORDS = "leaves out the words beside a call"
+
 OTHER_WORDS = "writes different text around the answers"
+
 EVERY = tuple(scenario.name for scenario in SCENARIOS)
+
 USERS = ("retry by user", "retry by system")
+
 DEEPSEEK = {**dict.fromkeys(EVERY, GENERATION_PROMPT), "three tool rounds": OTHER_WORDS}
+
 R1 = {**DEEPSEEK, "words and a call": NO_CALL}
+
 NOT_EXACT: dict[str, dict[str, str]] = {
     "deepseek_r1_distill": R1,
     "deepseek_r1_distill_training": R1,
@@ -61,7 +81,6 @@ NOT_EXACT: dict[str, dict[str, str]] = {
 }
 """Where a template changes what it has written, by template and scenario; everywhere else the ids are those of the one pass."""
 
-
 OTHER_ORDER = {
     **{name: {"words and a call"} for name in ("gemma4", "gemma4_v3", "gemma4_v4", "gemma4_v5")},
     **{
@@ -73,6 +92,7 @@ OTHER_ORDER = {
 follow: the sanity check reports it."""
 
 
+@needs_templates
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
 def test_the_incremental_ids_are_those_of_the_one_pass_wherever_the_template_is_append_only(
@@ -115,6 +135,7 @@ def said(renderer: Renderer, scenario: Scenario) -> list[str]:
     return texts
 
 
+@needs_templates
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
 def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_only_what_one_pass_writes_otherwise(
@@ -148,6 +169,7 @@ def test_no_template_raises_inside_a_conversation_and_the_sanity_check_finds_onl
         assert own == list(turn.completion.token_ids)
 
 
+@needs_templates
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_forty_turns_encode_no_token_twice(path: Path) -> None:
     renderer = family_renderer(path)
@@ -165,6 +187,7 @@ def test_forty_turns_encode_no_token_twice(path: Path) -> None:
 NEEDS_TOOLS = "{%- if not tools %}{{ raise_exception('no tools') }}{%- endif %}" + CHATML
 
 
+@needs_templates
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=EVERY)
 def test_a_template_that_works_only_with_tools_is_asked_with_one(scenario: Scenario) -> None:
     renderer = Renderer(byte_tokenizer(NEEDS_TOOLS))
@@ -174,6 +197,7 @@ def test_a_template_that_works_only_with_tools_is_asked_with_one(scenario: Scena
     assert found.exact, found.differs or found.refused
 
 
+@needs_templates
 def test_a_recipe_without_tools_is_refused_where_the_template_works_only_with_tools() -> None:
     config = Config.model_validate({"model": {"path": "x"}, "data": {"train": "x.jsonl"}})
     with pytest.raises(TemplateError, match="refuses conversations without tools, and the recipe has no tools"):
@@ -182,3 +206,77 @@ def test_a_recipe_without_tools_is_refused_where_the_template_works_only_with_to
     trajectory = hold(["4"], renderer=Renderer(byte_tokenizer(NEEDS_TOOLS)))
     assert trajectory.error is not None
     assert "no tools" in trajectory.error.message
+
+
+# The TemplateProfile: found once, frozen, comparable, printable; questions about tools raise only where tools are
+# used.
+
+
+NO_CALLS = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+
+IN_PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+def test_a_profile_is_frozen_and_equal_to_that_of_the_same_template() -> None:
+    one, other = (Renderer(byte_tokenizer()).profile for _ in range(2))
+    assert one == other
+    assert one != Renderer(byte_tokenizer(NO_CALLS)).profile
+    assert one != Renderer(byte_tokenizer(), tool_format="llama3").profile
+    assert one != Renderer(byte_tokenizer(CHATML.replace("<tool_call>", "<call>"))).profile  # another format of calls
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.tool_format_name = "x"  # type: ignore[misc]
+
+
+def test_a_profile_prints_a_line_for_each_property() -> None:
+    assert str(Renderer(byte_tokenizer()).profile).splitlines() == [
+        "content         text",
+        "tools           described in the prompt, optional",
+        "tool calls      parsed as hermes, arguments as an object, ids: any, any number in a turn",
+        'call text       \'<tool_call>\\n{"name": "probe_tool", "arguments": {"text": "x"}}\\n</tool_call><|im_end|>\\n\'',
+        "model turn      given as text",
+        "turn ends with  '<|im_end|>\\n', stop tokens [2]",
+        "reasoning       not supported",
+    ]
+
+
+def test_content_in_parts_is_found() -> None:
+    assert Renderer(byte_tokenizer(IN_PARTS)).profile.messages.content_as_parts
+
+
+def test_a_template_without_calls_has_a_profile_and_an_error_where_tools_are_used() -> None:
+    renderer = Renderer(byte_tokenizer(NO_CALLS))
+    assert renderer.profile.messages.calls is None
+    assert not renderer.profile.messages.describes_tools
+    assert renderer.profile.turn.max_calls == 0
+    assert renderer.profile.tool_format == TemplateProblem("writes no tool calls")
+    assert renderer.turn_parser.parse(renderer.encode("Four.")).message == {"role": "assistant", "content": "Four."}
+    with pytest.raises(
+        TemplateError, match="writes no tool calls, so the format in which the model should write them is unknown"
+    ):
+        renderer.turn_parser.parse(renderer.encode("Four."), tools=[{}])
+
+
+def test_nothing_about_the_template_alone_is_asked_after_the_start() -> None:
+    """A second conversation of the same roles renders its own messages and asks the template nothing else."""
+    tokenizer = byte_tokenizer()
+    rendered: list[str] = []
+    apply = tokenizer.apply_chat_template
+
+    def counting(messages: Any, **options: Any) -> Any:
+        rendered.append(messages[-1]["role"])
+        return apply(messages, **options)
+
+    tokenizer.apply_chat_template = counting  # type: ignore[method-assign]
+    renderer = Renderer(tokenizer)
+
+    def converse(number: int) -> int:
+        before = len(rendered)
+        renderer.encode_opening([{"role": "user", "content": f"Hi, {number}."}])
+        turn = renderer.turn_parser.parse(renderer.encode(f"Hello, {number}."), tools=[{}])
+        renderer.to_template_message(turn)
+        renderer.encode_bridge(renderer.stop_token_ids[0], [{"role": "user", "content": f"And {number}?"}])
+        return len(rendered) - before
+
+    assert converse(1) > converse(2) == 2  # the opening and the bridge

@@ -1,4 +1,4 @@
-"""The program of each rank in test_sharded_critic.py: rank 0 compares the critic on all ranks with a critic in one process."""
+"""The program of each rank in test_sharded.py: rank 0 compares the critic on all ranks with a critic in one process."""
 
 from __future__ import annotations
 

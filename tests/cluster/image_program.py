@@ -1,4 +1,4 @@
-"""The program of each rank in test_sharded_images.py: an update on conversations with and without images, on all ranks and in one
+"""The program of each rank in test_sharded.py: an update on conversations with and without images, on all ranks and in one
 process. Arguments: the model's directory, the file of the results."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The program of each process in test_sharded_memory.py: loads a model, and writes the peak of its memory.
+"""The program of each process in test_sharded.py: loads a model, and writes the peak of its memory.
 
 Arguments: a small model, which is loaded first, so that modules imported on first use and the buffers of the connections
 between the ranks are not counted; the model; `complete` (one process) or `sharded` (this rank's part); the file of the result.

@@ -1,4 +1,4 @@
-"""The program of each rank in test_sharded_learner.py: rank 0 runs cases on all ranks and in one process, and writes results."""
+"""The program of each rank in test_sharded.py: rank 0 runs cases on all ranks and in one process, and writes results."""
 
 from __future__ import annotations
 

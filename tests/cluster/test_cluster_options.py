@@ -1,18 +1,28 @@
-"""Options of the section cluster: how they are written, what they reach, and what is refused."""
+"""Options of ranks and of rollout workers: how they are written, what they reach, and what is refused. No Ray is needed."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
-from support.recipes import save_recipe
-from turnwise.assembly.learners import rank_options, sharding_options
+from support.recipes import PLACES, save_recipe
+from turnwise import assembly
+from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
+from turnwise.assembly.learners import rank_group_options, rank_options, sharding_options
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.ray_workers.ranks import RankGroupOptions
+from turnwise.ray_workers.ray_api import ActorOptions, connect
+from turnwise.ray_workers.rollouts import PoolOptions, choose_worker
+from turnwise.rollout_server.client import trainer_name
+from turnwise.train import assemble
 from turnwise.training.options import RankOptions, ShardingOptions
+
+# Options of the section cluster: how they are written, what they reach, and what is refused.
 
 
 @pytest.fixture
@@ -72,3 +82,190 @@ def test_fine_tuning_refuses_the_same(tmp_path: Path) -> None:
     tree = ["environment=turnwise.environments.environment:SingleTurn"]
     with pytest.raises(ConfigError, match="cannot be used with several ranks"):
         refuse_sft_without_effect(load(recipe, tree)[0])
+
+
+# Options of rollout workers on Ray: how they are written, what they reach, and what is refused. No Ray is needed.
+
+
+SINGLE_TURN = "turnwise.environments.environment:SingleTurn"
+
+
+@pytest.fixture
+def ray_recipe(tmp_path: Path, model: Path) -> Path:
+    return save_recipe(tmp_path, model, cluster="ray")
+
+
+def test_an_address_is_the_launcher_ray_with_this_address(ray_recipe: Path) -> None:
+    cluster = load(ray_recipe)[0].cluster
+    assert (cluster.launcher, cluster.address, cluster.distributed) == ("ray", None, False)
+    cluster = load(ray_recipe, ["cluster=ray://head:10001", "cluster.workers.count=3"])[0].cluster
+    assert (cluster.launcher, cluster.address, cluster.workers.count) == ("ray", "ray://head:10001", 3)
+    again = load(ray_recipe, ["cluster=ray://head:10001", "cluster.address=ray://head:10001"])[0].cluster
+    assert again.address == "ray://head:10001"
+    with pytest.raises(ConfigError, match=r"cluster\.address=ray://other:10001 is another: remove one of them"):
+        load(ray_recipe, ["cluster=ray://head:10001", "cluster.address=ray://other:10001"])
+
+
+def test_options_of_the_recipe_reach_the_workers(ray_recipe: Path) -> None:
+    workers = {"count": 4, "num_cpus": 0.5, "num_gpus": 2, "resources": "{tools: 1.5}", "max_concurrent": 7}
+    workers |= {"runtime_env": "{env_vars: {A: b}}", "start_timeout": 9}
+    overrides = ["cluster.address=auto", "cluster.heartbeat=3"]
+    config, _ = load(ray_recipe, [*overrides, *(f"cluster.workers.{name}={value}" for name, value in workers.items())])
+    options = ray_options(config, assembly.renderer(config))
+    assert options.address == "auto"
+    assert options.pool == PoolOptions(
+        count=4,
+        actor=ActorOptions(
+            num_cpus=0.5,
+            num_gpus=2,
+            resources={"tools": 1.5},
+            runtime_env={"env_vars": {"A": "b"}},
+            max_concurrent=7,
+        ),
+        start_timeout=9,
+        heartbeat=3,
+    )
+
+
+def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:
+    words = [
+        "cluster.trainers=3",
+        "cluster.ranks={num_cpus: 4, resources: {trainer: 1}, runtime_env: {env_vars: {A: b}}, start_timeout: 9}",
+    ]
+    config, _ = load(ray_recipe, [*words, "cluster.address=auto", "cluster.workers={count: 2, num_cpus: 0.5}"])
+    assert config.cluster.distributed
+    assert rank_group_options(config, workers=True) == RankGroupOptions(
+        address="auto",
+        count=3,
+        actor=ActorOptions(num_cpus=4, resources={"trainer": 1}, runtime_env={"env_vars": {"A": "b"}}),
+        gpus=True,
+        start_timeout=9,
+        workers="2 x (num_cpus=0.5, num_gpus=0)",
+    )
+    on_cpu, _ = load(ray_recipe, [*words, "model.device=cpu"])
+    assert not rank_group_options(on_cpu, workers=False).gpus
+    chosen, _ = load(ray_recipe, ["cluster.trainers=3", "cluster.ranks.num_gpus=1"])
+    options = rank_group_options(chosen, workers=False)
+    assert (options.actor.num_gpus, options.gpus, options.workers) == (1, False, "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["cluster=none", "cluster.workers.count=2"], "cluster.workers.count has no effect with cluster.launcher=none"),
+        (["cluster=local", "cluster.address=auto"], "cluster.address has no effect with cluster.launcher=local"),
+        (["cluster.restarts=2"], "cluster.restarts has no effect with cluster.launcher=ray, where the process of the"),
+        (
+            ["cluster.ranks.num_gpus=1"],
+            "cluster.ranks.num_gpus has no effect with cluster.launcher=ray, where the process",
+        ),
+        (
+            ["cluster=local", "cluster.ranks.num_gpus=1"],
+            "cluster.ranks.num_gpus has no effect with cluster.launcher=local",
+        ),
+        (["cluster.trainers=2", "model.device=cpu", "cluster.ranks.num_gpus=1"], "has no effect with model.device=cpu"),
+        (["cluster.trainers=2", "model.device=cuda", "cluster.ranks.num_gpus=0"], "reserves no GPU"),
+        (
+            ["cluster.trainers=2", "cluster.ranks.runtime_env={working_dir: .}", "output=runs/a"],
+            "output=runs/a is relative to the working directory of the ranks, which is a copy",
+        ),
+        (["cluster.trainers=2", "train.optimizer.name=adafactor"], "cannot be used with several ranks"),
+        (["cluster.fsdp.offload=cpu"], "cluster.fsdp.offload has no effect with cluster.launcher=ray"),
+        (["rollout_server.url=http://x"], "rollout_server.url=http://x on a server: remove one of them"),
+        (
+            ["engine={name: vllm, url: [http://a, http://b]}", "cluster.workers.count=3"],
+            "cluster.workers.count=3 needs at least 3 servers in engine.url",
+        ),
+        (
+            ["engine={name: vllm, tensor_parallel: 2, replicas: 2}", "cluster.workers.num_gpus=2"],
+            "cluster.workers.num_gpus=2: the servers of each rollout worker need 4 GPUs",
+        ),
+        (["engine={name: vllm, sleep: true}"], "engine.sleep=true has no effect with cluster.launcher=ray"),
+        (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
+    ],
+)
+def test_what_has_no_effect_is_refused(ray_recipe: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_without_effect(load(ray_recipe, overrides)[0])
+    assert message in str(refused.value)
+
+
+def test_the_servers_of_the_recipe_are_divided_among_the_workers(ray_recipe: Path) -> None:
+    servers = "engine={name: vllm, url: [http://a, http://b, http://c]}"
+    config, _ = load(ray_recipe, [servers, "cluster.workers.count=2"])
+    recipes = [worker_recipe(config, number) for number in range(2)]
+    assert [of_worker.engine.url for of_worker in recipes] == [["http://a", "http://c"], ["http://b"]]
+    assert all(of_worker.runs_conversations_elsewhere is None for of_worker in recipes)
+    assert [of_worker.output for of_worker in recipes] == [f"{config.output}/worker-{number}" for number in range(2)]
+    single, _ = load(ray_recipe, ["engine={name: sglang, url: http://a}"])
+    assert worker_recipe(single, 0).engine.url == ["http://a"]
+
+
+def test_servers_know_a_worker_by_its_run_and_its_number(ray_recipe: Path) -> None:
+    """The worker that replaces a killed one has the same name, so a server takes it at once."""
+    servers = "engine={name: vllm, url: [http://a, http://b]}"
+    config, _ = load(ray_recipe, [servers, "cluster.workers.count=2"])
+    names: list[list[str]] = []
+    for output in ("runs/a", "runs/a", "runs/b"):
+        rollouts = ray_rollouts(config.model_copy(update={"output": output}), assembly.renderer(config))
+        makes = [rollouts.pool._make(number) for number in range(2)]
+        names.append([make.args[1] for make in makes if isinstance(make, functools.partial)])
+    assert names[0] == names[1]
+    assert len({*names[0], *names[2]}) == 4
+    for engine in ("vllm", "sglang"):
+        alone, _ = load(ray_recipe, ["cluster=none", f"engine={{name: {engine}, url: http://a}}", "limits.context=64"])
+        made = assembly.engine(alone, assembly.renderer(alone), updated=True)
+        assert made._api._owner.name == trainer_name(alone.output)  # a resumed run has the same name
+
+
+def test_fine_tuning_has_no_conversations_to_run_on_ray(tmp_path: Path, model: Path) -> None:
+    recipe = save_recipe(tmp_path, model, sft={"steps": 1}, environment={"use": SINGLE_TURN}, cluster="ray")
+    with pytest.raises(ConfigError, match=r"cluster\.launcher=ray has no effect in fine-tuning"):
+        refuse_sft_without_effect(load(recipe)[0])
+    with pytest.raises(ConfigError, match=r"cluster\.workers\.count has no effect in fine-tuning"):
+        refuse_sft_without_effect(load(recipe, ["cluster.trainers=2", "cluster.workers.count=2"])[0])
+    refuse_sft_without_effect(load(recipe, ["cluster.trainers=2"])[0])  # ranks on the Ray cluster
+
+
+def test_reward_functions_that_read_the_environment_are_refused(ray_recipe: Path) -> None:
+    config, _ = load(ray_recipe, [f"reward.trajectory=['{PLACES}:reads_environment']"])
+    with pytest.raises(ConfigError, match=r"which is in a rollout worker: .* or remove cluster\.launcher=ray"):
+        assemble(config)
+
+
+@pytest.mark.parametrize(
+    ("running", "most", "own", "chosen"),
+    [
+        ([0, 0], 10, None, 0),
+        ([1, 0], 10, None, 1),
+        ([4, 0], 10, 0, 0),  # the group's prefix is there
+        ([5, 0], 10, 0, 1),  # overloaded
+        ([20, 10], 30, 0, 1),
+        ([19, 10], 30, 0, 0),
+        ([None, 9], 10, 0, 1),  # lost
+        ([3, 2], 3, 0, 1),  # full
+        ([3, None], 3, None, None),
+        ([None, None], 3, None, None),
+    ],
+)
+def test_a_group_stays_on_its_worker_unless_it_is_overloaded_full_or_lost(
+    running: list[int | None], most: int, own: int | None, chosen: int | None
+) -> None:
+    assert choose_worker(running, most=most, own=own) == chosen
+
+
+def test_a_client_server_that_cannot_start_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's error is a heading and a traceback; the reason is the last line."""
+    ray = pytest.importorskip("ray")
+
+    def fails(**_: object) -> None:
+        raise ConnectionAbortedError(
+            "Initialization failure from server:\nTraceback (most recent call last):\n  File 'proxier.py', line 1\n"
+            "RuntimeError: Starting Ray client server failed. See ray_client_server_23000.err for detailed logs.\n"
+        )
+
+    monkeypatch.setattr(ray, "init", fails)
+    with pytest.raises(
+        ConfigError, match=r"from server: RuntimeError: Starting Ray client server failed\. See ray_client"
+    ):
+        connect("ray://head:10001")

@@ -1,7 +1,8 @@
-"""Rollout workers on Ray whose engines are real vLLM servers: started by the worker, and given by their address."""
+"""Rollout workers on Ray whose engines are real servers: one or several, asynchronous training, probes of their weights."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -11,32 +12,44 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import engine_env
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from cluster.ray_clusters import cluster
-from cluster.test_ray_training import trained
+from cluster.test_ray import trained
+from engines.conformance.subjects import change
 from support.recipes import save_recipe
 from support.tiny import save_rows
+from turnwise import assembly
+from turnwise.config.recipe import load
 from turnwise.engines.remote import guard
 from turnwise.engines.remote.server_process import free_port
+from turnwise.engines.remote.servers import Probe
 from turnwise.engines.vllm.launch import server_environment
+from turnwise.errors import EngineError
+from turnwise.models.loading import published_weights, token_logprobs
+from turnwise.ray_workers.rollouts import RayRollouts
+from turnwise.types import Request, Sampling
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.ray,
-    pytest.mark.engines,
-    pytest.mark.skipif(
-        not engine_env.is_complete("vllm"), reason="no environment of vLLM: `make test-engines` makes it"
-    ),
-]
+# Rollout workers on Ray whose engines are real vLLM servers: started by the worker, and given by their address.
+
+
+engines_mark = pytest.mark.skipif(
+    not engine_env.is_complete("vllm"), reason="no environment of vLLM: `make test-engines` makes it"
+)
 
 PLACES = Path(__file__).parent / "lossy_places.py"
+
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
+
 STEPS, GROUPS, SIZE = 2, 2, 4
+
 OPTIONS = ["--enforce-eager", "--max-model-len", "512"]
 
 
@@ -85,6 +98,10 @@ def assert_complete(trajectories: list[dict[str, Any]], metrics: list[dict[str, 
         assert line["ratio/max_deviation"] < 1e-4
 
 
+@pytest.mark.cluster
+@pytest.mark.ray
+@pytest.mark.engines
+@engines_mark
 def test_a_killed_server_of_a_worker_is_started_again_and_its_conversations_go_on(
     recipe: Path, tmp_path: Path, address: str
 ) -> None:
@@ -136,6 +153,10 @@ def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.cluster
+@pytest.mark.ray
+@pytest.mark.engines
+@engines_mark
 def test_the_server_of_a_killed_worker_takes_its_replacement_at_once(
     recipe: Path, tmp_path: Path, address: str, server: str
 ) -> None:
@@ -145,3 +166,139 @@ def test_the_server_of_a_killed_worker_takes_its_replacement_at_once(
     assert_complete(trajectories, metrics)
     assert sum(line["workers/lost"] for line in metrics) == 1
     assert sum(line["workers/restarted_conversations"] for line in metrics) >= 1
+
+
+# Rollout workers with several servers of vLLM or SGLang, asynchronous training with them, and probes of their
+# weights.
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def engine(request: pytest.FixtureRequest) -> str:
+    if not engine_env.is_complete(request.param):
+        pytest.skip(f"no environment of {request.param}: `make test-engines` makes it")
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def replicas_address() -> Iterator[str]:
+    with cluster({"engines": 2}) as started:
+        yield started.address
+
+
+@pytest.fixture
+def replicas_recipe(engine: str, replicas_address: str, tmp_path: Path) -> Path:
+    arguments = ["--enforce-eager"] if engine == "vllm" else []
+    servers = {"name": engine, "python": str(engine_env.python(engine)), "memory_gb": 0.1, "arguments": arguments}
+    workers = {"resources": {"engines": 1}, "start_timeout": 900}
+    return save_recipe(
+        tmp_path,
+        MODEL,
+        data={"train": str(save_rows(tmp_path / "train.jsonl", 4))},
+        limits={"turns": 2, "tokens_per_turn": 64, "context": 512},
+        train={"steps": 1, "batch_size": 2, "group_size": 4, "lr": 1e-3},
+        engine={**servers, "start_timeout": 900},
+        max_concurrent=8,
+        checkpoint={"every": 100},
+        cluster={"launcher": "ray", "address": replicas_address, "workers": workers},
+    )
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+@pytest.mark.engines
+def test_conversations_go_on_with_the_other_server_of_their_worker(
+    replicas_recipe: Path, tmp_path: Path, engine: str
+) -> None:
+    killing = ["model.device=cpu", f"environment.use={PLACES}:kills_one_of_its_servers_once"]
+    killing += [f"environment.arguments={{folder: {tmp_path}}}", "engine.replicas=2"]
+    trajectories, metrics = trained(replicas_recipe, tmp_path / "run", *killing)
+    assert len({line["id"] for line in trajectories}) == 8
+    assert not [line["error"] for line in trajectories if line.get("error")]
+    assert metrics[0]["ratio/max_deviation"] < 1e-4  # tokens of both servers are of the trainer's weights
+    assert metrics[0]["workers/lost"] == 0
+    answers = [turn["info"]["answers"] for line in trajectories for turn in line["turns"] if "answers" in turn["info"]]
+    assert answers == [False]  # the next turn was sampled before the killed server was there again
+    logs = [file.read_text(encoding="utf-8", errors="replace") for file in (tmp_path / "run").rglob(f"{engine}-?.log")]
+    assert sorted(log.count("[turnwise] starting the server") for log in logs) == [1, 2]
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+@pytest.mark.engines
+def test_conversations_go_on_under_new_weights_with_versions_for_each_token(
+    replicas_recipe: Path, tmp_path: Path, engine: str
+) -> None:
+    """Two workers. The log-probabilities of tokens are those of the weights of their version, which the checkpoints have."""
+    steps = 5
+    words = [
+        "model.device=cpu",
+        f"environment.use={PLACES}:one_after_the_other",
+        "environment.arguments={turns: 3}",
+        "limits.turns=3",
+    ]
+    words += ["cluster.workers.count=2", "train.max_staleness=2", f"train.steps={steps}", "limits.tokens_per_turn=120"]
+    words += ["checkpoint.every=1", f"checkpoint.keep={steps}", "train.group_size=2"]
+    trajectories, _ = trained(replicas_recipe, tmp_path / "run", *words)
+    assert Counter(line["step"] for line in trajectories) == {step + 1: 4 for step in range(steps)}
+    assert not [line["error"] for line in trajectories if line.get("error")]
+    models = {0: AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)}
+    for step in range(1, steps + 1):
+        folder = tmp_path / "run" / "checkpoints" / f"step-{step:06d}" / "model"
+        models[step] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    changed, later = 0, 0
+    for line in trajectories:
+        for segment in line["segments"]:
+            versions = [version for version in segment["version"] if version >= 0]
+            assert versions == sorted(versions)
+            assert all(0 <= line["step"] - 1 - version <= 2 for version in versions)
+            changed += len(set(versions)) > 1
+            later += versions[0] > 0
+            # vLLM keeps what it has computed with the old weights: there, only the first version is exact
+            exact = set(versions) if engine == "sglang" else {versions[0]}
+            assert_sampled_by(models, segment, exact)
+    assert changed > 0
+    assert later > 0
+
+
+def assert_sampled_by(models: dict[int, Any], segment: dict[str, Any], versions: set[int]) -> None:
+    """The tokens of these versions have the log-probabilities of the models of these versions."""
+    for version in versions:
+        expected = token_logprobs(models[version], segment["token_ids"])
+        places = [place for place, sampled_by in enumerate(segment["version"]) if sampled_by == version]
+        own = [segment["logprobs"][place] for place in places]
+        assert own == pytest.approx([expected[place - 1] for place in places], abs=1e-3)
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+@pytest.mark.engines
+def test_servers_with_other_log_probabilities_than_the_trainer_get_the_previous_weights(
+    replicas_recipe: Path, engine: str
+) -> None:
+    config = load(replicas_recipe, ["model.device=cpu"])[0]
+    rollouts = assembly.runner(config, assembly.renderer(config), updated=True)
+    assert isinstance(rollouts, RayRollouts)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    right = Probe(prompt=[5, 17, 300], tokens=24, logprobs=partial(token_logprobs, model), tolerance=1e-4)
+
+    async def play() -> None:
+        try:
+            await rollouts.start()
+            await rollouts.update(1, published_weights(model), right)
+            greedy = Request(conversation="a", token_ids=[5, 6, 7], sampling=Sampling(max_tokens=20, temperature=0.0))
+            before = await rollouts.generate(greedy)
+            wrong = Probe(prompt=[5, 17, 300], tokens=24, logprobs=partial(token_logprobs, other), tolerance=1e-4)
+            with pytest.raises(EngineError, match="has other weights than the trainer: the log-probabilities"):
+                await rollouts.update(2, published_weights(model), wrong)
+            after = await rollouts.generate(greedy)
+            assert (rollouts.version, set(before.versions), set(after.versions)) == (1, {1}, {1})
+            assert list(after.token_ids) == list(before.token_ids)
+            assert list(after.logprobs) == pytest.approx(list(before.logprobs), abs=1e-4)
+            await rollouts.update(2, published_weights(other), wrong)  # the servers have these weights, too
+            assert set((await rollouts.generate(greedy)).versions) == {2}
+        finally:
+            await rollouts.close()
+
+    other = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    change(other, 3)
+    asyncio.run(play())

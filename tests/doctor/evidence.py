@@ -30,7 +30,7 @@ def _effects(name: str) -> str:
 
 
 def _tools(name: str) -> str:
-    return f"test_build_tools.py::test_{name}"
+    return f"test_assembly.py::test_{name}"
 
 
 _LEARNT = _effects("an_option_of_training_changes_what_is_learnt")
@@ -84,7 +84,7 @@ TESTED: Mapping[str, str] = {
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": "chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start",
-    "environment.arguments": "test_build.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments",
+    "environment.arguments": "test_assembly.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments",
     "environment.thread": _THREADS,
     "tools[].thread": _THREADS,
     "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),

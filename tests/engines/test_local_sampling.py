@@ -1,16 +1,182 @@
-"""What the embedded engine draws, and the log-probabilities that it reports of it."""
+"""The embedded engine samples from the model's distribution, token for token and number for number."""
 
 from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from engines.test_local_tokens import ask, make, one_thread, tokens  # noqa: F401
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.forward import GenericForward
+from turnwise.engines.local.fused import FusedForward, unsupported_reason
 from turnwise.engines.local.scheduler import SamplingTensors, random_stream, sample_tokens, uniforms
 from turnwise.models.distribution import sampling_logits
 from turnwise.types import Completion, LogprobKind, Request, Sampling
+
+# The embedded engine says what the model says: token for token and number for number, on both forward passes.
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+
+PARTS = {"vocab_size": 97, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Beside other tests, two threads are slower than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def make(name: str) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model = {
+        "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)),
+        "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+        "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, mlp_bias=True, attention_bias=True)),
+        "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+        "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=9)),
+        "qwen3-window": lambda: Qwen3ForCausalLM(
+            Qwen3Config(**SIZES, head_dim=16, use_sliding_window=True, sliding_window=9, max_window_layers=1)
+        ),
+        "gemma3": lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **SIZES, head_dim=16, sliding_window=9, layer_types=["sliding_attention", "full_attention"]
+            )
+        ),
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**PARTS, n_embd=32, n_layer=2, n_head=4, n_positions=256)),
+        "neox": lambda: GPTNeoXForCausalLM(
+            GPTNeoXConfig(
+                **PARTS,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=256,
+            )
+        ),
+    }[name]()
+    # random weights say the same token for ever; larger ones do not
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(6.0)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.eval()
+
+
+FUSED = ("qwen3", "qwen2", "llama", "mistral")
+
+GENERIC = ("mistral-window", "qwen3-window", "gemma3", "gpt2", "neox")
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng([seed, count]).integers(0, 97, count).tolist()
+
+
+def ask(engine: LocalEngine, *requests: Request):
+    async def all_of_them():
+        return await asyncio.gather(*[engine.generate(request) for request in requests])
+
+    return asyncio.run(all_of_them())
+
+
+def own_greedy(model: PreTrainedModel, prompt: list[int], said: Sequence[int]) -> list[int]:
+    """What the model finds most probable at each of the sampled tokens, in one pass: `said` itself, if it was greedy."""
+    whole = torch.tensor([[*prompt, *said]])
+    with torch.no_grad():
+        return model(input_ids=whole).logits[0, len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+
+
+def own_logprobs(model: PreTrainedModel, prompt: list[int], said: Completion) -> list[float]:
+    """The raw log-probabilities of the sampled tokens, in one pass."""
+    whole = torch.tensor([[*prompt, *said.token_ids]])
+    with torch.no_grad():
+        rows = model(input_ids=whole).logits[0, len(prompt) - 1 : -1].log_softmax(dim=-1)
+    return rows.gather(1, torch.tensor(said.token_ids).unsqueeze(1)).squeeze(1).tolist()
+
+
+def is_greedy(model: PreTrainedModel, prompt: list[int], said: Completion) -> None:
+    assert said.token_ids == own_greedy(model, prompt, said.token_ids)
+    assert len(said.token_ids) == 12
+
+
+def greedy(conversation: str, prompt: list[int], count: int = 12) -> Request:
+    return Request(conversation=conversation, token_ids=prompt, sampling=Sampling(temperature=0, max_tokens=count))
+
+
+@pytest.mark.parametrize("name", [*FUSED, *GENERIC])
+def test_greedy_is_what_the_model_says_over_two_turns(name: str) -> None:
+    model = make(name)
+    engine = LocalEngine(model, threads=1)
+    prompts = [tokens(count) for count in (1, 5, 23, 40)]
+    first = ask(engine, *[greedy(str(i), prompt) for i, prompt in enumerate(prompts)])
+    for prompt, said in zip(prompts, first, strict=True):
+        assert said.token_ids == own_greedy(model, prompt, said.token_ids)
+    assert len({tuple(each.token_ids) for each in first}) > 1
+    seconds = [prompt + list(said.token_ids) + tokens(7, 3) for prompt, said in zip(prompts, first, strict=True)]
+    again = ask(engine, *[greedy(str(i), prompt) for i, prompt in enumerate(seconds)])
+    for prompt, said in zip(seconds, again, strict=True):
+        assert said.token_ids == own_greedy(model, prompt, said.token_ids)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_fused_pass_is_taken(name: str) -> None:
+    model = make(name)
+    assert unsupported_reason(model) is None
+    assert isinstance(LocalEngine(model)._core.forward, FusedForward)
+
+
+@pytest.mark.parametrize("name", GENERIC)
+def test_the_generic_pass_is_taken(name: str) -> None:
+    assert isinstance(LocalEngine(make(name))._core.forward, GenericForward)
+
+
+def test_generate_of_transformers_agrees() -> None:
+    model = make("qwen3")
+    prompt = tokens(30)
+    own = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, 30:].tolist()
+    assert ask(LocalEngine(model), greedy("a", prompt, 20))[0].token_ids == own
+
+
+# What the embedded engine draws, and the log-probabilities that it reports of it.
+
 
 SAMPLINGS = {
     "plain": Sampling(max_tokens=24),
@@ -119,3 +285,75 @@ def test_half_precision() -> None:
     own = picked(logits_of(model, asked, said), said)
     assert said.raw_logprobs is not None
     assert np.abs(np.array(said.raw_logprobs) - own).mean() < 0.1
+
+
+# The distribution sampled from, held against a plain loop over one row's tokens; each filter by itself at its edges.
+
+
+LOGITS = [3.0, 1.0, 2.5, -4.0, 2.0, -9.0]
+
+
+def kept(logits: list[float], *, temperature: float, top_k: int, top_p: float, min_p: float) -> list[float]:
+    """The probabilities of the tokens: temperature, the `top_k` most probable, of these the fewest that reach `top_p`, and
+    those of at least `min_p` times the largest probability."""
+    scaled = [logit / temperature for logit in logits]
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    if top_k:
+        order = order[:top_k]
+    total = sum(math.exp(scaled[token]) for token in order)
+    if top_p < 1:
+        chosen, reached = [], 0.0
+        for token in order:
+            if chosen and reached >= top_p:
+                break
+            chosen.append(token)
+            reached += math.exp(scaled[token]) / total
+        order = chosen
+    order = [token for token in order if math.exp(scaled[token] - max(scaled)) >= min_p]
+    total = sum(math.exp(scaled[token]) for token in order)
+    return [math.exp(scaled[token]) / total if token in order else 0.0 for token in range(len(logits))]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.5},
+    {"temperature": 1.7},
+    *({"top_k": k} for k in (1, 2, 5, 6, 99)),
+    *({"top_p": p} for p in (1e-9, 0.5, 0.8, 0.98, 0.9999)),
+    *({"min_p": p} for p in (1e-6, 1e-3, 0.3, 0.7, 0.999)),
+    {"top_k": 3, "top_p": 0.7},
+    {"top_k": 1, "min_p": 0.5},
+    {"top_p": 0.95, "min_p": 0.5},
+    {"temperature": 0.3, "top_k": 4, "top_p": 0.9, "min_p": 0.05},
+]
+
+PLAIN = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_each_filter_leaves_what_a_plain_loop_leaves(options: dict[str, Any]) -> None:
+    given = {f"{name}_N": value for name, value in options.items()}
+    found = sampling_logits(torch.tensor([LOGITS]), **given)[0].softmax(-1)
+    assert found.tolist() == pytest.approx(kept(LOGITS, **{**PLAIN, **options}), abs=1e-6)
+
+
+def test_rows_have_options_of_their_own() -> None:
+    rows = [{**PLAIN, **options} for options in OPTIONS]
+    columns = {f"{name}_N": torch.tensor([row[name] for row in rows]) for name in PLAIN}
+    found_NV = sampling_logits(torch.tensor([LOGITS] * len(rows)), **columns).softmax(-1)
+    for found, row in zip(found_NV, rows, strict=True):
+        assert found.tolist() == pytest.approx(kept(LOGITS, **row), abs=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"top_k_N": 1}, {"top_p_N": 1e-9}, {"min_p_N": 0.999}])
+def test_the_token_that_was_sampled_is_never_left_out(options: dict[str, Any]) -> None:
+    found = sampling_logits(torch.tensor([LOGITS]), keep_N=torch.tensor([4]), **options)[0].softmax(-1)
+    pair = [math.exp(3.0), math.exp(2.0)]
+    expected = [0.0] * 6
+    expected[0], expected[4] = pair[0] / sum(pair), pair[1] / sum(pair)
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_without_an_option_the_logits_are_the_same_tensor() -> None:
+    logits_NV = torch.tensor([LOGITS])
+    assert sampling_logits(logits_NV) is logits_NV

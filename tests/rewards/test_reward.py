@@ -1,11 +1,14 @@
-"""What a conversation was worth, and what becomes of a reward that breaks."""
+"""Rewards: functions of turns, conversations, groups and batches, alone and composed."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import dataclasses
 import functools
 import json
 import math
+import re
 import signal
 from fractions import Fraction
 from pathlib import Path
@@ -14,20 +17,37 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
-from support.conversations import Says, hold, hold_all
-from turnwise.environments.environment import environment, user_message
+from support.conversations import Says, a_row, call, hold, hold_all, scripted
+from turnwise import assembly
+from turnwise.compat.gym import ToolEnvironments
+from turnwise.compat.trajectory_dict import DictReward, DictTurnReward, as_dictionary
+from turnwise.config.recipe import load
+from turnwise.environments.calculator import calculator
+from turnwise.environments.environment import SingleTurn, environment, user_message
+from turnwise.environments.tools.tool import Tool
+from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.options.algorithm import Grpo
+from turnwise.options.schema import Config
 from turnwise.record.evaluation import summarize
 from turnwise.record.metrics import conversation_metrics
-from turnwise.record.trajectory_json import MediaStore, decode_trajectory, trajectory_line
+from turnwise.record.trajectory_json import (
+    MediaStore,
+    decode_trajectory,
+    encode_line,
+    trajectory_line,
+    trajectory_record,
+)
 from turnwise.record.writer import Retention
 from turnwise.rewards.credit import Credit, grpo
-from turnwise.rewards.functions import GroupReward, TrajectoryReward, TurnReward, plan_call
+from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward, plan_call
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
+
+# What a conversation was worth, and what becomes of a reward that breaks.
 
 
 @environment
@@ -505,3 +525,285 @@ def test_what_is_kept_of_a_group_tells_no_reward_from_failed() -> None:
     score(Scorer([FOR_LONG_ONES]), short, two, three, broken)
     kept = Retention(every=1, best_and_worst=1).kept([short, two, three, broken], step=1, steps=3)
     assert kept == [short, two, three, broken]
+
+
+# The composite reward of the recipe, and functions of dictionaries.
+
+
+ROOT = Path(__file__).parents[2]
+
+GOOD, BAD = call("calculator", '{"expression": "6*7"}'), call("calculator", '{"expression": "6*"}')
+
+
+def conversations(*texts: list[str]) -> Group:
+    row = a_row("What is 6 * 7?", answer="42")
+    held = [hold(scripted(turns), lambda: Tools([Tool.of(calculator)], then=SingleTurn()), row=row) for turns in texts]
+    return Group(id="1", row=row, trajectories=held)
+
+
+def test_the_parts_of_the_recipe_are_weighted_summed_and_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    config, _ = load(ROOT / "recipes" / "composite_reward.yaml")
+    scorer = assembly.scorer(config)
+    scorer.refuse_unknown_columns(assembly.rows(config, limit=4))
+    group = conversations([GOOD, "#### 42"], [BAD, GOOD, "#### 41"], ["#### 42"])
+    asyncio.run(scorer.score([group]))
+    right, wrong, guessed = group.trajectories
+    assert right.rewards == pytest.approx({"turns": 0.0, "correctness": 0.6, "efficiency": 0.16, "tool_quality": 0.2})
+    assert wrong.rewards == pytest.approx({"turns": 0.0, "correctness": 0.0, "efficiency": 0.14, "tool_quality": 0.1})
+    assert guessed.rewards == pytest.approx({"turns": 0.0, "correctness": 0.6, "efficiency": 0.18})
+    assert [one.reward for one in group.trajectories] == pytest.approx([0.96, 0.24, 0.78])
+    metrics = conversation_metrics([group])
+    assert metrics["rewards/tool_quality/mean"] == pytest.approx(0.15)  # of the two that it applies to
+    assert metrics["rewards/tool_quality/std"] == pytest.approx(0.05)
+    assert metrics["rewards/efficiency/mean"] == pytest.approx(0.16)
+
+
+def test_a_trajectory_as_a_dictionary() -> None:
+    @environment
+    async def pays(row: Any):  # type: ignore[no-untyped-def]
+        yield Opening(messages=[{"role": "system", "content": "Count."}, *row.messages])
+        yield Reply(messages=[{"role": "user", "content": [{"type": "text", "text": "And?"}]}], reward=0.5)
+        yield Reply(messages=[{"role": "user", "content": "Thanks."}], reward=1.0, done=True)
+
+    one = hold(scripted(["<think>Hm.</think>One.", "Two."]), pays, row=a_row("Go.", level=3))
+    assert as_dictionary(one) == {
+        "turns": [
+            {"role": "system", "content": "Count."},
+            {"role": "user", "content": "Go."},
+            {**one.turns[0].message, "content": "<think>Hm.</think>One."},
+            {"role": "user", "content": "And?"},
+            {"role": "assistant", "content": "Two."},
+        ],
+        "reward": 1.5,
+        "per_turn_rewards": [0.0, 0.0, 0.5, 0.0, 1.0],
+        "prompt": "Go.",
+        "response": "Two.",
+        "row": {"level": 3},
+    }
+
+
+def test_the_functions_of_dictionaries_on_the_page_give_rewards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "recipes" / "composite_reward.md").read_text(encoding="utf-8")
+    (code,), (reward,) = (re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S) for kind in ("python", "yaml"))
+    (tmp_path / "my.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, **yaml.safe_load(reward)})
+    group = conversations([GOOD, "#### 42"], ["#### 41"])
+    asyncio.run(assembly.scorer(config).score([group]))
+    right, wrong = group.trajectories
+    assert right.rewards == pytest.approx({"turns": 0.0, "multiturn_reward": 0.96, "turn_rewards": 0.1})
+    assert [turn.reward for turn in right.turns] == pytest.approx([0.1, 0.0])
+    assert wrong.rewards == pytest.approx({"turns": 0.0, "multiturn_reward": 0.18, "turn_rewards": 0.0})
+
+
+def turn_error(values: Any) -> str:
+    group = conversations([GOOD, "#### 42"])
+    (one,) = group.trajectories
+    scorer = Scorer(turns=[TurnReward("f", DictTurnReward(lambda trajectory: values))])
+    asyncio.run(scorer.score([group]))
+    if one.error is None:
+        return str([turn.reward for turn in one.turns])
+    assert one.error.kind == "reward"
+    return one.error.message
+
+
+def test_the_rewards_of_turns_are_one_for_each_entry_or_for_each_turn_of_the_model() -> None:
+    assert turn_error([0, 0.5, 0, 1.0]) == turn_error([0.5, 1.0]) == "[0.5, 1.0]"
+    rule = "it must give a list with one number for each of the 4 entries of trajectory['turns'], or for each of the 2 turns"
+    assert rule in turn_error([1.0])
+    assert rule in turn_error(None)
+    assert "an entry that the model did not write cannot have a reward: give 0" in turn_error([1.0, 0, 0, 1.0])
+    assert "gave nan; a reward must be a finite number" in turn_error([0.5, float("nan")])
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"reward\.trajectory: arguments\.function: json:__name__ is a str; it must be"
+    ):
+        DictReward("json:__name__")
+
+
+# The reward functions of the note on multi-turn RL (document 3): functions of a dictionary, and rewards assigned to
+# turns.
+
+
+class ToolEnvironment:
+    """The note's, with one tool."""
+
+    def reset(self) -> None:
+        pass
+
+    def step(self, action: str) -> tuple[str, bool]:
+        return ("", True) if "<tool_call>" not in action else ("3628800", False)
+
+
+@environment
+async def note_pays(row: Any):  # type: ignore[no-untyped-def]
+    yield Opening(messages=row.messages)
+    yield user_message("And?", reward=0.5)
+    yield Reply(done=True)
+
+
+def played() -> Trajectory:
+    said = "<tool_call>\n" + json.dumps({"name": "python", "arguments": {"code": "1"}}) + "\n</tool_call>"
+    make = ToolEnvironments(ToolEnvironment)
+    return hold(Says(said, "The factorial of 10 is 3,628,800."), make, row=a_row("10!?", answer="3,628,800"))
+
+
+def of(form: str, function: Any) -> Scorer:
+    kinds: dict[str, Any] = {
+        "trajectory": TrajectoryReward,
+        "turns": TurnReward,
+        "groups": GroupReward,
+        "batch": BatchReward,
+    }
+    return Scorer(**{form: [kinds[form]("given", function)]})
+
+
+def test_the_reward_function_of_the_note_runs_where_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "note.py").write_text(
+        "def verify_answer(text):\n"
+        "    return float('3,628,800' in text)\n"
+        "def evaluate_tool_usage(turns):\n"
+        "    return float(any(t['role'] == 'tool' and t['content'] == '3628800' for t in turns))\n"
+        "def multiturn_reward(trajectory):\n"
+        '    turns = trajectory["turns"]\n'
+        '    n_turns = len([t for t in turns if t["role"] == "assistant"])\n'
+        '    final_response = turns[-1]["content"]\n'
+        "    correctness = verify_answer(final_response)\n"
+        "    efficiency = max(0, 1.0 - 0.1 * n_turns)\n"
+        "    tool_quality = evaluate_tool_usage(turns)\n"
+        "    reward = 0.6 * correctness + 0.2 * efficiency + 0.2 * tool_quality\n"
+        "    return reward\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = Config.model_validate(
+        {"model": {"path": "m"}, "data": {"train": "d"}, "reward": {"trajectory": ["note.py:multiturn_reward"]}}
+    )
+    one = played()
+    score(assembly.scorer(config), one)
+    assert one.error is None
+    assert one.reward == pytest.approx(0.6 + 0.2 * 0.8 + 0.2)
+
+
+def test_observations_are_tool_messages_in_the_dictionary_also_after_the_record() -> None:
+    one = played()
+    assert [message["role"] for message in one.messages] == ["user", "assistant", "user", "assistant"]
+    read = decode_trajectory(json.loads(encode_line(trajectory_record(one))), where="the record")
+    for trajectory in (one, read):
+        assert [entry["role"] for entry in trajectory["turns"]] == ["user", "assistant", "tool", "assistant"]
+    simulated_user = hold(Says("a", "b"), note_pays)
+    assert [entry["role"] for entry in simulated_user["turns"]] == ["user", "assistant", "user", "assistant"]
+
+
+def test_a_trajectory_is_a_dictionary_with_these_keys_and_no_others() -> None:
+    one = played()
+    assert list(dict(one)) == ["turns", "reward", "per_turn_rewards", "prompt", "response", "row"]
+    assert (one["row"], one["prompt"], one.get("prompt"), one.get("step", 7)) == (
+        {"answer": "3,628,800"},
+        "10!?",
+        "10!?",
+        7,
+    )
+    assert "turns" in one
+    assert "stop" not in one
+    with pytest.raises(KeyError, match=r"trajectory\['stop'\].*keys turns, reward.*such as trajectory.stop"):
+        one["stop"]
+
+
+def shares_the_reward(trajectory: Trajectory) -> float:
+    for turn in trajectory.turns:
+        turn.reward = 1.0
+    return 0.0
+
+
+def discounts_the_reward(trajectory: Trajectory, turn: Turn) -> float:
+    for i, each in enumerate(reversed(trajectory.turns)):
+        each.reward += 0.95**i
+    return 0.0
+
+
+def replaces_the_parts(trajectories: list[Trajectory]) -> list[float]:
+    trajectories[0].turns[0].rewards = {"mine": 1.0}
+    return [0.0 for _ in trajectories]
+
+
+@pytest.mark.parametrize(
+    ("form", "function", "name"),
+    [
+        ("trajectory", shares_the_reward, "turn.reward"),
+        ("turns", discounts_the_reward, "turn.reward"),
+        ("groups", replaces_the_parts, "turn.rewards"),
+        ("batch", replaces_the_parts, "turn.rewards"),
+    ],
+)
+def test_a_function_that_assigns_the_reward_of_a_turn_fails_with_the_ways_that_exist(
+    form: str, function: Any, name: str
+) -> None:
+    one = hold(Says("a", "b"), note_pays)
+    score(of(form, function), one)
+    assert one.error is not None
+    assert f"{name} cannot be set" in one.error.message
+    for way in ("reward.turns", "add_reward", "credit.name", "shared", "discounted", "Reply(reward=...)"):
+        assert way in one.error.message
+    assert one.reward is None
+    assert [turn.reward for turn in one.turns] == [0.5, 0.0]
+
+
+def test_turns_can_be_copied_with_their_rewards() -> None:
+    turn = hold(Says("a", "b"), note_pays).turns[0]
+    for copied in (copy.copy(turn), copy.deepcopy(turn), dataclasses.replace(turn, weight=0.0)):
+        assert (copied.reward, copied.rewards) == (0.5, {"environment": 0.5})
+        with pytest.raises(AttributeError, match=r"turn\.reward cannot be set"):
+            copied.reward = 1.0
+
+
+def adds_to_the_first_turn(trajectory: Trajectory) -> float:
+    trajectory.turns[0].add_reward(0.25, "given")
+    return 1.0
+
+
+def test_add_reward_in_a_reward_function_is_part_of_the_reward_of_the_conversation() -> None:
+    one = hold(Says("a", "b"), note_pays)
+    score(of("trajectory", adds_to_the_first_turn), one)
+    assert (one.rewards, one.reward) == ({"turns": 0.75, "given": 1.0}, 1.75)
+    assert one.turns[0].rewards == {"environment": 0.5, "given": 0.25}
+
+
+def sets_the_reward(trajectory: Trajectory) -> float:
+    trajectory.reward = 1.0
+    return 0.0
+
+
+def sets_the_rewards(trajectories: list[Trajectory]) -> list[float]:
+    for trajectory in trajectories:
+        trajectory.reward = 1.0
+    return [0.0 for _ in trajectories]
+
+
+@pytest.mark.parametrize(
+    ("form", "function"), [("trajectory", sets_the_reward), ("groups", sets_the_rewards), ("batch", sets_the_rewards)]
+)
+def test_a_function_that_assigns_the_reward_of_the_conversation_fails(form: str, function: Any) -> None:
+    one = hold(Says("a", "b"), note_pays)
+    score(of(form, function), one)
+    assert one.error is not None
+    assert "set trajectory.reward to 1.0; a reward function returns its number" in one.error.message
+    assert one.reward is None
+
+
+def rewards_of_all_turns(trajectory: Trajectory, turn: Turn) -> list[float]:
+    return [0.0, 1.0]
+
+
+def test_a_list_for_one_turn_is_refused_with_the_class_that_accepts_it() -> None:
+    one = hold(Says("a", "b"), note_pays)
+    score(of("turns", rewards_of_all_turns), one)
+    assert one.error is not None
+    assert "gave 2 numbers for one turn" in one.error.message
+    assert "turnwise.compat.trajectory_dict:DictTurnReward" in one.error.message

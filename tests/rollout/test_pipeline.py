@@ -1,4 +1,4 @@
-"""The pipeline between conversations and training: real loops, a scripted engine, random latencies, a clock that jumps."""
+"""The pipeline of groups: what is started, taken and dropped, within which limits."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from support.conversations import Says, a_row, a_table
+from support.conversations import Says, a_row, a_table, completion
 from support.instant_loop import run_instantly
 from turnwise.data.order import DataState, Order, RowSource
 from turnwise.environments.environment import SingleTurn
 from turnwise.rewards.functions import BatchReward
 from turnwise.rewards.scorer import Scorer
-from turnwise.rollout.pipeline import Pipeline, PipelineOptions, TakenGroups
-from turnwise.types import Completion, Opening, Reply, Request, Row, Trajectory, Turn
+from turnwise.rollout.context import Limits
+from turnwise.rollout.pipeline import Pipeline, PipelineOptions, TakenGroups, capacity, choose
+from turnwise.types import Completion, Opening, Reply, Request, Row, Stop, Trajectory, Turn
+
+# The pipeline between conversations and training: real loops, a scripted engine, random latencies, a clock that
+# jumps.
+
 
 ROWS = [a_row(id=str(n)) for n in range(7)]
 
@@ -285,3 +290,109 @@ def test_an_error_in_turnwise_ends_the_run_and_all_tasks_are_cancelled() -> None
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run_instantly(simulation.run(pipeline, [], []))
     assert not pipeline._tasks
+
+
+# How many groups are started, and which of them a step takes.
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "version", "kept", "active", "expected"),
+    [
+        (0, 0, 0, 0, 4),
+        (0, 0, 0, 4, 0),
+        (0, 3, 2, 0, 2),  # two of the step's groups are replaced
+        (1, 0, 0, 0, 8),
+        (1, 0, 4, 4, 0),  # the next step's groups run during the training
+        (1, 1, 0, 4, 4),
+        (3, 5, 1, 9, 6),  # (3 + 5 + 1) * 4 - (5 * 4 + 1 + 9)
+        (3, 8, 0, 0, 8),  # of 10 steps, two are left
+        (0, 9, 0, 6, 0),
+    ],
+)
+def test_as_many_groups_are_started_as_the_formula_says(
+    max_staleness: int, version: int, kept: int, active: int, expected: int
+) -> None:
+    groups = capacity(max_staleness=max_staleness, batch_size=4, version=version, steps=10, kept=kept, active=active)
+    assert groups == expected
+
+
+@pytest.mark.parametrize(
+    ("latest", "ready", "count", "in_order", "expected"),
+    [
+        ([5, 5, 5], "yyn", 2, False, [0, 1]),
+        ([5, 5, 5], "nyy", 2, False, [1, 2]),
+        ([5, 5, 5], "nyy", 2, True, None),
+        ([5, 5, 5], "nny", 2, False, None),
+        ([3, 5, 5], "nyy", 2, False, None),  # no later step may train on the first
+        ([4, 5, 5], "nyy", 2, False, [1, 2]),
+        ([4, 4, 4, 5, 5], "nnnyy", 2, False, None),  # three are left for the next step, which takes two
+        ([4, 4, 4, 5, 5], "ynnyy", 2, False, [0, 3]),
+        ([6, 4, 5], "yyy", 2, False, [1, 2]),  # the earliest first
+        ([], "", 1, False, None),
+    ],
+)
+def test_a_step_takes_the_groups_that_are_due_first_and_waits_for_those_that_no_later_step_may_use(
+    latest: list[int], ready: str, count: int, in_order: bool, expected: list[int] | None
+) -> None:
+    flags = [letter == "y" for letter in ready]
+    assert choose(latest, flags, count=count, version=3, batch_size=2, in_order=in_order) == expected
+
+
+def test_if_all_groups_have_ended_there_are_always_some_to_take() -> None:
+    for seed in range(300):
+        generator = random.Random(seed)
+        batch_size, max_staleness = generator.randint(1, 4), generator.randint(0, 4)
+        latest: list[int] = []
+        for version in range(30):
+            count = capacity(
+                max_staleness=max_staleness,
+                batch_size=batch_size,
+                version=version,
+                steps=99,
+                kept=0,
+                active=len(latest),
+            )
+            latest += [version + max_staleness] * count
+            ready = [generator.random() < 0.5 for _ in latest]
+            options = {"count": batch_size, "version": version, "batch_size": batch_size, "in_order": False}
+            chosen = choose(latest, ready, **options) or choose(latest, [True] * len(latest), **options)
+            assert chosen is not None
+            assert all(latest[index] >= version for index in chosen)
+            latest = [last for index, last in enumerate(latest) if index not in chosen]
+            assert all(last > version for last in latest)
+
+
+# Bounds of a conversation.
+
+
+def after(*lengths: int) -> Trajectory:
+    """A trajectory whose turns have so many tokens."""
+    turns = [
+        Turn(index=n, message={"role": "assistant", "content": ""}, text="", completion=completion([70] * length))
+        for n, length in enumerate(lengths)
+    ]
+    return Trajectory(id="1/0", group="1", row=a_row(), turns=turns)
+
+
+def test_the_first_bound_that_is_met_says_why_there_is_no_further_turn() -> None:
+    limits = Limits(turns=3, tokens=10, context=50)
+    assert limits.stop_reason(after(), 49) is None
+    assert limits.stop_reason(after(4, 5), 49) is None
+    assert limits.stop_reason(after(1, 1, 1), 49) is Stop.MAX_TURNS
+    assert limits.stop_reason(after(4, 6), 49) is Stop.MAX_TOKENS
+    assert limits.stop_reason(after(4, 5), 50) is Stop.CONTEXT
+    assert limits.stop_reason(after(5, 5, 5), 60) is Stop.MAX_TURNS
+    assert Limits(turns=9, context=None, tokens=None).stop_reason(after(4000), 10**6) is None
+    response = Limits(turns=9, response_tokens=30, context=50)
+    assert response.stop_reason(after(4), 49, 29) is None
+    assert response.stop_reason(after(4), 49, 30) is Stop.MAX_RESPONSE
+
+
+def test_the_room_of_a_turn_is_the_smallest_bound_and_it_names_it() -> None:
+    limits = Limits(tokens_per_turn=8, tokens=20, context=50)
+    assert limits.completion_budget(after(), 30) == (8, Stop.LENGTH)
+    assert limits.completion_budget(after(8, 6), 30) == (6, Stop.MAX_TOKENS)
+    assert limits.completion_budget(after(8), 45) == (5, Stop.CONTEXT)
+    assert limits.completion_budget(after(8, 4), 42) == (8, Stop.LENGTH)  # all three: the turn's own comes first
+    assert Limits(tokens_per_turn=8).completion_budget(after(9000), 9000) == (8, Stop.LENGTH)
+    assert Limits(tokens_per_turn=8, response_tokens=30).completion_budget(after(8), 45, 25) == (5, Stop.MAX_RESPONSE)

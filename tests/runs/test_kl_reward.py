@@ -21,7 +21,7 @@ from rewards.credit.test_credit_peers import verl_tokens
 from support.recipes import save_recipe
 from support.tiny import save_model, tiny_model
 from test_train import lines, run, timeless
-from training.test_weights import conversations
+from training.test_batch import conversations
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError

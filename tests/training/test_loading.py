@@ -1,21 +1,37 @@
-"""A model is loaded with all of its weights, or refused with the names of those that are wrong."""
+"""A model is loaded with all of its weights, in one go or part by part, or refused."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    LlamaConfig,
+    Qwen2_5_VLConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from support.tiny import save_model, tiny_model
 from turnwise.cli import main
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.lora import LoraOptions
+from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
+
+# A model is loaded with all of its weights, or refused with the names of those that are wrong.
+
 
 PLACES = Path(__file__).parent.parent / "support" / "places.py"
+
 Weights = dict[str, torch.Tensor]
 
 
@@ -133,3 +149,132 @@ def test_every_command_refuses_a_model_that_lacks_a_weight(
     assert main([command, str(tmp_path / "recipe.yaml"), *more[command]]) == 1
     assert "the checkpoint lacks the weight model.norm.weight" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# A model that is read part by part is the model that `load_model` loads, or is not read part by part.
+
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8}
+
+ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+TOKENS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+
+VISION = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
+
+CONFIGS: dict[str, Any] = {
+    "tied": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "scaled positions": LlamaConfig(
+        **SIZES, tie_word_embeddings=False, rope_parameters={**ROPE, "original_max_position_embeddings": 64}
+    ),
+    "experts": Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "vision": Qwen2_5_VLConfig(
+        text_config={
+            **SIZES,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+        vision_config=VISION,
+        **TOKENS,
+    ),
+}
+
+ADAPTERS = {
+    "all weights": None,
+    "lora": LoraOptions(rank=2, alpha=4, target_modules=("q_proj",)),
+    "dora": LoraOptions(rank=2, alpha=4, target_modules=("q_proj", "o_proj"), dora=True),
+}
+
+
+def saved(folder: Path, name: str) -> Path:
+    auto = AutoModelForImageTextToText if name == "vision" else AutoModelForCausalLM
+    model = auto.from_config(CONFIGS[name])
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return folder
+
+
+def filled(options: ModelOptions) -> tuple[StagedModel, list[set[str]]]:
+    """The model, layer by layer, and the names of the tensors of each part."""
+    staged = open_staged(options)
+    assert staged is not None
+    layers = [part for part in staged.model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    names = [set(staged.fill(part)) for part in [*layers, staged.model]]
+    staged.check()
+    return staged, names
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_parts_together_are_the_model(tmp_path: Path, name: str, adapter: str, dtype: str) -> None:
+    options = ModelOptions(path=saved(tmp_path, name), dtype=dtype, device="cpu", lora=ADAPTERS[adapter])
+    expected = load_model(options)
+    staged, names = filled(options)
+    actual = staged.model
+    assert type(actual) is type(expected)
+    assert len(names) == 3
+    assert not names[0] & names[1]
+    state, expected_state = actual.state_dict(), expected.state_dict()
+    assert list(state) == list(expected_state)
+    for key, tensor in expected_state.items():
+        assert state[key].dtype == tensor.dtype
+        assert torch.equal(state[key], tensor), key
+    for (key, buffer), (_, expected_buffer) in zip(actual.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(buffer, expected_buffer), key
+    trained, expected_trained = ({n: p.requires_grad for n, p in m.named_parameters()} for m in (actual, expected))
+    assert trained == expected_trained
+    assert actual.config.to_dict() == expected.config.to_dict()
+    assert actual.generation_config.to_dict() == expected.generation_config.to_dict()
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.equal(actual(ids).logits, expected(ids).logits)
+    if adapter == "all weights":  # the names of the checkpoint's files come back
+        actual.save_pretrained(tmp_path / "again")
+        expected.save_pretrained(tmp_path / "expected")
+        files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("again", "expected")]
+        assert files[0].keys() == files[1].keys()
+
+
+def changed(folder: Path, change: Any) -> ModelOptions:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors: dict[str, torch.Tensor] = {}
+    for file in set(index["weight_map"].values()):
+        tensors |= load_file(folder / file)
+        (folder / file).unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return ModelOptions(path=folder, dtype="float32", device="cpu")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"),
+        lambda tensors: tensors.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(2)}),
+        lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].fill_(float("nan")),
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}),
+        lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}),
+    ],
+    ids=["missing", "unexpected", "not finite", "tied and different", "another shape"],
+)
+def test_a_checkpoint_with_other_weights_is_left_to_load_model(tmp_path: Path, change: Any) -> None:
+    options = changed(saved(tmp_path, "tied"), change)
+    with pytest.raises(IncompleteWeights):
+        filled(options)
+
+
+def test_tied_weights_that_are_both_in_the_files_are_one_tensor(tmp_path: Path) -> None:
+    def both(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    model = filled(changed(saved(tmp_path, "tied"), both))[0].model
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_a_directory_without_safetensors_is_not_read_part_by_part(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "tied")
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert open_staged(ModelOptions(path=folder, dtype="float32", device="cpu")) is None

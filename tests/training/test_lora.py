@@ -141,7 +141,7 @@ def test_layers_that_the_model_lacks_are_refused() -> None:
 
 
 def test_an_adapter_on_the_output_layer_gets_its_gradient_in_chunks() -> None:
-    from training.test_token_logprobs import both
+    from training.test_forward import both
 
     model = tiny_model(tie_word_embeddings=False)
     add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=("lm_head", "q_proj")))

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 
 from engines.conformance.servers import Server, Sglang, Vllm
-from engines.conformance.test_conformance_life import start_requests
-from engines.conformance.test_conformance_sampling import assert_exact
+from engines.conformance.test_conformance import assert_exact, start_requests
 from turnwise.errors import EngineError
 from turnwise.types import Completion
 

@@ -1,0 +1,312 @@
+"""Several ranks compute the losses, values, gradients and weights of one process, in the memory that is predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
+
+from support.vision import save_vision_model
+from turnwise.doctor.memory import Workload
+from turnwise.options.schema import Config
+from turnwise.planning.memory import rank_memory
+from turnwise.training.sharded.shards import share_out
+
+# Several ranks compute the losses, gradients and weights of one process, and go on with what another number of ranks
+# saved.
+
+
+TESTS = Path(__file__).parent.parent
+
+EXACT = [
+    "ppo_clip",
+    "ppo_clip_epochs",
+    "sync_each",
+    "keep_gathered",
+    "gspo",
+    "cispo",
+    "sapo",
+    "reinforce",
+    "nll",
+    "reference",
+    "lora_reference",
+    "lora_copy",
+    "checkpointing",
+    "correction",
+    "separate_rows",
+    "one_micro_batch",
+    "clipped",
+]
+
+ROUNDED = ["bfloat16", "mixed"]
+
+ON_ONE_RANK = ["ppo_clip", "lora_reference"]
+
+
+def run_ranks(size: int, model: Path, out: Path, written: Path | str, read: Path | str, *cases: str) -> dict[str, Any]:
+    """The results of rank_program.py on `size` ranks."""
+    program = [str(TESTS / "cluster" / "rank_program.py"), str(model), str(out), str(written), str(read), *cases]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *program]
+    source = TESTS.parent / "src"
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The results of one rank, of two ranks, and of one rank that goes on with what two ranks saved."""
+    folder = tmp_path_factory.mktemp("ranks")
+    one = run_ranks(1, model, folder / "1.json", folder / "of-1", "-", *ON_ONE_RANK)
+    two = run_ranks(2, model, folder / "2.json", folder / "of-2", folder / "of-1", *EXACT, *ROUNDED)
+    return {"one": one, "two": two, "again": run_ranks(1, model, folder / "3.json", "-", folder / "of-2")}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("ranks", "case"), [*(("two", case) for case in EXACT), *(("one", case) for case in ON_ONE_RANK)]
+)
+def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks: str, case: str) -> None:
+    result = results[ranks][case]
+    actual, expected = result["ranks"], result["one"]
+    assert result["gradients"] < 1e-5
+    assert result["weights"] < 1e-4  # Adam divides by the gradient's size
+    for update, of_one in zip(actual["updates"], expected["updates"], strict=True):
+        correction, of_one_correction = update.pop("correction"), of_one.pop("correction")
+        assert update.pop("logprobs") == pytest.approx(of_one.pop("logprobs"), abs=1e-5)
+        assert update == pytest.approx(of_one, abs=1e-5, rel=1e-5)
+        assert correction == pytest.approx(of_one_correction, abs=1e-5, rel=1e-5)
+    assert actual["updates"][0]["grad_norm"] > 0
+    for name in ("fingerprint", "base", "reference"):
+        assert actual[name] == expected[name]
+    assert actual["micro_batches"] == expected["micro_batches"]
+    assert actual["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-5)
+    assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("case", ROUNDED)
+def test_ranks_in_bfloat16_differ_by_rounding(results: dict[str, Any], case: str) -> None:
+    result = results["two"][case]
+    actual, expected = (result[name]["updates"][0] for name in ("ranks", "one"))
+    assert result["weights"] < 5e-3
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.02)
+    assert actual["loss"] == pytest.approx(expected["loss"], abs=1e-3)
+    assert actual["tokens"] == expected["tokens"]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_ranks_and_one_process_go_on_with_each_others_state(results: dict[str, Any], ranks: str) -> None:
+    losses = results[ranks]["resumed"]
+    assert losses["expected"][0] != losses["expected"][1]
+    assert losses["from_one"] == pytest.approx(losses["expected"], abs=1e-6)
+    assert losses["in_one"] == pytest.approx(losses["expected"], abs=1e-6)
+
+
+@pytest.mark.cluster
+def test_another_number_of_ranks_goes_on_with_a_saved_state(results: dict[str, Any]) -> None:
+    assert results["two"]["from_other_ranks"] == pytest.approx(results["one"]["resumed"]["expected"], abs=1e-6)
+    assert results["again"]["from_other_ranks"] == pytest.approx(results["two"]["resumed"]["expected"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ranks", "shares"),
+    [
+        ([8, 3, 7, 2, 1], 2, [[0, 3, 4], [2, 1]]),
+        ([5], 3, [[0], [], []]),
+        ([], 2, [[], []]),
+        ([4, 4, 4, 4], 4, [[0], [1], [2], [3]]),
+    ],
+)
+def test_micro_batches_are_shared_out_in_the_fewest_rounds(
+    sizes: list[int], ranks: int, shares: list[list[int]]
+) -> None:
+    assert share_out(sizes, ranks) == shares
+
+
+# A critic on several ranks has the values, losses and gradients of one process, and goes on with what another number
+# saved.
+
+
+CRITIC_EXACT = ["all weights", "lora", "clip", "one micro-batch"]
+
+
+@pytest.fixture(scope="module")
+def critic_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of two ranks, and of one rank that goes on with what two ranks saved."""
+    folder = tmp_path_factory.mktemp("critic")
+    generator = torch.Generator().manual_seed(1)
+    width = AutoConfig.from_pretrained(model).hidden_size
+    (folder / "head").mkdir()
+    head = {"weight": torch.randn((1, width), generator=generator) * 0.3, "bias": torch.tensor([0.25])}
+    save_file(head, folder / "head" / "value_head.safetensors")
+
+    def run(size: int, name: str, written: Path | str, read: Path | str, *cases: str) -> Any:
+        program = [
+            TESTS / "cluster" / "critic_program.py",
+            model,
+            folder / "head",
+            folder / name,
+            written,
+            read,
+            *cases,
+        ]
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+        source = TESTS.parent / "src"
+        environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
+        command = [*launcher, *(str(word) for word in program)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stderr[-6000:]
+        return json.loads((folder / name).read_text())
+
+    two = run(2, "two.json", folder / "of-2", "-", *CRITIC_EXACT, "bfloat16")
+    return {"two": two, "one": run(1, "one.json", "-", folder / "of-2")}
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("case", CRITIC_EXACT)
+def test_two_ranks_compute_what_one_process_computes(critic_results: dict[str, Any], case: str) -> None:
+    result = critic_results["two"][case]
+    actual, expected = result["ranks"], result["one"]
+    assert result["gradients"] < 1e-5
+    assert actual["values"] == pytest.approx(expected["values"], abs=1e-5)
+    assert max(expected["values"]) - min(expected["values"]) > 0.1
+    for update, of_one in zip(actual["updates"], expected["updates"], strict=True):
+        assert update == pytest.approx(of_one, abs=1e-4, rel=1e-4)
+    assert actual["base"] == expected["base"]
+    assert actual["micro_batches"] == expected["micro_batches"]
+
+
+@pytest.mark.cluster
+def test_two_ranks_in_bfloat16_differ_by_rounding(critic_results: dict[str, Any]) -> None:
+    actual, expected = (critic_results["two"]["bfloat16"][name] for name in ("ranks", "one"))
+    assert actual["values"] == pytest.approx(expected["values"], abs=0.05)
+    assert actual["updates"][0] == pytest.approx(expected["updates"][0], rel=0.1, abs=0.01)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("kind", ["all", "lora"])
+def test_two_ranks_one_rank_and_one_process_go_on_with_each_others_critic(
+    critic_results: dict[str, Any], kind: str
+) -> None:
+    losses = critic_results["two"]["resumed"][kind]
+    assert losses["expected"][0] != losses["expected"][1]
+    for name in ("from_one", "in_one"):
+        assert losses[name] == pytest.approx(losses["expected"], abs=1e-5)
+    assert critic_results["one"]["from_other_ranks"][kind] == pytest.approx(losses["expected"], abs=1e-5)
+
+
+# Two ranks compute the losses, gradients and weights of one process on conversations with images.
+
+
+@pytest.fixture(scope="module")
+def images_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("images")
+    path = save_vision_model(folder / "model")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(TESTS / "cluster" / "image_program.py"), str(path), str(folder / "results.json")]
+    source = TESTS.parent / "src"
+    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, *program], env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "case",
+    [
+        "images on both ranks",
+        "images on one rank",
+        "images on one rank, gradients added up after each micro-batch",
+        "no images",
+    ],
+)
+def test_ranks_compute_what_one_process_computes_with_images(images_results: dict[str, Any], case: str) -> None:
+    result = images_results[case]
+    assert result["ranks"] == pytest.approx(result["one"], abs=1e-5, rel=1e-5)
+    assert result["gradients"] < 1e-5
+    assert result["weights"] < 1e-4  # Adam divides by the gradient's size
+    assert (result["vision"] > 0) == (case != "no images")
+
+
+# A rank needs the memory of its part of a model while the model is loaded, and not that of the complete model.
+
+
+MEGABYTE = 2**10
+"""Kilobytes."""
+
+
+def peaks(path: Path, out: Path, ranks: int) -> list[int]:
+    """The peak of the memory of each process in kilobytes, beyond its memory before the model was loaded."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    program = [
+        str(TESTS / "cluster" / "memory_program.py"),
+        str(path.parent / "small"),
+        str(path),
+        "sharded" if ranks > 1 else "complete",
+        str(out),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS.parent / "src"), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *launcher, *program], env=environment, check=True, timeout=600)
+    return [int(Path(f"{out}{rank}").read_text()) for rank in range(ranks)]
+
+
+@pytest.mark.cluster
+def test_each_of_two_ranks_has_half_of_the_model_and_a_layer_in_memory(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
+    config = Qwen2Config(**sizes, num_hidden_layers=16, num_key_value_heads=8, tie_word_embeddings=True)
+    model = Qwen2ForCausalLM(config)
+    size = sum(parameter.numel() for parameter in model.parameters()) * 4 // 2**10
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4 // 2**10
+    model.save_pretrained(tmp_path / "model", max_shard_size="100MB")
+    small = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2)
+    Qwen2ForCausalLM(small).save_pretrained(tmp_path / "small")
+    complete = peaks(tmp_path / "model", tmp_path / "complete", 1)[0]
+    assert complete > size
+    for peak in peaks(tmp_path / "model", tmp_path / "rank", 2):
+        # gloo has the parts of the layer that is gathered and of the next one beside the complete layers
+        assert peak < size / 2 + 5 * layer
+        assert peak < 0.75 * complete
+
+
+# The predicted memory of a rank is what each of two ranks needs, with and without the embedded engine.
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("kind", "fsdp"), [("all", ["param_dtype=bfloat16"]), ("lora", [])])
+def test_the_prediction_is_what_each_rank_needs(kind: str, fsdp: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from memory import CONVERSATIONS, PROMPT_TOKENS, TOKENS, measure_ranks, options, shape_of  # type: ignore[import-not-found]
+
+    args = argparse.Namespace(
+        size="30m",
+        dtype="float32",
+        gradient_checkpointing=False,
+        micro_batches=2,
+        micro_batch_tokens=0,
+        ranks=2,
+        fsdp=fsdp,
+    )
+    monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent / "src"))
+    measured = [found["gib"] for found in measure_ranks(kind, args)]
+    config = Config.model_validate(options(args.size, kind, args))
+    workload = Workload(conversations=CONVERSATIONS, tokens=TOKENS, prompt_tokens=PROMPT_TOKENS)
+    predicted = [rank_memory(config, shape_of(args.size), workload, 2, rank=rank).gib for rank in range(2)]
+    assert predicted == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,504 @@
+"""Pages say what is true: their examples run, with the values that they print."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from generated_pages import comparable, doctor_reports
+
+import turnwise
+from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
+from support.servers import Answer, serving
+from turnwise import assembly
+from turnwise.cli import main
+from turnwise.compat.gym import GymEnvironments, ToolEnvironments
+from turnwise.config.recipe import RENAMED
+from turnwise.data.conversations import read_conversations
+from turnwise.doctor.examine import examine
+from turnwise.environments.mcp import McpServers
+from turnwise.environments.tools.tool import Tool
+from turnwise.environments.users import ModelledUser
+from turnwise.options.schema import Config, ToolCallsSection, ToolUse
+from turnwise.record import read
+from turnwise.types import Group, MismatchKind
+from turnwise.user_code.references import MOVED
+
+# The pages about rewards and about engines say what is true: their examples run.
+
+
+ROOT = Path(__file__).parents[2]
+
+REWARDS, TRAINED, LIMITS, README = (
+    (ROOT / name).read_text(encoding="utf-8")
+    for name in ("docs/rewards.md", "docs/engines.md", "docs/limits.md", "README.md")
+)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """A page's examples."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+
+
+def test_the_reward_functions_of_the_page_give_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (_, python, *_), (_, recipe, *_) = blocks(REWARDS, "python"), blocks(REWARDS, "yaml")
+    (tmp_path / "my_rewards.py").write_text(python)
+    options = {"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(recipe)}
+    scorer = assembly.scorer(Config.model_validate(options))
+    row = a_row(answer="4")
+    said = ["#### 4", "It is 2 + 2, so #### 4.0", "#### 5", "sorry #### 4"]
+    group = Group(id="g", row=row, trajectories=[hold_all(Says(text), row=row)[0] for text in said])
+    asyncio.run(scorer.score([group]))
+    parts = [one.rewards for one in group.trajectories]
+    assert [one["right"] for one in parts] == [1.0, 1.0, 0.0, 1.0]
+    assert [one["polite"] for one in parts] == [0.2, 0.2, 0.2, 0.0]
+    assert [one["no_failed_calls"] for one in parts] == [0.0] * 4
+    assert [one.get("shortest") for one in parts] == [0.1, 0.0, None, 0.0]
+    assert [one["normalised_length"] for one in parts] == pytest.approx([0.025, -0.05, 0.025, 0.0])
+    in_all = [(one.reward or 0.0) - one.rewards["normalised_length"] for one in group.trajectories]
+    assert in_all == pytest.approx([1.3, 1.2, 0.2, 1.0])
+
+
+def test_what_the_page_names_of_a_trajectory_is_there() -> None:
+    (one,) = hold_all(Says("a"))
+    names = re.findall(r"^\| `trajectory\.(\w+)", REWARDS, re.MULTILINE)
+    assert len(names) == 7
+    for name in names:
+        getattr(one, name)
+    for name in ("text", "reasoning", "calls", "outcomes", "reward", "info", "finish_reason"):
+        getattr(one.turns[0], name)
+
+
+def test_the_examples_with_a_trained_model_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    shutil.copytree(ROOT / "demo" / "model", tmp_path / "runs" / "demo" / "checkpoint")
+    for block in blocks(TRAINED, "python"):
+        names: dict[str, Any] = {}
+        exec(compile(block, "docs/engines.md", "exec"), names)
+    assert capsys.readouterr().out.strip()
+    for made in ("bfloat16", "mean"):
+        assert (tmp_path / "runs" / "demo" / made / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_the_demo_is_right_for_a_server() -> None:
+    found = {one.name: one.status for one in examine(str(ROOT / "demo" / "model"), weights="never")}
+    assert (found["stop tokens"], found["tool calls"], found["headers"]) == ("ok", "ok", "ok")
+
+
+def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path) -> None:
+    code, tool, _ = blocks(README, "python")
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    assert len([line for line in code.splitlines() if line.strip() and not line.startswith(("#", "from"))]) <= 10
+    row = a_row("Guess.", secret="42")
+    one = hold(["50", "no idea", "41", " 42\n"], names["guess"], row=row)
+    said = [message["content"] for message in one.messages if message["role"] == "user"]
+    assert said == ["Guess.", "Lower!", "Lower!", "Higher!"]
+    assert (one.stop, [turn.reward for turn in one.turns]) == ("done", [0.0, 0.0, 0.0, pytest.approx(0.4)])
+    one = hold(["1"] * 5, lambda: names["guess"](tries=2), row=row)
+    assert (one.stop, one.reward, len(one.turns)) == ("done", None, 3)
+    exec(compile(tool, "README.md", "exec"), names)
+    assert Tool.of(names["search"]).schema["function"]["parameters"]["required"] == ["query"]
+
+
+def test_the_script_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, script = blocks(README, "python")
+    small = {
+        "Qwen/Qwen2.5-0.5B-Instruct": str(ROOT / "demo" / "model"),
+        '"steps": 200': '"steps": 1',
+        "16, ": "2, ",
+        "8, ": "2, ",
+    }
+    for old, new in small.items():
+        assert old in script
+        script = script.replace(old, new)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(script, "README.md", "exec"), names)
+    assert len(names["result"].trajectories) == 4
+
+
+@pytest.mark.slow
+def test_the_scripts_of_the_python_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("demo", "recipes"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    names: dict[str, Any] = {}
+    for block in blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"), "python"):
+        exec(compile(block.replace("train.steps=20", "train.steps=2"), "docs/python.md", "exec"), names)
+    assert len(names["result"].metrics) == 2
+
+
+def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (recipe,) = blocks(README, "yaml")
+    config = Config.model_validate(yaml.safe_load(recipe))
+    assert (config.train.steps, config.train.batch_size, config.train.group_size) == (200, 16, 8)
+    monkeypatch.chdir(tmp_path)
+    commands = re.findall(r"^turnwise \w+ .*guess.*$", README, re.MULTILINE)
+    assert len(commands) == 2
+    for line in commands:  # known commands and options, which miss nothing but their files
+        assert main(line.partition("#")[0].split()[1:]) == 1
+        assert "guess" in capsys.readouterr().err
+
+
+def test_the_changelog_lists_every_renamed_option_and_names_references_that_exist() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    for old, new in RENAMED.items():
+        assert f"| `{old}` | `{new}` |" in changelog
+    references = re.findall(r"`(turnwise(?:\.\w+)+):(\w+)` \|$", changelog, re.MULTILINE)
+    assert len(references) == 5
+    for module, name in references:
+        assert name == "NAME" or hasattr(importlib.import_module(module), name), (module, name)
+    for old, new in MOVED.items():
+        assert re.search(rf"^\| `{old}:(\w+)` \| `{new}:\1` \|$", changelog, re.MULTILINE), old
+
+
+def test_the_pictures_of_the_readme_are_drawn_from_a_run(tmp_path: Path) -> None:
+    draw = runpy.run_path(str(ROOT / "scripts" / "readme_images.py"))
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/mean": 0.75}\n')
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n{"step": 2, "reward/mean": 1.0}\n')
+    picture = draw["curve"](tmp_path)
+    assert 'points="400.0,197.5 740.0,92.5"' in picture  # half of the way at a reward of 0.25, all of it at 0.75
+    assert ">0.50</text>" in picture
+    assert ">1.00</text>" in picture
+
+
+def test_every_link_of_the_pages_leads_to_a_file() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for target in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_messages_and_recipes_name_pages_that_exist() -> None:
+    files = [
+        path
+        for folder in ("src", "recipes", "deploy", ".github")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in (".py", ".yaml", ".yml")
+    ]
+    named = {
+        (path.relative_to(ROOT).as_posix(), page)
+        for path in files
+        for page in re.findall(r"\bdocs/[\w/]+\.md\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 50
+    assert {(path, page) for path, page in named if not (ROOT / page).is_file()} == set()
+
+
+def test_the_pages_name_files_that_are_there_and_the_readme_names_them() -> None:
+    for page in (REWARDS, TRAINED, LIMITS):
+        for target in re.findall(r"\]\(([\w./]+\.md)\)", page):
+            assert (ROOT / "docs" / target).resolve().is_file(), target
+    for name in ("rewards", "limits", "start"):
+        assert f"(docs/{name}.md)" in README
+    assert turnwise.__version__ != "unknown"
+
+
+# The page about environments says what is true: its examples run.
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+PAGE, TRL = ((DOCS / name).read_text(encoding="utf-8") for name in ("environments.md", "trl.md"))
+
+
+def environments_blocks(language: str) -> list[str]:
+    """The examples of the pages about environments and about TRL."""
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE + TRL, re.MULTILINE | re.DOTALL)
+
+
+def code(word: str) -> dict[str, Any]:
+    """What the example defines that has this word in it."""
+    (found,) = [block for block in environments_blocks("python") if word in block]
+    names: dict[str, Any] = {}
+    exec(compile(found, "docs/environments.md", "exec"), names)
+    return names
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Makes the environments of the recipe that names something, from the directory where the page's files are."""
+    for block in environments_blocks("python"):
+        if (name := re.match(r"# (\w+\.py)\n", block)) is not None:
+            (tmp_path / name[1]).write_text(block)
+    monkeypatch.chdir(tmp_path)
+
+    def make(word: str) -> Any:
+        part = next(block for block in environments_blocks("yaml") if word in block)
+        return assembly.environment_factory(
+            Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **yaml.safe_load(part)})
+        )
+
+    return make
+
+
+def test_an_interaction(recipe: Callable[[str], Any]) -> None:
+    trajectory = hold(Says("A lot.", "100", "60"), recipe("market.py"), row=a_row(limit=80))
+    assert [turn.reward for turn in trajectory.turns] == [-0.1, 0.0, 0.75]
+    assert (trajectory.turns[2].info, trajectory.stop) == ({"price": 60}, "done")
+    told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert told[1:] == ["What is your price?", "100 is too much for me."]
+
+
+def test_a_scripted_user() -> None:
+    trajectory = hold(Says("a", "b", "c"), code("ScriptedUser([")["doubtful"])
+    assert [one["content"] for one in trajectory.messages] == ["Hi", "a", "Are you sure?", "b", "Thank you.", "c"]
+
+
+def test_a_class() -> None:
+    trajectory = hold(Says("3", "2", "1"), code("# countdown.py")["Countdown"])
+    assert ([turn.reward for turn in trajectory.turns], trajectory.stop) == ([0.25, 0.25, 0.25], "done")
+
+
+def test_a_game(recipe: Callable[[str], Any]) -> None:
+    trajectory = hold(Says("it is 5", "is it four", "five"), recipe("action: guess.py:last_word"), row=a_row(seed=1))
+    told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert told == [
+        "Hi\n\nI have a number from 0 to 9.",
+        "Say a number from zero to nine, not 5.",
+        "Right.",
+    ]
+    assert [turn.reward for turn in trajectory.turns] == [-0.1, 1.0]
+
+
+def test_a_class_with_reset_and_step(recipe: Callable[[str], Any]) -> None:
+    trajectory = hold(Says("shout hello", "bye"), recipe("shell.py"), row=a_row(greeting="Yes?"))
+    assert [one["content"] for one in trajectory.messages] == ["Hi\n\nYes?", "shout hello", "HELLO", "bye"]
+
+
+def test_a_trl_environment(recipe: Callable[[str], Any]) -> None:
+    said = [call("dial", '{"code": "x"}'), call("dial", '{"code": "12"}'), "Open."]
+    trajectory = hold(Says(*said), recipe("vault.py"), row=a_row(code="12"))
+    assert trajectory.messages[0]["content"] == "Hi Digits only."
+    assert [one["content"] for one in trajectory.messages if one["role"] == "tool"] == [
+        "Error: Only digits.",
+        "It opens.",
+    ]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
+
+
+def test_a_modelled_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    (part,) = [block for block in environments_blocks("yaml") if "ModelledUser" in block]
+    monkeypatch.setenv("USER_MODEL_KEY", "k")
+    with serving(lambda question, number: Answer({"choices": [{"message": {"content": "[DONE]"}}]})) as server:
+        tree = yaml.safe_load(part.replace("http://127.0.0.1:8000", server.url))
+        make = assembly.environment_factory(
+            Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **tree})
+        )
+        trajectory = hold(Says("a"), make, row=a_row(persona="Ann"))
+    assert trajectory.stop == "done"
+    assert server.asked[0]["messages"][0]["content"] == (
+        "You are a customer of a shoe shop. Say [DONE] when you have what you want.\n\nAnn"
+    )
+
+
+def test_a_modelled_user_behind_an_engine() -> None:
+    make = code("EngineChatModel")["make_environment"](scripted(["Bye. [DONE]"]), RENDERER)
+    assert hold(Says("a"), make).messages[-1] == {"role": "user", "content": "Bye."}
+
+
+def test_tools_in_front_of_a_game(recipe: Callable[[str], Any]) -> None:
+    said = [call("calculator", '{"expression": "2+2"}'), "4"]
+    trajectory = hold(Says(*said), recipe("tools: [turnwise.environments.calculator:calculator]"), row=a_row(seed=1))
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 1.0]
+
+
+def test_tools_in_front_of_an_interaction_in_front_of_a_game() -> None:
+    said = [call("calculator", '{"expression": "0+1"}'), "Why?", "1", *"12122"]
+    trajectory = hold(Says(*said), code("# host.py")["make_environment"])
+    assert [turn.reward for turn in trajectory.turns] == [0.0, -0.1, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert trajectory.stop == "done"
+    assert [one["content"] for one in trajectory.messages if one["role"] == "tool"] == ["1"]
+
+
+def test_the_tables_name_all_arguments() -> None:
+    import inspect
+
+    tables = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`[^|]+)\|", PAGE, re.MULTILINE))))
+    for kind in (GymEnvironments, ModelledUser):
+        assert set(inspect.signature(kind).parameters) <= tables, kind
+    assert set(inspect.signature(ToolEnvironments).parameters) <= set(re.findall(r"\w+", PAGE))
+
+
+# The page about tools says what is true: its examples run, and its recipe is one.
+
+
+TOOLS_PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf-8")
+
+
+def tools_blocks(language: str) -> list[str]:
+    """The page's examples."""
+    return re.findall(rf"^```{language}\n(.*?)^```", TOOLS_PAGE, re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_with_a_class_runs(tmp_path: Path) -> None:
+    (code,) = [block for block in tools_blocks("python") if block.startswith("# shop.py")]
+    (recipe,) = [block for block in tools_blocks("yaml") if "shop.py:price" in block]
+    (tmp_path / "shop.py").write_text(code)
+    parts = yaml.safe_load(recipe.replace("shop.py", str(tmp_path / "shop.py")))
+    make = assembly.environment_factory(
+        Config.model_validate({"model": {"path": "m"}, "data": {"train": "x"}, **parts})
+    )
+    engine = Says(
+        call("price", '{"item": "apple"}') + call("buy", '{"item": "apple", "count": 9}'),
+        call("buy", '{"item": "pear", "count": 2}') + call("price", '{"item": "plum"}'),
+        "#### 1",
+    )
+    trajectory = hold(engine, make, row=a_row(answer=1))
+    assert [[one.content for one in turn.outcomes] for turn in trajectory.turns] == [
+        ["0.5", "0.50 are left"],
+        ["Error: only 0.50 are left", "Error: KeyError: plum"],
+        [],
+    ]
+    assert (trajectory.stop, trajectory.error) == ("done", None)
+
+
+def test_the_file_of_servers_is_one(tmp_path: Path) -> None:
+    (example,) = tools_blocks("json")
+    (tmp_path / "mcp.json").write_text(example)
+    McpServers.from_file(tmp_path / "mcp.json").close()
+    assert sorted(json.loads(example)["mcpServers"]) == ["files", "search"]
+
+
+def test_the_table_of_options_names_them_all() -> None:
+    named = set(re.findall(r"^\| `(tools\.N\.\w+|tool_calls\.\w+)`", TOOLS_PAGE, re.MULTILINE))
+    assert named == {f"tools.N.{name}" for name in ToolUse.model_fields} | {
+        f"tool_calls.{name}" for name in ToolCallsSection.model_fields
+    }
+
+
+# The examples of docs/agents.md run as they are written: a GRPO training whose environment is a program.
+
+
+AGENTS_PAGE = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
+
+
+def block(start: str) -> str:
+    """The block of code that begins with this line."""
+    (text,) = [
+        text
+        for text in re.findall(r"^```\w+\n(.*?)^```", AGENTS_PAGE, re.MULTILINE | re.DOTALL)
+        if text.startswith(start)
+    ]
+    return text
+
+
+def agents_turnwise(folder: Path, *arguments: str) -> None:
+    (folder / "agent.py").write_text(block("# agent.py"), encoding="utf-8")
+    (folder / "solve.py").write_text(block("# solve.py"), encoding="utf-8")
+    for name in ("demo",):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    result = subprocess.run(
+        [sys.executable, "-m", "turnwise", *arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=540, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.slow
+def test_the_program_of_the_page_is_trained_with_and_its_tokens_are_exact(tmp_path: Path) -> None:
+    (tmp_path / "agent.yaml").write_text(block("# agent.yaml"), encoding="utf-8")
+    agents_turnwise(tmp_path, "train", "agent.yaml")
+    run = tmp_path / "runs" / "agent"
+    trajectories = list(read(run))
+    assert len(trajectories) == 4 * 16
+    assert [trajectory.error for trajectory in trajectories if trajectory.error is not None] == []
+    # the strict sanity check: what the loop appended is what the template writes for the messages of the requests
+    assert not [
+        found for t in trajectories if (found := t.template_mismatch) and found.kind is not MismatchKind.COMPLETION
+    ]
+    for trajectory in trajectories:
+        assert len(trajectory.segments) == 1 + int(trajectory.metrics["agent/forked"])
+        assert trajectory.metrics["agent/extended"] + trajectory.metrics["agent/realigned"] == len(trajectory.turns) - 1
+    assert any(
+        turn.calls for trajectory in trajectories for turn in trajectory.turns
+    )  # the model calls the program's tool
+    assert len({trajectory.reward for trajectory in trajectories}) == 2
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    steps = [line for line in lines if line.get("loss") is not None]
+    assert len(steps) == 4
+    assert all(step["ratio/max_deviation"] < 1e-3 for step in steps)  # trainer and engine agree on every token
+    assert all(step["metrics/agent/forked"] == 0 and step["failed"] == 0 for step in steps)
+    assert any(step["tokens/trained"] > 0 for step in steps)
+
+
+@pytest.mark.slow
+def test_the_function_of_the_page_runs(tmp_path: Path) -> None:
+    recipe = yaml.safe_load(block("# agent.yaml"))
+    recipe |= yaml.safe_load(block("environment:"))
+    recipe["data"] = {"train": "rows.jsonl"}
+    del recipe["train"], recipe["output"]
+    rows = (ROOT / "demo" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:3]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe), encoding="utf-8")
+    agents_turnwise(tmp_path, "rollout", "recipe.yaml", "--out", "out")
+    trajectories = list(read(tmp_path / "out"))
+    assert trajectories
+    assert [trajectory.error for trajectory in trajectories if trajectory.error is not None] == []
+    assert {len(trajectory.turns) for trajectory in trajectories} == {2}
+
+
+# The page about fine-tuning says what is true: its data is read, its recipe runs, its Python prints what is learnt.
+
+
+SFT_PAGE = (ROOT / "docs" / "sft.md").read_text(encoding="utf-8")
+
+
+def sft_block(language: str) -> str:
+    """The page's example."""
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", SFT_PAGE, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    (tmp_path / "conversations.jsonl").write_text(sft_block("json"))
+    (tmp_path / "recipe.yaml").write_text(sft_block("yaml"))
+    assert [len(row.messages) for row in read_conversations("conversations.jsonl")] == [4, 4, 2]
+    assert main(["sft", "recipe.yaml", "sft.epochs=1"]) == 0
+    assert (tmp_path / "runs/tuned/checkpoint/model.safetensors").is_file()
+    capsys.readouterr()
+    exec(compile(sft_block("python"), "docs/sft.md", "exec"), {})
+    call = '<tool_call>\\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\\n</tool_call><|im_end|>'
+    assert capsys.readouterr().out.splitlines() == [
+        f"'{call}It is 42.<|im_end|>'",
+        "'No: it is 13.<|im_end|>'",
+        "'4.<|im_end|>'",
+    ]
+
+
+# docs/doctor.md shows what the doctor says.
+
+
+@pytest.mark.slow
+def test_the_reports_in_the_documentation_are_those_of_the_doctor() -> None:
+    page = comparable((ROOT / "docs" / "doctor.md").read_text(encoding="utf-8"))
+    for name, text in doctor_reports().items():
+        block = f"<!-- {name}: made by scripts/generated_pages.py -->\n\n```text\n{text}\n```\n"
+        assert comparable(block) in page
+        # 26 lines and the 7 of the template profile: a report fits on a screen
+        assert len([line for line in text.splitlines() if line]) <= 33

@@ -1,0 +1,204 @@
+"""What all engines share: requests in batches, and the scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from support.conversations import RENDERER, STOP, Says, hold_all
+from turnwise.engines.engine import Batched
+from turnwise.engines.scripted import ScriptedEngine
+from turnwise.environments.users import ScriptedUser
+from turnwise.errors import EngineError
+from turnwise.types import Completion, LogprobKind, Request, Sampling
+
+# The adapter that answers all live conversations together.
+
+
+def a_request(name: str) -> Request:
+    return Request(conversation=name, token_ids=[1], sampling=Sampling())
+
+
+def asked(engine: Says) -> list[str]:
+    return [request.conversation for request in engine.requests]
+
+
+def test_nobody_is_answered_before_all_have_asked_and_then_in_their_order() -> None:
+    engine = Says("x")
+    batched = Batched(engine, ["a", "b", "c"])
+
+    async def run() -> list[str]:
+        first = [asyncio.create_task(batched.generate(a_request(name))) for name in ("c", "a")]
+        await asyncio.sleep(0.005)
+        assert asked(engine) == []
+        assert not any(task.done() for task in first)
+        answers = await asyncio.gather(*first, batched.generate(a_request("b")))
+        return [RENDERER.decode(answer.token_ids) for answer in answers]
+
+    assert asyncio.run(run()) == ["x<|im_end|>"] * 3
+    assert asked(engine) == ["a", "b", "c"]
+    assert engine.together == 3
+
+
+def test_who_is_released_is_no_longer_waited_for() -> None:
+    engine = Says("x", "y")
+    batched = Batched(engine, ["a", "b", "c"])
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(batched.generate(a_request(name))) for name in ("a", "b")]
+        await asyncio.sleep(0.002)
+        batched.release("c")
+        await asyncio.gather(*tasks)
+        batched.release("a")
+        await batched.generate(a_request("b"))
+        batched.release("unknown")
+
+    asyncio.run(run())
+    assert asked(engine) == ["a", "b", "b"]
+    assert engine.released == ["c", "a", "unknown"]
+
+
+def test_an_error_reaches_only_the_one_who_asked() -> None:
+    class Picky(Says):
+        async def generate(self, request: Request) -> Completion:
+            if request.conversation == "b":
+                raise EngineError("not you")
+            return await super().generate(request)
+
+    batched = Batched(Picky("x"), ["a", "b", "c"])
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(batched.generate(a_request(name)) for name in "abc"), return_exceptions=True)
+
+    a, b, c = asyncio.run(run())
+    assert (a.token_ids, c.token_ids) == ([90, 2], [90, 2])
+    assert isinstance(b, EngineError)
+    assert str(b) == "not you"
+
+
+def test_who_cancels_is_not_answered_and_the_others_are() -> None:
+    engine = Says("x", seconds=0.2)
+    batched = Batched(engine, ["a", "b"])
+
+    async def run() -> Completion:
+        early = asyncio.create_task(batched.generate(a_request("a")))
+        await asyncio.sleep(0)
+        early.cancel()  # before the batch has begun
+        with contextlib.suppress(asyncio.CancelledError):
+            await early
+        other = asyncio.create_task(batched.generate(a_request("b")))
+        await asyncio.sleep(0.002)
+        assert asked(engine) == []  # `a` is alive, and may ask again
+        again = asyncio.create_task(batched.generate(a_request("a")))
+        await asyncio.sleep(0.01)
+        again.cancel()  # in the middle of the batch
+        answer = await other
+        assert again.cancelled()
+        return answer
+
+    assert asyncio.run(run()).token_ids == [90, 2]
+    assert asked(engine) == ["a", "b"]
+
+
+def test_versions_weights_and_closing_are_those_of_the_engine() -> None:
+    class Closes(Says):
+        closed = 0
+
+        async def close(self) -> None:
+            self.closed += 1
+
+    engine = Closes("x")
+    batched = Batched(engine, ["a"])
+    asyncio.run(batched.load_weights(3))
+    asyncio.run(batched.close())
+    assert (batched.version, engine.version, engine.closed) == (3, 3, 1)
+
+
+# The scripted engine says its lines.
+
+
+def engine(scripts: Any) -> ScriptedEngine:
+    return ScriptedEngine(scripts, encode=RENDERER.encode, stop_token_id=STOP)
+
+
+def ask(who: ScriptedEngine, *conversations: str, max_tokens: int = 99) -> list[Completion]:
+    """Ask for a turn of each of these conversations, one after the other."""
+
+    async def all_of_them() -> list[Completion]:
+        requests = [
+            Request(conversation=name, token_ids=[1], sampling=Sampling(max_tokens=max_tokens))
+            for name in conversations
+        ]
+        return [await who.generate(request) for request in requests]
+
+    return asyncio.run(all_of_them())
+
+
+def texts(answers: Sequence[Completion]) -> list[str]:
+    return [RENDERER.decode(answer.token_ids) for answer in answers]
+
+
+def test_a_text_is_encoded_and_closed_and_nothing_was_sampled() -> None:
+    (answer,) = ask(engine({"a": ["Hi"]}), "a")
+    assert answer == Completion(
+        token_ids=[42, 75, 2],
+        logprobs=[0.0, 0.0, 0.0],
+        versions=[0, 0, 0],
+        finish_reason="stop",
+        logprob_kind=LogprobKind.NONE,
+    )
+    (empty,) = ask(engine({"a": [""]}), "a")
+    assert (empty.token_ids, empty.finish_reason) == ([2], "stop")
+
+
+def test_a_text_is_cut_where_fewer_tokens_are_allowed() -> None:
+    (cut,) = ask(engine({"a": ["Hello"]}), "a", max_tokens=5)
+    assert (RENDERER.decode(cut.token_ids), cut.finish_reason, len(cut.logprobs)) == ("Hello", "length", 5)
+    (whole,) = ask(engine({"a": ["Hello"]}), "a", max_tokens=6)
+    assert (RENDERER.decode(whole.token_ids), whole.finish_reason) == ("Hello<|im_end|>", "stop")
+
+
+def test_named_scripts_are_said_turn_by_turn_in_whatever_order() -> None:
+    who = engine({"a": ["a0", "a1"], "b": ["b0"]})
+    assert texts(ask(who, "a", "b", "a")) == ["a0<|im_end|>", "b0<|im_end|>", "a1<|im_end|>"]
+    with pytest.raises(
+        EngineError, match=r"the script of 'b' has 1 texts and the conversation asks for number 2; add a"
+    ):
+        ask(who, "b")
+    with pytest.raises(EngineError, match="there is no script for the conversation 'c'"):
+        ask(who, "c")
+
+
+def test_a_list_is_handed_out_in_the_order_of_the_first_questions() -> None:
+    who = engine([["x0", "x1"], ["y0"]])
+    assert texts(ask(who, "late", "early", "late")) == ["x0<|im_end|>", "y0<|im_end|>", "x1<|im_end|>"]
+    with pytest.raises(EngineError, match="all scripts are handed out, and 'third' asks for one more"):
+        ask(who, "third")
+
+
+def test_a_released_conversation_begins_anew() -> None:
+    who = engine({"a": ["a0", "a1"]})
+    assert texts(ask(who, "a")) == ["a0<|im_end|>"]
+    who.release("a")
+    who.release("unknown")
+    assert texts(ask(who, "a", "a")) == ["a0<|im_end|>", "a1<|im_end|>"]
+
+
+def test_tokens_carry_the_version_that_was_loaded() -> None:
+    who = engine({"a": ["x", "y"]})
+    asyncio.run(who.load_weights(7))
+    (answer,) = ask(who, "a")
+    assert (who.version, answer.versions) == (7, [7, 7])
+    asyncio.run(who.close())
+
+
+def test_a_script_that_is_too_short_breaks_its_own_conversation() -> None:
+    trajectories = hold_all(engine({"1/0": ["a"], "1/1": ["a", "b"]}), lambda: ScriptedUser(["And?"]), size=2)
+    assert [one.stop for one in trajectories] == ["error", "done"]
+    assert trajectories[0].error is not None
+    assert trajectories[0].error.kind == "engine"
+    assert trajectories[0].assistant_texts == ["a"]

@@ -1,0 +1,229 @@
+"""The memory that a rank needs, and the fewest devices of a recipe, for training and fine-tuning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.recipes import save_recipe
+from turnwise.assembly import conversations
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.doctor.memory import predict, read_model_config, workload_of
+from turnwise.errors import ConfigError
+from turnwise.planning.memory import engine_memory_lines, number_of_ranks, rank_memory, refuse_impossible
+from turnwise.planning.placement import ConversationTokens, fine_tuning_lines, placement_lines
+from turnwise.sft.fine_tune import conversation_tokens
+
+# The plan of a run on several ranks: memory of a rank, numbers, and combinations that are refused.
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, model: Path) -> Path:
+    return save_recipe(tmp_path, model, train={"steps": 2, "batch_size": 2, "group_size": 4})
+
+
+def parts(recipe: Path, ranks: int, *overrides: str) -> dict[str, float]:
+    config, _ = load(recipe, ["cluster=torchrun", *overrides])
+    model_config = read_model_config(config.model.path)
+    found = rank_memory(config, model_config, workload_of(config, model_config, "train"), ranks)
+    return {part.name: part.bytes for part in found.parts}
+
+
+def test_a_rank_has_its_part_of_weights_gradients_and_optimizer(recipe: Path) -> None:
+    config, _ = load(recipe)
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+    one = {part.name: part.bytes for part in predict(config, model_config, workload).parts}
+    four = parts(recipe, 4, "cluster.fsdp.gradient_sync=micro_batch")
+    for name in ("weights", "optimizer", "gradients"):
+        assert four[name] == one[name] / 4
+    assert four["copy of the engine"] == one["weights"]
+    assert four["activations"] == one["activations"]
+    assert four["KV cache"] == one["KV cache"]
+
+
+def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
+    plain = parts(recipe, 4)
+    kept = parts(recipe, 4, "cluster.fsdp.reshard_after_forward=false")
+    assert kept["gathered layers"] == 4 * plain["weights"]
+    assert parts(recipe, 4, "cluster.fsdp.gradient_sync=batch")["gradients"] == 4 * plain["weights"]
+    half = parts(recipe, 4, "cluster.fsdp.reshard_after_forward=false", "cluster.fsdp.param_dtype=bfloat16")
+    assert half["gathered layers"] == kept["gathered layers"] / 2
+    assert "weights" not in parts(recipe, 4, "cluster.fsdp.offload=cpu")
+
+
+def test_passes_in_bfloat16_keep_smaller_activations(recipe: Path) -> None:
+    exact, mixed = parts(recipe, 4), parts(recipe, 4, "cluster.fsdp.param_dtype=bfloat16")
+    assert mixed["activations"] < exact["activations"]
+    for name in ("weights", "optimizer", "gradients", "KV cache", "copy of the engine"):
+        assert mixed[name] == exact[name]
+
+
+def test_only_rank_0_has_the_embedded_engine(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=torchrun"])
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+    first, second = (
+        {part.name: part.bytes for part in rank_memory(config, model_config, workload, 2, rank=rank).parts}
+        for rank in range(2)
+    )
+    assert set(first) - set(second) == {"KV cache", "copy of the engine"}
+    assert second["program"] < first["program"]
+    assert {name: second[name] for name in second if name != "program"} == {
+        name: first[name] for name in second if name != "program"
+    }
+
+
+def test_the_number_of_ranks_is_that_of_the_launcher(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert number_of_ranks(load(recipe)[0], None) == 1
+    assert number_of_ranks(load(recipe, ["cluster=local", "cluster.trainers=3"])[0], None) == 3
+    assert number_of_ranks(load(recipe, ["cluster=torchrun"])[0], 16) == 16
+    with pytest.raises(ConfigError, match="--ranks 4: the recipe has 3 ranks"):
+        number_of_ranks(load(recipe, ["cluster=local", "cluster.trainers=3"])[0], 4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "message"),
+    [
+        (["cluster=torchrun"], 16, "16 ranks and 8 conversations for each optimizer step"),
+        (["cluster=torchrun", "train.minibatches=2"], 8, "8 ranks and 4 conversations for each optimizer step"),
+        (["engine={name: vllm, tensor_parallel: 3}"], 1, "engine.tensor_parallel=3: the 4 attention heads"),
+    ],
+)
+def test_impossible_combinations_are_refused(recipe: Path, overrides: list[str], ranks: int, message: str) -> None:
+    config, _ = load(recipe, overrides)
+    with pytest.raises(ConfigError) as caught:
+        refuse_impossible(config, ranks, read_model_config(config.model.path))
+    assert message in str(caught.value)
+
+
+def test_the_command_prints_placement_and_memory_of_the_ranks(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "64"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "4 ranks, each on a device of its own" in output
+    assert "on each of 4 ranks" in output
+    assert "2 for each optimizer step, on average" in output
+    assert main(["plan", str(recipe), "cluster=torchrun", "--ranks", "4", "--memory-gb", "0.001"]) == 1
+
+
+def test_the_placement_names_rollout_workers(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=ray", "cluster.workers.count=3", "cluster.workers.num_gpus=1"])
+    lines = {line.name: line.value for line in placement_lines(config, device="cpu")}
+    assert lines["environments and tools"].startswith("in 3 rollout workers on a Ray cluster, each with 1 CPUs, 1 GPUs")
+    assert lines["engine"] == "in each rollout worker, with a copy of the weights"
+
+
+def test_the_placement_names_ranks_and_rollout_workers_on_a_ray_cluster(recipe: Path) -> None:
+    words = ["cluster=ray", "cluster.trainers=4", "cluster.ranks={num_cpus: 8, resources: {trainer: 1}}"]
+    config, _ = load(recipe, [*words, "cluster.workers.count=3"])
+    assert number_of_ranks(config, None) == 4
+    lines = {line.name: line.value for line in placement_lines(config, device="cuda", ranks=4)}
+    assert lines["trainer"] == (
+        "4 ranks on the Ray cluster, on as few machines as possible, each with 8 CPUs, 1 GPUs, trainer=1"
+    )
+    assert lines["engine"] == "in each rollout worker, with a copy of the weights"
+    assert lines["environments and tools"].startswith("in 3 rollout workers on a Ray cluster")
+    assert "copy of the engine" not in parts(recipe, 4, *words)
+
+
+def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trainer(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, _ = load(recipe, ["cluster=ray"])
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+    here = {part.name: part.bytes for part in predict(load(recipe)[0], model_config, workload).parts}
+    trainer = {part.name: part.bytes for part in predict(config, model_config, workload).parts}
+    assert set(here) - set(trainer) == {"KV cache"}
+    (line,) = engine_memory_lines(config, model_config)
+    gib = (here["weights"] + here["KV cache"] + here["program"]) / 2**30
+    assert line.name == "memory of a worker"
+    assert line.value.startswith(f"{gib:.2f} GiB: weights ")
+    servers, _ = load(recipe, ["engine={name: vllm, tensor_parallel: 2, memory_gb: 3}", "cluster=ray"])
+    (line,) = engine_memory_lines(servers, model_config)
+    half = here["weights"] / 2 / 2**30
+    assert line.value == f"{half + 3:.2f} GiB: weights {half:.2f}, KV cache 3.00"
+    # without engine.memory_gb, the size that the run gives its servers on the CPU
+    small, _ = load(recipe, ["engine={name: vllm}"])
+    (line,) = engine_memory_lines(small, model_config)
+    assert line.value == f"{2 * half + 1:.2f} GiB: weights {2 * half:.2f}, KV cache 1.00"
+    on_gpus, _ = load(recipe, ["engine={name: sglang}", "model.device=cuda"])
+    (line,) = engine_memory_lines(on_gpus, model_config)
+    assert line.value.endswith("sglang chooses the size of its KV cache (engine.memory_gb)")
+    lines = {line.name: line.value for line in placement_lines(servers, device="cuda")}
+    assert lines["engine"].startswith("in each rollout worker: vllm: 1 servers, started by the run, x 2 devices")
+    assert engine_memory_lines(load(recipe)[0], model_config) == []
+    assert main(["plan", str(recipe), "cluster=ray", "--memory-gb", "64"]) == 0
+    assert "memory of a worker" in capsys.readouterr().out
+
+
+# The plan of a recipe for fine-tuning: counted tokens, ranks, memory, and what is refused.
+
+
+def talk(number: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a" * (8 * number)}]
+
+
+@pytest.fixture
+def fine_tuning_recipe(model: Path, tmp_path: Path) -> Path:
+    rows = "".join(json.dumps({"messages": talk(number)}) + "\n" for number in range(1, 7))
+    (tmp_path / "train.jsonl").write_text(rows)
+    return save_recipe(
+        tmp_path,
+        model,
+        environment="turnwise.environments.environment:SingleTurn",
+        data={"train": str(tmp_path / "train.jsonl")},
+        sft={"epochs": 2, "batch_size": 4},
+    )
+
+
+def test_tokens_are_those_of_fine_tuning(fine_tuning_recipe: Path) -> None:
+    config, _ = load(fine_tuning_recipe)
+    counted = conversation_tokens(config, conversations(config))
+    # one token for each letter, and one at the end of the turn
+    assert [one.trained for one in counted] == [8 * number + 1 for number in range(1, 7)]
+    assert [one.tokens - counted[0].tokens for one in counted] == [8 * number for number in range(6)]
+    masked, _ = load(fine_tuning_recipe, ["loss_mask=last_round"])
+    assert [one.trained for one in conversation_tokens(masked, conversations(masked))] == [
+        one.trained for one in counted
+    ]
+
+
+def test_lines_of_a_step_say_how_often_and_which_conversations_are_used(fine_tuning_recipe: Path) -> None:
+    config, _ = load(fine_tuning_recipe)
+    counted = [ConversationTokens(tokens, tokens // 2) for tokens in (10, 20, 60)]
+    lines = {line.name: line.value for line in fine_tuning_lines(config, rows=6, counted=counted, context=30, ranks=2)}
+    assert lines["steps"] == "3: 6 conversations, each used 2 times"
+    assert lines["conversations of a rank"].startswith("2 for each step")
+    assert lines["tokens of a conversation"] == "15 on average, at most 20 (of 3 counted conversations)"
+    assert lines["trained tokens of a conversation"] == "8 on average"  # 7.5, rounded to even
+    assert lines["tokens of a step"] == "60 on average"
+    assert lines["too long"] == "1 have more than 30 tokens, and are left out (sft.too_long)"
+
+
+def test_the_command_prints_the_plan_of_fine_tuning(
+    fine_tuning_recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(fine_tuning_recipe), "cluster=torchrun", "--ranks", "2", "--memory-gb", "64"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert "3: 6 conversations, each used 2 times" in output
+    assert "2 ranks, each on a device of its own (cpu), started by torchrun" in output
+    assert "engine" not in output
+    assert main(["plan", str(fine_tuning_recipe), "--memory-gb", "64"]) == 0
+    assert "predicted peak of a training step" in capsys.readouterr().out
+    assert main(["plan", str(fine_tuning_recipe), "--memory-gb", "0.001"]) == 1
+    capsys.readouterr()
+    for arguments, message in (
+        (
+            ["cluster=torchrun", "--ranks", "8"],
+            "8 ranks and 4 conversations for each optimizer step (sft.batch_size=4)",
+        ),
+        (["train.steps=3"], "train.steps has no effect in fine-tuning"),
+    ):
+        assert main(["plan", str(fine_tuning_recipe), *arguments]) == 1
+        captured = capsys.readouterr()
+        assert message in " ".join((captured.out + captured.err).split())

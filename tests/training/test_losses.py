@@ -1,0 +1,343 @@
+"""Losses against numbers worked out by hand, against float64 loops, and a new one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from support.tiny import tiny_model
+from training.test_batch import completion, group, trajectory
+from turnwise.options.algorithm import Cispo, CorrectionSection, Gspo, LossSection, PpoClip, Reinforce, Sapo
+from turnwise.training.batch import pack, token_shares
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.losses import Loss, LossTerms, Targets, kl_k3, make_loss, off_policy_sequence_mask, ppo_clip
+from turnwise.training.update import StopFlag
+from turnwise.training.value_model import value_loss
+from turnwise.types import Sampling, Segment
+
+# Losses against numbers worked out by hand.
+
+
+def targets(behaviour: torch.Tensor, advantage: torch.Tensor) -> Targets:
+    """Of one sequence and turn, sampled by the weights of version 0."""
+    nothing = torch.zeros(len(behaviour), dtype=torch.int64)
+    return Targets(
+        token_N=nothing,
+        sequence_N=nothing,
+        turn_N=nothing,
+        version_N=nothing,
+        behaviour_logprob_N=behaviour,
+        known_N=torch.ones(len(behaviour), dtype=torch.bool),
+        advantage_N=advantage,
+        weight_N=torch.full_like(behaviour, 1 / len(behaviour)),
+    )
+
+
+def test_ppo_clip_takes_the_pessimistic_side() -> None:
+    ratio = torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5])
+    advantage = torch.tensor([2.0, 2.0, -2.0, 2.0, -2.0])
+    terms = ppo_clip(ratio.log(), targets(torch.zeros(5), advantage), PpoClip(clip_low=0.2, clip_high=0.3))
+    #                                               clipped: 1.3*2, no: 1.5*-2, no: .5*2, clipped: .8*-2
+    torch.testing.assert_close(terms.loss_N, torch.tensor([-2.0, -2.6, 3.0, -1.0, 1.6]))
+
+
+def test_ppo_clip_on_policy_has_the_gradient_of_the_policy_gradient() -> None:
+    logprob = torch.tensor([-1.0, -2.0], requires_grad=True)
+    ppo_clip(logprob, targets(logprob.detach(), torch.tensor([3.0, -4.0])), PpoClip()).loss_N.sum().backward()
+    torch.testing.assert_close(logprob.grad, torch.tensor([-3.0, 4.0]))
+
+
+def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
+    value = kl_k3(torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -2.0, -1.0]))
+    torch.testing.assert_close(value, torch.tensor([0.0, math.exp(-1.0), math.e - 2.0]))
+
+
+# Every loss, with every normalizer and estimator of the KL divergence, against float64 loops written from the
+# formulas.
+
+
+SEQUENCES = [[(0, 3), (1, 2)], [(0, 4)], [(0, 1), (1, 1), (2, 2)]]
+"""For each of three sequences: turn index and number of tokens. Sequences 0 and 1 are segments of one trajectory."""
+
+TRAJECTORIES = [[0, 1], [2]]
+
+LENGTHS = [sum(count for _, count in turns) for turns in SEQUENCES]
+
+LOSSES: dict[str, LossSection] = {
+    "ppo_clip": PpoClip(clip_low=0.1, clip_high=0.2),
+    "dual_clip": PpoClip(clip_low=0.1, clip_high=0.2, dual_clip=1.3),
+    "gspo": Gspo(clip_low=0.05, clip_high=0.05),
+    "gspo by turn": Gspo(clip_low=0.05, clip_high=0.05, level="turn"),
+    "cispo": Cispo(clip_low=0.3, clip_high=0.1),
+    "sapo": Sapo(tau_positive=1.0, tau_negative=2.0),
+    "reinforce": Reinforce(),
+}
+
+NORMALIZATIONS = [
+    LossSection(normalizer="token"),
+    LossSection(normalizer="sequence"),
+    LossSection(normalizer="trajectory"),
+    LossSection(normalizer="constant", constant_length=20),
+]
+
+
+def columns(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    count = sum(LENGTHS)
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(count, generator=generator, dtype=torch.float64)
+
+    behaviour = -normal(1.0).abs() - 0.5
+    return {
+        "behaviour": behaviour,
+        "logprob": behaviour + normal(0.4),
+        "reference": behaviour + normal(0.4),
+        "advantage": normal(1.0),
+        "sequence": torch.tensor([s for s, length in enumerate(LENGTHS) for _ in range(length)]),
+        "turn": torch.tensor([turn for turns in SEQUENCES for turn, n in turns for _ in range(n)]),
+    }
+
+
+def weights(normalization: LossSection) -> torch.Tensor:
+    sums = [[float(LENGTHS[sequence]) for sequence in sequences] for sequences in TRAJECTORIES]
+    shares = [share for trajectory in token_shares(sums, normalization) for share in trajectory]
+    return torch.tensor([shares[s] for s, n in enumerate(LENGTHS) for _ in range(n)], dtype=torch.float64)
+
+
+def plain_weight(normalization: LossSection, sequence: int) -> float:
+    """1 / the denominator of a token, written out for the three sequences of 5, 4 and 4 tokens."""
+    return {
+        "token": 1 / 13,
+        "sequence": [1 / 15, 1 / 12, 1 / 12][sequence],
+        "trajectory": [1 / 18, 1 / 18, 1 / 8][sequence],
+        "constant": 1 / 40,
+    }[normalization.normalizer]
+
+
+def targets_of(values: dict[str, torch.Tensor], weight_N: torch.Tensor, **more: Any) -> Targets:
+    return Targets(
+        token_N=torch.zeros_like(values["turn"]),
+        sequence_N=values["sequence"],
+        turn_N=values["turn"],
+        version_N=torch.zeros_like(values["turn"]),
+        behaviour_logprob_N=values["behaviour"],
+        known_N=torch.ones_like(values["turn"], dtype=torch.bool),
+        advantage_N=values["advantage"],
+        weight_N=weight_N,
+        **more,
+    )
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def plain_token_gradient(config: LossSection, place: int, values: dict[str, list[Any]]) -> float:
+    """The derivative of a token's policy loss by its own log-probability, from the formula."""
+    advantage = values["advantage"][place]
+    log_ratios = [a - b for a, b in zip(values["logprob"], values["behaviour"], strict=True)]
+    ratio = math.exp(log_ratios[place])
+    if isinstance(config, Reinforce):
+        return -advantage
+    if isinstance(config, Cispo):
+        return -clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage
+    if isinstance(config, Sapo):
+        tau = config.tau_positive if advantage > 0 else config.tau_negative
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        return -4 * gate * (1 - gate) * ratio * advantage
+    assert isinstance(config, PpoClip | Gspo)
+    if isinstance(config, Gspo):
+        own = [
+            place_
+            for place_ in range(len(log_ratios))
+            if values["sequence"][place_] == values["sequence"][place]
+            and (config.level == "sequence" or values["turn"][place_] == values["turn"][place])
+        ]
+        ratio = math.exp(sum(log_ratios[other] for other in own) / len(own))
+    clipped = clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
+    if clipped * advantage < ratio * advantage:
+        return 0.0
+    if isinstance(config, PpoClip) and config.dual_clip is not None and advantage < 0 and ratio > config.dual_clip:
+        return 0.0
+    return -ratio * advantage
+
+
+def plain_kl_gradient(estimator: str, logprob: float, reference: float, behaviour: float) -> float:
+    d = logprob - reference
+    k3, slope = math.exp(-d) + d - 1, 1 - math.exp(-d)
+    ratio = math.exp(logprob - behaviour)
+    return {"k1": 1.0, "k2": d, "k3": slope, "k3_corrected": ratio * (slope + k3)}[estimator]
+
+
+@pytest.mark.parametrize("estimator", [None, "k1", "k2", "k3", "k3_corrected"])
+@pytest.mark.parametrize("normalization", NORMALIZATIONS, ids=lambda one: one.normalizer)
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_the_gradient_is_that_of_the_formula(name: str, normalization: LossSection, estimator: Any) -> None:
+    base, values = LOSSES[name], columns()
+    config = type(base)(**{**dict(base), "kl_coef": 0.3 if estimator else 0.0, "kl_estimator": estimator or "k3"})
+    logprob = values["logprob"].clone().requires_grad_(True)
+    weight = weights(normalization)
+    terms = make_loss(config)(
+        logprob, targets_of(values, weight), reference_logprob_N=values["reference"] if estimator else None
+    )
+    (terms.loss_N * weight).sum().backward()
+    plain = {key: column.tolist() for key, column in values.items()}
+    expected = []
+    for place, sequence in enumerate(plain["sequence"]):
+        slope = plain_token_gradient(config, place, plain)
+        if estimator:
+            parts = (plain["logprob"][place], plain["reference"][place], plain["behaviour"][place])
+            slope += 0.3 * plain_kl_gradient(estimator, *parts)
+        expected.append(plain_weight(normalization, sequence) * slope)
+    torch.testing.assert_close(logprob.grad, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-12)
+    assert any(expected)
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_order_and_division_of_the_sequences_change_no_gradient(name: str) -> None:
+    loss, values, weight = make_loss(LOSSES[name]), columns(), weights(LossSection(normalizer="sequence"))
+
+    def gradient(parts: list[list[int]]) -> torch.Tensor:
+        logprob = values["logprob"].clone().requires_grad_(True)
+        for part in parts:
+            keep = torch.cat([torch.nonzero(values["sequence"] == sequence)[:, 0] for sequence in part])
+            chosen = {key: column[keep] for key, column in values.items()}
+            terms = loss(logprob[keep], targets_of(chosen, weight[keep]))
+            (terms.loss_N * weight[keep]).sum().backward()
+        assert logprob.grad is not None
+        return logprob.grad
+
+    expected = gradient([[0, 1, 2]])
+    for order in itertools.permutations(range(3)):
+        torch.testing.assert_close(gradient([list(order)]), expected)
+        torch.testing.assert_close(gradient([[sequence] for sequence in order]), expected)
+
+
+def test_losses_on_policy_all_have_the_policy_gradient() -> None:
+    values = columns()
+    for config in LOSSES.values():
+        logprob = values["behaviour"].clone().requires_grad_(True)
+        make_loss(config)(logprob, targets_of(values, weights(LossSection()))).loss_N.sum().backward()
+        torch.testing.assert_close(logprob.grad, -values["advantage"])
+
+
+def test_decoupled_ratios_compare_with_the_proximal_policy_and_are_weighted() -> None:
+    values = columns()
+    proximal, factor = values["behaviour"] + 0.3, torch.linspace(0.5, 1.5, len(values["turn"]), dtype=torch.float64)
+    logprob = proximal.clone().requires_grad_(True)
+    targets = targets_of(
+        values, weights(LossSection()), proximal_logprob_N=proximal, correction_N=factor, decoupled=True
+    )
+    make_loss(PpoClip(), CorrectionSection(action="truncate"))(logprob, targets).loss_N.sum().backward()
+    torch.testing.assert_close(logprob.grad, -factor * values["advantage"])  # the ratio to the proximal policy is 1
+
+
+def test_the_off_policy_mask_removes_unlikely_sequences_where_the_advantage_is_negative() -> None:
+    values = columns()
+    values["logprob"] = values["behaviour"] - torch.tensor([[0.6, 0.4, 0.6][s] for s in values["sequence"].tolist()])
+    values["advantage"] = torch.tensor([-1.0] * 9 + [1.0] * 4, dtype=torch.float64)
+    mask = off_policy_sequence_mask(values["logprob"], targets_of(values, weights(LossSection())), delta=0.5)
+    assert mask.tolist() == [0.0] * 5 + [1.0] * 8
+
+
+@pytest.mark.parametrize("length", [None, 0, -1])
+def test_a_normalizer_that_divides_by_zero_is_refused(length: int | None) -> None:
+    with pytest.raises(ValueError, match=f"divides by constant_length={length}: it must be above 0"):
+        token_shares([[3.0]], LossSection.model_construct(normalizer="constant", constant_length=length))
+
+
+def test_value_clipping_takes_the_larger_loss() -> None:
+    value = torch.tensor([1.0, 3.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    old, returns = torch.tensor([1.0, 1.0, 1.0, 1.0]).double(), torch.tensor([2.0, 4.0, 0.0, 1.0]).double()
+    #                                             inside, clipped to 1.5, not better clipped, clipped to 0.5
+    loss = value_loss(value, old, returns, clip=0.5)
+    assert loss.tolist() == [0.5, 3.125, 4.5, 0.5]
+    loss.sum().backward()
+    assert value.grad is not None
+    assert value.grad.tolist() == [-1.0, 0.0, 3.0, -1.0]
+    assert value_loss(value, old, returns).tolist() == [0.5, 0.5, 4.5, 0.5]
+
+
+# A new loss is one function of log-probabilities and targets: here a loss over sequences, which combines their
+# tokens.
+
+
+def sequence_ratio(logprob_N: torch.Tensor, targets: Targets) -> LossTerms:
+    """`-s A` with `s` the mean probability ratio of a sequence in logarithms (GSPO without clipping)."""
+    _, place_N, count_S = torch.unique(targets.sequence_N, return_inverse=True, return_counts=True)
+    difference_N = logprob_N - targets.behaviour_logprob_N
+    mean_S = torch.zeros(len(count_S)).index_add(0, place_N, difference_N) / count_S
+    nothing = torch.zeros(())
+    return LossTerms(
+        loss_N=-mean_S.exp()[place_N] * targets.advantage_N,
+        kl_N=torch.zeros_like(logprob_N),
+        clipped=nothing,
+        max_deviation=nothing,
+    )
+
+
+def reference_gradient() -> torch.Tensor:
+    """In float64, one trajectory after the other. Each has one segment, and one advantage for all turns."""
+    model = tiny_model().double()
+    model.set_attn_implementation("eager")
+    total = torch.zeros((), dtype=torch.float64)
+    tokens = 0
+    for one in group():
+        (segment,) = one.segments
+        logprob_LV = model(torch.tensor([list(segment.token_ids)])).logits[0].log_softmax(-1)
+        places = [place for place, turn in enumerate(segment.turn) if turn >= 0]
+        ratio = torch.stack(
+            [logprob_LV[place - 1, segment.token_ids[place]] - segment.logprobs[place] for place in places]
+        )
+        total = total - len(places) * ratio.mean().exp() * one.advantages[0]
+        tokens += len(places)
+    (total / tokens).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+@pytest.mark.parametrize("micro_batch_tokens", [1, 12, 10_000])
+def test_a_loss_over_sequences_is_exact_however_it_is_packed(share_prompts: bool, micro_batch_tokens: int) -> None:
+    learner = LocalLearner(
+        tiny_model(),
+        sampling=Sampling(),
+        loss=Loss(objective=sequence_ratio, needs_behaviour_logprobs=True),
+        share_prompts="auto" if share_prompts else "never",
+    )
+    batch = pack(group(), share_prompts=share_prompts, micro_batch_tokens=micro_batch_tokens)
+    learner.accumulate(batch.micro_batches, lambda: None, StopFlag())
+    gradients = [parameter.grad for parameter in learner._optimizer.parameters]
+    found = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
+    expected = reference_gradient()
+    assert expected.norm() > 1e-3
+    assert (found.double() - expected).norm() < 1e-5 * expected.norm()
+    assert asyncio.run(learner.update([batch], lr=1e-3)).grad_norm == pytest.approx(float(expected.norm()), rel=1e-4)
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
+def test_targets_know_their_sequence_turn_and_version(micro_batch_tokens: int) -> None:
+    first = trajectory("a", [("context", [5]), ("turn", [6, 2]), ("context", [7]), ("turn", [8, 2])], [1.0, -1.0])
+    first.segments.append(Segment())
+    first.segments[1].append_context([9])
+    newer = completion([10, 2])
+    first.turns.append(type(first.turns[0])(index=2, message={}, text="", completion=newer))
+    first.segments[1].append_completion(2, newer)
+    first.segments[1].version[-1] = 4  # the weights changed in the middle of a turn
+    first.advantages = [1.0, -1.0, 0.5]
+    second = trajectory("b", [("context", [5]), ("turn", [11, 2])], [2.0])
+    found: dict[int, list[tuple[int, int, int]]] = {}
+    for micro in pack([first, second], micro_batch_tokens=micro_batch_tokens).micro_batches:
+        columns = (micro.targets.sequence_N, micro.targets.token_N, micro.targets.turn_N, micro.targets.version_N)
+        for sequence, *rest in zip(*(column.tolist() for column in columns), strict=True):
+            found.setdefault(sequence, []).append(tuple(rest))
+    assert sorted(found.values()) == [
+        [(6, 0, 0), (2, 0, 0), (8, 1, 0), (2, 1, 0)],
+        [(10, 2, 0), (2, 2, 4)],
+        [(11, 0, 0), (2, 0, 0)],
+    ]

@@ -1,0 +1,335 @@
+"""A prefix tree of any depth gives the log-probabilities and the gradient of one plain forward pass for each sequence."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from support.tiny import tiny_model
+from training.test_batch import group, targets, trajectory
+from training.test_precision import EXPERTS, FULL, SIZES, made
+from turnwise.training.batch import pack
+from turnwise.training.forward import Forward, try_tree_attention
+from turnwise.training.tree import FlatRow, Tree, _TreeMask, shared_prefix
+from turnwise.types import Sampling, Trajectory
+
+WINDOW = 4
+
+MIXED = ["sliding_attention", "full_attention"]
+
+NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
+
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: hf.LlamaConfig(**SIZES),
+    "qwen2": lambda: hf.Qwen2Config(**NO_HEAD_DIM),
+    "qwen2 with windows in some layers": lambda: hf.Qwen2Config(
+        **NO_HEAD_DIM, use_sliding_window=True, sliding_window=WINDOW, layer_types=MIXED
+    ),
+    "qwen3": lambda: hf.Qwen3Config(**SIZES),
+    "mistral with windows": lambda: hf.MistralConfig(**SIZES, sliding_window=WINDOW),
+    "phi3 with windows": lambda: hf.Phi3Config(**NO_HEAD_DIM, sliding_window=WINDOW),
+    "gemma": lambda: hf.GemmaConfig(**SIZES),
+    "gemma2 without soft caps, with windows": lambda: hf.Gemma2Config(
+        **SIZES, attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=WINDOW
+    ),
+    "gemma3 with windows": lambda: hf.Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=MIXED),
+    "mixtral": lambda: hf.MixtralConfig(**SIZES, **EXPERTS),
+    "qwen3 moe": lambda: hf.Qwen3MoeConfig(
+        **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
+    ),
+}
+
+
+def random_trajectories(seed: int, count: int = 9) -> list[Trajectory]:
+    """Conversations of several groups and segments whose histories have common prefixes of random lengths, also sampled ones."""
+    rng = random.Random(seed)
+    system = [5, 6, 7, 8]
+    known: list[list[tuple[str, list[int]]]] = [[("context", system)]]
+    trajectories: list[Trajectory] = []
+    for number in range(count):
+        pieces: list[tuple[str, list[int]]] = []
+        turns = 0
+        for segment in range(rng.choice((1, 1, 2))):
+            if segment:
+                pieces.append(("new segment", []))
+            # continue a history of any conversation, or begin with the common system prompt
+            history = list(rng.choice(known))
+            while len(history) < 2 or rng.random() < 0.5:
+                kind = "turn" if history[-1][0] == "context" else "context"
+                # a small vocabulary: continuations often begin with the same tokens
+                history.append((kind, [rng.choice((11, 12, 13)) for _ in range(rng.randint(1, 5))]))
+                known.append(list(history))
+            if history[-1][0] == "context":
+                history.append(("turn", [rng.choice((11, 12, 13)), 2]))
+            pieces += history
+            turns += sum(kind == "turn" for kind, _ in history)
+        advantages = [rng.choice((-1.0, 0.5, 2.0)) for _ in range(turns)]
+        trajectories.append(trajectory(f"t{number}", pieces, advantages, group=f"g{number % 3}"))
+    return trajectories
+
+
+def plain_gradient(model: Any, trajectories: Sequence[Trajectory]) -> torch.Tensor:
+    """The gradient of the mean of `advantage * logprob` over all sampled tokens, one plain forward pass for each segment."""
+    count = sum(turn >= 0 for one in trajectories for segment in one.segments for turn in segment.turn)
+    for one in trajectories:
+        for segment in one.segments:
+            ids = torch.tensor([list(segment.token_ids)])
+            logprob_TV = model(ids, use_cache=False).logits[0].log_softmax(-1)
+            terms: list[torch.Tensor] = []
+            for place, turn in enumerate(segment.turn):
+                if turn >= 0:
+                    advantage = one.advantages[turn]
+                    assert isinstance(advantage, float)
+                    terms.append(logprob_TV[place - 1, ids[0, place]] * advantage / count)
+            torch.stack(terms).sum().backward()
+    return flat_gradient(model)
+
+
+def packed_gradient(model: Any, trajectories: Sequence[Trajectory], **options: Any) -> torch.Tensor:
+    assert try_tree_attention(model)
+    forward = Forward(model, Sampling())
+    for micro in pack(trajectories, **options).micro_batches:
+        logprob_N, _ = forward.logprobs(micro)
+        (logprob_N * micro.targets.advantage_N * micro.targets.weight_N).sum().backward()
+    return flat_gradient(model)
+
+
+def flat_gradient(model: Any) -> torch.Tensor:
+    """All gradients in one vector; they are cleared."""
+    parameters = list(model.parameters())
+    gradient = torch.cat(
+        [(torch.zeros_like(each) if each.grad is None else each.grad).flatten() for each in parameters]
+    )
+    model.zero_grad(set_to_none=True)
+    return gradient
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gradient_of_a_tree_is_that_of_separate_sequences(family: str) -> None:
+    model = made(FAMILIES[family]()).double()
+    model.set_experts_implementation("eager")  # the others do not compute in float64
+    trajectories = random_trajectories(1)
+    expected = plain_gradient(model, trajectories)
+    assert expected.abs().max() > 1e-3
+    for limit in (10_000, 30):
+        actual = packed_gradient(model, trajectories, micro_batch_tokens=limit)
+        # transformers' norms and rotary embeddings compute in float32
+        torch.testing.assert_close(actual, expected, atol=1e-7 * float(expected.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("seed", range(2, 8))
+def test_random_trees_give_the_gradient_of_separate_sequences(seed: int) -> None:
+    model = tiny_model().double()
+    trajectories = random_trajectories(seed, count=14)
+    expected = plain_gradient(model, trajectories)
+    for limit in (10_000, 40, 1):
+        actual = packed_gradient(model, trajectories, micro_batch_tokens=limit)
+        torch.testing.assert_close(actual, expected, atol=1e-6 * float(expected.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3 with windows"])
+def test_a_tree_is_exact_when_gradient_checkpointing_computes_its_layers_again(family: str) -> None:
+    model = made(FAMILIES[family]()).double()
+    trajectories = random_trajectories(1)
+    expected = plain_gradient(model, trajectories)
+    for layer in model.model.layers:
+        plain = layer.forward
+        layer.forward = lambda *arguments, plain=plain, **options: checkpoint(
+            plain, *arguments, use_reentrant=False, **options
+        )
+    actual = packed_gradient(model, trajectories)
+    torch.testing.assert_close(actual, expected, atol=1e-7 * float(expected.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_attention_of_a_tree_keeps_no_keys_of_each_run(dtype: torch.dtype) -> None:
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 9, 50)
+    sequences = sorted((np.concatenate([prompt, rng.integers(0, 9, 10)]) for _ in range(8)), key=lambda ids: list(ids))
+    row = FlatRow.of(sequences)
+    tree, tokens = Tree.of(row.runs), len(row.token_ids)
+    query, key, value = (torch.randn(heads, tokens, 16, dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = _TreeMask(tree, [bucket.mask(None) for bucket in tree.buckets]).attend(query, key, value, None)
+    # queries, keys, values, the output, and a number for each query; the keys of the runs would be 8 x 60 x 2 x 2 x 16 more
+    rows = sum(bucket.query_NR.numel() for bucket in tree.buckets)
+    assert sum(kept.values()) == tokens * 16 * (4 + 2 + 2 + 4) + rows * 4
+    of_output = torch.randn_like(output)
+    gradients = torch.autograd.grad(output, (query, key, value), of_output)
+    exact = [part.detach().double().requires_grad_() for part in (query, key, value)]
+    seen = np.zeros((tokens, tokens), dtype=bool)
+    for places in row.places:
+        seen[places[:, None], places] |= np.tri(len(places), dtype=bool)
+    keys, values = (part.repeat_interleave(2, dim=0) for part in exact[1:])
+    scores = (exact[0] @ keys.mT / 4).masked_fill(torch.from_numpy(~seen), -torch.inf)
+    expected = (scores.softmax(dim=-1) @ values).transpose(0, 1)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float64: 1e-9}[dtype]
+    torch.testing.assert_close(output.double(), expected, atol=tolerance, rtol=tolerance)
+    for actual, gradient in zip(gradients, torch.autograd.grad(expected, exact, of_output.double()), strict=True):
+        assert actual.dtype == dtype
+        torch.testing.assert_close(actual.double(), gradient, atol=tolerance, rtol=tolerance)
+
+
+def test_a_sampled_token_that_two_sequences_share_is_one_prediction_and_two_targets() -> None:
+    first = trajectory("a", [("context", [5, 6]), ("turn", [7, 8, 2])], [1.0])
+    second = trajectory("b", [("context", [5, 6]), ("turn", [7, 9, 2])], [-3.0])
+    batch = pack([first, second])
+    (micro,) = batch.micro_batches
+    assert micro.token_ids_BL.tolist() == [[5, 6, 7, 8, 2, 9, 2]]
+    assert micro.position_BL.tolist() == [[0, 1, 2, 3, 4, 3, 4]]
+    assert list(zip(micro.column_U.tolist(), micro.token_U.tolist(), strict=True)) == [
+        (1, 7),
+        (2, 8),
+        (2, 9),
+        (3, 2),
+        (5, 2),
+    ]
+    assert micro.targets.token_N.tolist() == [7, 8, 2, 7, 9, 2]
+    assert micro.targets.advantage_N.tolist() == [1.0, 1.0, 1.0, -3.0, -3.0, -3.0]
+    assert micro.token_U[micro.prediction_N].tolist() == micro.targets.token_N.tolist()
+    assert (batch.sequence_tokens, batch.computed_tokens) == (10, 7)
+
+
+def test_groups_share_a_system_prompt_and_segments_a_history() -> None:
+    system = [5, 6, 7, 8, 9, 10]
+    other_group = trajectory("a", [("context", [*system, 20]), ("turn", [21, 2])], [1.0], group="h")
+    rewritten = trajectory(
+        "b",
+        [
+            *[("context", [*system, 30]), ("turn", [31, 2]), ("context", [32]), ("turn", [33, 2])],
+            *[("new segment", []), ("context", [*system, 30]), ("turn", [31, 2]), ("context", [40]), ("turn", [41, 2])],
+        ],
+        [1.0, 1.0, 1.0, 1.0],
+    )
+    batch = pack([other_group, rewritten])
+    (micro,) = batch.micro_batches
+    assert micro.token_ids_BL.tolist() == [[*system, 20, 21, 2, *[30, 31, 2, 32, 33, 2], *[40, 41, 2]]]
+    assert targets(batch) == targets(pack([other_group, rewritten], share_prompts=False))
+    assert batch.computed_tokens == 18
+    assert batch.sequence_tokens == 9 + 12 + 12
+
+
+def test_models_with_recurrent_layers_or_attention_in_chunks_share_no_prefixes() -> None:
+    chunks = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
+    for config in (
+        hf.Llama4TextConfig(**SIZES, **chunks),
+        hf.Lfm2Config(**NO_HEAD_DIM, layer_types=["conv", "full_attention"]),
+        hf.GptOssConfig(**SIZES, **EXPERTS, layer_types=FULL),
+    ):
+        model = made(config)
+        before = model.config._attn_implementation
+        assert not try_tree_attention(model)
+        assert model.config._attn_implementation == before
+
+
+sequences = st.lists(
+    st.lists(st.integers(1, 3), min_size=1, max_size=9).map(lambda ids: np.array(ids, dtype=np.int64)),
+    min_size=1,
+    max_size=12,
+).map(lambda rows: sorted(rows, key=lambda row: row.tolist()))
+
+
+@given(sequences)
+@settings(deadline=None)
+def test_a_flat_row_contains_each_prefix_once(rows: list[np.ndarray]) -> None:
+    row = FlatRow.of(rows)
+    prefixes = {tuple(one[: end + 1].tolist()) for one in rows for end in range(len(one))}
+    assert len(row.token_ids) == len(prefixes)
+    place_of: dict[tuple[int, ...], int] = {}
+    for one, places in zip(rows, row.places, strict=True):
+        assert row.token_ids[places].tolist() == one.tolist()
+        assert row.position[places].tolist() == list(range(len(one)))
+        for end, place in enumerate(places.tolist()):
+            assert place_of.setdefault(tuple(one[: end + 1].tolist()), place) == place
+
+
+@given(sequences)
+@settings(deadline=None)
+def test_a_token_of_a_tree_sees_the_prefix_that_ends_with_it(rows: list[np.ndarray]) -> None:
+    """With equal scores, attention is the mean of the values, so that the result is the mean of the tokens that are seen."""
+    row = FlatRow.of(rows)
+    tree = Tree.of(row.runs)
+    zeros = torch.zeros(len(row.token_ids), 2, 4, dtype=torch.float64)
+    values = torch.from_numpy(row.token_ids).double()[:, None, None].expand(-1, 2, 4)
+    for window in (None, 2):
+        results = torch.cat([bucket.attend(zeros, zeros, values, bucket.mask(window), None) for bucket in tree.buckets])
+        mean_T = results[tree.place_T][:, 0, 0]
+        for one, places in zip(rows, row.places, strict=True):
+            for end, place in enumerate(places.tolist()):
+                seen = one[: end + 1] if window is None else one[max(0, end + 1 - window) : end + 1]
+                assert float(mean_T[place]) == pytest.approx(float(seen.mean()))
+
+
+@pytest.mark.parametrize("limit", [1, 7, 20, 35, 1000])
+def test_cuts_keep_to_the_limit_and_compute_the_fewest_tokens(limit: int) -> None:
+    """Compared with all ways to cut twelve sequences into micro-batches."""
+    trajectories = [one for one in random_trajectories(3, count=12) if len(one.segments) == 1][:8]
+    batch = pack(trajectories, micro_batch_tokens=limit)
+    rows = sorted((np.array(one.segments[0].token_ids) for one in trajectories), key=lambda row: row.tolist())
+    rows = [
+        row
+        for row, after in zip(rows, [*rows[1:], None], strict=True)
+        if after is None or len(row) != len(after) or (row != after).any()
+    ]
+    best = None
+    for choice in range(1 << (len(rows) - 1)):
+        starts = [0, *(place + 1 for place in range(len(rows) - 1) if choice >> place & 1), len(rows)]
+        parts = [rows[start:end] for start, end in itertools.pairwise(starts)]
+        sizes = [
+            sum(len(row) for row in part) - sum(shared_prefix(*pair) for pair in itertools.pairwise(part))
+            for part in parts
+        ]
+        if all(size <= limit or len(part) == 1 for size, part in zip(sizes, parts, strict=True)):
+            cost = sum(sizes) + 64 * len(sizes)
+            best = cost if best is None else min(best, cost)
+    sizes = [micro.token_ids_BL.numel() for micro in batch.micro_batches]
+    assert sum(sizes) + 64 * len(sizes) == best
+    assert batch.computed_tokens == sum(sizes)
+
+
+@pytest.mark.parametrize("limit", [60, 10_000])
+def test_micro_batches_that_are_computed_in_parallel_have_similar_sizes(limit: int) -> None:
+    trajectories = random_trajectories(5, count=60)
+    usual = pack(trajectories, micro_batch_tokens=limit)
+    batch = pack(trajectories, micro_batch_tokens=limit, parallel=3)
+    sizes = [micro.token_ids_BL.numel() for micro in batch.micro_batches]
+    assert len(usual.micro_batches) <= len(sizes) <= -(-len(usual.micro_batches) // 3) * 3
+    assert max(sizes) <= max(limit, *(len(each.segments[0]) for each in trajectories))
+    assert sizes[0] == max(sizes)
+    if limit == 10_000:
+        assert len(usual.micro_batches) == 1
+        assert len(sizes) == 3
+        assert max(sizes) <= 1.3 * sum(sizes) / len(sizes)
+    assert targets(batch) == targets(usual)
+
+
+def test_a_prefix_is_computed_once_only_where_its_mask_is_smaller_than_the_saving() -> None:
+    long = np.arange(1, 9000)
+    other = long.copy()
+    other[100] = 0
+    assert shared_prefix(other, long) == 0
+    other = long.copy()
+    other[-100] = 0
+    assert shared_prefix(other, long) == len(long) - 100
+
+
+def test_the_group_of_the_other_tests_computes_its_prompts_once() -> None:
+    batch = pack(group())
+    assert (batch.sequence_tokens, batch.computed_tokens) == (10 + 5 + 7 + 4, 10 + 2 + 3 + 4)

@@ -1,0 +1,341 @@
+"""An optimizer step does what it says, in a thread beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from support.tiny import tiny_model
+from training.test_batch import group
+from training.test_precision import CONFIGS, made
+from turnwise.errors import ConfigError
+from turnwise.models.loading import ModelOptions, load_model
+from turnwise.options.algorithm import OptimizationSection, PpoClip
+from turnwise.training.batch import pack
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.losses import make_loss
+from turnwise.training.update import StopFlag, run_cancellable, run_to_completion
+from turnwise.types import Sampling, Trajectory
+
+# An optimizer step does what it says, whatever the precision and the number of micro-batches.
+
+
+def policy(**options: float) -> LocalLearner:
+    return LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip(**options)))
+
+
+def learn(one: LocalLearner, **options: object) -> None:
+    asyncio.run(one.update([pack(group(), **options)], lr=1e-2))  # type: ignore[arg-type]
+
+
+def flat(one: LocalLearner) -> torch.Tensor:
+    return torch.cat([parameter.detach().float().flatten() for parameter in one.model.parameters()])
+
+
+def test_micro_batches_and_shared_prompts_give_the_same_step() -> None:
+    whole, parts = policy(), policy()
+    learn(whole)
+    learn(parts, micro_batch_tokens=1, share_prompts=False)
+    assert (flat(whole) - flat(policy())).abs().max() > 1e-3
+    # Adam divides by the gradient's size, so rounding shows most where the gradient is almost nothing
+    torch.testing.assert_close(flat(parts), flat(whole), atol=2e-3, rtol=0)
+
+
+def test_the_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
+    one = policy()
+    (micro,) = pack(group()[:3]).micro_batches
+    before = one._forward.logprobs(micro)[0].detach()
+    learn(one)
+    change = one._forward.logprobs(micro)[0].detach() - before
+    assert float((change * micro.targets.advantage_N).sum()) > 0.5
+
+
+def test_update_reports_loss_norm_and_deviation() -> None:
+    one = policy()
+    update = asyncio.run(one.update([pack(group())], lr=0.0, epochs=2))
+    (micro,) = pack(group()[:3]).micro_batches
+    ratio = (one._forward.logprobs(micro)[0].detach() - micro.targets.behaviour_logprob_N).exp()
+    assert update.steps == 2
+    assert update.tokens == 26
+    assert update.grad_norm > 0
+    assert update.max_deviation == pytest.approx(float((ratio - 1).abs().max()), rel=1e-4)
+
+
+def test_bfloat16_keeps_masters_that_small_steps_are_not_lost_in() -> None:
+    model = tiny_model().to(torch.bfloat16)
+    one = LocalLearner(model, sampling=Sampling())
+    start = torch.cat([master.flatten().clone() for master in one._optimizer.masters])
+    for _ in range(3):
+        asyncio.run(one.update([pack(group())], lr=1e-5))
+    moved = torch.cat([master.flatten() for master in one._optimizer.masters]) - start
+    assert moved.abs().max() == pytest.approx(3e-5, rel=0.2)
+    for parameter, master in zip(one._optimizer.parameters, one._optimizer.masters, strict=True):
+        assert torch.equal(parameter, master.to(torch.bfloat16))
+
+
+def test_a_reference_holds_the_policy_back() -> None:
+    free, held = policy(), policy(kl_coef=5.0)
+    for _ in range(5):
+        learn(free, keep_zero=True)
+        learn(held, keep_zero=True)
+    start = flat(policy())
+    assert (flat(held) - start).norm() < 0.9 * (flat(free) - start).norm()
+    update = asyncio.run(held.update([pack(group(), keep_zero=True)], lr=0.0))
+    assert update.kl > 1e-5
+
+
+def test_a_gradient_that_is_no_number_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    one = policy()
+    before = flat(one)
+    trajectories = group()
+    trajectories[0].advantages = [float("inf"), 1.0]
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(one.update([pack(trajectories)], lr=1e-2))
+    assert torch.equal(flat(one), before)
+    assert "this optimizer step is skipped" in caplog.text
+
+
+def test_state_goes_on_exactly() -> None:
+    straight, interrupted = policy(), policy()
+    learn(straight)
+    learn(interrupted)
+    state, weights = interrupted.state(), {name: w.clone() for name, w in interrupted.model.state_dict().items()}
+    resumed = policy()
+    resumed.model.load_state_dict(weights)
+    resumed.load_state(state)
+    learn(straight)
+    learn(resumed)
+    assert torch.equal(flat(straight), flat(resumed))
+
+
+def test_rates() -> None:
+    constant = OptimizationSection(lr=1.0, warmup_steps=2)
+    assert [constant.lr_at(step, steps=12) for step in (0, 1, 2, 11)] == [0.5, 1.0, 1.0, 1.0]
+    linear = OptimizationSection(lr=1.0, warmup_steps=2, lr_schedule="linear")
+    assert [linear.lr_at(step, steps=12) for step in (2, 7)] == [1.0, 0.5]
+    cosine = OptimizationSection(lr=1.0, warmup_steps=2, lr_schedule="cosine")
+    assert cosine.lr_at(7, steps=12) == pytest.approx(0.5)
+
+
+def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
+    with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
+        load_model(ModelOptions(path=f"{tmp_path}/nothing", dtype="float32", device="cpu"))
+    with_sinks = made(CONFIGS["sinks"]())
+    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: GptOssForCausalLM does not"):
+        LocalLearner(with_sinks, sampling=Sampling(), share_prompts="always")
+
+
+def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
+    batches = [pack(group()[:2]), pack(group()[2:])]
+    each = [asyncio.run(policy().update([batch], lr=0.0)) for batch in batches]
+    both = asyncio.run(policy().update(batches, lr=0.0, epochs=2))
+    assert (both.steps, both.tokens) == (4, 2 * (each[0].tokens + each[1].tokens))
+    for name in ("loss", "kl", "grad_norm"):
+        values = [getattr(one, name) for one in each]
+        assert getattr(both, name) == pytest.approx(sum(values) / 2, rel=1e-5)
+    clipped = sum(one.clip_fraction * one.tokens for one in each) / (each[0].tokens + each[1].tokens)
+    assert both.clip_fraction == pytest.approx(clipped)
+    assert both.max_deviation == pytest.approx(each[0].max_deviation)  # before the first step only
+
+
+def test_micro_batches_side_by_side_give_the_gradient_of_one_after_the_other() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        beside = policy()
+    finally:
+        torch.set_num_threads(threads)
+    one_by_one = LocalLearner(tiny_model(), sampling=Sampling(), threads=1)
+    assert beside._gradients._workers is not None
+    assert beside._gradients._workers._max_workers == 3
+    assert one_by_one._gradients._workers is None
+    batch = pack(group(), micro_batch_tokens=1)
+    assert len(batch.micro_batches) == 4
+    found = beside.accumulate(batch.micro_batches, lambda: None, StopFlag())
+    expected = one_by_one.accumulate(batch.micro_batches, lambda: None, StopFlag())
+    assert (found.loss, found.kl) == pytest.approx((expected.loss, expected.kl))
+    for own, theirs in zip(beside._optimizer.parameters, one_by_one._optimizer.parameters, strict=True):
+        assert own.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(own.grad, theirs.grad, atol=1e-6, rtol=1e-4)
+    assert found.max_deviation == pytest.approx(expected.max_deviation)
+    assert (found.clipped, found.tokens) == (expected.clipped, expected.tokens)
+    assert list(beside._gradients._workers.map(lambda _: torch.get_num_threads(), range(6))) == [1] * 6
+
+
+# a run that is stopped
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_cancellation_before_the_first_optimizer_step_ends_after_a_micro_batch_and_changes_nothing(
+    workers: int,
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(workers)
+    try:
+        one = policy()
+    finally:
+        torch.set_num_threads(threads)
+    before = flat(one)
+    batch = pack(group(), micro_batch_tokens=1)
+    assert len(batch.micro_batches) == 4
+    counted, changed, cancelled = [], [], threading.Event()
+
+    async def stopped() -> None:
+        loop, first = asyncio.get_running_loop(), asyncio.Event()
+
+        def done() -> None:
+            counted.append(1)
+            loop.call_soon_threadsafe(first.set)
+            cancelled.wait(60)
+
+        task = asyncio.create_task(
+            one.update([batch], lr=1e-2, on_micro_batch=done, on_first_step=lambda: changed.append(1))
+        )
+        await first.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        cancelled.set()
+
+    asyncio.run(stopped())  # it waits for the thread
+    assert (counted, changed) == ([1], [])
+    assert torch.equal(flat(one), before)
+
+
+def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are_done() -> None:
+    counted, changed = [], []
+    one, other = policy(), policy()
+    batches = [pack(group())] * 2
+
+    async def stopped() -> None:
+        def done() -> None:
+            counted.append(1)
+            if len(counted) == 2:  # of four, the first of them applied
+                loop.call_soon_threadsafe(task.cancel)
+                time.sleep(0.2)
+
+        async def work() -> None:
+            ended.append(
+                await one.update(
+                    batches, lr=1e-2, epochs=2, on_micro_batch=done, on_first_step=lambda: changed.append(1)
+                )
+            )
+            await asyncio.sleep(0)
+
+        loop, ended = asyncio.get_running_loop(), []
+        task = asyncio.create_task(work())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [update.steps for update in ended] == [4]
+
+    asyncio.run(stopped())
+    asyncio.run(other.update(batches, lr=1e-2, epochs=2))
+    assert (len(counted), changed) == (4, [1])
+    assert torch.equal(flat(one), flat(other))
+
+
+# the ratios of the first optimizer step
+
+
+def rounded_differently(one: LocalLearner, *, version: int) -> list[Trajectory]:
+    """Conversations whose log-probabilities by the engine are up to 0.5 away from the learner's own."""
+    made = group()
+    generator = torch.Generator().manual_seed(7)
+    for conversation in made:
+        (segment,) = conversation.segments
+        own_LV = one.model(torch.tensor([list(segment.token_ids)])).logits[0].detach().log_softmax(-1)
+        for place, turn in enumerate(segment.turn):
+            if turn >= 0:
+                noise = float(torch.rand((), generator=generator)) - 0.5
+                segment.logprobs[place] = float(own_LV[place - 1, segment.token_ids[place]]) + noise
+                segment.version[place] = version
+    return made
+
+
+def float64_first_gradient(one: LocalLearner, trajectories: list[Trajectory], *, ratios: bool) -> torch.Tensor:
+    """Of the clipped surrogate with ratios to the engine's log-probabilities, or of the policy gradient without ratios."""
+    model = copy.deepcopy(one.model).double()
+    model.set_attn_implementation("eager")
+    terms = []
+    for conversation in trajectories:
+        (segment,) = conversation.segments
+        own_LV = model(torch.tensor([list(segment.token_ids)])).logits[0].log_softmax(-1)
+        for place, turn in enumerate(segment.turn):
+            if turn >= 0:
+                own, gain = own_LV[place - 1, segment.token_ids[place]], conversation.advantages[turn]
+                ratio = (own - segment.logprobs[place]).exp()
+                terms.append(-torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain) if ratios else -own * gain)
+    (sum(terms) / len(terms)).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+@pytest.mark.parametrize("version", [3, 2])
+def test_ratios_of_the_first_step_are_to_the_learners_own_log_probabilities_where_its_weights_sampled(
+    version: int,
+) -> None:
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizationSection(max_grad_norm=1e9), threads=1)
+    trajectories = rounded_differently(one, version=version)
+    expected = float64_first_gradient(one, trajectories, ratios=version != 3)
+    update = asyncio.run(one.update([pack(trajectories, version=3)], lr=0.0))
+    found = torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+    assert (update.clip_fraction == 0.0) is (version == 3)
+    assert update.max_deviation > 0.3  # engine and trainer are still compared
+    assert (update.fresh_deviation > 0.3) is (version == 3)
+
+
+def test_ratios_of_further_epochs_are_to_the_log_probabilities_of_the_first_pass() -> None:
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizationSection(max_grad_norm=1e9), threads=1)
+    trajectories = rounded_differently(one, version=3)
+    update = asyncio.run(one.update([pack(trajectories, version=3)], lr=0.0, epochs=3))
+    assert (update.steps, update.clip_fraction) == (3, 0.0)
+    expected = float64_first_gradient(one, trajectories, ratios=False)  # no weight has changed: all ratios are 1
+    found = torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_later_minibatches_have_ratios_to_the_engines_log_probabilities() -> None:
+    one = LocalLearner(tiny_model(), sampling=Sampling(), optimizer=OptimizationSection(max_grad_norm=1e9), threads=1)
+    trajectories = rounded_differently(one, version=3)
+    batches = [pack(trajectories[:1], version=3), pack(trajectories[1:], version=3)]
+    asyncio.run(one.update(batches, lr=0.0))
+    expected = float64_first_gradient(one, trajectories[1:], ratios=True)
+    found = torch.cat([p.grad.flatten() for p in one._optimizer.parameters if p.grad is not None]).double()
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-4)
+
+
+# Threads of long computations.
+
+
+NAME = contextvars.ContextVar("NAME", default="none")
+
+
+@pytest.mark.parametrize("run", [run_cancellable, run_to_completion])
+def test_a_computation_has_a_thread_that_ends_with_it(run: Callable[..., Any]) -> None:
+    threads: list[threading.Thread] = []
+
+    def work(stop: StopFlag) -> str:
+        threads.append(threading.current_thread())
+        return NAME.get()
+
+    async def twice() -> list[str]:
+        NAME.set("mine")
+        return [await run(work), await run(work)]
+
+    assert asyncio.run(twice()) == ["mine", "mine"]
+    assert len({id(thread) for thread in threads}) == 2
+    assert threading.main_thread() not in threads
+    deadline = time.monotonic() + 10
+    while any(thread.is_alive() for thread in threads):  # else OpenMP keeps threads for each of them
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
