@@ -221,7 +221,7 @@ class Last:
         pytest.param("threading.Thread(target=wait).start()", 1, 0, marks=pytest.mark.slow),
         pytest.param("threading.Thread(target=wait).start()", 2, 130, marks=pytest.mark.slow),
         pytest.param("atexit.register(wait)", 1, 0, marks=pytest.mark.slow),
-        ("atexit.register(wait)", 2, 130),
+        pytest.param("atexit.register(wait)", 2, 130, marks=pytest.mark.slow),
         pytest.param("builtins.last = Last()", 1, 0, marks=pytest.mark.slow),
     ],
 )

@@ -438,6 +438,7 @@ def turnwise(folder: Path, *words: str, **variables: str) -> tuple[int, str]:
     return result.returncode, result.stdout + result.stderr
 
 
+@pytest.mark.slow
 def test_a_training_step_is_followed(tmp_path: Path) -> None:
     words = ["demo", "train.steps=1", "train.batch_size=2", "train.group_size=4", "data.eval=null"]
     code, output = turnwise(tmp_path, *words, TURNWISE_LOG="debug")

@@ -250,6 +250,7 @@ def test_the_check_says_what_to_change_if_a_step_does_not_fit(model: Path) -> No
     assert not any("engine" in name for name, _ in hopeless.details)
 
 
+@pytest.mark.slow
 def test_the_command_compares_with_the_memory_that_it_is_given(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
