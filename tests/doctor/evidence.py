@@ -44,12 +44,12 @@ _CHECKPOINTS = _effects("checkpoints_are_as_many_as_the_recipe_says")
 _FINE_TUNED = _effects("an_option_of_fine_tuning_changes_what_is_learnt")
 _MEASURED = _effects("fine_tuning_is_measured_and_written_down_as_the_recipe_says")
 _ROWS = "runs/test_row_choice.py::test_"
-_ASYNCHRONOUS = "runs/test_asynchronous_training.py::test_"
-_CRITIC = "runs/test_critic_run.py::test_"
-_VLLM = "engines/vllm/test_vllm_options.py::test_"
+_ASYNCHRONOUS = "runs/test_training_run.py::test_"
+_CRITIC = "training/test_critic.py::test_"
+_VLLM = "engines/vllm/test_vllm.py::test_"
 _REPEATED = "test_train.py::test_deterministic_runs_are_bit_identical_and_so_is_one_that_is_gone_on_with"
 
-_THREADS = "environments/test_threaded_environment.py::test_a_recipe_asks_for_threads"
+_THREADS = "environments/test_environment.py::test_a_recipe_asks_for_threads"
 _RANKS = "cluster/test_cluster_run.py::test_"
 _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
 _WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
@@ -63,7 +63,7 @@ TESTED: Mapping[str, str] = {
     **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
     "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
-    "model.chat_template_kwargs": "runs/test_template_arguments_run.py::test_rollouts_and_evaluations_use_the_arguments",
+    "model.chat_template_kwargs": "chat/test_template_arguments.py::test_rollouts_and_evaluations_use_the_arguments",
     **{
         f"cluster.{name}": f"{_RANKS}a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_loss"
         for name in ("launcher", "trainers", "restarts")
@@ -73,11 +73,11 @@ TESTED: Mapping[str, str] = {
         for name in ("backend", "timeout", *(f"fsdp.{name}" for name in _FSDP))
     },
     **{
-        f"cluster.{name}": "cluster/test_ray_options.py::test_options_of_the_recipe_reach_the_workers"
+        f"cluster.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_workers"
         for name in ("address", *(f"workers.{name}" for name in _WORKERS))
     },
     **{
-        f"cluster.ranks.{name}": "cluster/test_ray_options.py::test_options_of_the_recipe_reach_the_ranks_on_ray"
+        f"cluster.ranks.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_ranks_on_ray"
         for name in ("num_cpus", "num_gpus", "resources", "runtime_env", "start_timeout")
     },
     "cluster.heartbeat": f"{_RANKS}a_rank_that_hangs_ends_the_run_in_time",
@@ -102,11 +102,11 @@ TESTED: Mapping[str, str] = {
     },
     "engine.memory_gb": _effects("the_memory_of_the_recipe_is_that_of_the_engine"),
     **{
-        f"engine.{name}": "runs/test_endpoint_run.py::test_the_options_of_an_endpoint_reach_its_requests"
+        f"engine.{name}": "runs/test_training_run.py::test_the_options_of_an_endpoint_reach_its_requests"
         for name in ("url", "model", "api_key_env", "request", "max_tokens_field", "timeout", "retries")
     },
     **{
-        f"engine.{name}": "runs/test_endpoint_run.py::test_the_limits_of_an_endpoint_space_its_requests"
+        f"engine.{name}": "runs/test_training_run.py::test_the_limits_of_an_endpoint_space_its_requests"
         for name in ("requests_per_minute", "tokens_per_minute")
     },
     **{
@@ -114,7 +114,7 @@ TESTED: Mapping[str, str] = {
         for name in ("python", "replicas", "arguments", "start_timeout")
     },
     **{
-        f"engine.{name}": "engines/remote/test_devices.py::test_each_server_sees_its_own_devices"
+        f"engine.{name}": "engines/remote/test_server_process.py::test_each_server_sees_its_own_devices"
         for name in ("tensor_parallel", "data_parallel", "devices")
     },
     **{
@@ -123,10 +123,10 @@ TESTED: Mapping[str, str] = {
     },
     "engine.weight_transfer": f"{_VLLM}weights_are_broadcast_where_the_recipe_says_so",
     "engine.mode": f"{_VLLM}the_engine_in_this_process_needs_vllm_here",
-    "eval.pass_reward": "runs/test_evaluate.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
+    "eval.pass_reward": "runs/test_evaluation.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
     "tokenization_sanity_check": _REACHES,
-    "override_checks": "doctor/test_preflight.py::test_a_check_that_fails_is_overridden_by_its_name_and_stays_visible",
-    "tool_calls.describe": "doctor/test_preflight.py::test_tools_that_no_prompt_shows_are_refused",
+    "override_checks": "doctor/test_template.py::test_a_check_that_fails_is_overridden_by_its_name_and_stays_visible",
+    "tool_calls.describe": "doctor/test_template.py::test_tools_that_no_prompt_shows_are_refused",
     "thinking": _effects("the_thinking_policy_reaches_the_loop"),
     "use_inference_chat_template": _effects("verls_name_for_branch_is_branch"),
     "tool_format": _REACHES,
@@ -194,11 +194,11 @@ TESTED: Mapping[str, str] = {
         f"health.{name}": "runs/test_health.py::test_the_last_steps_are_compared_with_the_first"
         for name in ("window", "tool_use", "entropy", "length")
     },
-    "health.constant_reward": "runs/test_learning_watch.py::test_the_number_of_first_steps_is_that_of_the_recipe",
+    "health.constant_reward": "runs/test_health.py::test_the_number_of_first_steps_is_that_of_the_recipe",
     "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
     **{
-        f"record.{name}": "runs/test_recorded_conversations.py::test_a_run_records_what_the_recipe_says"
+        f"record.{name}": "runs/test_replay.py::test_a_run_records_what_the_recipe_says"
         for name in ("every", "best_and_worst", "compression", "trainer_logprobs")
     },
     "rollout_server.url": f"{_SERVED}a_run_with_a_server_is_the_run_in_one_process",
