@@ -1,4 +1,4 @@
-"""Files that users write, with random mistakes: each is read or refused by name, also records."""
+"""Damaged recipes, overrides and data files: each is read, or refused with a `TurnwiseError`; nothing else is ever raised."""
 
 from __future__ import annotations
 
@@ -9,37 +9,24 @@ from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
 from fuzz.mutations import RAW, VALUES, accepted_or_refused, mutated_text, mutated_tree, places, write
-from support.conversations import Says, a_row, call, hold
-from turnwise.commands.show import Selection, show
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.data.conversations import read_conversations
 from turnwise.data.rows import read_rows
-from turnwise.environments.tools.toolbox import Tools
-from turnwise.errors import RunError, TurnwiseError
+from turnwise.errors import TurnwiseError
 from turnwise.options.schema import Config
-from turnwise.record.trajectory_json import trajectory_record
-
-# Damaged recipes, overrides and data files: each is read, or refused with a `TurnwiseError`; nothing else is ever
-# raised.
-
 
 ROUNDS = 500
 """Data files of each test."""
-
 RECIPE_ROUNDS = 150
 """Recipes of each test: PyYAML is slow."""
 
 ROOT = Path(__file__).parent.parent.parent
-
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
-
 ROWS: list[dict[str, Any]] = [
     {
         "prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "<image> hi"}],
@@ -181,44 +168,3 @@ def test_rows_that_make_no_sense_are_refused(row: str, message: str, tmp_path: P
         read_rows(str(write(tmp_path / "rows.jsonl", row)), columns={"answer": "answer"})
     assert message in str(error.value)
     assert "rows.jsonl:1" in str(error.value)
-
-
-# Damaged records: `turnwise show` prints them, or refuses them with the file, the line and the key.
-
-
-RECORDS_ROUNDS = 400
-
-
-async def add(a: int, b: int) -> int:
-    """Add."""
-    return a + b
-
-
-def test_a_damaged_record_is_shown_or_refused_with_a_message(tmp_path: Path) -> None:
-    draw = random.Random(0)
-    one = hold(Says(call("add", '{"a": 1, "b": 2}'), "It is 3."), lambda: Tools([add]), row=a_row("1+2?", answer=3))
-    one.reward, one.advantages = 1.0, [0.5, 0.5]
-    one.step = 1
-    record = json.loads(json.dumps(trajectory_record(one)))
-    metrics = {"step": 1, "reward/mean": 0.5, "reward/std": 0.1, "turns/mean": 2.0, "seconds/step": 0.5}
-    options: list[dict[str, Any]] = [{}, {"last": 1}, {"worst": 1, "tokens": True}, {"failed": True}, {"step": 1}]
-    outcomes: set[bool] = set()
-    console = Console(width=80, no_color=True)
-    for _ in range(RECORDS_ROUNDS):
-        lines = {"trajectories": record, "metrics": metrics, "evaluations": metrics}
-        damaged = draw.choice(["trajectories", "trajectories", "metrics", "evaluations"])
-        for name, value in lines.items():
-            text = json.dumps(mutated_tree(value, draw) if name == damaged else value) + "\n"
-            text = mutated_text(text, draw) if name == damaged and draw.random() < 0.3 else text
-            (tmp_path / f"{name}.jsonl").write_bytes(text.encode("utf-8", "surrogatepass"))
-        try:
-            with console.capture() as captured:
-                chosen = dict(draw.choice(options))
-                tokens = chosen.pop("tokens", False)
-                show(console, tmp_path, Selection(**chosen), tokens=tokens)
-            captured.get().encode("utf-8")
-            outcomes.add(True)
-        except RunError as error:
-            str(error).encode("utf-8")
-            outcomes.add(False)
-    assert outcomes == {True, False}
