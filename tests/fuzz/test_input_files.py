@@ -160,7 +160,7 @@ def test_options_of_turnwise_rollout_are_refused_in_training() -> None:
         ('{"prompt": [{"role": "user", "content": 7}], "answer": 1}', "message 1 has the content 7"),
         ('{"prompt": [{"role": "user", "content": [{"type": "text"}]}], "answer": 1}', "has a part without a text"),
         (f'{{"prompt": "Q", "answer": {"[" * 100}{"]" * 100}}}', "nested deeper than 64 levels"),
-        (f'{{"prompt": "Q", "answer": {"9" * 5000}}}', "Exceeds the limit"),
+        (f'{{"prompt": "Q", "answer": {"9" * 5000}}}', "an integer has more than 4,300 digits; write it as a text"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(row: str, message: str, tmp_path: Path) -> None:

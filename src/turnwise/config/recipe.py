@@ -484,20 +484,25 @@ def schema_problems(tree: Mapping[str, Any]) -> list[tuple[str, Any, str]]:
     return []
 
 
+_SHOWN_OVERRIDE = 120
+"""Characters of an argument `key=value` in a message."""
+
+
 def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Put `a.b=value` into the tree; values are YAML. A new `name` removes the section's options that belong to the old name."""
     notes: list[str] = []
     # names first: the other options on the command line belong to the new name
     for override in sorted(overrides, key=lambda override: not _chooses(override.partition("=")[0])):
         key, equals, text = override.partition("=")
+        shown = repr(override) if len(override) <= _SHOWN_OVERRIDE else f"{override[:_SHOWN_OVERRIDE]!r}..."
         if not equals or not key:
-            raise ConfigError(f"{override!r} is not an override; write key=value, for example train.lr=1e-4")
-        value = parse_yaml(text, where=f"{override!r}: the value", error=ConfigError)
+            raise ConfigError(f"{shown} is not an override; write key=value, for example train.lr=1e-4")
+        value = parse_yaml(text, where=f"{shown}: the value", error=ConfigError)
         if key in _NAMED and isinstance(value, str):  # `credit=rloo` is `credit.name=rloo`
             key = f"{key}.name"
         *parents, last = key.split(".")
         if not all([*parents, last]):
-            raise ConfigError(f"{override!r}: {key!r} contains an empty name; write one dot between two names")
+            raise ConfigError(f"{shown}: {key!r} contains an empty name; write one dot between two names")
         node: dict[str, Any] = tree
         for depth, parent in enumerate(parents):
             child = node.setdefault(parent, {})
@@ -506,7 +511,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             elif child is True and parents[: depth + 1] == ["model", "lora"]:
                 child = node[parent] = LoraSection.model_validate(child).model_dump(include={"rank"})
             if not isinstance(child, dict):
-                raise ConfigError(f"{override!r}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
+                raise ConfigError(f"{shown}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
             node = child
         if key == "data.eval" and value is None:
             notes += _without_held_out_rows(tree, overrides)

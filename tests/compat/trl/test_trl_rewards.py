@@ -97,7 +97,7 @@ def test_none_and_nan_do_not_apply_and_async_functions_are_awaited() -> None:
     from turnwise.environments.environment import SingleTurn
 
     trajectories = hold_all(Says("<think>Hm.</think>Yes."), SingleTurn, size=3, row=a_row(answer=1), limits=ROOM)
-    assert score(judge, trajectories) == [{"turns": 0.0}, {"turns": 0.0}, {"turns": 0.0, "f": 0.5}]
+    assert score(judge, trajectories) == [{}, {}, {"turns": 0.0, "f": 0.5}]
 
 
 def test_a_function_of_trl_itself_is_named_in_a_recipe(tmp_path: Path) -> None:
