@@ -96,4 +96,4 @@ def test_the_reward_of_a_turn_is_the_sum_of_its_parts_by_source() -> None:
     for value, source in ((0.5, "environment"), (0.0, "final_reward"), (1.0, "brevity"), (0.25, "environment")):
         turn.add_reward(value, source)
     assert turn.reward == 1.75
-    assert turn.rewards == {"environment": 0.75, "brevity": 1.0}
+    assert turn.rewards == {"environment": 0.75, "final_reward": 0.0, "brevity": 1.0}
