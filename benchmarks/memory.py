@@ -202,7 +202,7 @@ def rank(path: str, kind: str, args: argparse.Namespace) -> None:
     import torch
 
     from turnwise import assembly
-    from turnwise.assembly.learners import rank_options
+    from turnwise.assembly.learners import rank_device
     from turnwise.options.schema import Config
     from turnwise.training.sharded.commands import follow
     from turnwise.training.sharded.ranks import Ranks
@@ -211,7 +211,7 @@ def rank(path: str, kind: str, args: argparse.Namespace) -> None:
     config = Config.model_validate(options(path, kind, args))
     number, seconds = int(os.environ["RANK"]), 0.0
     if number:
-        ranks = Ranks(rank_options(config))
+        ranks = Ranks(config.cluster, device=rank_device(config))
         follow(ranks)
         ranks.close()
     else:

@@ -20,10 +20,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from turnwise.models.loading import ModelOptions
 from turnwise.options.algorithm import OptimizationSection, PpoClip
+from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import ShardOptions
 from turnwise.training.sharded.commands import follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
@@ -77,7 +78,7 @@ def seconds(learner: Any) -> float:
 def rank(model: str) -> None:
     """The program of a rank."""
     torch.set_num_threads(1)
-    ranks = Ranks(RankOptions(device="cpu"))
+    ranks = Ranks(ClusterSection(), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()
@@ -90,7 +91,7 @@ def rank(model: str) -> None:
         )
         for threads in (1, 2)
     }
-    sharded = ShardedLearner(ranks, ShardOptions(model=options, loss=PpoClip(), sharding=ShardingOptions(), **common))
+    sharded = ShardedLearner(ranks, ShardOptions(model=options, loss=PpoClip(), sharding=FsdpSection(), **common))
     times: dict[str, list[float]] = {}
     for number in range(UPDATES + 1):
         for name, learner in [*learners.items(), ("two ranks", sharded)]:

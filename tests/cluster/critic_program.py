@@ -17,8 +17,9 @@ from training.test_batch import group
 from turnwise.models.loading import ModelOptions, load_model
 from turnwise.models.lora import LoraOptions
 from turnwise.options.algorithm import OptimizationSection, PpoClip
+from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.local_critic import LocalCritic
-from turnwise.training.options import CriticOptions, RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedCritic, ShardedLearner
@@ -46,15 +47,15 @@ class Case:
     lora: LoraOptions | None = None
     clip: float | None = None
     micro_batch_tokens: int = 1
-    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    sharding: FsdpSection = field(default_factory=FsdpSection)
 
 
 CASES = {
     "all weights": Case(),
     "lora": Case(lora=ADAPTER),
     "clip": Case(clip=0.05, micro_batch_tokens=24),
-    "one micro-batch": Case(micro_batch_tokens=4096, sharding=ShardingOptions(gradient_sync="micro_batch")),
-    "bfloat16": Case(sharding=ShardingOptions(param_dtype="bfloat16")),
+    "one micro-batch": Case(micro_batch_tokens=4096, sharding=FsdpSection(gradient_sync="micro_batch")),
+    "bfloat16": Case(sharding=FsdpSection(param_dtype="bfloat16")),
 }
 
 
@@ -151,14 +152,14 @@ def from_other_ranks(learner: ShardedLearner, folder: Path, lora: LoraOptions | 
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(RankOptions(device="cpu", timeout=120.0))
+    ranks = Ranks(ClusterSection(timeout=120.0), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()
         return
     model = ModelOptions(path=MODEL, dtype="float32", device="cpu")
     options = ShardOptions(
-        model=model, sampling=Sampling(), loss=PpoClip(), optimizer=OPTIMIZER, sharding=ShardingOptions()
+        model=model, sampling=Sampling(), loss=PpoClip(), optimizer=OPTIMIZER, sharding=FsdpSection()
     )
     learner = ShardedLearner(ranks, options)
     kinds = {"all": None, "lora": ADAPTER}

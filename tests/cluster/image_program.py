@@ -19,10 +19,11 @@ from training.test_vision import held, trajectory
 from turnwise.chat.media import MediaProcessor
 from turnwise.models.loading import ModelOptions
 from turnwise.options.algorithm import OptimizationSection, PpoClip
+from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
@@ -56,7 +57,7 @@ def update(learner: Any, vision: MediaProcessor, conversations: list[int]) -> li
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(RankOptions(device="cpu", timeout=300.0))
+    ranks = Ranks(ClusterSection(timeout=300.0), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()
@@ -77,7 +78,7 @@ def main() -> None:
         options = ModelOptions(path=path, dtype="float32", device="cpu")
         learner = ShardedLearner(
             ranks,
-            ShardOptions(model=options, loss=PpoClip(), sharding=ShardingOptions(gradient_sync=sync), **common),  # type: ignore[arg-type]
+            ShardOptions(model=options, loss=PpoClip(), sharding=FsdpSection(gradient_sync=sync), **common),  # type: ignore[arg-type]
         )
         one = LocalLearner.from_pretrained(options, loss=make_loss(PpoClip()), threads=1, **common)
         actual, expected = update(learner, vision, conversations), update(one, vision, conversations)

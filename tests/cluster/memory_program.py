@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from turnwise.models.loading import ModelOptions, load_model
-from turnwise.training.options import RankOptions, ShardingOptions
+from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import load_sharded
 
@@ -26,13 +26,13 @@ def kilobytes(name: str) -> int:
 
 def load(path: str, ranks: Ranks | None) -> Any:
     options = ModelOptions(path=path, dtype="float32", device="cpu")
-    return load_model(options) if ranks is None else load_sharded(options, ranks.mesh, ShardingOptions())
+    return load_model(options) if ranks is None else load_sharded(options, ranks.mesh, FsdpSection())
 
 
 def main() -> None:
     torch.set_num_threads(1)
     small, path, kind, out = sys.argv[1:]
-    ranks = Ranks(RankOptions(device="cpu")) if kind == "sharded" else None
+    ranks = Ranks(ClusterSection(), device="cpu") if kind == "sharded" else None
     assert load(small, ranks)
     before = kilobytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again

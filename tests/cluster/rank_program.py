@@ -29,11 +29,12 @@ from turnwise.options.algorithm import (
     Reinforce,
     Sapo,
 )
+from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.batch import Batch, pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
@@ -58,7 +59,7 @@ class Case:
     loss: LossSection = field(default_factory=PpoClip)
     correction: CorrectionSection = CorrectionSection()
     optimizer: OptimizationSection = field(default_factory=OptimizationSection)
-    sharding: ShardingOptions = field(default_factory=ShardingOptions)
+    sharding: FsdpSection = field(default_factory=FsdpSection)
     reference: ReferenceSection | None = None
     lora: bool = False
     checkpointing: bool = False
@@ -73,8 +74,8 @@ class Case:
 CASES = {
     "ppo_clip": Case(),
     "ppo_clip_epochs": Case(batches=2, epochs=2),
-    "sync_each": Case(sharding=ShardingOptions(gradient_sync="micro_batch")),
-    "keep_gathered": Case(sharding=ShardingOptions(reshard_after_forward=False)),
+    "sync_each": Case(sharding=FsdpSection(gradient_sync="micro_batch")),
+    "keep_gathered": Case(sharding=FsdpSection(reshard_after_forward=False)),
     "gspo": Case(loss=Gspo(), epochs=2),
     "cispo": Case(loss=Cispo(entropy_coef=0.01), epochs=2),
     "sapo": Case(loss=Sapo()),
@@ -89,7 +90,7 @@ CASES = {
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "bfloat16": Case(dtype="bfloat16"),
-    "mixed": Case(sharding=ShardingOptions(param_dtype="bfloat16")),
+    "mixed": Case(sharding=FsdpSection(param_dtype="bfloat16")),
 }
 
 
@@ -227,7 +228,7 @@ def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(RankOptions(device="cpu", timeout=120.0))
+    ranks = Ranks(ClusterSection(timeout=120.0), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()

@@ -10,17 +10,17 @@ import pytest
 from support.recipes import PLACES, save_recipe
 from turnwise import assembly
 from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
-from turnwise.assembly.learners import rank_group_options, rank_options, sharding_options
+from turnwise.assembly.learners import rank_device, rank_group_options
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
+from turnwise.options.engines import FsdpSection
 from turnwise.ray_workers.ranks import RankGroupOptions
 from turnwise.ray_workers.ray_api import ActorOptions, connect
 from turnwise.ray_workers.rollouts import PoolOptions, choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
-from turnwise.training.options import RankOptions, ShardingOptions
 
 # Options of the section cluster: how they are written, what they reach, and what is refused.
 
@@ -44,14 +44,19 @@ def test_options_of_the_recipe_reach_the_ranks(recipe: Path) -> None:
     fsdp = {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16", "reshard_after_forward": "false"}
     fsdp |= {"gradient_sync": "batch", "offload": "cpu"}
     config, _ = load(recipe, [*changed, *(f"cluster.fsdp.{name}={value}" for name, value in fsdp.items())])
-    assert rank_options(config) == RankOptions(backend="gloo", device="cpu", timeout=7, heartbeat=3)
-    assert sharding_options(config.cluster) == ShardingOptions(
+    cluster = config.cluster
+    assert (rank_device(config), cluster.backend, cluster.timeout, cluster.heartbeat) == ("cpu", "gloo", 7, 3)
+    expected = FsdpSection(
         param_dtype="bfloat16",
         reduce_dtype="bfloat16",
         reshard_after_forward=False,
         gradient_sync="batch",
-        offload=True,
+        offload="cpu",
     )
+    assert cluster.fsdp == expected
+    gradients = (2**30, 2**30 + 1)
+    assert [FsdpSection().adds_up_each(size) for size in gradients] == [False, True]
+    assert [expected.adds_up_each(size) for size in gradients] == [False, False]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from turnwise.assembly.learners import (
     critic,
     learner,
     model_options,
-    rank_options,
+    rank_device,
     sampled_model,
     sft_learner,
 )
@@ -60,7 +60,7 @@ __all__ = [
     "limits",
     "longest_context",
     "model_options",
-    "rank_options",
+    "rank_device",
     "read_scripts",
     "refuse_for_endpoint",
     "refuse_what_needs_conversations_here",

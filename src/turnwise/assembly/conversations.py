@@ -354,14 +354,12 @@ def limits(config: Config, *, longest: int | None) -> Limits:
 
     Raises ConfigError if the recipe asks for a longer context.
     """
-    options = config.limits.model_dump()
-    if longest is not None:
-        if options["context"] is not None and options["context"] > longest:
-            raise ConfigError(
-                f"limits.context={options['context']} is more than the model's longest context, {longest} tokens: lower it"
-            )
-        options["context"] = options["context"] or longest
-    return Limits(**options)
+    limits = Limits.model_validate(config.limits.model_dump())
+    if longest is not None and limits.context is not None and limits.context > longest:
+        raise ConfigError(
+            f"limits.context={limits.context} is more than the model's longest context, {longest} tokens: lower it"
+        )
+    return limits.within(longest)
 
 
 # the context of conversations with an engine

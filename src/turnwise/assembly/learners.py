@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
 from turnwise.options.algorithm import CorrectionSection, LossSection, Nll, OptimizationSection, ReferenceSection
-from turnwise.options.engines import ClusterSection
 from turnwise.options.schema import Config
 from turnwise.ray_workers.ranks import RankGroupOptions, RayRanks
 from turnwise.ray_workers.ray_api import ActorOptions
-from turnwise.training.options import CriticOptions, RankOptions, ShardingOptions, ShardOptions
+from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
@@ -31,35 +30,17 @@ if TYPE_CHECKING:
 # several ranks
 
 
-def rank_options(config: Config) -> RankOptions:
-    """How the ranks of the recipe communicate."""
-    cluster = config.cluster
-    return RankOptions(
-        backend=cluster.backend,
-        device="cpu" if config.deterministic else config.model.device,
-        timeout=cluster.timeout,
-        heartbeat=cluster.heartbeat,
-    )
+def rank_device(config: Config) -> str:
+    """The kind of device of each rank: `auto`, `cpu` or `cuda`."""
+    return "cpu" if config.deterministic else config.model.device
 
 
-def sharding_options(cluster: ClusterSection) -> ShardingOptions:
-    """How the recipe's model is divided among the ranks."""
-    fsdp = cluster.fsdp
-    return ShardingOptions(
-        param_dtype=fsdp.param_dtype,
-        reduce_dtype=fsdp.reduce_dtype,
-        reshard_after_forward=fsdp.reshard_after_forward,
-        gradient_sync=fsdp.gradient_sync,
-        offload=fsdp.offload == "cpu",
-    )
-
-
-def sharded_learner(ranks: RankOptions, options: ShardOptions) -> ShardedLearner:
+def sharded_learner(config: Config, options: ShardOptions) -> ShardedLearner:
     """The learner on rank 0, after connecting to the other ranks. Raises ConfigError."""
     from turnwise.training.sharded.ranks import Ranks  # torch.distributed
     from turnwise.training.sharded.sharded_learner import ShardedLearner
 
-    return ShardedLearner(Ranks(ranks), options)
+    return ShardedLearner(Ranks(config.cluster, device=rank_device(config)), options)
 
 
 def sharded_critic(learner: Learner, options: CriticOptions) -> Critic:
@@ -139,7 +120,7 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
             CriticOptions(
                 model=loaded,
                 optimizer=config.train,
-                sharding=sharding_options(config.cluster),
+                sharding=config.cluster.fsdp,
                 clip=config.critic.clip,
                 head=head,
                 share_prompts=config.train.share_prompts,
@@ -183,14 +164,14 @@ def _learner(
 ) -> Learner:
     if config.cluster.distributed:
         return sharded_learner(
-            rank_options(config),
+            config,
             ShardOptions(
                 model=model_options(config, path),
                 sampling=sampled_from,
                 loss=loss,
                 correction=correction,
                 optimizer=optimizer,
-                sharding=sharding_options(config.cluster),
+                sharding=config.cluster.fsdp,
                 reference=reference,
                 share_prompts=share_prompts,
                 autocast=config.model.autocast,

@@ -182,7 +182,7 @@ def _follow(config: Config) -> int:
     from turnwise import assembly
     from turnwise.training.sharded.commands import follow_rank_0  # torch
 
-    return follow_rank_0(assembly.rank_options(config))
+    return follow_rank_0(config.cluster, device=assembly.rank_device(config))
 
 
 class _Launcher:

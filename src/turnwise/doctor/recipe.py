@@ -116,7 +116,11 @@ async def _scored(config: Config, rows: Sequence[Row], renderer: Renderer, model
         assembly.connect_engine(scorer, runner.sampler, renderer)
         context = assembly.conversation_context(config, renderer, runner, environments, longest=None)
         turns, tokens = min(context.limits.turns, _TURNS), min(context.limits.tokens_per_turn, _TOKENS)
-        context = replace(context, limits=replace(context.limits, turns=turns, tokens_per_turn=tokens), lockstep=False)
+        context = replace(
+            context,
+            limits=context.limits.model_copy(update={"turns": turns, "tokens_per_turn": tokens}),
+            lockstep=False,
+        )
         score = scorer.scoring_callback(groups)
 
         async def done(trajectory: Trajectory) -> None:

@@ -308,6 +308,10 @@ class FsdpSection(Section):
     """Where the parts of weights, gradients and optimizer state are. `cpu`: in the CPU's memory, from which they are copied to
     the GPUs for each pass. `none`: on the devices."""
 
+    def adds_up_each(self, gradient_bytes: float) -> bool:
+        """Whether gradients are added up after each micro-batch. `gradient_bytes` are those of all trained weights."""
+        return self.gradient_sync == "micro_batch" or (self.gradient_sync == "auto" and gradient_bytes > 2**30)
+
 
 class WorkersSection(Section):
     """Rollout workers on a Ray cluster (`cluster.launcher=ray`): processes in which conversations run, each with its own engine,

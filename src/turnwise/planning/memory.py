@@ -33,7 +33,6 @@ from turnwise.models.model_config import context_length
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
 from turnwise.planning.placement import PlanLine
-from turnwise.training.options import SMALL_GRADIENTS
 
 # ranks
 
@@ -124,9 +123,7 @@ def rank_memory(
     units = _units(config, model_config)
     offloaded = fsdp.offload == "cpu"
     precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
-    each = fsdp.gradient_sync == "micro_batch" or (
-        fsdp.gradient_sync == "auto" and parts.get("gradients", 0) > SMALL_GRADIENTS
-    )
+    each = fsdp.adds_up_each(parts.get("gradients", 0))
     gathered = parts["weights"] if not fsdp.reshard_after_forward else units.root + 2 * units.layer
     found = [
         *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / ranks) for name in _DIVIDED),

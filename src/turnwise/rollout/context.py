@@ -6,44 +6,32 @@ The loop applies the bounds, so an environment never counts turns or tokens. The
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Engine, TokenSampler, WeightPublisher, WeightSource
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.errors import ConfigError
+from turnwise.options.engines import LimitsSection
 from turnwise.services.chat import ChatService
 from turnwise.types import Sampling, SamplingChange, Stop, Trajectory
 
 # bounds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds of one conversation. None means no bound."""
+class Limits(LimitsSection):
+    """Bounds of one conversation: the section `limits`, and what a session asks of it. None means no bound.
 
-    turns: int = 8
-    """Turns of the model, at most."""
-    tokens_per_turn: int = 256
-    """Sampled tokens of one turn. A turn that is cut by this limit ends the conversation (`Stop.LENGTH`)."""
-    tokens: int | None = None
-    """Sampled tokens of all turns together."""
-    response_tokens: int | None = None
-    """Tokens of a segment after the conversation's first prompt: turns of the model and messages of tools and users."""
-    context: int | None = None
-    """All tokens of a segment: the prompt, turns of the model and messages of the environment. If the engine takes fewer tokens
-    (`HasContext`), its number applies."""
-    seconds_per_turn: float | None = 120.0
-    """Seconds for one turn of the model and the reply to it together; also for `Environment.begin`."""
-    seconds: float | None = 600.0
-    """Seconds for the conversation."""
+    A turn that `tokens_per_turn` cuts ends the conversation (`Stop.LENGTH`). If the engine takes fewer tokens than `context`
+    (`HasContext`), its number applies.
+    """
 
     def within(self, context: int | None) -> Limits:
         """These limits for an engine that takes at most `context` tokens in a sequence; None: as many as there are."""
         if context is None or (self.context is not None and self.context <= context):
             return self
-        return replace(self, context=context)
+        return self.model_copy(update={"context": context})
 
     def stop_reason(self, trajectory: Trajectory, length: int, response: int = 0) -> Stop | None:
         """The limit that prevents a further turn, or None.

@@ -182,7 +182,7 @@ class ConversationQueue:
         trajectories = [empty_trajectory(conversation, prefix=prefix) for conversation in conversations]
         context = self.context if sampling is None else replace(self.context, sampling=sampling)
         if tokens_per_turn is not None:
-            context = replace(context, limits=replace(context.limits, tokens_per_turn=tokens_per_turn))
+            context = replace(context, limits=context.limits.model_copy(update={"tokens_per_turn": tokens_per_turn}))
         progress = _Progress(self, [trajectory.id for trajectory in trajectories])
 
         def finish(trajectory: Trajectory) -> None:

@@ -20,9 +20,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from turnwise.errors import ConfigError
+from turnwise.options.engines import ClusterSection
 from turnwise.training.batch import MicroBatch
 from turnwise.training.learner import PackingRequirements
-from turnwise.training.options import CriticOptions, RankOptions, ShardOptions
+from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded import shards
 from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.sharded_model import complete
@@ -294,15 +295,14 @@ def follow(ranks: Ranks) -> None:
         command.run(rank)
 
 
-def follow_rank_0(options: RankOptions) -> int:
+def follow_rank_0(options: ClusterSection, *, device: str) -> int:
     """Connect to rank 0 and run its commands until it ends the training. Returns the exit status."""
-    ranks = Ranks(options)
+    ranks = Ranks(options, device=device)
 
     def lost(rank: LostRank) -> None:
         _say(f"rank {ranks.rank} ends: {rank}")
-        posix._exit(
-            1
-        )  # the main thread may wait in a collective operation. Not os._exit: a run replaces it for user code
+        # the main thread may wait in a collective operation. Not os._exit: a run replaces it for user code
+        posix._exit(1)
 
     ranks.liveness.on_lost = lost
     try:

@@ -28,7 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
 from turnwise.errors import ConfigError, RunError
-from turnwise.training.options import RankOptions
+from turnwise.options.engines import ClusterSection
 
 # Signs of life: which rank has ended or does not respond
 
@@ -151,13 +151,15 @@ _PAUSE = 0.02
 class Ranks:
     """This process among the ranks of a training."""
 
-    def __init__(self, options: RankOptions) -> None:
+    def __init__(self, options: ClusterSection, *, device: str) -> None:
         """Connect to the other ranks, which the environment variables of torchrun describe.
+
+        `device` is the kind of device of each rank: `auto`, `cpu` or `cuda`.
 
         Raises ConfigError if the variables are missing, or if the device or the backend does not exist.
         """
         self.rank, self.size, local = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        self.device = _device(options.device, local)
+        self.device = _device(device, local)
         backend = _backend(options.backend, self.device)
         raw = _store(self.rank, self.size)
         start = f"turnwise/{_name_of_start(raw, self.rank, self.size)}"

@@ -28,7 +28,7 @@ from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelOptions, load_model, of_model, of_tensors, use_complete_attention
 from turnwise.models.lora import without_adapter
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
-from turnwise.training.options import SMALL_GRADIENTS, ShardingOptions
+from turnwise.options.engines import FsdpSection
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class ShardedModel:
         self,
         model: Any,
         mesh: DeviceMesh,
-        options: ShardingOptions,
+        options: FsdpSection,
         *,
         fill: Callable[[Any], object] = lambda part: None,
         head: torch.nn.Module | None = None,
@@ -66,9 +66,7 @@ class ShardedModel:
         self.model = model
         self._root: Any = _Root(model, head)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        self._sync_always = options.gradient_sync == "micro_batch" or (
-            options.gradient_sync == "auto" and 4 * trained > SMALL_GRADIENTS
-        )
+        self._sync_always = options.adds_up_each(4 * trained)
         arguments: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(
@@ -78,7 +76,7 @@ class ShardedModel:
             )
             if options.param_dtype is not None
             else MixedPrecisionPolicy(reduce_dtype=getattr(torch, options.reduce_dtype)),
-            "offload_policy": CPUOffloadPolicy() if options.offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if options.offload == "cpu" else OffloadPolicy(),
         }
         layers = _layers(model)
         inside = {**arguments, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
@@ -168,7 +166,7 @@ class LoadedModel:
 def load_sharded(
     options: ModelOptions,
     mesh: DeviceMesh,
-    sharding: ShardingOptions,
+    sharding: FsdpSection,
     *,
     prepare: Callable[[Any], torch.nn.Module | None] = lambda model: None,
     fingerprint: bool = False,
@@ -201,7 +199,7 @@ def load_sharded(
 def _layer_by_layer(
     staged: StagedModel,
     mesh: DeviceMesh,
-    sharding: ShardingOptions,
+    sharding: FsdpSection,
     prepare: Callable[[Any], torch.nn.Module | None],
     *,
     fingerprint: bool,
