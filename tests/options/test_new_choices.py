@@ -91,7 +91,7 @@ from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
 from turnwise.types import Group, Sampling
 
-recipe = {"model": "m", "data": {"train": "rows.jsonl"}, "train": {"minibatches": 2}}
+recipe = {"model": "m", "data": {"train": "rows.jsonl"}, "train": {"steps": 1}}
 recipe |= {"loss": {"name": "powers", "power": 5}, "credit": {"name": "doubled", "factor": 3.0}}
 config = checked(recipe, source="the test")
 refuse_without_effect(config)

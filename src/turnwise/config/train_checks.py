@@ -10,7 +10,7 @@ from __future__ import annotations
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
-from turnwise.options.algorithm import AutoCredit, CreditSection, Grpo, LossSection, OptimizerSection, TurnReturn
+from turnwise.options.algorithm import AutoCredit, CreditSection, Grpo, OptimizerSection, TurnReturn
 from turnwise.options.schema import LOSS_MASKS, Config, DataSection
 from turnwise.options.section import changed_options
 
@@ -319,9 +319,9 @@ def training_warnings(config: Config) -> list[str]:
             f"conversation counts more in the smaller ones. Use a divisor of {trajectories} for equal parts",
         ),
         (
-            config.loss.name == "reinforce" and bool(stale or later),
-            f"loss.name=reinforce has no probability ratio, so with {' and '.join(stale + later)} tokens that other weights "
-            f"sampled are trained on as if the present weights had sampled them. Use loss.name=ppo_clip or cispo"
+            not config.loss.has_ratio and bool(stale or later),
+            f"loss.name={config.loss.name} has no probability ratio, so with {' and '.join(stale + later)} tokens that other "
+            f"weights sampled are trained on as if the present weights had sampled them. Use loss.name=ppo_clip or cispo"
             f"{', or importance weights (correction.action=truncate)' if stale else ''}"
             f"{', or one optimizer step for each batch' if later else ''}",
         ),
@@ -391,7 +391,7 @@ def _loss_problems(config: Config) -> list[Problem]:
     """Problems of the section loss."""
     train, loss = config.train, config.loss
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
-    of_ratio = [name for name in changed_options(loss) if name not in LossSection.model_fields]
+    of_ratio = [name for name in changed_options(loss) if name in loss.of_ratio]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
     same_weights = config.engine.embedded is not None and train.max_staleness == 0 and config.exact
     correction = config.correction

@@ -368,6 +368,10 @@ Normalizer = Annotated[
 class LossSection(NamedSection):
     """Options of all losses."""
 
+    has_ratio: ClassVar[bool] = True
+    """Whether the loss has a probability ratio, so that tokens of earlier weights are trained on as such."""
+    of_ratio: ClassVar[tuple[str, ...]] = ()
+    """The options that have no effect where this ratio is 1: with one optimizer step for each batch."""
     normalizer: Normalizer = "token"
     constant_length: Positive | None = None
     """The number of tokens for `loss.normalizer: constant`, such as the largest number of tokens of a conversation. The summed
@@ -387,6 +391,12 @@ class LossSection(NamedSection):
 class PpoClip(LossSection):
     """The clipped surrogate loss of PPO, which GRPO and DAPO use. Each token has its own probability ratio."""
 
+    of_ratio: ClassVar[tuple[str, ...]] = (
+        "clip_low",
+        "clip_high",
+        "dual_clip",
+    )
+
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The lower bound of PPO clipping: probability ratios of tokens are clipped at 1 - `loss.clip_low`."""
@@ -401,6 +411,12 @@ class PpoClip(LossSection):
 class Gspo(LossSection):
     """The clipped surrogate loss of GSPO. All tokens of a sequence have the same ratio: the geometric mean of their probability
     ratios."""
+
+    of_ratio: ClassVar[tuple[str, ...]] = (
+        "level",
+        "clip_low",
+        "clip_high",
+    )
 
     name: Literal["gspo"] = "gspo"
     normalizer: Normalizer = "sequence"
@@ -417,6 +433,11 @@ class Gspo(LossSection):
 class Cispo(LossSection):
     """CISPO: REINFORCE, where the weight of each token is its clipped probability ratio. Clipped tokens keep their gradient."""
 
+    of_ratio: ClassVar[tuple[str, ...]] = (
+        "clip_low",
+        "clip_high",
+    )
+
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The lower bound: the weight of a token is at least 1 - `loss.clip_low`. 1: no lower bound."""
@@ -426,6 +447,11 @@ class Cispo(LossSection):
 
 class Sapo(LossSection):
     """SAPO: a smooth gate instead of clipping. The further the probability ratio of a token is from 1, the smaller its weight."""
+
+    of_ratio: ClassVar[tuple[str, ...]] = (
+        "tau_positive",
+        "tau_negative",
+    )
 
     name: Literal["sapo"] = "sapo"
     normalizer: Normalizer = "sequence"
@@ -437,6 +463,8 @@ class Sapo(LossSection):
 
 class Reinforce(LossSection):
     """REINFORCE: the log-probability times the advantage, without a probability ratio. GPG also uses this loss."""
+
+    has_ratio: ClassVar[bool] = False
 
     name: Literal["reinforce"] = "reinforce"
 

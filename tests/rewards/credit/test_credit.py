@@ -189,9 +189,11 @@ def test_each_group_of_the_batch_is_centred_by_itself() -> None:
 # The examples in the docstrings of the estimators, and where each estimator names its paper.
 
 
-FOLDER = (outcome, turns, turns, critic)
-
-ESTIMATORS = [(module, name) for module in FOLDER for name in module.__all__ if name != "Baseline"]
+ESTIMATORS = [
+    (module, estimator.estimate.__name__)
+    for module in (outcome, turns, critic)
+    for estimator in module.ESTIMATORS.values()
+]
 
 
 def rounded(value: Any) -> Any:
