@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.hybrids import CONFIGS, TOKEN_BY_TOKEN, VOCABULARY, hybrid
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.cache import BLOCK, SNAPSHOTS, KVCache, KVShape, PrefixCache, StateShape
+from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import EngineError
 from turnwise.types import Request, Sampling
 
@@ -200,6 +201,14 @@ def test_states_move_with_their_rows() -> None:
     cache.ensure_capacity(300)
     states = [cache.kv.states[0][kept, cache.row_S[slot], 0].item() for slot in slots for kept in (0, 1)]
     assert states == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"])
+def test_the_memory_is_known_without_weights(family: str) -> None:
+    kv = LocalEngine(hybrid(family), threads=1)._core.cache.kv
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32).eval()
+    assert bytes_kept(empty, torch.float32) == (kv.token_bytes, kv.row_bytes)
 
 
 def test_memory_counts_states_and_their_snapshots() -> None:

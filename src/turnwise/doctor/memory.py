@@ -26,6 +26,7 @@ from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_ref
 from turnwise.doctor.check import Check
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.engines.local.fused import unsupported_reason
+from turnwise.engines.local.row_cache import RECURRENT_TYPES, bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.allocator import LARGE_MODEL
@@ -238,10 +239,13 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
     rows = 1 << (rows - 1).bit_length()  # rows and their capacity grow by doubling
     capacity = max(256, 1 << (tokens - 1).bit_length())
     text = model_config.get_text_config()  # reads a fact under any name that the architecture gives it
-    token = kv_token_bytes(
-        {name: getattr(text, name, None) for name in KV_FACTS}, "float32" if config.model.exact else "bfloat16"
-    )
-    return min(engine.memory_gb * 2**30, float(token * rows * capacity))
+    dtype = "float32" if config.model.exact else "bfloat16"
+    states = 0
+    if set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()) & RECURRENT_TYPES:
+        token, states = bytes_kept(empty_model(assembly.model_options(config), model_config), getattr(torch, dtype))
+    else:
+        token = kv_token_bytes({name: getattr(text, name, None) for name in KV_FACTS}, dtype)
+    return min(engine.memory_gb * 2**30, float(rows * (token * capacity + states)))
 
 
 # the prediction

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from turnwise.engines.local.cache import KVCache, KVShape, StateShape
+from turnwise.engines.local.cache import SNAPSHOTS, KVCache, KVShape, StateShape
 from turnwise.errors import EngineError
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -34,6 +34,10 @@ _RECURRENT = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+
+
+RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "hybrid"}
+"""Types of layers in a model's config that keep a state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,14 @@ def probe_layers(model: PreTrainedModel) -> tuple[KeptByLayer, ...]:
     if not isinstance(cache, Cache):
         raise unsupported(model, "it returns no cache of keys, values or states")
     return tuple(_kept_by(layer, model) for layer in cache.layers)
+
+
+def bytes_kept(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
+    """What the cache holds for a token, in bytes, and for a conversation besides, of a model on torch's meta device."""
+    model.set_experts_implementation("batched_mm")  # grouped products take bfloat16 only on the meta device
+    layers = probe_layers(model)
+    token = sum(shape.numbers_per_token for layer in layers for shape in layer.keys_and_values) * dtype.itemsize
+    return token, (1 + SNAPSHOTS) * sum(shape.bytes for layer in layers for _, _, shape in layer.states)
 
 
 def unsupported(model: PreTrainedModel, reason: str) -> EngineError:
