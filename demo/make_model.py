@@ -29,12 +29,12 @@ from transformers import AddedToken, PreTrainedTokenizerFast, Qwen3Config, Qwen3
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool
+from turnwise.options.algorithm import Nll, OptimizationSection
 from turnwise.sft.replay import problems, replay, weigh
 from turnwise.training.batch import pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.options import Nll, OptimizerConfig
 from turnwise.types import Row, Sampling
 
 HERE = Path(__file__).resolve().parent
@@ -128,7 +128,7 @@ def teach(
     """Fine-tuning on fresh conversations of one lesson, none about a question in `heldout`."""
     conversations = _conversations(lesson, rng, heldout)
     learner = LocalLearner(
-        model, sampling=Sampling(), loss=make_loss(Nll()), optimizer=OptimizerConfig(betas=(0.9, 0.98))
+        model, sampling=Sampling(), loss=make_loss(Nll()), optimizer=OptimizationSection(betas=(0.9, 0.98))
     )
     started = time.perf_counter()
     for step in range(lesson.steps):
