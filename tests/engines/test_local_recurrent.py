@@ -66,10 +66,12 @@ def hold(model: PreTrainedModel, *, conversations: int = 8, turns: int = 4, rows
     """Conversations in groups of four, all at the same time. `rows`: the memory that so many long conversations need."""
 
     async def run() -> list[Sampled]:
-        engine = LocalEngine(model, threads=1)
+        engine = LocalEngine(model, threads=1, context=512)
         if rows is not None:
             kv = engine._core.cache.kv
-            engine = LocalEngine(model, threads=1, memory_gb=rows * (kv.row_bytes + 100 * kv.token_bytes) / 2**30)
+            engine = LocalEngine(
+                model, threads=1, context=512, memory_gb=rows * (kv.row_bytes + 100 * kv.token_bytes) / 2**30
+            )
         random = np.random.default_rng(0)
         prompts = [random_tokens(random, 9, 40) for _ in range(-(-conversations // 4))]
         held = await asyncio.gather(*(converse(engine, n, prompts[n // 4], turns) for n in range(conversations)))
@@ -129,7 +131,7 @@ def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> No
     model, prompt = hybrid("qwen3_5"), list(range(3, 43))
 
     async def run() -> list[tuple[int, int]]:
-        engine = LocalEngine(model, threads=1)
+        engine = LocalEngine(model, threads=1, context=512)
 
         def ask(conversation: str, token_ids: list[int], seed: int) -> Request:
             sampling = Sampling(max_tokens=5, temperature=1.0)
