@@ -216,11 +216,6 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
         "--dtype",
         dtype,
     ]
-    # the least of three: on a busy machine, the C library's allocator keeps up to a fifth more for its threads
-    outputs = [
-        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout for _ in range(3)
-    ]
-    measured = min(json.loads(output.splitlines()[-1])["gib"] for output in outputs)
     sys.path.insert(0, str(BENCHMARK.parent))
     import argparse
 
@@ -231,7 +226,12 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
     model_config = Qwen2Config(**SHAPES["tiny"], max_position_embeddings=2048, tie_word_embeddings=True)
     workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
     predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib
-    assert predicted == pytest.approx(measured, rel=0.15)
+    # at most three times: on a busy machine, the C library's allocator keeps up to a fifth more for its threads
+    measured = []
+    while len(measured) < 3 and (not measured or min(measured) > 1.15 * predicted):
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout
+        measured.append(json.loads(output.splitlines()[-1])["gib"])
+    assert predicted == pytest.approx(min(measured), rel=0.15)
 
 
 @pytest.mark.slow
