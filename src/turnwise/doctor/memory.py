@@ -241,7 +241,8 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
     text = model_config.get_text_config()  # reads a fact under any name that the architecture gives it
     dtype = "float32" if config.model.exact else "bfloat16"
     states = 0
-    if set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()) & RECURRENT_TYPES:
+    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    if set(types).intersection(RECURRENT_TYPES):
         token, states = bytes_kept(empty_model(assembly.model_options(config), model_config), getattr(torch, dtype))
     else:
         token = kv_token_bytes({name: getattr(text, name, None) for name in KV_FACTS}, dtype)

@@ -74,6 +74,11 @@ class StateShape:
         return math.prod(self.size) * self.dtype.itemsize
 
 
+def bytes_of_states(states: Sequence[StateShape]) -> int:
+    """Bytes that the states of a row and their snapshots take."""
+    return (1 + SNAPSHOTS) * sum(shape.bytes for shape in states)
+
+
 class KVCache:
     """Tensors [parts, rows, heads, capacity, head_dim]; all have the same rows and the same capacity (tokens per row).
 
@@ -94,7 +99,7 @@ class KVCache:
         self.budget_bytes = budget_bytes
         self.token_bytes = sum(shape.numbers_per_token for shape in shapes) * dtype.itemsize
         """Bytes that one token takes in all tensors together."""
-        self.row_bytes = (1 + SNAPSHOTS) * sum(shape.bytes for shape in states)
+        self.row_bytes = bytes_of_states(states)
         """Bytes that the states of a row and their snapshots take."""
         self.num_rows = 0
         self.capacity = 0

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix, StateShape
-from turnwise.engines.local.row_cache import RowCache, RowView, probe_layers, unsupported
+from turnwise.engines.local.row_cache import RECURRENT_TYPES, RowCache, RowView, probe_layers, unsupported
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, narrow_window, output_layer_in_float32
 from turnwise.models.precision import autocast as bfloat16_autocast
@@ -189,7 +189,7 @@ def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.dev
 # Generic pass: any decoder of transformers
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
-OTHER_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "mlp", "moe")
+OTHER_TYPES = (*RECURRENT_TYPES, "mlp", "moe")
 """Layers without a mask: recurrent ones, and those that keep nothing from token to token. Nothing else is known of other types,
 so they are refused: an attention that selects tokens may agree on the few tokens of the comparison."""
 WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")

@@ -25,7 +25,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from turnwise.engines.local.cache import SNAPSHOTS, KVCache, KVShape, StateShape
+from turnwise.engines.local.cache import KVCache, KVShape, StateShape, bytes_of_states
 from turnwise.errors import EngineError
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -35,8 +35,7 @@ _RECURRENT = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-
-RECURRENT_TYPES = {"linear_attention", "conv", "mamba", "hybrid"}
+RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid")
 """Types of layers in a model's config that keep a state."""
 
 
@@ -69,7 +68,7 @@ def bytes_kept(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
     model.set_experts_implementation("batched_mm")  # grouped products take bfloat16 only on the meta device
     layers = probe_layers(model)
     token = sum(shape.numbers_per_token for layer in layers for shape in layer.keys_and_values) * dtype.itemsize
-    return token, (1 + SNAPSHOTS) * sum(shape.bytes for layer in layers for _, _, shape in layer.states)
+    return token, bytes_of_states([shape for layer in layers for _, _, shape in layer.states])
 
 
 def unsupported(model: PreTrainedModel, reason: str) -> EngineError:
