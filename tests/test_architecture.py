@@ -142,6 +142,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "options",
         "data",
+        "doctor.memory",
         "doctor.template",
         "engines",
         "json_yaml",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,23 @@ from transformers import Qwen3Config
 from support.tiny import save_rows, tiny_model
 from turnwise import assembly
 from turnwise.cli import main
+from turnwise.doctor import memory
 from turnwise.doctor.examine import examine
-from turnwise.doctor.memory import Prediction, Workload, longest_prompt, memory_check, predict, workload_of
+from turnwise.doctor.memory import (
+    Prediction,
+    Workload,
+    longest_prompt,
+    machine_gib,
+    memory_check,
+    predict,
+    refuse_too_large,
+    workload_of,
+)
 from turnwise.engines.local.engine import LARGE_CACHE
+from turnwise.errors import ConfigError
 from turnwise.models import cpu
 from turnwise.options.schema import Config
+from turnwise.runs.run_state import read_inputs
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "memory.py"
 WORK = Workload(conversations=8, tokens=256, prompt_tokens=64)
@@ -265,6 +278,49 @@ def test_the_command_compares_with_the_memory_that_it_is_given(
     told = capsys.readouterr().out
     assert "and there are 0.5 GiB" in told
     assert main(["doctor", str(model), "--memory-gb", "0.5"]) == 1
+
+
+@pytest.mark.parametrize("section", ["train", "sft"])
+def test_a_run_that_cannot_fit_is_refused_before_weights_are_loaded(tmp_path: Path, model: Path, section: str) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    known = json.loads((folder / "config.json").read_text())
+    width = 2**40 // (4 * known["hidden_size"])
+    (folder / "config.json").write_text(json.dumps({**known, "intermediate_size": width}))
+    for file in folder.glob("*.safetensors"):
+        file.unlink()
+    rows = save_rows(tmp_path / "train.jsonl")
+    places = f"{Path(__file__).parents[1] / 'support' / 'places.py'}:length"
+    options = config(
+        model={"path": str(folder)}, reward={"trajectory": [places]}, output=str(tmp_path / "run")
+    ).model_copy(update={"data": config().data.model_copy(update={"train": str(rows)})})
+    with pytest.raises(ConfigError) as error:
+        read_inputs(options, section, lambda made, _: assembly.rows(made))
+    layers = known["num_hidden_layers"]
+    text = str(error.value)
+    # three matrices of one TiB in each layer; the state of AdamW is twice as large
+    size = 3.0 * 1024 * layers
+    assert f"weights {size:.1f}, gradients {size:.1f}, optimizer {2 * size:.1f}" in text
+    assert f"{section}.optimizer.name=adamw_8bit" in text
+    assert text.endswith("To start all the same, set override_checks=[memory]")
+    overridden = options.model_copy(update={"override_checks": ["memory"]})
+    (note,) = refuse_too_large(overridden, str(folder), section=section)
+    assert note.startswith("override_checks: memory fails: training needs at least")
+    small = overridden.model_copy(update={"model": overridden.model.model_copy(update={"path": str(model)})})
+    assert refuse_too_large(small, str(model), section=section) == [
+        "override_checks: memory does not fail, so it need not be named"
+    ]
+
+
+@pytest.mark.parametrize("text", ["3221225472\n", "max\n", "9223372036854771712\n"])
+def test_the_memory_of_a_container_is_that_of_its_control_group(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = machine_gib(config())
+    limit = tmp_path / "memory.max"
+    limit.write_text(text)
+    monkeypatch.setattr(memory, "_CONTROL_GROUP_LIMITS", (tmp_path / "absent", limit))
+    assert machine_gib(config()) == (min(3.0, machine) if text.startswith("3") else machine)
 
 
 def test_the_longest_prompt_of_the_rows_is_measured(tmp_path: Path, model: Path) -> None:

@@ -449,7 +449,7 @@ def test_the_checks_of_a_run_are_those_that_can_be_overridden(models: dict[str, 
     directory = read_directory(str(models["plain"]), renderer)
     made = [check.name for check in template_checks(renderer, directory=directory)]
     optional = {"system turns", "thinking"}  # never a failure; an option of the recipe, which is removed
-    assert {*made, "mask", "credit", "rows"} - optional == set(OVERRIDABLE_CHECKS)
+    assert {*made, "mask", "credit", "rows", "memory"} - optional == set(OVERRIDABLE_CHECKS)
 
 
 # tools that no prompt shows

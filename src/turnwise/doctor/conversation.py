@@ -97,10 +97,10 @@ def cost(renderer: Renderer, thinking: Thinking) -> Check:
     early, late = encoded[_EARLY - 1], encoded[_LATE - 1]
     text += f"; turn {_EARLY} encodes {early:,} tokens, turn {_LATE} encodes {late:,}"
     if ratio > _MOST_ENCODED:
-        return Check("cost", "fail", f"{text}. The ratio must be at most {_MOST_ENCODED}. Please report it")
+        return Check("cost", "note", f"{text}. The ratio should be at most {_MOST_ENCODED}. Please report it")
     if late > _MOST_GROWTH * early:
         if thinking == "keep":
-            return Check("cost", "fail", f"{text}. A turn must encode its own tokens only. Please report it")
+            return Check("cost", "note", f"{text}. A turn should encode its own tokens only. Please report it")
         return Check("cost", "note", f"{text}. thinking={thinking} encodes the conversation again for each new segment")
     return Check("cost", "ok", text)
 

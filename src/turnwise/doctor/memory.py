@@ -7,10 +7,12 @@ module knows the recipe and the model's configuration; it needs no device and no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -135,7 +137,6 @@ def traced_pass(
             with_fast_layers(model)
         fake.allow_non_fake_inputs = True
         parameters = list(model.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
         live, activations = _LiveBytes(), 0
         with live:
             for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
@@ -149,16 +150,29 @@ def traced_pass(
                 activations = live.live - before
                 _backward(model, hidden_TD[torch.from_numpy(places_N)])
                 del hidden_TD
-    return TracedPass(
-        weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+    return replace(
+        _without_pass(parameters),
         copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if mixed else _packed(model),
-        trained=sum(parameter.numel() * parameter.element_size() for parameter in trained),
-        trained_count=sum(parameter.numel() for parameter in trained),
-        largest=max(parameter.numel() for parameter in trained),
-        lower_precision=any(parameter.dtype != torch.float32 for parameter in trained),
         activations=activations,
         peak=live.peak,
         keeps_blocks=large and not on_gpu,
+    )
+
+
+def _without_pass(parameters: Sequence[torch.nn.Parameter]) -> TracedPass:
+    """What is in memory before and after each pass."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    return TracedPass(
+        weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        copied=0,
+        trained=gradients,
+        trained_count=sum(parameter.numel() for parameter in trained),
+        largest=max(parameter.numel() for parameter in trained),
+        lower_precision=any(parameter.dtype != torch.float32 for parameter in trained),
+        activations=0,
+        peak=gradients,
+        keeps_blocks=False,
     )
 
 
@@ -310,11 +324,8 @@ def predict(
         on_gpu=on_gpu(config),
         on_ranks=on_ranks,
     )
-    on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
     step = _step_bytes(trace, optimizer)
     passes = max(trace.peak, trace.trained + step)
-    references = section == "train" and needs_reference(config)
-    adapter_off = model_options.lora is not None and config.reference.path is None and config.reference.source != "copy"
     embedded = section == "train" and config.engine.embedded is not None
     embedded = embedded and config.runs_conversations_elsewhere is None
     cache = kv_cache_bytes(config, model_config, conversations=workload.conversations, tokens=workload.tokens)
@@ -325,14 +336,6 @@ def predict(
     # before an update, the engine frees its copies and a large cache, unless conversations run during the update
     stays = on_ranks or config.train.max_staleness > 0
     during = [copies, keys_values] if stays else [keys_values] if keys_values.bytes < LARGE_CACHE else []
-    always = [
-        MemoryPart("weights", trace.weights),
-        MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
-        MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
-        MemoryPart("gradients", trace.trained),
-        MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
-        MemoryPart("program", PROGRAM_BYTES + (_PEFT if model_options.lora is not None else 0)),
-    ]
     update = [
         MemoryPart("activations", trace.activations),
         MemoryPart("free blocks between activations", _GAPS * trace.activations if mixed and trace.keeps_blocks else 0),
@@ -340,9 +343,27 @@ def predict(
         *during,
     ]
     phases = [
-        Prediction([part for part in (*always, *phase) if part.bytes]) for phase in (update, [copies, keys_values])
+        Prediction([part for part in (*_always(config, trace, section), *phase) if part.bytes])
+        for phase in (update, [copies, keys_values])
     ]
     return max(phases, key=lambda phase: phase.gib)
+
+
+def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]:
+    """What stays in memory from the start of a run to its end."""
+    optimizer = config.sft.optimizer if section == "sft" else config.train.optimizer
+    on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
+    lora = assembly.model_options(config).lora is not None
+    references = section == "train" and needs_reference(config)
+    adapter_off = lora and config.reference.path is None and config.reference.source != "copy"
+    return [
+        MemoryPart("weights", trace.weights),
+        MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
+        MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
+        MemoryPart("gradients", trace.trained),
+        MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
+        MemoryPart("program", PROGRAM_BYTES + (_PEFT if lora else 0)),
+    ]
 
 
 def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection, on_cpu: float) -> float:
@@ -395,6 +416,40 @@ def memory_check(
     fitting = [name for gib, name in changes if gib <= limit]
     advice = f"set {fitting[-1]}" if fitting else "combine the changes below, or use a smaller model"
     return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB: {advice}", details=details)
+
+
+def certain_check(config: Config, path: str, *, section: str) -> Check:
+    """The start of a run: whether what is in memory all the time fits, which is known without a pass and in a moment.
+
+    `memory_check` also predicts the passes, the cache and the engine, and takes as long as one.
+    """
+    try:
+        with boundary("model"):
+            model = empty_model(assembly.model_options(config), read_model_config(path))
+    except Failed as failed:
+        return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
+    parts = [part for part in _always(config, _without_pass(list(model.parameters())), section) if part.bytes >= 2**20]
+    needed, limit = Prediction(parts).gib, machine_gib(config)
+    text = ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in parts)
+    text = f"training needs at least {needed:.1f} GiB ({text}; not counted: activations, caches, engines)"
+    if needed <= limit:
+        return Check("memory", "ok", text)
+    return Check(
+        "memory",
+        "fail",
+        f"{text}, and there are {limit:.1f} GiB: set model.lora.rank, {section}.optimizer.name=adamw_8bit or "
+        f"model.dtype=bfloat16 (turnwise doctor predicts what each saves), or use a smaller model",
+    )
+
+
+def refuse_too_large(config: Config, path: str, *, section: str) -> list[str]:
+    """Notes of `certain_check` at the start of a run. Raises ConfigError if it fails and `override_checks` does not name it."""
+    check = certain_check(config, path, section=section)
+    if check.status == "fail" and "memory" not in config.override_checks:
+        raise ConfigError(f"{check.text}. To start all the same, set override_checks=[memory]")
+    if check.status == "ok" and "memory" in config.override_checks:
+        return ["override_checks: memory does not fail, so it need not be named"]
+    return [f"override_checks: memory fails: {check.text}"] if check.status == "fail" else []
 
 
 def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
@@ -488,11 +543,25 @@ def on_gpu(config: Config) -> bool:
     return not config.deterministic and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
 
 
+_CONTROL_GROUP_LIMITS = (
+    Path("/sys/fs/cgroup/memory.max"),
+    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+)
+"""The limits of memory of a container, in bytes, of control groups of version 2 and 1."""
+
+
 def machine_gib(config: Config) -> float:
-    """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here."""
+    """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here.
+
+    In a container, that of the machine is the limit of the control group, if it is lower.
+    """
     if on_gpu(config):
         return torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    bytes_here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in _CONTROL_GROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # not there, or `max`
+            bytes_here = min(bytes_here, int(file.read_text()))
+    return bytes_here / 2**30
 
 
 def _optimizer_bytes(trace: TracedPass, optimizer: OptimizerSection) -> float:

@@ -463,6 +463,7 @@ OVERRIDABLE_CHECKS = (
     "mask",
     "credit",
     "rows",
+    "memory",
 )
 """The checks of `turnwise doctor` that the start of a run makes too, by name."""
 LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
@@ -568,7 +569,7 @@ class Config(Section):
     resume_changes: list[str] = []
     """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
     override_checks: list[str] = []
-    """The checks of the chat template that may fail, such as `[headers, tool turns]`: the run starts all the same, with a warning
+    """The checks of `turnwise doctor` that may fail, such as `[headers, tool turns]`: the run starts all the same, with a warning
     (docs/doctor.md). Without it, what `turnwise doctor` fails is refused."""
     replace: bool = False
     """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""

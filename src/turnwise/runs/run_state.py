@@ -73,6 +73,10 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
     notes = preflight(
         config, renderer, source=str(opened.source), tools=tools_in_rows, rows=rows, training=kind == "train"
     )
+    if not config.cluster.distributed:  # ranks divide the model among them
+        from turnwise.doctor.memory import refuse_too_large  # torch
+
+        notes += refuse_too_large(config, str(opened.source), section=kind)
     notes += row_notes
     notes += unread_columns(config, rows) if kind == "train" else []
     rows, dropped = assembly.drop_long_prompts(config, rows, renderer)
