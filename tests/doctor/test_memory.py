@@ -217,18 +217,9 @@ def test_logits_are_counted_in_chunks() -> None:
     ],
 )
 def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
-    command = [
-        sys.executable,
-        str(BENCHMARK),
-        "--size",
-        "tiny",
-        "--child",
-        kind,
-        "--micro-batches",
-        "0",
-        "--dtype",
-        dtype,
-    ]
+    # the step's first two micro-batches, as the benchmark takes them: each frees its activations before the next begins, so
+    # more of them need time and no memory (a bfloat16 product on a CPU without such products takes a hundred times as long)
+    command = [sys.executable, str(BENCHMARK), "--size", "tiny", "--child", kind, "--dtype", dtype]
     sys.path.insert(0, str(BENCHMARK.parent))
     import argparse
 
@@ -242,7 +233,7 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
     # at most three times: on a busy machine, the C library's allocator keeps up to a fifth more for its threads
     measured = []
     while len(measured) < 3 and (not measured or min(measured) > 1.15 * predicted):
-        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=1800).stdout
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900).stdout
         measured.append(json.loads(output.splitlines()[-1])["gib"])
     assert predicted == pytest.approx(min(measured), rel=0.15)
 

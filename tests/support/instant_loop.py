@@ -14,7 +14,10 @@ __all__ = ["run_instantly"]
 class _InstantLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
-        self._now = 0.0
+        # later than the real clock of any machine: what compares a deadline of this loop with `time.monotonic()`, as the watch
+        # of blocked loops does, then finds that the deadline is not over
+        self._now = 1e9
+        self._clock_resolution = 1e-6  # above the rounding of sums of such numbers
         select = self._selector.select  # type: ignore[attr-defined]
 
         def jump(timeout: float | None = None) -> Any:
