@@ -31,6 +31,7 @@ from turnwise.engines.local.fused import unsupported_reason
 from turnwise.engines.local.row_cache import RECURRENT_TYPES, bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
+from turnwise.models import cpu
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import packed_bytes, with_fast_layers
 from turnwise.models.loading import ModelOptions, adapt
@@ -120,11 +121,34 @@ def traced_pass(
     on_gpu: bool,
     on_ranks: bool,
 ) -> TracedPass:
-    """Run the learner's forward and backward pass on tensors without contents.
+    """Run the learner's forward and backward pass on tensors without contents, once in this process for the same arguments.
 
     `micro_batch_tokens`: None is the learner's default. `mixed`: with autocast. `on_ranks`: the model is divided among several
     processes.
     """
+    arguments = (options, workload, micro_batch_tokens, mixed, on_gpu, on_ranks, cpu.uses_onednn())
+    key = (repr(arguments), model_config.to_json_string())
+    if key not in _traced:
+        _traced[key] = _trace(
+            options, model_config, workload, micro_batch_tokens, mixed=mixed, on_gpu=on_gpu, on_ranks=on_ranks
+        )
+    return _traced[key]
+
+
+_traced: dict[tuple[str, str], TracedPass] = {}
+"""Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass."""
+
+
+def _trace(
+    options: ModelOptions,
+    model_config: Any,
+    workload: Workload,
+    micro_batch_tokens: int | None,
+    *,
+    mixed: bool,
+    on_gpu: bool,
+    on_ranks: bool,
+) -> TracedPass:
     model = empty_model(options, model_config)
     large = model.num_parameters() > LARGE_MODEL and not on_ranks
     if micro_batch_tokens is None:
