@@ -232,23 +232,21 @@ def parsed(path: Path) -> ast.Module:
 
 
 @cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(parsed(path)))
+
+
+@cache
 def imports(path: Path, *, nested: bool = True) -> frozenset[str]:
     """The modules that a file imports, `turnwise.x.y` and `torch.nn` alike; `from turnwise import x` is `turnwise.x`."""
-    tree = parsed(path)
-    inside = {
-        node
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for node in ast.walk(function)
-    } | {
-        node
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
+    inside: set[ast.AST] = set()
+    for block in () if nested else nodes(path):
+        checked = isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        if checked or isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            inside.update(ast.walk(block))
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if not nested and node in inside:
+    for node in nodes(path):
+        if node in inside:
             continue
         if isinstance(node, ast.Import):
             found |= {name.name for name in node.names}
@@ -406,7 +404,7 @@ def test_every_exception_is_caught_in_the_boundary_and_in_the_listed_places_only
     catching: dict[str, int] = {}
     raising: dict[str, int] = {}
     for path in FILES:
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             assert node.type is not None, f"{path}:{node.lineno}: a bare except"
@@ -445,7 +443,7 @@ def test_the_reward_of_a_turn_is_written_in_one_place() -> None:
     writers = {
         (path.relative_to(SOURCE).as_posix(), function.name)
         for path in FILES
-        for function in ast.walk(parsed(path))
+        for function in nodes(path)
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
         for node in ast.walk(function)
         if _writes_reward(node)
@@ -470,7 +468,7 @@ def test_there_are_no_catch_all_keyword_arguments_in_our_signatures() -> None:
         for path in FILES
         if "torch" not in heavy(path)  # hooks of transformers have the signatures that it calls
         and part_of(path) != "compat"  # other systems' contracts have them
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and node.args.kwarg is not None
         and not _names_its_keys(node.args.kwarg)
@@ -488,7 +486,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
     readers = {
         path.relative_to(SOURCE).as_posix()
         for path in FILES
-        for node in ast.walk(parsed(path))
+        for node in nodes(path)
         if isinstance(node, ast.Attribute)
         and node.attr == "model"
         and _name(node.value) in ("learner", "run", "policy")

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from support.conversations import RENDERER, Says, call, hold
 from support.tiny import save_model, save_rows
+from support.training import train_silently
 from turnwise import assembly
 from turnwise.assembly.conversations import tool as tool_of
 from turnwise.config.recipe import load
@@ -28,8 +29,7 @@ from turnwise.options.schema import Config
 from turnwise.record.writer import write_config
 from turnwise.rollout.context import Limits
 from turnwise.runs.sampling_only import collect
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Sampling
 from turnwise.user_code.references import MOVED, resolve
 
@@ -676,8 +676,7 @@ def test_the_servers_of_a_run_end_with_it(mcp: str, tmp_path: Path) -> None:
 
     (tmp_path / "pid").unlink()
     trained = {**tree, "train": {"steps": 1, "batch_size": 2, "group_size": 2}, "output": str(tmp_path / "run")}
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(Config.model_validate(trained)), TrainReport(Console(file=nowhere))))
+    train_silently(assemble(Config.model_validate(trained)))
     assert gone(tmp_path)
 
     (tmp_path / "bad.py").write_text("def raises(trajectory):\n    raise KeyboardInterrupt\n")

@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import math
-import os
 import resource
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
-from support.training import overlap_surely
+from support.training import overlap_surely, train_silently
 from turnwise.config.recipe import load
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -56,13 +55,10 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 
 def run(recipe: Path, *overrides: str) -> TrainingRun:
     """Train in this process."""
-    from rich.console import Console
-
     config, _ = load(recipe, overrides)
     made = assemble(config)
     overlap_surely(made)
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
+    train_silently(made)
     return made
 
 
@@ -75,7 +71,7 @@ def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_a_run_leaves_everything_behind_that_it_should(recipe: Path, tmp_path: Path) -> None:
-    run(recipe)
+    asyncio.run(train(assemble(load(recipe)[0]), TrainReport(Console(quiet=True))))  # draws a curve too
     out = tmp_path / "run"
     metrics, trajectories = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
     assert [one["step"] for one in metrics] == [1, 2, 3]
@@ -505,8 +501,7 @@ def assembled(
 
 
 def learnt(run: TrainingRun) -> None:
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(run, TrainReport(Console(file=nowhere))))
+    train_silently(run)
 
 
 def held(run: TrainingRun) -> list[Group]:

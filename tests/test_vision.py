@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from rich.console import Console
 
+from support.training import train_silently
 from support.vision import picture, save_vision_model
 from turnwise.config.recipe import load
 from turnwise.data.images import digest, load_image
 from turnwise.errors import ConfigError
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import TrainingRun, assemble, train
+from turnwise.train import TrainingRun, assemble
 
 PLACES = Path(__file__).parent / "support" / "vision.py"
 
@@ -49,8 +46,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 
 def run(recipe: Path, *overrides: str) -> TrainingRun:
     one = assemble(load(recipe, overrides)[0])
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(one, TrainReport(Console(file=nowhere))))
+    train_silently(one)
     return one
 
 

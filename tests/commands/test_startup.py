@@ -78,27 +78,33 @@ def test_import_and_help_are_quick() -> None:
     assert cpu_seconds(HELP) < 0.3
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["data.train=rows.jsnl.jsonl"], "there is no file {here}/rows.jsnl.jsonl"),
-        (["data.eval=./held_out"], "there is no directory {here}/held_out"),
-        (["environment=plays.py:game"], "environment: there is no file {here}/plays.py"),
-        (["reward.trajectory=[judge.py:judge]"], "reward.trajectory: there is no file {here}/judge.py"),
-    ],
-    ids=lambda value: str(value[0]).partition("=")[0] if isinstance(value, list) else "",
-)
-@pytest.mark.parametrize("command", ["train", "eval", "rollout"])
-def test_files_that_do_not_exist_are_refused_before_torch_is_loaded(
-    tmp_path: Path, command: str, words: list[str], told: str
-) -> None:
-    recipe = SOURCE.parent / "recipes" / "calculator.yaml"
-    arguments = [command, str(recipe), *words, *(["--out", str(tmp_path / "out")] if command == "rollout" else [])]
-    code = f"import os\nos.chdir({str(SOURCE.parent)!r})\nimport turnwise.cli\nprint(turnwise.cli.main({arguments!r}))"
-    code = "import sys, contextlib, io\nerror = io.StringIO()\nwith contextlib.redirect_stderr(error):\n" + "".join(
-        f"    {line}\n" for line in code.splitlines()
-    )
-    modules = loaded(f"{code}\nassert {told.format(here=SOURCE.parent)!r} in error.getvalue(), error.getvalue()")
+MISSING = {
+    "data.train=rows.jsnl.jsonl": "there is no file {here}/rows.jsnl.jsonl",
+    "data.eval=./held_out": "there is no directory {here}/held_out",
+    "environment=plays.py:game": "environment: there is no file {here}/plays.py",
+    "reward.trajectory=[judge.py:judge]": "reward.trajectory: there is no file {here}/judge.py",
+}
+COMMANDS_WITH_MISSING_FILES = """
+import contextlib, io, os
+os.chdir({here!r})
+import turnwise.cli
+for words, told in {cases!r}:
+    error = io.StringIO()
+    with contextlib.redirect_stderr(error):
+        assert turnwise.cli.main(words) == 1
+    assert told in error.getvalue(), (words, error.getvalue())
+"""
+
+
+def test_files_that_do_not_exist_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    here, recipe = str(SOURCE.parent), str(SOURCE.parent / "recipes" / "calculator.yaml")
+    out = {"rollout": ["--out", str(tmp_path / "out")]}
+    cases = [
+        ([command, recipe, override, *out.get(command, [])], told.format(here=here))
+        for command in ("train", "eval", "rollout")
+        for override, told in MISSING.items()
+    ]
+    modules = loaded(COMMANDS_WITH_MISSING_FILES.format(here=here, cases=cases))
     assert modules & {"torch", "transformers"} == set()
 
 

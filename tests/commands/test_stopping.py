@@ -349,6 +349,7 @@ def test_a_run_that_is_ended_from_inside_says_by_what_and_how_it_goes_on(code: A
     assert os._exit is leave
 
 
+@pytest.mark.slow
 def test_os_exit_in_a_conversation_fails_this_conversation_only(recipe: Path) -> None:
     ends = "if not (HERE / 'children').exists():\n        (HERE / 'children').touch()\n        os._exit(0)\n    child ="
     recipe.with_name("user.py").write_text(USER.replace("child =", ends, 1))

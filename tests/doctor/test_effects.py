@@ -20,6 +20,7 @@ from support.conversations import RENDERER
 from support.recipes import save_recipe
 from support.templates import THINKS
 from support.tiny import save_model, save_rows, tiny_model
+from support.training import train_silently
 from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.doctor.options import EFFECTS, schema
@@ -27,8 +28,8 @@ from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, DataError, EngineError
 from turnwise.options.schema import Config
 from turnwise.sft import fine_tune as sft
-from turnwise.terminal.train_report import SftReport, TrainReport
-from turnwise.train import TrainingRun, assemble, train
+from turnwise.terminal.train_report import SftReport
+from turnwise.train import TrainingRun, assemble
 from turnwise.types import Request, Sampling
 
 TESTS = Path(__file__).parent.parent
@@ -58,7 +59,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run(recipe: Path, overrides: Sequence[str], out: Path) -> TrainingRun:
     """Train in this process; what differs from a run without the overrides is theirs, because runs are deterministic."""
     made = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    asyncio.run(train(made, TrainReport(Console(quiet=True))))
+    train_silently(made)
     return made
 
 
@@ -566,8 +567,7 @@ def test_the_size_of_a_micro_batch_is_that_of_the_recipe(
 ) -> None:
     options = ["train.steps=1", "train.share_prompts=never", f"train.micro_batch_tokens={tokens}"]
     made = assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
-    report = TrainReport(Console(quiet=True))
-    assert passes(made.learner.model, lambda: asyncio.run(train(made, report))) == expected
+    assert passes(made.learner.model, lambda: train_silently(made)) == expected
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 3), (100_000, 1)])

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from support.recipes import save_recipe
 from support.tiny import save_rows
+from support.training import train_silently
 from turnwise import record
 from turnwise.assembly.engines import ENGINES, EngineInputs
 from turnwise.config.engine_checks import refuse_engine, refuse_without_effect_when_serving
@@ -27,8 +28,7 @@ from turnwise.options.engines import AnyEngine, EngineSection, LocalEngineSectio
 from turnwise.options.schema import Config
 from turnwise.options.section import by_name, named_sections
 from turnwise.runs.sampling_only import collect
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Completion, LogprobKind, Request
 
 
@@ -123,7 +123,6 @@ def test_a_new_engine_answers_the_conversations_of_a_recipe(config: Config, tmp_
 
 
 def test_a_new_engine_trains_and_gets_the_weights_of_each_step(config: Config) -> None:
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
+    train_silently(assemble(config))
     assert sampled(Path(config.output) / "trajectories.jsonl") == [[50, 51, 52]] * 4
     assert CountingEngine.loaded == [1, 2]

@@ -16,12 +16,12 @@ from typing import Any
 import engine_env
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForImageTextToText, Gemma3ForCausalLM, Gemma3TextConfig
 
 from engines.conformance.subjects import MODEL, change
 from support.recipes import save_recipe
 from support.rollout_servers import TOKEN, running
+from support.training import train_silently
 from support.vision import image_part, picture, served_vision_model, text_part
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
@@ -35,8 +35,7 @@ from turnwise.models.lora import has_adapter
 from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Completion, LogprobKind, Opening, Reply, Request, Row, Sampling, Segment, Turn
 
 # `turnwise train` with a real server: the weights that are trained are the weights that sample.
@@ -316,7 +315,7 @@ def test_training_with_a_rollout_server(engine: str, tmp_path: Path, monkeypatch
     with running(recipe, *options, *served, "max_concurrent=8") as server:
         url = f"rollout_server.url={server.url}"
         run = assemble(load(recipe, [*options, url, f"output={tmp_path / 'run'}"])[0])
-        asyncio.run(train(run, TrainReport(Console(quiet=True))))
+        train_silently(run)
         assert server.ask("GET", "/health")[1]["version"] == 3
         text = server.request("GET", "/metrics")[1].decode()
         assert 'turnwise_weight_updates_total{result="loaded"} 4.0' in text

@@ -16,7 +16,7 @@ from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
 from turnwise.record.trajectory_json import trajectory_record
 
-ROUNDS = 400
+ROUNDS = 120
 
 
 async def add(a: int, b: int) -> int:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,8 @@ from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
 from support.tiny import save_rows
+from support.training import train_silently
+from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError, RunError, failed_by, hide, without_hidden
 from turnwise.options.engines import VllmEngineSection
@@ -26,8 +25,7 @@ from turnwise.options.schema import Config
 from turnwise.recipe import Recipe
 from turnwise.record.reader import recorded_options
 from turnwise.rollout_server.wire import differences, served_options
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 
 SECRET = "sk-live-0123456789abcdef"
 
@@ -76,8 +74,7 @@ def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def run(recipe: Path, *overrides: str) -> Any:
     made = assemble(load(recipe, overrides)[0])
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
+    train_silently(made)
     return made
 
 
@@ -133,17 +130,15 @@ def test_a_failure_of_user_code_does_not_tell_the_value(recipe: Path, tmp_path: 
     assert files_with(tmp_path, SECRET) == []
 
 
-def test_the_command_line_does_not_print_the_value(recipe: Path, tmp_path: Path) -> None:
+def test_the_command_line_does_not_print_the_value(
+    recipe: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of a recipe that the schema refuses, and of one whose arguments the environment refuses."""
     for override in ("limits.turns=${TW_API_KEY}", "environment.arguments.other=${TW_API_KEY}"):
-        done = subprocess.run(
-            [sys.executable, "-m", "turnwise", "rollout", str(recipe), override, "--out", str(tmp_path / "out")],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 1
-        assert SECRET not in done.stdout + done.stderr
-        assert "${TW_API_KEY}" in done.stderr
+        assert main(["rollout", str(recipe), override, "--out", str(tmp_path / "out")]) == 1
+        told = capfd.readouterr()
+        assert SECRET not in told.out + told.err
+        assert "${TW_API_KEY}" in told.err
 
 
 def test_evaluations_and_conversations_have_the_reference_too(recipe: Path, tmp_path: Path) -> None:

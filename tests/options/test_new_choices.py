@@ -126,7 +126,7 @@ def put(source: Path, changes: dict[str, list[tuple[str, str]]]) -> None:
 
 def test_a_loss_and_an_estimator_are_two_files_each(tmp_path: Path) -> None:
     copy = tmp_path / "turnwise"
-    shutil.copytree(ROOT / "src" / "turnwise", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "src" / "turnwise", copy)  # with the compiled files of what does not change
     put(copy, LOSS)
     put(copy, ESTIMATOR)
     path = os.pathsep.join(str(folder) for folder in (tmp_path, ROOT / "tests", ROOT / "scripts"))

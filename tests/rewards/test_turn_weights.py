@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from generated_pages import main as generated_pages
 from rich.console import Console
 
 from support.tiny import save_rows
+from support.training import train_silently
 from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
@@ -22,8 +22,7 @@ from turnwise.errors import ConfigError
 from turnwise.options.schema import LOSS_MASKS, Config
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, without_cut_turns
 from turnwise.runs.sampling_only import collect
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Row, Stop, Trajectory, Turn
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -262,8 +261,7 @@ def held(path: Path) -> list[dict[str, Any]]:
 
 
 def learn(config: Config) -> dict[str, Any]:
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
+    train_silently(assemble(config))
     return json.loads((Path(config.output) / "metrics.jsonl").read_text())
 
 

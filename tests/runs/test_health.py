@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.tiny import save_model, save_rows
+from support.training import train_silently
 from turnwise.cli import main
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics, duplicate_share, lowest_correlation
 from turnwise.runs.health import HealthMonitors, LearningWatch
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Failure, Group, Row, Stop, Trajectory, Turn
 
 # The monitors of `health`: what each warns of, in which step, and what stops a run.
@@ -245,8 +242,7 @@ def warned(model: Path, path: Path, caplog: pytest.LogCaptureFixture, **options:
             **options,
         }
     )
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
+    train_silently(assemble(config))
     return [one.getMessage() for one in caplog.records if one.getMessage().startswith("step ")]
 
 

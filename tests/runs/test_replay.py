@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from rich.console import Console
 from support.recipes import PLACES, save_recipe
 from support.servers import Answer, serving
 from support.tiny import save_rows
+from support.training import train_silently
 from turnwise import api, record
 from turnwise.cli import main
 from turnwise.commands.show import Selection, show
@@ -23,8 +23,7 @@ from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.writer import Retention
 from turnwise.runs.replay import replay
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Failure, Row, Trajectory
 from turnwise.view.runs import ViewedRun, find_runs
 
@@ -297,8 +296,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 def run(recipe: Path, *overrides: str) -> Path:
     """The directory of a finished run."""
     config, _ = load(recipe, overrides)
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
+    train_silently(assemble(config))
     return Path(config.output)
 
 

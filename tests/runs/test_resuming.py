@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
@@ -17,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from support import byte_tokenizer
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
+from support.training import train_silently
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.resume_rules import RULES, check_options, option_values
@@ -32,7 +31,6 @@ from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunLock
 from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import checkpoint_due
-from turnwise.terminal.train_report import TrainReport
 from turnwise.training.checkpoint import Checkpoints
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
@@ -72,11 +70,10 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 def run(recipe: Path, *overrides: str) -> Any:
     """Train in this process."""
-    from turnwise.train import assemble, train
+    from turnwise.train import assemble
 
     made = assemble(load(recipe, overrides)[0])
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
+    train_silently(made)
     return made
 
 

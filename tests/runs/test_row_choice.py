@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.recipes import save_recipe
 from support.tiny import save_rows
+from support.training import train_silently
 from turnwise.config.recipe import load
 from turnwise.data.order import Curriculum, Order, WeightedOrder, initial_pass_rates, pass_rates_of, weighted_order
 from turnwise.errors import ConfigError, DataError
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import Group, Row, Trajectory
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
@@ -39,8 +36,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 def run(recipe: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The metrics and the trajectories of a training run."""
     config, _ = load(recipe, overrides)
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(assemble(config), TrainReport(Console(file=nowhere))))
+    train_silently(assemble(config))
     files = (Path(config.output) / name for name in ("metrics.jsonl", "trajectories.jsonl"))
     metrics, trajectories = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     return metrics, trajectories

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import subprocess
 import sys
 import time
@@ -14,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from support.conversations import a_row
 from support.recipes import PLACES, save_recipe
 from support.servers import Answer, Server, serving
 from support.tiny import save_rows
-from support.training import overlap_surely
+from support.training import overlap_surely, train_silently
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
@@ -31,8 +29,7 @@ from turnwise.rewards.scorer import GroupScoring, Scorer
 from turnwise.rollout.pipeline import ActiveGroup, TakenGroups
 from turnwise.rollout.rollout import new_group
 from turnwise.runs.training_run import frozen_start_objects, step_timeline
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 from turnwise.types import ToolOutcome, Turn
 
 # Training with `train.max_staleness`: real runs with the embedded engine.
@@ -52,10 +49,9 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 def run(recipe: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The metrics and the trajectories of a training run."""
     config, _ = load(recipe, overrides)
-    with open(os.devnull, "w") as nowhere:
-        made = assemble(config)
-        overlap_surely(made)
-        asyncio.run(train(made, TrainReport(Console(file=nowhere))))
+    made = assemble(config)
+    overlap_surely(made)
+    train_silently(made)
     return lines(Path(config.output) / "metrics.jsonl"), lines(Path(config.output) / "trajectories.jsonl")
 
 

@@ -12,11 +12,27 @@ from rich.console import Console
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from turnwise.config.recipe import load
+from turnwise.record.run_directory import RunDirectory
 from turnwise.runs.training_run import TrainingRun
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
-__all__ = ["overlap_surely", "save_short_recipe", "train_run"]
+__all__ = ["Silent", "overlap_surely", "save_short_recipe", "train_run", "train_silently"]
+
+
+class Silent(TrainReport):
+    """A report that prints nothing, and draws no curve at the end: a quarter of the time of a run of two steps."""
+
+    def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
+
+    def end(self, directory: RunDirectory, checkpoint: Path) -> None:
+        self.close()
+
+
+def train_silently(run: TrainingRun) -> None:
+    """Train in this process."""
+    asyncio.run(train(run, Silent()))
 
 
 def save_short_recipe(folder: Path, model: Path) -> Path:
@@ -36,7 +52,7 @@ def train_run(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], TrainingRun]:
     """Train into the directory `out`. Returns the trajectories and the metrics of its files, and the run."""
     run = assemble(load(recipe, [*overrides, f"output={out}"])[0])
-    asyncio.run(train(run, TrainReport(Console(quiet=True))))
+    train_silently(run)
     trajectories, metrics = (
         [json.loads(line) for line in (out / name).read_text(encoding="utf-8").splitlines()]
         for name in ("trajectories.jsonl", "metrics.jsonl")

@@ -69,15 +69,21 @@ def states(trajectory: Trajectory, level: Level) -> dict[int, list[tuple[int, in
 
 
 def plain_values(one: LocalCritic, trajectory: Trajectory, level: Level) -> list[list[torch.Tensor]]:
-    """The values of a trajectory's states in float64, each from a forward pass over the tokens before it."""
-    model, head = copy.deepcopy(one._model).double(), copy.deepcopy(one._head).double()
+    """The values of a trajectory's states in float64."""
+    values = plain_values_of_segments(*in_float64(one), trajectory)
     return [
-        [
-            head(model.model(torch.tensor([trajectory.segments[number].token_ids[:position]]))[0][0, -1])[0]
-            for number, position in places
-        ]
-        for places in states(trajectory, level).values()
+        [values[number][position - 1] for number, position in places] for places in states(trajectory, level).values()
     ]
+
+
+def in_float64(one: LocalCritic) -> tuple[Any, Any]:
+    """Copies of the critic's model and head."""
+    return copy.deepcopy(one._model).double(), copy.deepcopy(one._head).double()
+
+
+def plain_values_of_segments(model: Any, head: Any, trajectory: Trajectory) -> list[torch.Tensor]:
+    """The values after each token, of each segment alone: a state is before a token, so its value is that of the token before."""
+    return [head(model.model(torch.tensor([list(one.token_ids)]))[0][0])[:, 0] for one in trajectory.segments]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -153,17 +159,17 @@ def plain_loss(
     one: LocalCritic, trajectories: list[Trajectory], level: Level
 ) -> tuple[float, dict[str, torch.Tensor], int]:
     """Loss, gradients and number of clipped states in float64, written from the formula."""
-    model, head = copy.deepcopy(one._model).double(), copy.deepcopy(one._head).double()
+    model, head = in_float64(one)
     total, weights, clipped = torch.zeros((), dtype=torch.float64), 0.0, 0
     for conversation in trajectories:
         if not conversation.returns:
             continue
+        values = plain_values_of_segments(model, head, conversation)
         for turn, places in states(conversation, level).items():
             weight = conversation.turns[turn].weight
             old, target = conversation.values[turn], conversation.returns[turn]
             for rank, (number, position) in enumerate(places):
-                ids = torch.tensor([conversation.segments[number].token_ids[:position]])
-                value = head(model.model(ids)[0][0, -1])[0]
+                value = values[number][position - 1]
                 v_old = old if isinstance(old, float) else old[rank]
                 goal = target if isinstance(target, float) else target[rank]
                 near = torch.clamp(value, v_old - CLIP, v_old + CLIP)

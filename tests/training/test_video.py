@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from rich.console import Console
 
+from support.training import train_silently
 from support.vision import image_processor, picture, save_vision_model, vision_tokenizer
 from turnwise.chat.media import MediaProcessor
 from turnwise.errors import DataError
 from turnwise.options.schema import Config
-from turnwise.terminal.train_report import TrainReport
-from turnwise.train import assemble, train
+from turnwise.train import assemble
 
 pytest.importorskip("torchvision")
 encoders = pytest.importorskip("torchcodec.encoders")
@@ -75,8 +72,7 @@ def test_engine_and_trainer_agree_about_videos_of_rows(model: Path, tmp_path: Pa
         "output": str(tmp_path / "run"),
     }
     run = assemble(Config.model_validate(config))
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(train(run, TrainReport(Console(file=nowhere))))
+    train_silently(run)
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [one["stop/error"] for one in metrics] == [0.0, 0.0]
     assert metrics[0]["ratio/max_deviation"] < 1e-3

@@ -141,6 +141,12 @@ RULES: Mapping[str, Rule] = {
 }
 
 
+_OF_ENTRIES: dict[str, list[str]] = {}
+"""For each option whose value is a list of sections, such as `tools`, the options of an entry."""
+for _option, _found, _field in (rule.partition("[].") for rule in RULES):
+    if _found:
+        _OF_ENTRIES.setdefault(_option, []).append(_field)
+
 _START_OPTIONS = ("resume", "resume_changes", "replace", "output")
 """Options of how a run starts. Changes of these are not reported."""
 
@@ -159,8 +165,8 @@ def _values(section: Section, plain: Mapping[str, Any], prefix: str) -> Iterator
         value, key = getattr(section, name), f"{prefix}{name}"
         if isinstance(value, Section) and type(value) is not Use:
             yield from _values(value, plain[name], f"{key}.")
-        elif any(rule.startswith(f"{key}[].") for rule in RULES):
-            for field in (rule.removeprefix(f"{key}[].") for rule in RULES if rule.startswith(f"{key}[].")):
+        elif key in _OF_ENTRIES:
+            for field in _OF_ENTRIES[key]:
                 yield f"{key}[].{field}", [use[field] for use in plain[name]]
         else:
             yield key, plain[name]

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 
 from support import byte_tokenizer
@@ -38,11 +36,22 @@ ADD: dict[str, Any] = {
 CALL = call("add", '{"a": 2, "b": 3}')
 
 
-def openai_client(base_url: str, api_key: str) -> openai.OpenAI:
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The clients take seconds to import: only processes that run these tests import them, and before a conversation begins."""
+    import anthropic  # noqa: F401
+    import openai  # noqa: F401
+
+
+def openai_client(base_url: str, api_key: str) -> Any:
+    import openai
+
     return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
-def anthropic_client(base_url: str, api_key: str) -> anthropic.Anthropic:
+def anthropic_client(base_url: str, api_key: str) -> Any:
+    import anthropic
+
     return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
 
 
@@ -148,6 +157,8 @@ def test_the_other_apis_say_that_an_answer_was_cut() -> None:
 
 
 def test_an_answer_that_a_limit_of_the_recipe_cuts_ends_the_conversation() -> None:
+    import openai
+
     seen: list[int] = []
 
     def agent(row: Any, base_url: str, api_key: str) -> None:
@@ -294,6 +305,8 @@ def test_reasoning_is_sent_and_its_absence_in_the_next_request_changes_no_token(
 
 @pytest.mark.parametrize("api", ["responses", "chat completions"])
 def test_an_agent_of_openai_agents_with_a_tool(api: str) -> None:
+    import openai
+
     agents = pytest.importorskip("agents", reason="openai-agents is not installed")
     results: list[Any] = []
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
-import os
 import statistics
 from array import array
 from collections.abc import Sequence
@@ -14,16 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from support.conversations import a_row
 from support.recipes import save_recipe
+from support.training import train_silently
 from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.errors import RolloutError
 from turnwise.options.schema import Config
-from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import Batch
 from turnwise.types import Group, Segment, Trajectory, Turn
 
@@ -73,8 +70,7 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 def run(recipe: Path, *overrides: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train. The lines of metrics.jsonl and trajectories.jsonl."""
     config, _ = load(recipe, overrides)
-    with open(os.devnull, "w") as nowhere:
-        asyncio.run(training.train(training.assemble(config), TrainReport(Console(file=nowhere))))
+    train_silently(training.assemble(config))
     metrics, trajectories = (
         [json.loads(line) for line in (recipe.parent / "run" / name).read_text().splitlines()]
         for name in ("metrics.jsonl", "trajectories.jsonl")
