@@ -5,6 +5,7 @@ Needs `pip install 'turnwise[dev]'`. Without OUT, the notebook itself is written
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,9 +16,15 @@ ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 
 
-def run(out: Path, *, timeout: float = 600) -> nbformat.NotebookNode:
-    """Execute all cells in a new kernel, and write the notebook with its outputs. Raises CellExecutionError."""
+def run(out: Path, *, timeout: float = 600, steps: int | None = None) -> nbformat.NotebookNode:
+    """Execute all cells in a new kernel, and write the notebook with its outputs. Raises CellExecutionError.
+
+    `steps`: another number of training steps than the notebook's.
+    """
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    if steps is not None:
+        for cell in notebook.cells:
+            cell.source = re.sub(r'"steps": \d+', f'"steps": {steps}', cell.source)
     client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(ROOT)}})
     client.execute()
     for cell in notebook.cells:

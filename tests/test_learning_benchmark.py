@@ -106,19 +106,20 @@ def test_curves_over_tokens_are_compared_at_equal_tokens():
 
 @pytest.mark.slow
 def test_a_short_run_shows_the_wrong_sign_of_mt_grpo(tmp_path):
+    setups = ("grpo", "mt_grpo")  # what the other estimators converge to is computed above, with the exact gradient
     command = [sys.executable, ROOT / "benchmarks" / "learning.py", "--quick", "--tasks", "digging", "--out", tmp_path]
+    command += ["--only", *setups]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     results = {}
     for file in (tmp_path / "results").glob("*.json"):
         result = json.loads(file.read_text())
         results[result["setup"]] = [point["reward"] for point in result["points"]]
-    assert set(results) >= {"grpo", "turn_return", "gigpo", "mt_grpo", "igpo", "kevin"}
+    assert set(results) == set(setups)
     for rewards in results.values():
         assert len(rewards) == DIGGING.setups[0].quick_steps
         assert all(0.4 - 1e-9 <= reward <= 1.0 + 1e-9 for reward in rewards)
     last = {setup: np.mean(rewards[-5:]) for setup, rewards in results.items()}
     assert last["grpo"] > DIGGING.start + 0.15
-    assert last["turn_return"] > DIGGING.start + 0.15
     assert last["mt_grpo"] < DIGGING.start - 0.05
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "learning.md").read_text().count("| mt_grpo |") == 1

@@ -62,7 +62,7 @@ async def converse(engine: LocalEngine, number: int, prompt: list[int], turns: i
     return sampled
 
 
-def hold(model: PreTrainedModel, *, conversations: int = 8, turns: int = 4, rows: int | None = None) -> list[Sampled]:
+def hold(model: PreTrainedModel, *, conversations: int = 5, turns: int = 3, rows: int | None = None) -> list[Sampled]:
     """Conversations in groups of four, all at the same time. `rows`: the memory that so many long conversations need."""
 
     async def run() -> list[Sampled]:

@@ -83,7 +83,8 @@ async def asking(tools: list[Tool], name: str, /, **arguments: Any) -> Answer:
 
 def gone(pid: int) -> bool:
     """Whether a process that was not ours to wait for has ended."""
-    for _ in range(200):
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
         try:
             os.kill(pid, 0)
         except ProcessLookupError:

@@ -21,7 +21,7 @@ from turnwise.options.schema import Config
 # Damaged arguments of ms-swift: each list of words, script and file is converted, or refused with a `TurnwiseError`.
 
 
-ROUNDS = 120
+ROUNDS = 60
 
 WORDS = shlex.split(
     """--rlhf_type grpo --model Qwen/Qwen2.5-7B --dataset a.jsonl#5 --val_dataset a.jsonl --external_plugins plug.py
@@ -126,7 +126,7 @@ def test_a_damaged_file_of_arguments_is_converted_or_refused_with_a_message(endi
 # Damaged configurations of verl, of its tools and interactions: each is converted, or refused with a `TurnwiseError`.
 
 
-VERL_ROUNDS = 60
+VERL_ROUNDS = 30
 
 MAIN = """
 hydra: {searchpath: [file://verl/trainer/config]}

@@ -19,9 +19,9 @@ from turnwise.data.rows import read_rows
 from turnwise.errors import TurnwiseError
 from turnwise.options.schema import Config
 
-ROUNDS = 500
+ROUNDS = 250
 """Data files of each test."""
-RECIPE_ROUNDS = 150
+RECIPE_ROUNDS = 80
 """Recipes of each test: PyYAML is slow."""
 
 ROOT = Path(__file__).parent.parent.parent

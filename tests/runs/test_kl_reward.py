@@ -341,7 +341,7 @@ def test_a_run_writes_its_metrics_and_penalties(recipe: Path, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("credit", ["{name: turn_return}", "{name: rloo}", "{name: gae, whiten: false}"])
+@pytest.mark.parametrize("credit", ["{name: turn_return}", "{name: gae, whiten: false}"])
 def test_a_large_coefficient_keeps_the_policy_at_the_reference(recipe: Path, tmp_path: Path, credit: str) -> None:
     found = {}
     for coef in (1e-6, 3.0):
@@ -349,8 +349,8 @@ def test_a_large_coefficient_keeps_the_policy_at_the_reference(recipe: Path, tmp
         options = (
             f"reward.kl.coef={coef}",
             f"credit={credit}",
-            "train.steps=16",
-            "train.group_size=24",
+            "train.steps=12",
+            "train.group_size=16",
             "train.lr=0.003",
         )
         run(recipe, *options, f"output={folder}")
@@ -361,12 +361,14 @@ def test_a_large_coefficient_keeps_the_policy_at_the_reference(recipe: Path, tmp
 @pytest.mark.parametrize(
     "options",
     [
-        ("reward.kl.target=0.0001", "reward.kl.horizon=50"),
-        ("reference.sync_every=2", "reference.sync_weight=0.5"),
+        (
+            *("reward.kl.target=0.0001", "reward.kl.horizon=50"),
+            *("reference.sync_every=2", "reference.sync_weight=0.5"),
+            *("train.ppo_epochs=2", "loss.kl_coef=0.05"),
+        ),
         ("model.lora.rank=4",),
-        ("train.ppo_epochs=2", "loss.kl_coef=0.05"),
     ],
-    ids=["adaptive", "sync", "lora", "loss too"],
+    ids=["adaptive, sync, loss too", "lora"],
 )
 def test_a_resumed_run_is_bit_identical(recipe: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
     straight, parts = tmp_path / "straight", tmp_path / "parts"

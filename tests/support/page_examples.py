@@ -36,6 +36,7 @@ REPLACEMENTS = {
     r'"batch_size": \d+': '"batch_size": 2',
     r'"group_size": \d+': '"group_size": 2',
     r"train\.steps=\d+": "train.steps=1",
+    r'\["train\.steps=1"\]': '["train.steps=1", "train.batch_size=2", "train.group_size=2", "eval.max_rows=2"]',
     r"(?<=turnwise sft )RECIPE": "recipes/sft.yaml",
     r"\bRECIPE\b|\bFILE\b": "recipes/calculator.yaml",
     r"\bMODEL\b": "demo/model",
