@@ -2,7 +2,8 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# without --no-compile, pip compiles 40,000 modules one after the other, of which a tenth is ever imported
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
@@ -22,13 +23,13 @@ test-slow: $(VENV)/ready-dev  ## run the long tests, which train, kill and resum
 
 test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of their own (once), run the tests with real servers
 	$(BIN)/python scripts/engine_env.py
-	$(BIN)/python -m pytest -m 'engines and not ray'
+	$(BIN)/python -m pytest tests/engines -m 'engines and not ray'
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks and with a local Ray cluster for real; kill ranks, workers, servers, nodes and drivers
-	$(BIN)/python -m pytest -m cluster -rs
+	$(BIN)/python -m pytest tests/cluster -m cluster -rs
 
 test-ray: $(VENV)/ready-dev  ## run the part of `make test-cluster` with a local Ray cluster of several nodes
-	$(BIN)/python -m pytest -m ray -rs
+	$(BIN)/python -m pytest tests/cluster -m ray -rs
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
 	$(BIN)/python -m pytest tests/view/test_browser.py -rs
@@ -72,16 +73,19 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch first: otherwise pip may replace an installed torch that is already suitable
-$(VENV)/ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/ready-torch: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "installing into $(VENV) (a few minutes, once)"
 	$(PIP) -c constraints.txt torch numpy
+	@touch $@
+
+$(VENV)/ready: $(VENV)/ready-torch
 	$(PIP) -c constraints.txt -e '.[view]'
 	@touch $@
 
-$(VENV)/ready-dev: $(VENV)/ready
+$(VENV)/ready-dev: $(VENV)/ready-torch
 	$(PIP) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-$(VENV)/ready-docs: $(VENV)/ready
+$(VENV)/ready-docs: $(VENV)/ready-torch
 	$(PIP) -c constraints.txt -e '.[view,docs]'
 	@touch $@

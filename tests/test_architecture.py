@@ -521,6 +521,19 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
     }
 
 
+def test_tests_with_several_processes_and_with_real_engines_stand_where_make_looks_for_them() -> None:
+    """`make test-cluster` and `make test-engines` import these folders only."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert makefile.count("pytest tests/cluster -m ") == 2
+    assert makefile.count("pytest tests/engines -m ") == 1
+    marked = {"cluster": {"cluster"}, "ray": {"cluster"}, "engines": {"engines", "cluster"}}
+    for marker, folders in marked.items():
+        word = f"pytest.mark.{marker}\\b"
+        files = [path for path in (ROOT / "tests").rglob("*.py") if re.search(word, path.read_text(encoding="utf-8"))]
+        assert files
+        assert {path.relative_to(ROOT / "tests").parts[0] for path in files} <= folders
+
+
 def test_programs_beside_the_package_import_modules_that_exist() -> None:
     programs = [path for folder in ("demo", "scripts", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
     imported = {(path.relative_to(ROOT).as_posix(), name) for path in programs for name in imports(path)}
