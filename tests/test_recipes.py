@@ -42,7 +42,7 @@ def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_calculator_recipe_takes_two_steps(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    small = ["train.steps=2", "train.batch_size=4", "train.group_size=4", "eval.max_rows=8"]
+    small = ["train.steps=2", "train.batch_size=4", "train.group_size=4", "eval.max_rows=2"]
     assert main(["train", "recipes/calculator.yaml", *small, f"output={out}"]) == 0
     metrics = lines(out / "metrics.jsonl")
     assert [one["step"] for one in metrics] == [1, 2]
@@ -72,15 +72,15 @@ def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
     out = tmp_path / "run"
     small = [
         "train.steps=2",
-        "train.batch_size=4",
-        "train.group_size=4",
-        "eval.max_rows=4",
-        "limits.tokens_per_turn=48",
+        "train.batch_size=2",
+        "train.group_size=2",
+        "eval.max_rows=2",
+        "limits.tokens_per_turn=32",
     ]
     assert main(["train", "recipes/gsm8k.yaml", *small, f"output={out}"]) == 0
     metrics, conversations = lines(out / "metrics.jsonl"), lines(out / "trajectories.jsonl")
     assert len(metrics) == 2
-    assert len(conversations) == 32
+    assert len(conversations) == 8
     assert all(one["failed"] == 0 and one["template_mismatch"] == 0 for one in metrics)
     assert all(one["ratio/max_deviation"] < 1e-3 for one in metrics)
     for one in conversations:

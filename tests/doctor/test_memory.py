@@ -106,7 +106,7 @@ def test_with_autocast_the_engine_copies_weights_and_activations_are_smaller() -
 
 @pytest.mark.slow
 def test_with_autocast_a_large_model_on_a_cpu_leaves_free_blocks_between_activations() -> None:
-    large = shape(vocabulary=700_000)
+    large = shape(vocabulary=28_000, hidden_size=512, intermediate_size=2048)  # more than LARGE_MODEL parameters
     mixed, exact = (parts(predict(config(model={"autocast": on}), large, WORK)) for on in (True, False))
     assert mixed["free blocks between activations"] == 0.5 * mixed["activations"] > 0
     small = parts(predict(config(model={"autocast": True}), shape(), WORK))
@@ -229,12 +229,13 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
     model_config = Qwen2Config(**SHAPES["tiny"], max_position_embeddings=2048, tie_word_embeddings=True)
     workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
     predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib
-    # at most three times: on a busy machine, the C library's allocator keeps up to a fifth more for its threads
-    measured = []
-    while len(measured) < 3 and (not measured or min(measured) > 1.15 * predicted):
+    # three quarters of so small a process are libraries, whose size differs among machines; the activations of the 0.5b model are
+    # compared in benchmarks/memory.py. At most three times: the C library's allocator may keep up to a fifth more for its threads
+    within, measured = 0.2, list[float]()
+    while len(measured) < 3 and (not measured or min(measured) > (1 + within) * predicted):
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=900).stdout
         measured.append(json.loads(output.splitlines()[-1])["gib"])
-    assert predicted == pytest.approx(min(measured), rel=0.15)
+    assert predicted == pytest.approx(min(measured), rel=within)
 
 
 @pytest.mark.slow

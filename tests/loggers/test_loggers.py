@@ -80,6 +80,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert sorted(texts) == ["conversations/0/text_summary", "eval/conversations/0/text_summary"]
 
 
+@pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     send(start_tracker("wandb", start(tmp_path)))

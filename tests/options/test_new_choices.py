@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LOSS = {
@@ -124,6 +126,7 @@ def put(source: Path, changes: dict[str, list[tuple[str, str]]]) -> None:
         file.write_text(text, encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_loss_and_an_estimator_are_two_files_each(tmp_path: Path) -> None:
     copy = tmp_path / "turnwise"
     shutil.copytree(ROOT / "src" / "turnwise", copy)  # with the compiled files of what does not change

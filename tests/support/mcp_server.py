@@ -23,6 +23,7 @@ class Place(BaseModel):
 
 server = MCPServer("tests")
 GIVEN_UP: list[float] = []
+ARRIVED: list[int] = []
 
 
 @server.tool()
@@ -46,6 +47,15 @@ async def slow(seconds: float) -> str:
         GIVEN_UP.append(seconds)
         raise
     return "slept"
+
+
+@server.tool()
+async def meet(count: int) -> str:
+    """Wait until so many calls are here."""
+    ARRIVED.append(count)
+    while len(ARRIVED) < count:
+        await asyncio.sleep(0.01)
+    return "met"
 
 
 @server.tool()

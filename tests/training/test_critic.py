@@ -320,9 +320,8 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return lines(folder / "metrics.jsonl")
 
 
-@pytest.mark.parametrize(
-    "name", [ESTIMATORS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in ESTIMATORS[1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_a_run_with_each_estimator_trains_policy_and_critic(recipe: Path, tmp_path: Path, name: str) -> None:
     sizes = ("train.steps=14", "train.minibatches=2", "train.batch_size=4", "train.group_size=8")
     run(recipe, f"credit.name={name}", *sizes, "critic.lr=0.003")
