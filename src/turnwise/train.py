@@ -269,6 +269,7 @@ def _finish_step(
         "ratio/clip_fraction": update and update.clip_fraction,
         "tokens/trained": update.tokens if update else 0,
         **(update.correction if update else {}),
+        **(update.experts if update else {}),
         "tokens/prefix_saved": result.saved,
         **(result.critic.named() if result.critic else {}),
         **(result.kl_reward.named() if result.kl_reward else {}),

@@ -167,6 +167,41 @@ class Media:
     """The processor's output, by the model's argument names: `pixel_values` [patches, features], `image_grid_thw` [1, 3]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The experts that computed the first tokens of a sequence, in each layer of a mixture of experts: numbers from 0.
+
+    Example: two tokens, one layer, two experts for each token: `Routes(1, 2, 1, bytes([5, 0, 3, 5]))`. The first token went
+    through the experts 5 and 0, the second through 3 and 5.
+    """
+
+    layers: int
+    """Layers with experts."""
+    top_k: int
+    """Experts of a token in a layer."""
+    number_bytes: int
+    """Bytes of the number of an expert, the lowest byte first: 1 or 2."""
+    data: bytes
+    """The numbers, by token, then by layer, in the order in which the router gave them."""
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token."""
+        return self.layers * self.top_k * self.number_bytes
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return len(self.data) // self.token_bytes
+
+    def first(self, tokens: int) -> Routes:
+        """Those of the first `tokens` tokens, or of all."""
+        return self if tokens >= len(self) else replace(self, data=self.data[: tokens * self.token_bytes])
+
+    def continued(self, longer: Routes) -> Routes:
+        """These, and those of `longer` for the tokens after them."""
+        return replace(self, data=self.data + longer.data[len(self.data) :])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """A prompt that an engine continues."""
@@ -180,6 +215,9 @@ class Request:
     sampling: Sampling
     seed: int = 0
     """Seed of this request's own random stream. The same seed draws the same numbers, whatever else is in the batch."""
+    routes: Routes | None = None
+    """The experts that have computed the first tokens of the prompt. An engine that records experts uses them again where it
+    computes these tokens again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +244,9 @@ class Completion:
     """The number of tokens of the prompt, where `cached_tokens` is known; else it may be None."""
     cached_tokens: int | None = None
     """Prompt tokens whose keys and values the engine took from its prefix cache; None if the engine does not report it."""
+    routes: Routes | None = None
+    """The experts of the tokens of the prompt and of the completion, from the first token on. The last sampled token has none: it
+    has not been an input of the model yet. None if the engine does not record them."""
 
     def frozen(self) -> Completion:
         """The completion with tuples as columns: user code that holds it cannot change them."""
@@ -254,6 +295,8 @@ class Segment:
     trainer_logprobs: array[float] = field(default_factory=lambda: array("f"))
     """Log-probability of each token under the trainer's weights, in the first forward pass that trained on it: 0 for tokens that
     the model did not sample, NaN for sampled tokens that were in no forward pass. Empty until the segment is trained on."""
+    routes: Routes | None = None
+    """The experts of the first tokens, if the engine records them: of all tokens but those that no pass has computed yet."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -278,6 +321,12 @@ class Segment:
                 f"the engine returned {count} token ids, {len(completion.logprobs)} log-probabilities and "
                 f"{len(completion.versions)} versions; all three must have the same length"
             )
+        routes = completion.routes
+        if routes is not None and len(routes) >= len(self) + count:
+            raise ValueError(
+                f"the engine returned the experts of {len(routes)} tokens; there are {len(self) + count} tokens, and the last "
+                f"one has not been computed"
+            )
         # convert all columns before one is extended: a bad value must not leave the columns at different lengths
         ids, logprobs = array("i", completion.token_ids), array("f", completion.logprobs)
         versions = array("i", completion.versions)
@@ -285,6 +334,8 @@ class Segment:
         self.logprobs.extend(logprobs)
         self.turn.extend([turn] * count)
         self.version.extend(versions)
+        if routes is not None:  # what was recorded first stays: the sampled tokens were computed so
+            self.routes = routes if self.routes is None else self.routes.continued(routes)
 
     def truncate(self, length: int) -> None:
         """Remove all tokens after the first `length`. Raises ValueError if the model did not sample all of them."""
@@ -295,6 +346,8 @@ class Segment:
             )
         for column in (self.token_ids, self.logprobs, self.turn, self.version):
             del column[length:]
+        if self.routes is not None:
+            self.routes = self.routes.first(length)
 
     def mask_tokens(self, turn: int, positions: Collection[int]) -> None:
         """Turn sampled tokens of turn `turn` into context, by their positions among its sampled tokens.

@@ -63,6 +63,8 @@ TESTED: Mapping[str, str] = {
     **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
     "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
+    "model.router_replay": "training/test_experts.py::test_a_run_records_experts_and_uses_them_again",
+    "loss.router_aux_loss_coef": "training/test_experts.py::test_steps_on_the_loss_balance_the_experts",
     "model.chat_template_kwargs": "chat/test_template_arguments.py::test_rollouts_and_evaluations_use_the_arguments",
     **{
         f"cluster.{name}": f"{_RANKS}a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_loss"

@@ -231,6 +231,7 @@ def _local(inputs: EngineInputs) -> Engine:
         decode=inputs.renderer.decode,
         version=inputs.version,
         autocast=config.model.autocast,
+        record_routes=config.model.router_replay,
     )
 
 

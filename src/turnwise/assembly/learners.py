@@ -176,6 +176,7 @@ def _learner(
                 share_prompts=share_prompts,
                 autocast=config.model.autocast,
                 deterministic=config.deterministic,
+                router_replay=config.model.router_replay,
             ),
         )
     from turnwise.models.precision import use_deterministic_algorithms  # torch
@@ -193,6 +194,7 @@ def _learner(
         share_prompts=share_prompts,
         threads=1 if config.deterministic else 0,
         autocast=config.model.autocast,
+        router_replay=config.model.router_replay,
     )
 
 

@@ -76,6 +76,8 @@ CALLED: dict[str, tuple[str, ...]] = {
     "model.gradient_checkpointing": (
         "gradient_checkpointing", "enable_gradient_checkpointing", "activation_checkpointing",
     ),
+    "model.router_replay": ("routing_replay", "rollout_routing_replay", "use_rollout_routing_replay"),
+    "loss.router_aux_loss_coef": ("moe_aux_loss_coeff", "aux_loss_coef", "load_balancing_loss_coef"),
     "model.lora": ("lora", "peft_config", "peft"),
     "model.lora.rank": ("lora_rank", "lora_r"),
     "model.lora.alpha": ("lora_alpha",),

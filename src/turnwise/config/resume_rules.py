@@ -44,6 +44,7 @@ RULES: Mapping[str, Rule] = {
     "model.autocast": "named",
     "model.device": "free",
     "model.gradient_checkpointing": "free",
+    "model.router_replay": "named",
     "model.chat_template_kwargs": "named",
     **_all("fixed", "model.lora.", "rank alpha target_modules rslora dora"),
     # the source of the rows may change; their contents are compared

@@ -99,6 +99,10 @@ def _unused_problems(config: Config) -> list[Problem]:
             f"turn of the model); remove it",
         ),
         (
+            config.model.router_replay,
+            "model.router_replay=true has no effect in fine-tuning (nothing is sampled); remove it",
+        ),
+        (
             config.loss.name != "ppo_clip",
             f"loss.name={config.loss.name} has no effect in fine-tuning (its loss is the negative log-likelihood); remove it",
         ),

@@ -337,7 +337,12 @@ def _engine_problems(config: Config) -> list[Problem]:
             "engine.name=openai cannot be used in training: an OpenAI-compatible endpoint returns text, without the ids and the "
             "log-probabilities of the sampled tokens, and it cannot load new weights. Use it with `turnwise eval` or `turnwise "
             "rollout`; to train, remove the section engine or choose another engine",
-        )
+        ),
+        (
+            config.model.router_replay and not config.engine.records_experts,
+            f"model.router_replay=true cannot be combined with engine.name={config.engine.name}, from which turnwise takes no "
+            f"experts (docs/losses.md): use engine.name=local, or remove model.router_replay",
+        ),
     ]
 
 

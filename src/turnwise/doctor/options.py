@@ -191,7 +191,12 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
     **{f"train.{name}": _optimizer_steps for name in ("weight_decay", "betas", "max_grad_norm")},
     **{f"correction.{name}": _loss for name in CorrectionSection.model_fields if name != "reject"},
     **{f"correction.reject.{name}": _loss for name in RejectionSection.model_fields},
-    **{f"loss.{name}": _loss for cls in LOSSES for name in cls.model_fields if name != "name"},
+    **{
+        f"loss.{name}": _loss
+        for cls in LOSSES
+        for name in cls.model_fields
+        if name not in ("name", "router_aux_loss_coef")
+    },
     "seed": _streams,
 }
 """Options whose value reaches plain data, and the function that computes that data from a recipe."""

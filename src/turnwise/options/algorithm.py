@@ -386,6 +386,9 @@ class LossSection(NamedSection):
     entropy_coef: float = 0.0
     """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
     bonus."""
+    router_aux_loss_coef: NotNegative = 0.0
+    """The weight of the auxiliary loss of a mixture of experts, which is smaller the more evenly the experts share the tokens of
+    a batch (docs/losses.md). 0: no such loss. Common values are 0.001 to 0.01."""
 
 
 class PpoClip(LossSection):

@@ -27,6 +27,8 @@ class EngineSection(Section):
     """Whether the engine returns token ids. If not, it is an endpoint that answers messages."""
     has_weights: ClassVar[bool] = True
     """Whether the engine samples from the weights of `model.path`, and takes new weights."""
+    records_experts: ClassVar[bool] = False
+    """Whether the engine can report the experts that have computed each token of a sequence."""
 
     @property
     def embedded(self) -> LocalEngineSection | None:
@@ -64,6 +66,7 @@ class LocalEngineSection(EngineSection):
     """The most memory that the KV cache may use, in GB."""
     threads: Annotated[int, Field(ge=0)] = 0
     """The number of torch threads while sampling. 0: the run measures which number is fastest."""
+    records_experts: ClassVar[bool] = True
 
     @property
     def embedded(self) -> LocalEngineSection:

@@ -106,6 +106,9 @@ class ModelSection(Section):
     """Further arguments of the chat template, such as `{enable_thinking: false}` for Qwen3 (docs/tokens.md). A row's column
     `chat_template_kwargs` has arguments for this row, which replace those of the same name. An argument that the template never
     reads is an error."""
+    router_replay: bool = False
+    """For a mixture of experts: whether training uses the experts that were chosen while sampling, token by token, so that
+    rounding cannot choose others (docs/losses.md). The engine then records them with each conversation."""
     lora: LoraSection = LoraSection()
 
     _expand = short_for("path")

@@ -224,6 +224,31 @@ METRICS = (
         lines=_TRAIN,
     ),
     Metric(
+        "experts/max_share", "share", "mean over the layers with experts",
+        "Share of the most loaded expert of a layer in the choices of experts for all tokens. All metrics of `experts` are those "
+        "of a mixture of experts.", lines=_TRAIN,
+    ),
+    Metric(
+        "experts/min_share", "share", "mean over the layers with experts", "Share of the least loaded expert of a layer.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "experts/entropy", "", "mean over the layers with experts",
+        "Entropy of the shares of a layer's experts, divided by the logarithm of their number: 1 if all have the same load.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "experts/aux_loss", "", _STEPS,
+        "The auxiliary loss that balances the experts, without its weight (`loss.router_aux_loss_coef`). If all experts have the "
+        "same load, it is about the number of experts of a token.",
+        near=("aux_loss", "load_balancing_loss"), lines=_TRAIN,
+    ),
+    Metric(
+        "experts/rerouted", "share", "tokens whose experts were recorded",
+        "Tokens for which the trainer would have chosen other experts than were recorded while sampling, in one of the layers "
+        "or several. Needs `model.router_replay`.", lines=_TRAIN,
+    ),
+    Metric(
         "ratio/clip_fraction", "share", "trained tokens", "Tokens whose probability ratio is outside the clip bounds.",
         same=("clip_ratio/region_mean", "clip_ratio", "ratio/clipped"),
         near=("clip_ratio/low_mean", "clip_ratio/high_mean", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"), lines=_TRAIN,

@@ -11,10 +11,12 @@ images are in messages, rows and the `info` of an environment; it does not know 
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import math
 import os
+import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ from turnwise.types import (
     Media,
     Message,
     MismatchKind,
+    Routes,
     Row,
     Segment,
     Stop,
@@ -157,6 +160,8 @@ def _description(frame: Any) -> StoredImage:
 SCHEMA = 3
 """Version of the format. Lines without the key `schema` have version 1."""
 
+_ROUTES_LEVEL = 1
+"""How zlib compresses the numbers of experts: they are nearly random, so more effort gains nothing."""
 _MAX_DEPTH = 62
 _MAX_INTEGER_BITS = 14_000  # Python refuses to write integers of more than 4,300 digits
 
@@ -282,7 +287,13 @@ def _segment_json(segment: Segment, store: MediaStore, *, exact: bool) -> dict[s
         "turn": list(segment.turn),
         "version": list(segment.version),
         **({"media": [store.label(media) for media in segment.media]} if segment.media else {}),
+        **({} if segment.routes is None else {"routes": _routes_json(segment.routes)}),
     }
+
+
+def _routes_json(routes: Routes) -> dict[str, Any]:
+    packed = base64.b64encode(zlib.compress(routes.data, _ROUTES_LEVEL)).decode("ascii")
+    return {"layers": routes.layers, "top_k": routes.top_k, "number_bytes": routes.number_bytes, "data": packed}
 
 
 def _rounded(logprobs: Sequence[float], *, exact: bool) -> list[float | None]:
@@ -638,9 +649,28 @@ def _segment(fields: _Fields, turns: int, media: Path | None) -> Segment:
     lengths = {len(column) for column in columns}
     if len(lengths) > 1:
         fields.refuse("", "must have columns of equal length", sorted(lengths))
+    if "routes" in fields.values:
+        segment.routes = _routes(fields.fields("routes"), len(segment.token_ids))
     if segment.turn and not -1 <= min(segment.turn) <= max(segment.turn) < turns:
         fields.refuse("turn", f"must be indexes of the {turns} turns, or -1", [min(segment.turn), max(segment.turn)])
     return segment
+
+
+def _routes(fields: _Fields, tokens: int) -> Routes:
+    numbers = {name: fields.integer(name) for name in ("layers", "top_k", "number_bytes")}
+    for name, number in numbers.items():
+        if number < 1 or (name == "number_bytes" and number > 2):
+            fields.refuse(name, "must be 1 or 2" if name == "number_bytes" else "must be at least 1", number)
+    text = fields.text("data")
+    try:
+        data = zlib.decompress(base64.b64decode(text, validate=True))
+    except (ValueError, zlib.error):
+        fields.refuse("data", "must be base64 of data that zlib has compressed", text)
+    routes = Routes(**numbers, data=data)
+    if len(data) % routes.token_bytes or len(routes) > tokens:
+        rule = f"must have {routes.token_bytes} bytes for each of at most {tokens} tokens"
+        fields.refuse("data", rule, len(data))
+    return routes
 
 
 def _column(typecode: str, fields: _Fields, key: str) -> array[Any]:

@@ -372,7 +372,7 @@ class Session:
         seconds = time.perf_counter() - started
         same_kind = not trajectory.turns or trajectory.logprob_kind == completion.logprob_kind
         trajectory.logprob_kind = completion.logprob_kind if same_kind else LogprobKind.NONE
-        turn = self._add_turn(completion)
+        turn = self._add_turn(replace(completion, routes=None))  # the segment has them
         turn.prompt_tokens = len(segment) - len(completion.token_ids)
         turn.started, turn.seconds_engine = began, seconds
         return turn
@@ -510,6 +510,7 @@ class Session:
             media=segment.media,
             sampling=sampling,
             seed=turn_seed(trajectory.seed, len(trajectory.turns)),
+            routes=segment.routes,
         )
 
     def _response_tokens(self, length: int) -> int:

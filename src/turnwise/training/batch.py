@@ -25,8 +25,8 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Generic, Protocol, Self, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -66,18 +66,26 @@ class Branch:
     sources: tuple[tuple[str, int], ...]
     """The segments that it stands for: the id of the trajectory, and the index of the segment."""
     media: Sequence[Media]
+    routes: np.ndarray | None
+    """The experts of each token (`PackedSequence.routes`)."""
 
     @property
     def is_target(self) -> np.ndarray:
         """Whether the token is trained on."""
         return self.weights > 0
 
+    @property
+    def copies(self) -> int:
+        """The segments that it stands for."""
+        return len(self.sources)
+
     def identity(self) -> bytes:
         """Equal for two branches that differ in nothing but the rounding of log-probabilities, so that one can stand for both."""
         # media by the tensors themselves: a group shares those of its prompt
         seen = np.array([(id(media.inputs), media.start) for media in self.media], dtype=np.int64)
         columns = (self.token_ids, self.turn, self.advantages, self.weights, self.version, self.known, seen)
-        return b"".join(column.tobytes() for column in columns)
+        routes = b"" if self.routes is None else self.routes.tobytes()
+        return b"".join([*(column.tobytes() for column in columns), routes])
 
 
 def branches_of(
@@ -113,7 +121,20 @@ def branches_of(
             share=share,
             sources=((trajectory.id, index),),
             media=[media for media in segment.media if media.start < end],
+            routes=routes_of(segment, end),
         )
+
+
+def routes_of(segment: Segment, end: int) -> np.ndarray | None:
+    """The experts of the first `end` tokens, int16 [T, layers, experts of a token], -1 where they are not known; None if the
+    engine did not record them."""
+    routes = segment.routes
+    if routes is None:
+        return None
+    shape = (-1, routes.layers, routes.top_k)
+    numbers = np.frombuffer(routes.data, dtype=f"<u{routes.number_bytes}").reshape(shape)[:end].astype(np.int16)
+    unknown = np.full((end - len(numbers), *numbers.shape[1:]), -1, dtype=np.int16)
+    return np.concatenate([numbers, unknown])
 
 
 def _token_advantages(trajectory: Trajectory) -> list[np.ndarray]:
@@ -218,6 +239,17 @@ class PackedSequence(Protocol):
         """The images and videos in the sequence."""
         ...
 
+    @property
+    def routes(self) -> np.ndarray | None:
+        """The experts that computed each token when the sequence was sampled, int16 [T, L, K], -1 where they are not known;
+        None if they were not recorded. A prefix is shared by sequences whose experts are the same, too."""
+        ...
+
+    @property
+    def copies(self) -> int:
+        """How many equal segments the sequence stands for."""
+        ...
+
 
 class TargetColumns(Protocol):
     """Tensors with one entry for each target."""
@@ -258,6 +290,12 @@ class MicroBatch(Generic[Columns]):
     targets: Columns
     media_B: Sequence[Sequence[Media]] = ()
     """The images and videos in each row; empty if no row has any."""
+    count_T: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    """How often each token of the pass counts in means over tokens, float32, rows one after the other: the number of segments in
+    which it precedes a target; 0 for padding and after the token that predicts the last target of a sequence."""
+    routes_TLK: torch.Tensor | None = None
+    """The experts of each token in each layer when it was sampled, int16, -1 where they are not known; None if no sequence has
+    any."""
 
     def to(self, device: torch.device) -> MicroBatch[Columns]:
         """The same on another device."""
@@ -271,6 +309,8 @@ class MicroBatch(Generic[Columns]):
             prediction_N=self.prediction_N.to(device),
             targets=self.targets.to(device),
             media_B=self.media_B,
+            count_T=self.count_T.to(device),
+            routes_TLK=None if self.routes_TLK is None else self.routes_TLK.to(device),
         )
 
 
@@ -308,12 +348,13 @@ def _divide(sequences: Sequence[Packed], micro_batch_tokens: int, *, parallel: i
     Neighbors share the longest prefixes in this order. If micro-batches are computed in parallel, the limit is lowered as far as
     their number allows, so that they have similar sizes and no worker waits for the last one.
     """
-    # big-endian bytes sort as the token ids themselves
-    ordered = sorted(sequences, key=lambda sequence: sequence.token_ids.astype(">i4").tobytes())
+    keys = {id(sequence): _keys(sequence) for sequence in sequences}
+    # big-endian bytes sort as the numbers themselves
+    ordered = sorted(sequences, key=lambda sequence: keys[id(sequence)].astype(">u8").tobytes())
     if not ordered:
         return []
     lengths = np.array([len(sequence.token_ids) for sequence in ordered])
-    neighbors = itertools.pairwise(sequence.token_ids for sequence in ordered)
+    neighbors = itertools.pairwise(keys[id(sequence)] for sequence in ordered)
     shared = np.array([0, *(shared_prefix(*pair) for pair in neighbors)])
     cuts, sizes = _cut(lengths, shared, micro_batch_tokens)
     if parallel > 1 and int((lengths - shared).sum()) > parallel * _CUT_TOKENS:
@@ -333,6 +374,22 @@ def _divide(sequences: Sequence[Packed], micro_batch_tokens: int, *, parallel: i
                 low = middle
     parts = [ordered[start:end] for start, end in itertools.pairwise(cuts)]
     return [parts[index] for index in sorted(range(len(parts)), key=lambda index: -sizes[index])]
+
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C55)
+
+
+def _keys(sequence: PackedSequence) -> np.ndarray:
+    """A number for each token, uint64: two tokens with different experts have different numbers."""
+    ids = sequence.token_ids.astype(np.uint64)
+    if sequence.routes is None:
+        return ids
+    experts = (sequence.routes.reshape(len(ids), -1).astype(np.int64) + 2).astype(np.uint64)
+    powers = np.full(experts.shape[1] + 1, _FACTOR, dtype=np.uint64).cumprod()
+    # a hash of 64 bits, because whole routes would make long keys: two different tokens have the same number by chance once in
+    # 1e19 comparisons
+    mixed = (experts * powers[1:]).sum(axis=1) + (ids + np.uint64(1)) * powers[0]
+    return mixed ^ (mixed >> np.uint64(29))
 
 
 def _cut(lengths: np.ndarray, shared: np.ndarray, limit: int) -> tuple[list[int], list[int]]:
@@ -383,7 +440,7 @@ def _by_length(sequences: Sequence[Packed], micro_batch_tokens: int) -> Iterator
 
 def _flat_row(sequences: Sequence[PackedSequence], targets: Columns) -> MicroBatch[Columns]:
     """A single row, in which each common prefix is present once. The sequences are in lexicographic order."""
-    row = FlatRow.of([sequence.token_ids for sequence in sequences])
+    row = FlatRow.of([sequence.token_ids for sequence in sequences], [_keys(sequence) for sequence in sequences])
     column_N = np.concatenate([places[_columns(one)] for one, places in zip(sequences, row.places, strict=True)])
     token_N = _target_tokens(sequences)
     # one number for each pair of column and token: equal pairs are one prediction. Token ids need fewer than 32 bits
@@ -397,6 +454,7 @@ def _flat_row(sequences: Sequence[PackedSequence], targets: Columns) -> MicroBat
         token_U=torch.from_numpy(token_N[first_U]),
         prediction_N=torch.from_numpy(prediction_N),
         targets=targets,
+        **_of_tokens(sequences, row.places, len(row.token_ids)),
     )
 
 
@@ -418,7 +476,24 @@ def _padded_rows(sequences: Sequence[PackedSequence], targets: Columns) -> Micro
         prediction_N=torch.arange(len(token_N)),
         targets=targets,
         media_B=[sequence.media for sequence in sequences] if any(sequence.media for sequence in sequences) else (),
+        **_of_tokens(
+            sequences,
+            [np.arange(len(one.token_ids)) + row * length for row, one in enumerate(sequences)],
+            token_ids.size,
+        ),
     )
+
+
+def _of_tokens(sequences: Sequence[PackedSequence], places: Sequence[np.ndarray], tokens: int) -> dict[str, Any]:
+    """The columns of `tokens` tokens of a pass, in which each sequence has its tokens at `places`."""
+    count = np.zeros(tokens, dtype=np.float32)
+    known = next((sequence.routes for sequence in sequences if sequence.routes is not None), None)
+    routes = None if known is None else np.full((tokens, *known.shape[1:]), -1, dtype=np.int16)
+    for sequence, place in zip(sequences, places, strict=True):
+        count[place[:-1]] += sequence.copies
+        if routes is not None and sequence.routes is not None:
+            routes[place] = sequence.routes
+    return {"count_T": torch.from_numpy(count), "routes_TLK": None if routes is None else torch.from_numpy(routes)}
 
 
 def _columns(sequence: PackedSequence) -> np.ndarray:

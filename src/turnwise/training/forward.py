@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ import torch
 from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.models.allocator import trim_kept
 from turnwise.models.distribution import sampling_logits
+from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
@@ -280,16 +281,29 @@ class Forward:
 
     `chunk_bytes` is the memory for logits (see `TokenLogprobs`). A model whose logits are not its output layer on its body's
     hidden states (logits that are scaled or capped) is run in one piece, with the logits of all targets in memory. With
-    `autocast`, matrix products are computed in bfloat16, and the output layer and log-probabilities in float32.
+    `autocast`, matrix products are computed in bfloat16, and the output layer and log-probabilities in float32. With
+    `router_replay`, tokens go through the experts that were recorded for them (`MicroBatch.routes_TLK`).
+
+    Raises ConfigError with `router_replay`, if the model is no mixture of experts, or its experts cannot be prescribed.
     """
 
     def __init__(
-        self, model: Any, sampling: Sampling, *, chunk_bytes: int = LOGITS_BYTES, autocast: bool = False
+        self,
+        model: Any,
+        sampling: Sampling,
+        *,
+        chunk_bytes: int = LOGITS_BYTES,
+        autocast: bool = False,
+        router_replay: bool = False,
     ) -> None:
         self._model = model
         self._autocast = autocast
         self._sampling = sampling
         self._inputs = ModelInputs(model)
+        self.router_replay = router_replay
+        """Whether the recorded experts are used."""
+        self.routers = Routers.required(model) if router_replay else Routers.watchable(model)
+        """Where the model chooses experts; None if it has none, or if they cannot be watched."""
         if autocast:
             output_layer_in_float32(model)
         self._body, head = _body_and_head(model)
@@ -299,9 +313,14 @@ class Forward:
         )
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target."""
-        with self._inputs.of(micro) as inputs:
+    def logprobs(
+        self, micro: MicroBatch[Any], *, entropy: bool = False, on_choice: Callable[[Choice], None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-probabilities [N] of the targets; with `entropy`, also the entropy [N] of the distribution of each target.
+
+        `on_choice` is called with the experts of each layer of a model that has `routers`.
+        """
+        with self._inputs.of(micro) as inputs, self._experts(micro, on_choice):
             in_bfloat16 = autocast(micro.token_ids_BL.device, self._autocast)
             if self._body is not None and self._head is not None:
                 with in_bfloat16:
@@ -315,6 +334,14 @@ class Forward:
                     logits_UV = self._logits(micro, inputs)
                 logprob_U, entropy_U = logprobs_of_logits(logits_UV, micro.token_U, self._sampling, entropy=entropy)
         return logprob_U[micro.prediction_N], None if entropy_U is None else entropy_U[micro.prediction_N]
+
+    def _experts(
+        self, micro: MicroBatch[Any], on_choice: Callable[[Choice], None] | None
+    ) -> AbstractContextManager[None]:
+        replay_TLK = micro.routes_TLK if self.router_replay else None
+        if self.routers is None or (on_choice is None and replay_TLK is None):
+            return nullcontext()
+        return RouterPass(on_choice or (lambda choice: None), replay_TLK).active()
 
     def _logits(self, micro: MicroBatch[Any], inputs: dict[str, Any]) -> torch.Tensor:
         """Logits [U, V] of the distinct predictions, from the model's own forward."""

@@ -116,7 +116,7 @@ class KlReward:
             parallel=1,
             share_prompts=required.share_prompts,
         )
-        batch = pack_states(trajectories, packing)
+        batch = pack_states(trajectories, packing, with_routes=True)
         reference = await self.learner.logprobs(batch, reference=True)
         reported = [number for t in trajectories for number in _reported(t, required.logprob_kinds)]
         if any(math.isnan(number) for number in reported):

@@ -72,6 +72,8 @@ class UpdateStats:
     """Optimizer steps."""
     correction: Mapping[str, float] = field(default_factory=dict)
     """The metrics of rollout correction, by their names; empty without correction."""
+    experts: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the experts of a mixture of experts, by their names; empty for other models."""
     logprobs: Sequence[Mapping[int, np.ndarray]] = ()
     """For each batch, the log-probabilities of the targets of each sequence (`Targets.sequence_N`, float32, in the order of the
     tokens), in the first forward pass of the batch. Empty if the learner does not report them."""

@@ -5,6 +5,7 @@ Knows how packed batches become optimizer steps. Knows nothing of conversations,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.options.algorithm import OptimizationSection, PpoClip, ReferenceSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.expert_load import Balance, balance_of, refuse_aux_loss_without_experts
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements
 from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.reference import Reference
-from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, policy_loss
+from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, measure_load, policy_loss
 from turnwise.types import Sampling
 
 __all__ = ["LocalLearner"]
@@ -36,9 +38,10 @@ class LocalLearner(LearnerBase):
     There is a reference model if the loss has a KL term, or if `reference` is given (`Reference`); `reference_model` is its
     model, None the model before training. `share_prompts` is `auto`, `always` or `never`. `threads` is the number of torch
     threads; 0 measures which number is faster. `autocast` computes matrix products in bfloat16; parameters, gradients and
-    log-probabilities are float32.
+    log-probabilities are float32. With `router_replay`, the policy's passes use the experts that were recorded while sampling.
 
-    Raises ConfigError if `share_prompts` is `always` and the model cannot compute trees.
+    Raises ConfigError if the loss or `router_replay` concern experts and the model has none, and if `share_prompts` is `always`
+    and the model cannot compute trees.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class LocalLearner(LearnerBase):
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
+        router_replay: bool = False,
     ) -> None:
         shares = shares_prefixes(
             model,
@@ -64,7 +68,8 @@ class LocalLearner(LearnerBase):
         self.loss = loss or make_loss(PpoClip())
         large = is_large(model)
         self._threads = TorchThreads(threads, large=large)
-        self._forward = Forward(model, sampling, autocast=autocast)
+        self._forward = Forward(model, sampling, autocast=autocast, router_replay=router_replay)
+        refuse_aux_loss_without_experts(self.loss, model)
         self._reference = None
         if self.loss.needs_reference or reference is not None:
             separate = reference is not None and reference.source == "copy"
@@ -97,6 +102,7 @@ class LocalLearner(LearnerBase):
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
+        router_replay: bool = False,
     ) -> LocalLearner:
         """Load the model, and the reference model of `reference.path` with the same options, except the adapter.
 
@@ -114,6 +120,7 @@ class LocalLearner(LearnerBase):
             share_prompts=share_prompts,
             threads=threads,
             autocast=autocast,
+            router_replay=router_replay,
         )
 
     @property
@@ -147,7 +154,8 @@ class LocalLearner(LearnerBase):
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> UpdateSums:
         """See `LearnerBase.accumulate`."""
-        sums = self._gradients.of_batch(micro_batches, self._loss_of, on_micro_batch=on_micro_batch, stop=stop)
+        loss_of = functools.partial(self._loss_of, balance=self._balance(micro_batches, stop))
+        sums = self._gradients.of_batch(micro_batches, loss_of, on_micro_batch=on_micro_batch, stop=stop)
         return sum(sums, UpdateSums())
 
     def step(self, lr: float) -> float:
@@ -155,11 +163,28 @@ class LocalLearner(LearnerBase):
         with self._threads.during("optimizer", self._optimizer.numel):
             return self._optimizer.step(lr)
 
-    def _loss_of(self, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+    def _balance(self, micro_batches: Sequence[MicroBatch[Targets]], stop: StopFlag) -> Balance | None:
+        """What the auxiliary loss of the experts must know of a batch; None without such a loss."""
+        forward = self._forward
+        if forward.routers is None:
+            return None
+        return balance_of(
+            self.loss.options.router_aux_loss_coef,
+            forward.routers,
+            micro_batches,
+            replays=forward.router_replay,
+            measure=lambda: measure_load(
+                forward, [micro.to(self._model.device) for micro in stop.until_set(micro_batches)]
+            ),
+        )
+
+    def _loss_of(
+        self, micro: MicroBatch[Targets], balance: Balance | None
+    ) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
         reference_logprob_N = None
         if self._reference is not None and self.loss.needs_reference:
             reference_logprob_N = self._reference.logprobs(micro)
-        return policy_loss(self._forward, self.loss, micro, reference_logprob_N)
+        return policy_loss(self._forward, self.loss, micro, reference_logprob_N, balance)
 
     @property
     def trains_adapter(self) -> bool:

@@ -344,7 +344,7 @@ class Loss:
     @property
     def needs_zero_advantages(self) -> bool:
         """Whether tokens with advantage 0 have a gradient."""
-        return self.needs_reference or self.needs_entropy
+        return self.needs_reference or self.needs_entropy or self.options.router_aux_loss_coef > 0
 
     def __call__(
         self,

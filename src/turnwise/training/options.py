@@ -31,6 +31,7 @@ class ShardOptions:
     share_prompts: str = "auto"
     autocast: bool = False
     deterministic: bool = False
+    router_replay: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -73,15 +73,19 @@ class FlatRow:
     """For each sequence, the places of its tokens in the row."""
 
     @classmethod
-    def of(cls, sequences: Sequence[np.ndarray]) -> FlatRow:
-        """Lay out sequences of token ids. They must be in lexicographic order, in which neighbors share the longest prefixes."""
+    def of(cls, sequences: Sequence[np.ndarray], keys: Sequence[np.ndarray] | None = None) -> FlatRow:
+        """Lay out sequences of token ids. They must be in lexicographic order, in which neighbors share the longest prefixes.
+
+        Tokens are shared where their `keys` are equal, and the order is that of the keys; None: the token ids are the keys.
+        """
+        keys = sequences if keys is None else keys
         token_ids: list[np.ndarray] = []
         position: list[np.ndarray] = []
         places: list[np.ndarray] = []
         runs: list[FlatRun] = []
         start = 0
         for index, sequence in enumerate(sequences):
-            shared = shared_prefix(sequences[index - 1], sequence) if index else 0
+            shared = shared_prefix(keys[index - 1], keys[index]) if index else 0
             context = places[-1][:shared] if shared else np.empty(0, dtype=np.int64)
             length = len(sequence) - shared
             places.append(np.concatenate([context, np.arange(start, start + length)]))

@@ -31,6 +31,7 @@ from turnwise.models.cpu import TorchThreads
 from turnwise.options.algorithm import Nll
 from turnwise.training.batch import Batch, Columns, MicroBatch
 from turnwise.training.correction import CorrectionSums, correct
+from turnwise.training.expert_load import Balance, ExpertLoad, LoadCounter, load_metrics
 from turnwise.training.forward import Forward
 from turnwise.training.learner import UpdateStats
 from turnwise.training.losses import Loss, Targets, fresh_tokens, nll, with_own_ratios
@@ -54,6 +55,8 @@ class UpdateSums:
     fresh_deviation: float = 0.0
     logprobs: tuple[TargetLogprobs, ...] = ()
     """The log-probabilities of each micro-batch."""
+    experts: ExpertLoad | None = None
+    """What the experts of the model have computed; None if it has none."""
 
     def __add__(self, other: UpdateSums) -> UpdateSums:
         return UpdateSums(
@@ -65,7 +68,12 @@ class UpdateSums:
             max_deviation=max(self.max_deviation, other.max_deviation),
             fresh_deviation=max(self.fresh_deviation, other.fresh_deviation),
             logprobs=self.logprobs + other.logprobs,
+            experts=_added(self.experts, other.experts),
         )
+
+
+def _added(first: ExpertLoad | None, second: ExpertLoad | None) -> ExpertLoad | None:
+    return first + second if first is not None and second is not None else first or second
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +113,13 @@ def update_stats(
     norms: Sequence[float],
     correction: CorrectionSums,
     logprobs: Sequence[Sequence[TargetLogprobs]],
+    router_aux_loss_coef: float = 0.0,
 ) -> UpdateStats:
     """Statistics of several optimizer steps: one entry in `sums` and `norms` for each, and one in `logprobs` for each batch."""
     if not sums:
         return UpdateStats()
     counted = sum(step.counted for step in sums)
+    loads = [step.experts for step in sums if step.experts is not None]
     return UpdateStats(
         loss=sum(step.loss for step in sums) / len(sums),
         kl=sum(step.kl for step in sums) / len(sums),
@@ -120,6 +130,7 @@ def update_stats(
         tokens=sum(step.tokens for step in sums),
         steps=len(sums),
         correction=correction.metrics(),
+        experts=load_metrics(sum(loads[1:], loads[0]) if loads else None, router_aux_loss_coef, len(sums)),
         logprobs=[dict(itertools.chain.from_iterable(part.by_sequence() for part in batch)) for batch in logprobs],
     )
 
@@ -256,9 +267,8 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         later_sums, later_norms = await self.take_steps(later, on_micro_batch, lambda: None, lr, 1, False)
         sums, norms = sums + later_sums, norms + later_norms
         logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
-        return update_stats(
-            sums, norms, sum((of_batch.correction for of_batch in prepared), CorrectionSums()), logprobs
-        )
+        correction = sum((of_batch.correction for of_batch in prepared), CorrectionSums())
+        return update_stats(sums, norms, correction, logprobs, self.loss.options.router_aux_loss_coef)
 
     async def evaluate_loss(self, batch: Batch) -> float:
         """See `Learner.evaluate_loss`. Computed in a thread."""
@@ -354,15 +364,25 @@ def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss
 
 
 def policy_loss(
-    forward: Forward, loss: Loss, micro: MicroBatch[Targets], reference_logprob_N: torch.Tensor | None
+    forward: Forward,
+    loss: Loss,
+    micro: MicroBatch[Targets],
+    reference_logprob_N: torch.Tensor | None,
+    balance: Balance | None = None,
 ) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
-    """The loss of a micro-batch, and a function that computes its metrics."""
+    """The loss of a micro-batch, and a function that computes its metrics. `balance`: with an auxiliary loss of the experts."""
     targets = micro.targets
-    logprob_N, entropy_N = forward.logprobs(micro, entropy=loss.needs_entropy)
+    counter = None if forward.routers is None else LoadCounter(micro, forward.routers, balance)
+    logprob_N, entropy_N = forward.logprobs(
+        micro, entropy=loss.needs_entropy, on_choice=None if counter is None else counter.note
+    )
     if targets.first_step:
         targets = with_own_ratios(targets, logprob_N)
     terms = loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
     total = (terms.loss_N * targets.weight_N).sum()
+    auxiliary = None if counter is None else counter.loss()
+    if auxiliary is not None and balance is not None:
+        total = total + balance.coefficient * auxiliary
     return total, lambda: UpdateSums(
         loss=float(total),
         kl=float((terms.kl_N * targets.weight_N).sum()),
@@ -372,7 +392,20 @@ def policy_loss(
         max_deviation=float(terms.max_deviation),
         fresh_deviation=fresh_deviation(logprob_N, targets),
         logprobs=(TargetLogprobs.of(targets, logprob_N),),
+        experts=None if counter is None else counter.load(auxiliary),
     )
+
+
+def measure_load(forward: Forward, micro_batches: Sequence[MicroBatch[Any]]) -> ExpertLoad:
+    """The load of the experts in passes without gradients, over the micro-batches of a model that has `routers`."""
+    assert forward.routers is not None
+    loads: list[ExpertLoad] = []
+    for micro in micro_batches:
+        counter = LoadCounter(micro, forward.routers)
+        with torch.no_grad():
+            forward.logprobs(micro, on_choice=counter.note)
+        loads.append(counter.load(None))
+    return sum(loads[1:], loads[0])
 
 
 # Gradients of micro-batches, added up over a batch

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from turnwise.training.batch import Columns, MicroBatch, pack_sequences
+from turnwise.training.batch import Columns, MicroBatch, pack_sequences, routes_of
 from turnwise.types import Media, Trajectory
 
 __all__ = [
@@ -105,15 +105,21 @@ class _StateSequence:
     """Whether there is a state before the token."""
     media: Sequence[Media]
     places: np.ndarray
+    routes: np.ndarray | None = None
+    """The experts of each token, for log-probabilities of the policy."""
+    copies: int = 1
 
 
-def pack_states(trajectories: Sequence[Trajectory], packing: ValuePacking) -> StateBatch:
-    """Pack all states of the trajectories, also those of turns that are not trained on: estimators need their values."""
+def pack_states(trajectories: Sequence[Trajectory], packing: ValuePacking, *, with_routes: bool = False) -> StateBatch:
+    """Pack all states of the trajectories, also those of turns that are not trained on: estimators need their values.
+
+    `with_routes`: with the experts of their tokens, for log-probabilities of the policy.
+    """
     sequences: list[_StateSequence] = []
     states = 0
     for trajectory in trajectories:
         places, count = _numbered(trajectory, packing.level)
-        sequences += _sequences(trajectory, places, offset=states)
+        sequences += _sequences(trajectory, places, offset=states, with_routes=with_routes)
         states += count
 
     def columns(part: Sequence[_StateSequence]) -> StatePlaces:
@@ -218,7 +224,12 @@ def _numbered(trajectory: Trajectory, level: Literal["turn", "token"]) -> tuple[
 
 
 def _sequences(
-    trajectory: Trajectory, places: Sequence[np.ndarray], *, offset: int, included: np.ndarray | None = None
+    trajectory: Trajectory,
+    places: Sequence[np.ndarray],
+    *,
+    offset: int,
+    included: np.ndarray | None = None,
+    with_routes: bool = False,
 ) -> Iterator[_StateSequence]:
     """The segments that have states. `included` has an entry for each state of the trajectory; None includes all."""
     for segment, place in zip(trajectory.segments, places, strict=True):
@@ -234,6 +245,7 @@ def _sequences(
             is_target=is_target[:end],
             media=[media for media in segment.media if media.start < end],
             places=place[targets] + offset,
+            routes=routes_of(segment, end) if with_routes else None,
         )
 
 

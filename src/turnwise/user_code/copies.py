@@ -313,4 +313,5 @@ def _copy_segment(segment: Segment) -> Segment:
         version=segment.version[:],
         media=[replace(media, source=copy_containers(media.source)) for media in segment.media],
         trainer_logprobs=segment.trainer_logprobs[:],
+        routes=segment.routes,
     )

@@ -134,7 +134,9 @@ class ViewedRun:
         record = self._record(kind, number)
         texts = [self._texts(segment["token_ids"]) for segment in record["segments"]]
         exact = record.get("logprob_kind") in self._exact_kinds
-        return {**record, "number": number, "token_texts": texts, "exact_logprobs": exact}
+        # the page does not show experts, which are most of a recorded segment
+        segments = [{key: column for key, column in one.items() if key != "routes"} for one in record["segments"]]
+        return {**record, "segments": segments, "number": number, "token_texts": texts, "exact_logprobs": exact}
 
     def image(self, name: str) -> Path | None:
         """The file of a recorded image by its sha256; None if there is none."""

@@ -467,6 +467,14 @@ def test_what_is_off_is_converted_as_off() -> None:
     )
 
 
+def test_the_options_of_experts_are_converted() -> None:
+    config = valid(converted(f"{FULL} --router_replay_mode R3 --router_aux_loss_coef 0.01"))
+    assert (config.model.router_replay, config.loss.router_aux_loss_coef) == (True, 0.01)
+    assert valid(converted(f"{FULL} --moe_aux_loss_coeff 0.002")).loss.router_aux_loss_coef == 0.002
+    assert not valid(converted(f"{FULL} --router_replay_mode disabled")).model.router_replay
+    assert left(converted(f"{FULL} --router_replay_mode R2")) == {"router_replay_mode": True}
+
+
 def test_several_data_sets_are_a_list() -> None:
     assert valid(converted(f"{FULL} --dataset a.jsonl b.jsonl")).data.train == ["a.jsonl", "b.jsonl"]
 

@@ -596,6 +596,17 @@ def test_an_adapter_is_converted(grpo: list[str]) -> None:
     assert (found.lora.alpha, found.lora.target_modules, found.gradient_checkpointing) == (32.0, ["q_proj"], True)
 
 
+def test_the_options_of_experts_are_converted(grpo: list[str]) -> None:
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    auxiliary = "+actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff=0.01"
+    config = whole(from_verl_arguments([*grpo, f"{mode}=R3", auxiliary]))
+    assert (config.model.router_replay, config.loss.router_aux_loss_coef) == (True, 0.01)
+    assert not whole(from_verl_arguments([*grpo, f"{mode}=disabled"])).model.router_replay
+    refused = {one.key: one for one in from_verl_arguments([*grpo, f"{mode}=R2"]).unsupported}[mode]
+    assert refused.changes_training
+    assert "use mode R3" in refused.reason
+
+
 def test_tools_have_verl_s_bounds_where_nothing_is_said(grpo: list[str]) -> None:
     found = from_verl_arguments([*grpo, f"{TURNS}.tool_config_path=t.yaml"])
     calls = whole(found).tool_calls

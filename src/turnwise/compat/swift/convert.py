@@ -50,6 +50,7 @@ def convert_adapter(builder: SwiftRecipeBuilder) -> None:
     checkpointing = builder.values.get("gradient_checkpointing")
     if checkpointing is not None:
         builder.set("model.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
+    _convert_experts(builder)
     tuner = builder.value("tuner_type")
     if tuner != "lora":
         for key in _ADAPTER:
@@ -70,6 +71,19 @@ def convert_adapter(builder: SwiftRecipeBuilder) -> None:
         builder.reject("lora_dropout", reason, changes_training=True)
     builder.convert("nothing: there is no dropout", "lora_dropout")
     _convert_targets(builder)
+
+
+def _convert_experts(builder: SwiftRecipeBuilder) -> None:
+    """Set model.router_replay and loss.router_aux_loss_coef. ms-swift's R3 replays the experts of the engine."""
+    mode = builder.values.get("router_replay_mode")
+    if mode in ("R3", "disabled"):
+        builder.set("model.router_replay", mode == "R3", "router_replay_mode")
+    elif mode is not None:
+        reason = "turnwise replays the experts that the engine chose while sampling: use R3"
+        builder.reject("router_replay_mode", reason, changes_training=True)
+    for name in ("router_aux_loss_coef", "moe_aux_loss_coeff"):
+        if builder.values.get(name) is not None:
+            builder.set("loss.router_aux_loss_coef", float(builder.values[name]), name)
 
 
 def _convert_targets(builder: SwiftRecipeBuilder) -> None:
@@ -480,7 +494,7 @@ COMPUTED = (
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
-    "gradient_checkpointing",
+    "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff",
     *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""

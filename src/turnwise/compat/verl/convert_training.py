@@ -351,14 +351,31 @@ def lengths(builder: VerlRecipeBuilder) -> None:
     builder.convert("limits.response_tokens, limits.context", "data.max_response_length", f"{ROLLOUT}.response_length")
 
 
+_AUXILIARY = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
+
+
+def _experts(builder: VerlRecipeBuilder) -> None:
+    """Set model.router_replay and loss.router_aux_loss_coef. verl's R3 replays the experts of the engine."""
+    mode = f"{ACTOR}.router_replay.mode"
+    if builder.is_set(mode):
+        if builder.value(mode) in ("R3", "disabled"):
+            builder.set("model.router_replay", builder.value(mode) == "R3", mode)
+        else:
+            reason = "turnwise replays the experts that the engine chose while sampling: use mode R3"
+            builder.reject(mode, reason, changes_training=True)
+    if builder.is_set(_AUXILIARY):
+        builder.set("loss.router_aux_loss_coef", builder.number(_AUXILIARY), _AUXILIARY)
+
+
 def adapter(builder: VerlRecipeBuilder) -> None:
-    """Set model.lora and model.gradient_checkpointing. With `lora_rank` 0, verl trains all weights."""
+    """Set model.lora, model.gradient_checkpointing and what concerns experts. With `lora_rank` 0, verl trains all weights."""
     rank, alpha, targets, excluded, checkpointing = (
         f"actor_rollout_ref.model.{name}"
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules", "enable_gradient_checkpointing")
     )
     if builder.is_set(checkpointing):
         builder.set("model.gradient_checkpointing", bool(builder.value(checkpointing)), checkpointing)
+    _experts(builder)
     if not builder.count(rank):
         builder.convert("nothing: without model.lora.rank, all weights are trained", rank)
         for key in (alpha, targets, excluded):

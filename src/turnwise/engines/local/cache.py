@@ -22,6 +22,9 @@ if it ends where a state is:
     latest prompt                    |             ^ snapshot 2
     state 0                                                      ^ the state after `length_S` tokens
 
+The experts of a token (`model.router_replay`) lie in the row, too, because keys and values were computed with them. A pass reads
+there which experts are prescribed for a token, and writes which were used.
+
 Knows shapes, tokens and recency. Does not know requests, sampling or the model.
 """
 
@@ -29,12 +32,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from turnwise.models.allocator import long_lived, trim
+from turnwise.types import Routes
 
 # Memory: rows of keys, values and states
 
@@ -74,6 +78,35 @@ class StateShape:
         return math.prod(self.size) * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """The experts that the cache holds for one token."""
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest type that has the number of each expert and one more, `none`."""
+        return torch.uint8 if self.experts < 1 << 8 else torch.int16
+
+    @property
+    def none(self) -> int:
+        """What stands for no expert."""
+        return torch.iinfo(self.dtype).max
+
+    @property
+    def number_bytes(self) -> int:
+        """`Routes.number_bytes`."""
+        return 1 if self.experts <= 1 << 8 else 2
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one token."""
+        return self.layers * self.top_k * self.dtype.itemsize
+
+
 def bytes_of_states(states: Sequence[StateShape]) -> int:
     """Bytes that the states of a row and their snapshots take."""
     return (1 + SNAPSHOTS) * sum(shape.bytes for shape in states)
@@ -93,11 +126,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         budget_bytes: int,
+        routes: RouteShape | None = None,
     ) -> None:
         self._shapes, self._dtype, self._device = tuple(shapes), dtype, device
+        self.route_shape = routes
         self._state_shapes = tuple(states)
         self.budget_bytes = budget_bytes
         self.token_bytes = sum(shape.numbers_per_token for shape in shapes) * dtype.itemsize
+        self.token_bytes += 0 if routes is None else routes.bytes
         """Bytes that one token takes in all tensors together."""
         self.row_bytes = bytes_of_states(states)
         """Bytes that the states of a row and their snapshots take."""
@@ -105,6 +141,8 @@ class KVCache:
         self.capacity = 0
         self.tensors = [self._zeros(shape, 0, 0) for shape in shapes]
         self.states = [self._zero_states(shape, 0) for shape in states]
+        self.routes = self._no_routes(0, 0)
+        """The experts of the tokens, [1, rows, 1, capacity, layers * top_k]; None if they are not recorded."""
 
     @property
     def bytes(self) -> int:
@@ -136,6 +174,11 @@ class KVCache:
             if kept_rows and kept_tokens:
                 tensor[:, :kept_rows, :, :kept_tokens] = self.tensors[index][:, :kept_rows, :, :kept_tokens]
             self.tensors[index] = tensor
+        if self.routes is not None:
+            routes = self._no_routes(num_rows, capacity)
+            assert routes is not None
+            routes[:, :kept_rows, :, :kept_tokens] = self.routes[:, :kept_rows, :, :kept_tokens]
+            self.routes = routes
         for index, state_shape in enumerate(self._state_shapes):
             states = self._zero_states(state_shape, num_rows)
             states[:, :kept_rows] = self.states[index][:, :kept_rows]
@@ -148,13 +191,13 @@ class KVCache:
         if set(sources_N).isdisjoint(targets_N):
             # slice by slice: an index would first copy all sources to new memory, which takes four times as long
             runs = _runs(sources_N, targets_N)
-            for tensor in self.tensors:
+            for tensor in self._of_tokens():
                 tokens = tensor[:, :, :, start:stop]
                 for source, first, end in runs:
                     tokens[:, first:end] = tokens[:, source : source + 1]
             return
         sources, targets = self._index(sources_N), self._index(targets_N)
-        for tensor in self.tensors:
+        for tensor in self._of_tokens():
             # not index_select: from a tensor that is sliced at `stop`, it would copy the entire tensor first
             tensor[:, targets, :, start:stop] = tensor[:, sources, :, start:stop]
 
@@ -190,6 +233,49 @@ class KVCache:
         rows, snapshots = self._index(rows_N), self._index(snapshots_N)
         for states in self.states:
             states[snapshots, rows] = states[0, rows]
+
+    def prescribe(self, row: int, start: int, stop: int, routes: Routes | None) -> None:
+        """Set the experts of the tokens from `start` to `stop` of a row before they are computed: those of `routes`, and for the
+        tokens after these none, so that the model chooses. Does nothing if experts are not recorded."""
+        if self.routes is None or self.route_shape is None:
+            return
+        self.routes[0, row, 0, start:stop] = self.route_shape.none
+        if routes is not None and len(routes) > start:
+            known_MW = self._routes_tensor(routes)[start:stop]
+            self.routes[0, row, 0, start : start + len(known_MW)] = known_MW
+
+    def recorded(self, row: int, tokens: int) -> Routes | None:
+        """The experts of the first tokens of a row; None if they are not recorded."""
+        if self.routes is None or self.route_shape is None:
+            return None
+        numbers_TW = self.routes[0, row, 0, :tokens].cpu().numpy()
+        shape = self.route_shape
+        data = numbers_TW.astype(f"<u{shape.number_bytes}").tobytes()
+        return Routes(shape.layers, shape.top_k, shape.number_bytes, data)
+
+    def same_routes(self, row: int, tokens: int, routes: Routes | None) -> int:
+        """How many of the first tokens of a row were computed with the experts of `routes`, as far as these go."""
+        if self.routes is None or routes is None:
+            return tokens
+        known_MW = self._routes_tensor(routes)[:tokens]
+        differs_M = (self.routes[0, row, 0, : len(known_MW)] != known_MW).any(dim=-1)
+        return int(differs_M.int().argmax()) if bool(differs_M.any()) else tokens
+
+    def _routes_tensor(self, routes: Routes) -> torch.Tensor:
+        assert self.route_shape is not None
+        numbers = np.frombuffer(routes.data, dtype=f"<u{routes.number_bytes}").reshape(len(routes), -1)
+        return torch.from_numpy(numbers.astype(np.int32)).to(self._device, self.route_shape.dtype)
+
+    def _of_tokens(self) -> list[torch.Tensor]:
+        """The tensors with an entry for each token."""
+        return self.tensors if self.routes is None else [*self.tensors, self.routes]
+
+    def _no_routes(self, num_rows: int, capacity: int) -> torch.Tensor | None:
+        if (shape := self.route_shape) is None:
+            return None
+        size = (1, num_rows, 1, capacity, shape.layers * shape.top_k)
+        with long_lived():
+            return torch.full(size, shape.none, dtype=shape.dtype, device=self._device)
 
     def _index(self, rows_N: Sequence[int]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(rows_N, dtype=np.int64)).to(self._device)
@@ -333,6 +419,8 @@ class PrefixCache:
         self.context = context
         """The largest number of tokens in a sequence."""
         self.evictions = 0
+        self.lost_routes: dict[int, Routes] = {}
+        """The experts of the tokens of running slots that lost their rows (`ensure_capacity`), until they are taken."""
         self.layout = 0
         """A counter that changes whenever a slot has moved to another row."""
         self.row_S = np.full(num_slots, FREE, dtype=np.int64)
@@ -421,6 +509,19 @@ class PrefixCache:
         length = len(tokens_N) if self._prefilling_S[slot] else min(len(tokens_N), int(self.length_S[slot]))
         differs_N = self.tokens_SC[slot, :length] != tokens_N[:length]
         return int(differs_N.argmax()) if differs_N.any() else length
+
+    def recorded_routes(self, slot: int) -> Routes | None:
+        """The experts that have computed the tokens of a slot; None if they are not recorded."""
+        return self.kv.recorded(int(self.row_S[slot]), int(self.length_S[slot]))
+
+    def computed_with(self, match: PrefixMatch, routes: Routes | None) -> PrefixMatch:
+        """As much of a match as was computed with the experts of `routes`, as far as these go."""
+        if match.slot == FREE or match.tokens == 0:
+            return match
+        same = self.kv.same_routes(int(self.row_S[match.slot]), match.tokens, routes)
+        if same == match.tokens:
+            return match
+        return PrefixMatch() if self.kv.states else replace(match, tokens=same)
 
     def shared_prefix(self, slots_B: np.ndarray) -> SharedPrefix:
         """The leading tokens that these slots, or groups of them, share, computed with the same weights."""
@@ -568,6 +669,9 @@ class PrefixCache:
         for slot in idle:
             self._evict(slot)
         for slot in preempted:
+            routes = self.recorded_routes(slot)
+            if routes is not None:
+                self.lost_routes[slot] = routes
             self._free(slot)
         self._resize(max_rows, smallest)
         return preempted

@@ -14,13 +14,14 @@ import torch
 from transformers import PreTrainedModel
 
 from turnwise.engines.engine import CopiedWeights, SharedWeights, WeightPublisher, WeightSource
-from turnwise.engines.local.cache import KVCache, PrefixCache
+from turnwise.engines.local.cache import KVCache, PrefixCache, RouteShape
 from turnwise.engines.local.forward import VisionForward, VisionPrompt, choose_forward
 from turnwise.engines.local.scheduler import EngineCore, PendingRequest, RequestLimits, RunningBatch, Stats
 from turnwise.engines.remote.weights import refuse_weights
 from turnwise.errors import EngineError
 from turnwise.models.allocator import is_large
 from turnwise.models.cpu import TorchThreads
+from turnwise.models.experts import Routers
 from turnwise.models.loading import published_weights
 from turnwise.models.lora import has_adapter
 from turnwise.options.engines import LocalEngineSection
@@ -43,7 +44,10 @@ class LocalEngine:
     grows. `context` is the largest number of tokens in a conversation (None: the model's maximum). `decode` turns token ids
     into text, which requests with stop texts need. `threads=0` measures how many torch threads are fastest; a fixed number
     makes runs repeatable. With `autocast`, the parameters of the model are float32, and matrix products and the KV cache are
-    bfloat16; the engine then keeps bfloat16 copies of the weights of linear layers.
+    bfloat16; the engine then keeps bfloat16 copies of the weights of linear layers. With `record_routes`, completions have the
+    experts that a mixture of experts has chosen for each token (`Completion.routes`).
+
+    Raises EngineError if the model cannot be run, and ConfigError if its experts are to be recorded and cannot be.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class LocalEngine:
         decode: Callable[[Sequence[int]], str] | None = None,
         version: int = 0,
         autocast: bool = False,
+        record_routes: bool = False,
     ) -> None:
+        routers = Routers.required(model) if record_routes else None  # before the model is copied for autocast
         parameter = next(model.parameters())
         forward = choose_forward(model, autocast=autocast)
         context = _context(model, context)
@@ -67,6 +73,7 @@ class LocalEngine:
             dtype=forward.kv_dtype,
             device=parameter.device,
             budget_bytes=int(memory_gb * 2**30),
+            routes=None if routers is None else RouteShape(routers.layers, routers.top_k, routers.experts),
         )
         if kv.max_capacity() < 2:
             raise EngineError(
@@ -182,6 +189,7 @@ class LocalEngine:
             prompt_N=prompt_N if vision_prompt is None else vision_prompt.keys_N,
             vision_prompt=vision_prompt,
             max_tokens=max_tokens,
+            routes=request.routes if self._core.cache.kv.routes is not None else None,
             future=asyncio.get_running_loop().create_future(),
         )
 

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix, StateShape
 from turnwise.engines.local.row_cache import RECURRENT_TYPES, RowCache, RowView, probe_layers, unsupported
 from turnwise.errors import EngineError, Failed, boundary
+from turnwise.models.experts import RouterPass
 from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, narrow_window, output_layer_in_float32
 from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.models.vision import VisionAdapter
@@ -333,7 +334,8 @@ class GenericForward:
             "cache_params": cache,  # of models without attention
         }
         arguments = {name: value for name, value in arguments.items() if name in self._arguments}
-        output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
+        with _routed(kv, view, len(rows_N) * tokens_NT.shape[1]):
+            output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
         cache.write_back()
         return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
 
@@ -360,6 +362,30 @@ class GenericForward:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+@contextmanager
+def _routed(kv: KVCache, view: RowView, tokens: int) -> Iterator[None]:
+    """Inside, a pass of `tokens` tokens, padding included, uses the experts that are prescribed in the rows; afterwards, the rows
+    have those that it used."""
+    if kv.routes is None or kv.route_shape is None:
+        yield
+        return
+    shape = kv.route_shape
+    width = view.valid[0].new_tensor(tokens // len(view.rows_N))
+    places_M = view.valid[0] * width + view.valid[1]
+    prescribed_MW = kv.routes[0, view.write_rows_M, 0, view.write_index_M]
+    replay_TLK = None
+    if bool((prescribed_MW != shape.none).any()):
+        replay_TLK = torch.full((tokens, shape.layers, shape.top_k), -1, device=kv.routes.device)
+        known_MW = prescribed_MW.long()
+        known_MW[known_MW == shape.none] = -1
+        replay_TLK[places_M] = known_MW.view(-1, shape.layers, shape.top_k)
+    used: list[torch.Tensor] = []
+    with RouterPass(lambda choice: used.append(choice.index_TK), replay_TLK).active():
+        yield
+    used_MW = torch.stack(used, dim=1)[places_M].flatten(1)
+    kv.routes[0, view.write_rows_M, 0, view.write_index_M] = used_MW.to(kv.routes.dtype)
 
 
 def _attention_types(model: PreTrainedModel) -> list[str]:

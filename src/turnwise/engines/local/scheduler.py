@@ -31,7 +31,7 @@ from turnwise.engines.local.forward import CachedForward, VisionForward, VisionP
 from turnwise.errors import EngineError
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.distribution import sampling_logits
-from turnwise.types import Completion, LogprobKind, Request, Sampling
+from turnwise.types import Completion, LogprobKind, Request, Routes, Sampling
 
 # Requests: what was asked for, what has been sampled so far, and whether it can be served
 
@@ -45,7 +45,9 @@ class PartialCompletion:
     raw_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     versions: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
 
-    def completion(self, finish_reason: str, *, prompt_tokens: int, cached_tokens: int) -> Completion:
+    def completion(
+        self, finish_reason: str, *, prompt_tokens: int, cached_tokens: int, routes: Routes | None
+    ) -> Completion:
         """The finished completion of a prompt with `prompt_tokens` tokens, of which `cached_tokens` were in the cache."""
         return Completion(
             token_ids=self.token_ids.tolist(),
@@ -56,6 +58,7 @@ class PartialCompletion:
             raw_logprobs=self.raw_logprobs.tolist(),
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
+            routes=routes,
         )
 
 
@@ -73,6 +76,8 @@ class PendingRequest:
     future: asyncio.Future[Completion]
     partial: PartialCompletion = field(default_factory=PartialCompletion)
     """Tokens sampled before the request was preempted."""
+    routes: Routes | None = None
+    """The experts of the first tokens: those of the request, or longer ones after it was preempted."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were in the cache when the request started; None before the start."""
     arrival: int = field(default_factory=count().__next__)
@@ -210,6 +215,8 @@ class _Prefill:
     slot: int
     end: int
     vision_prompt: VisionPrompt | None
+    routes: Routes | None
+    """The experts that are known of its first tokens."""
 
 
 class Scheduler:
@@ -238,7 +245,7 @@ class Scheduler:
         deferred_tokens: set[bytes] = set()
         while self.waiting and plan.prefill_tokens < budget:
             request = self.waiting.popleft()
-            tokens = request.token_ids.tobytes()
+            tokens = request.token_ids.tobytes() + (b"" if request.routes is None else request.routes.data)
             placement = _Placement.DEFERRED if tokens in deferred_tokens else self._place(request, tokens, plan)
             if placement is _Placement.NO_ROOM:
                 self.waiting.appendleft(request)
@@ -257,12 +264,14 @@ class Scheduler:
         conversation = request.request.conversation
         own_slot = cache.idle_slot_of(conversation)
         own = cache.own_prefix(own_slot, prefix_N) if own_slot != FREE else PrefixMatch()
+        own = cache.computed_with(own, request.routes)
         own_tokens = own.tokens
         enough = own_tokens + MIN_COPY_TOKENS
         if key in plan.sources:
             source, in_round = plan.sources[key], PrefixMatch()
         else:
             source, in_round = cache.longest_prefix(prefix_N, besides=own_slot, at_least=enough)
+            source = cache.computed_with(source, request.routes)
         if in_round.tokens >= max(source.tokens, own_tokens) + MIN_COPY_TOKENS:
             return _Placement.DEFERRED
         if source.tokens < enough:
@@ -337,7 +346,10 @@ class Scheduler:
     def _prefill(self, plan: _Round) -> None:
         """Prefill what the rows lack: short prompts together, long ones in chunks."""
         length_S = self._cache.length_S
-        prompts = [_Prefill(slot, len(request.token_ids) - 1, request.vision_prompt) for slot, request in plan.started]
+        prompts = [
+            _Prefill(slot, len(request.token_ids) - 1, request.vision_prompt, request.routes)
+            for slot, request in plan.started
+        ]
         unfinished = sorted((prompt for prompt in prompts if prompt.end > length_S[prompt.slot]), key=lambda p: p.end)
         while unfinished:
             # prompts of similar length go together, so that little is padded
@@ -369,6 +381,8 @@ class Scheduler:
         tokens_N: list[np.ndarray] = [
             cache.tokens_SC[slot, start:stop] for slot, start, stop in zip(slots, starts_N, stops_N, strict=True)
         ]
+        for prompt, start, stop in zip(batch, starts_N, stops_N, strict=True):
+            cache.kv.prescribe(int(cache.row_S[prompt.slot]), int(start), stop, prompt.routes)
         with self._threads.during("prefill", sum(map(len, tokens_N))):
             if isinstance(self._forward, VisionForward) and any(vision_prompts):
                 self._forward.prefill_with_images(cache.kv, cache.row_S[slots], starts_N, tokens_N, vision_prompts)
@@ -674,10 +688,14 @@ class EngineCore:
         finished = self.batch.append(step, sampled, self.version)
         for slot, finish_reason in finished:
             request, partial = self.batch.remove(slot)
+            routes = self.cache.recorded_routes(slot)
             self.cache.finish_request(slot)
             if not request.future.done():
                 completion = partial.completion(
-                    finish_reason, prompt_tokens=len(request.prompt_N), cached_tokens=request.cached_tokens or 0
+                    finish_reason,
+                    prompt_tokens=len(request.prompt_N),
+                    cached_tokens=request.cached_tokens or 0,
+                    routes=routes,
                 )
                 request.future.set_result(completion)
         return len(finished)
@@ -718,6 +736,7 @@ class EngineCore:
         assert preempted is not None, "a single request always fits: RequestLimits.max_tokens has checked it"
         for slot in preempted:
             request, request.partial = self.batch.remove(slot)
+            request.routes = self.cache.lost_routes.pop(slot, None)
             self.scheduler.waiting.appendleft(request)
             self.stats.preemptions += 1
 
@@ -725,6 +744,8 @@ class EngineCore:
         """Run the last token of each request and sample the next. Returns the input tokens, their positions, the samples."""
         kv, forward = self.cache.kv, self.forward
         fed_B, positions_B = self.batch.input_tokens(step), self.cache.length_S[step.slots_B]
+        if kv.routes is not None:
+            self._prescribe(step, positions_B)
         with self.threads.during("decode", len(fed_B)):
             if step.position_offsets_B is not None and isinstance(forward, VisionForward):
                 logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, step.position_offsets_B)
@@ -732,3 +753,8 @@ class EngineCore:
                 logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared)
             sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step))
         return fed_B, positions_B, sampled
+
+    def _prescribe(self, step: DecodeStep, positions_B: np.ndarray) -> None:
+        """The model chooses the experts of a token, unless the last token of a prompt was computed before."""
+        for slot, row, position in zip(step.slots_B.tolist(), step.rows_B.tolist(), positions_B.tolist(), strict=True):
+            self.cache.kv.prescribe(row, position, position + 1, self.batch.requests[slot].routes)

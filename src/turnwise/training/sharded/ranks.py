@@ -202,6 +202,12 @@ class Ranks:
         dist.broadcast(value, src=0, group=self._control)
         return bool(value.item())
 
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of the values over all ranks, on the CPU."""
+        values = values.cpu().clone()
+        dist.all_reduce(values, group=self._control)
+        return values
+
     def abort(self) -> None:
         """End all operations that run, with an error on this rank."""
         for group in (dist.group.WORLD, self._control):

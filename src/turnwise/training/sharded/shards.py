@@ -24,11 +24,19 @@ from torch.distributed.checkpoint import state_dict_loader as dcp_load
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from turnwise.models.experts import Choice
 from turnwise.models.loading import largest_logit, of_tensors, token_logprobs
 from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import use_deterministic_algorithms
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.expert_load import (
+    Balance,
+    ExpertLoad,
+    LoadCounter,
+    recorded_load,
+    refuse_aux_loss_without_experts,
+)
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
@@ -158,6 +166,7 @@ def _dummy_micro_batch() -> MicroBatch[Targets]:
             advantage_N=zero_N,
             weight_N=zero_N,
         ),
+        count_T=torch.zeros(2),
     )
 
 
@@ -167,12 +176,22 @@ def _dummy_micro_batch() -> MicroBatch[Targets]:
 class ShardedForward(Forward):
     """`Forward` on a sharded model."""
 
-    def __init__(self, sharded: ShardedModel, sampling: Sampling, *, autocast: bool) -> None:
+    def __init__(
+        self, sharded: ShardedModel, sampling: Sampling, *, autocast: bool, router_replay: bool = False
+    ) -> None:
         self._sharded = sharded
-        sharded.probe(lambda: super(ShardedForward, self).__init__(sharded.model, sampling, autocast=autocast))
+        sharded.probe(
+            lambda: super(ShardedForward, self).__init__(
+                sharded.model, sampling, autocast=autocast, router_replay=router_replay
+            )
+        )
 
-    def logprobs(self, micro: MicroBatch[Any], *, entropy: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self._sharded.run(lambda: super(ShardedForward, self).logprobs(micro, entropy=entropy))
+    def logprobs(
+        self, micro: MicroBatch[Any], *, entropy: bool = False, on_choice: Callable[[Choice], None] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self._sharded.run(
+            lambda: super(ShardedForward, self).logprobs(micro, entropy=entropy, on_choice=on_choice)
+        )
 
 
 class ShardedReference:
@@ -230,7 +249,10 @@ class ModelShard:
             )
         )
         self.trains_adapter = has_adapter(self.model)
-        self._forward = ShardedForward(self._sharded, options.sampling, autocast=options.autocast)
+        self._forward = ShardedForward(
+            self._sharded, options.sampling, autocast=options.autocast, router_replay=options.router_replay
+        )
+        refuse_aux_loss_without_experts(self._loss, self.model)
         self.reference = self._make_reference(options, shares)
         self.parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
@@ -283,9 +305,11 @@ class ModelShard:
             # before the passes with gradients, which may use the same layers
             references = self.target_logprobs(mine, rounds, stop, reference=True)
 
+        balance = self._balance(mine, rounds, stop)
+
         def loss_of(number: int, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
             reference_N = references[number].to(self.ranks.device) if references else None
-            return policy_loss(self._forward, self._loss, micro, reference_N)
+            return policy_loss(self._forward, self._loss, micro, reference_N, balance)
 
         sums = accumulate_rounds(
             self.ranks,
@@ -298,6 +322,30 @@ class ModelShard:
             on_round=on_round,
         )
         return sum(sums, UpdateSums())
+
+    def _balance(self, mine: Sequence[MicroBatch[Targets]], rounds: int, stop: StopFlag) -> Balance | None:
+        """What the auxiliary loss of the experts must know of the batch of all ranks; None without such a loss."""
+        routers, coefficient = self._forward.routers, self._loss.options.router_aux_loss_coef
+        if routers is None or not coefficient:
+            return None
+        known = recorded_load(mine, routers) if self._forward.router_replay else None
+        # all ranks measure if one of them must: the passes are collective
+        if bool(self.ranks.total(torch.tensor([0 if known is not None else 1]))):
+            known = ExpertLoad.none(routers)
+
+            def measure(micro: MicroBatch[Any]) -> torch.Tensor:
+                nonlocal known
+                counter = LoadCounter(micro, routers)
+                logprob_N, _ = self._forward.logprobs(micro, on_choice=counter.note)
+                known = known + counter.load(None)
+                return logprob_N
+
+            measure_rounds(self.ranks, mine, rounds, stop, measure)
+        assert known is not None
+        total = self.ranks.total(torch.cat([torch.from_numpy(known.count_LE).flatten(), torch.tensor([known.tokens])]))
+        counts = total[:-1].view(known.count_LE.shape).numpy()
+        load = ExpertLoad(counts, float(total[-1]))
+        return Balance(coefficient, load.tokens, load.fraction)
 
     def token_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """See `Learner.token_logprobs`."""
