@@ -159,6 +159,40 @@ def test_models_that_do_not_continue_from_a_state_are_run_token_by_token() -> No
         assert engine._core.forward.token_by_token == (family in TOKEN_BY_TOKEN)  # type: ignore[attr-defined]
 
 
+def test_a_state_that_overflows_ends_its_conversation_and_is_named_with_its_layer() -> None:
+    model, good, bad = hybrid("falcon_h1"), list(range(3, 20)), [*range(3, 20), 77]
+
+    async def run() -> tuple[list[int], list[int], str]:
+        engine = LocalEngine(model, threads=1, context=128)
+
+        async def ask(conversation: str, prompt: list[int]) -> list[int]:
+            request = Request(conversation=conversation, token_ids=prompt, sampling=Sampling(max_tokens=6), seed=1)
+            return (await engine.generate(request)).token_ids
+
+        alone = await ask("alone", good)
+        with torch.no_grad():  # after the checks of the start, as when a run diverges
+            model.get_input_embeddings().weight[77] = torch.inf
+        beside, failed = await asyncio.gather(ask("good", good), ask("bad", bad), return_exceptions=True)
+        assert isinstance(failed, EngineError)
+        # the row is used again
+        rows = [await ask(f"{number}", [number, *good]) for number in range(90, 100)]
+        assert len(rows) == 10
+        await engine.close()
+        return alone, beside, str(failed)  # type: ignore[return-value]
+
+    alone, beside, failed = asyncio.run(run())
+    assert beside == alone
+    assert "gives NaN or infinite logits after 18 tokens, first in model.embed_tokens (Embedding)" in failed
+
+
+def test_weights_that_overflow_at_the_start_are_named_with_their_layer() -> None:
+    model = hybrid("falcon_h1")
+    with torch.no_grad():
+        model.model.layers[2].mamba.in_proj.weight.mul_(1e30)
+    with pytest.raises(EngineError, match=r"logits that are NaN or infinite, first in model\.layers\.2\.mamba"):
+        LocalEngine(model, threads=1)
+
+
 def test_memory_smaller_than_one_state_is_refused() -> None:
     with pytest.raises(EngineError, match=r"memory_gb is .*recurrent states of one conversation of Qwen3_5ForCausalLM"):
         LocalEngine(hybrid("qwen3_5"), threads=1, memory_gb=1e-6)

@@ -512,10 +512,11 @@ def test_other_states_than_keys_and_values_are_refused() -> None:
         output = forward(*args, **kwargs)
         if output.past_key_values is not None:
             output.past_key_values.layers[1].__class__ = unknown
+            output.past_key_values.layers[1].index = torch.zeros(1, 3, 4)
         return output
 
     model.forward = with_unknown_layer
-    with pytest.raises(EngineError, match="one of its layers caches a NewLayer"):
+    with pytest.raises(EngineError, match=r"layer 1 caches a NewLayer.*would need a place for index \[1, 3, 4\]"):
         LocalEngine(model)
 
 

@@ -199,6 +199,12 @@ def model_family(path: str) -> Any:
 
 def _refuse_other_weights(path: str, model: Any, *, missing: Collection[str], unexpected: Collection[str]) -> None:
     """Raise ConfigError unless the weights in memory are those of the checkpoint, and finite."""
+    if missing and unexpected and getattr(model.config.get_text_config(), "layer_types", None):
+        raise ConfigError(
+            f"{path}: the checkpoint lacks {_named(missing)}, and holds {_named(unexpected)}, for which {type(model).__name__} "
+            f"has no place. If these are layers of another type, the pattern of layers in config.json (layer_types) is not that "
+            f"of the weights: restore the config.json that belongs to them"
+        )
     if missing:
         raise ConfigError(
             f"{path}: the checkpoint lacks {_named(missing)}, which {type(model).__name__} has; "

@@ -6,15 +6,20 @@ loaded, merged and left out. Knows nothing of training. peft is imported only if
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import inspect
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 
@@ -33,7 +38,7 @@ class LoraOptions:
     rank: int
     alpha: float
     target_modules: tuple[str, ...] | None
-    """Names of layers, or the ends of names, such as `q_proj`. None: all linear layers except the output layer."""
+    """Names of layers, or the ends of names, such as `q_proj`. None: `default_targets`."""
     rslora: bool = False
     """Rank-stabilised scale (Kalajdzievski, 2023, arXiv 2312.03732)."""
     dora: bool = False
@@ -242,13 +247,107 @@ def with_second_adapter(model: Any, options: LoraOptions, folder: str | Path | N
     return second
 
 
-def _targets(model: Any, names: tuple[str, ...] | None) -> list[str] | str:
+def default_targets(model: Any) -> list[str]:
+    """The names of the linear layers that a new adapter changes, or ends of names where all layers with that end are meant.
+
+    These are all linear layers except the output layer, routers and gates of experts (an adapter would change which experts run),
+    and layers that nothing calls: a Mamba layer reads the weight of some of its projections itself, and passes by an adapter.
+    """
+    linear = {name for name, module in model.named_modules() if isinstance(module, _LINEAR)}
+    head = model.get_output_embeddings()
+    linear -= {name for name, module in model.named_modules() if module is head}
+    linear -= {name for name in linear if _passed_by(model, name) or _chooses_experts(model, name)}
+    linear -= _of_stacked_experts(model, linear)
+    if not linear:
+        raise ConfigError(
+            f"model.lora: {type(model).__name__} has no linear layer for an adapter: train all weights (remove model.lora)"
+        )
+    others: dict[str, set[str]] = {}
+    for name, _ in model.named_modules():
+        others.setdefault(name.rpartition(".")[2], set()).add(name)
+    ends = {name.rpartition(".")[2] for name in linear}
+    complete = {end for end in ends if others[end] <= linear}
+    return sorted(complete | {name for name in linear if name.rpartition(".")[2] not in complete})
+
+
+_LINEAR = (torch.nn.Linear, Conv1D)
+
+
+def _passed_by(model: Any, name: str) -> bool:
+    """Whether the module around a layer computes with the layer's weight or bias itself, at least in one of its kernels."""
+    parent, _, child = name.rpartition(".")
+    reads = re.compile(rf"self\.{re.escape(child)}\.(weight|bias)\b(?!\.(device|dtype|shape))")
+    return any(reads.search(text) for text in _methods(type(model.get_submodule(parent))))
+
+
+@functools.cache
+def _methods(kind: type) -> tuple[str, ...]:
+    """The sources of the methods of a class of modules, its constructor aside."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        if base.__module__.startswith("torch.") or base is object:
+            continue
+        for name, method in vars(base).items():
+            if name != "__init__" and inspect.isfunction(method):
+                with contextlib.suppress(OSError, TypeError):  # made without a file
+                    found.append(inspect.getsource(inspect.unwrap(method)))
+    return tuple(found)
+
+
+def _chooses_experts(model: Any, name: str) -> bool:
+    """Whether a layer has an output for each expert of the block around it, or one output, the gate of a shared expert."""
+    layer = model.get_submodule(name)
+    outputs = layer.weight.shape[0 if isinstance(layer, torch.nn.Linear) else 1]
+    if outputs == 1:
+        return True
+    around = name.split(".")[:-1]
+    for depth in range(len(around), max(0, len(around) - _LEVELS), -1):
+        block = model.get_submodule(".".join(around[:depth]))
+        if any(outputs == count for child in block.children() if (count := _experts_of(child))):
+            return True
+    return False
+
+
+_LEVELS = 2
+"""Modules around a router in which the experts are: the block, or a router module in the block."""
+
+
+def _experts_of(module: Any) -> int:
+    """The number of experts in a module: the length of a list of blocks, or of the stacks of their weights; 0 without experts."""
+    if isinstance(module, torch.nn.ModuleList):
+        return len(module)
+    if type(module).__module__.startswith("torch.nn."):  # a convolution
+        return 0
+    return next((len(parameter) for parameter in module.parameters(recurse=False) if parameter.ndim == 3), 0)
+
+
+def _of_stacked_experts(model: Any, names: Iterable[str]) -> set[str]:
+    """Those of the names by which peft means the stacked weights of experts, whatever layer has the name.
+
+    peft so loads adapters that were trained when each expert had layers of its own. It has adapters for stacks, which compute the
+    changed weights of all experts in each pass; they cannot be taken out of a model again, which the reference model needs.
+    """
+    peft = _peft()
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found: set[str] = set()
+    for name in names:
+        config = peft.LoraConfig(target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, None)
+        except ValueError:  # one of two names that are one stack
+            found.add(name)
+            continue
+        if set(config.target_modules) != {name}:
+            found.add(name)
+    return found
+
+
+def _targets(model: Any, names: tuple[str, ...] | None) -> list[str]:
     """The target modules as peft expects them. Raises ConfigError if the model has no layer of a name."""
     if names is None:
-        return "all-linear"
-    layers = {
-        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-    }
+        return default_targets(model)
+    layers = {name for name, module in model.named_modules() if isinstance(module, (*_LINEAR, torch.nn.Embedding))}
     ends = sorted({name.rpartition(".")[2] for name in layers})
     for target in names:
         matching = [name for name in layers if name == target or name.endswith(f".{target}")]
@@ -258,6 +357,17 @@ def _targets(model: Any, names: tuple[str, ...] | None) -> list[str] | str:
                 f"{nearest(target, ends)}; it has {_listed(ends)}"
             )
         _refuse_tied(model, target, matching)
+        if passed := sorted(name for name in matching if _passed_by(model, name)):
+            raise ConfigError(
+                f"model.lora.target_modules: {type(model).__name__} computes with the weight of {passed[0]} itself, so an "
+                f"adapter on {target!r} would have no effect: remove it from the list"
+            )
+    if stacked := sorted(_of_stacked_experts(model, names)):
+        raise ConfigError(
+            f"model.lora.target_modules: in {type(model).__name__}, peft takes {stacked[0]!r} for the stacked weights of "
+            f"its experts, which turnwise does not adapt: remove it from the list. Without a list, these get adapters: "
+            f"{', '.join(default_targets(model))}"
+        )
     return list(names)
 
 

@@ -1,4 +1,4 @@
-"""Mixed precision, deterministic algorithms, and the options of attention that `sdpa` ignores.
+"""Mixed precision, deterministic algorithms, where values overflow, and the options of attention that `sdpa` ignores.
 
 Mixed precision computes matrix products in bfloat16 with parameters in float32 (torch.autocast). Norms, the residual stream,
 the output layer and the softmax of the output stay in float32, and gradients of parameters are float32. The output layer does,
@@ -16,7 +16,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
@@ -27,6 +29,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from turnwise.models.allocator import long_lived
+
+_log = logging.getLogger(__name__)
 
 # Mixed precision
 
@@ -141,6 +145,56 @@ def use_deterministic_algorithms() -> None:
     """Make torch deterministic in this process: deterministic algorithms, and one thread."""
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
+
+
+# Overflow: where the first value that is not finite comes from
+
+
+def overflowing_module(model: Any, run: Callable[[], Any]) -> str | None:
+    """The first module of the model whose output has NaN or infinite values while `run` calls the model: its name and class, such
+    as `model.layers.3.linear_attn (Qwen3_5GatedDeltaNet)`. None if all outputs are finite.
+
+    A layer inside a layer is named, not the layer around it. Passes of other threads do not count.
+    """
+    found: list[str] = []
+    thread = threading.get_ident()
+
+    def check(name: str, module: torch.nn.Module, _: Any, output: Any) -> None:
+        if not found and threading.get_ident() == thread and not _all_finite(output):
+            found.append(f"{name} ({type(module).__name__})")
+
+    handles = [module.register_forward_hook(functools.partial(check, name)) for name, module in model.named_modules()]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def _all_finite(output: Any) -> bool:
+    if isinstance(output, torch.Tensor):
+        return not output.is_floating_point() or bool(output.isfinite().all())
+    if isinstance(output, Mapping):
+        return all(_all_finite(value) for value in output.values())
+    return not isinstance(output, tuple | list) or all(_all_finite(value) for value in output)
+
+
+def log_overflow(model: Any, run: Callable[[], Any]) -> None:
+    """Warn of the first module whose output is not finite while `run` calls the model; if all are, of the first such gradient."""
+    where = overflowing_module(model, run)
+    if where is not None:
+        _log.warning("the first values that are NaN or infinite are those of %s", where)
+        return
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    strange = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+    if strange:
+        _log.warning(
+            "all values of the forward pass are finite; the gradients of %d parameters are not, such as %s",
+            len(strange),
+            strange[-1],  # that of the last layer is computed first
+        )
 
 
 # Attention: options that `sdpa` ignores

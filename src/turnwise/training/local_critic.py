@@ -15,6 +15,7 @@ from turnwise.models.allocator import is_large
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import of_model
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
+from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.forward import shares_prefixes
@@ -110,6 +111,12 @@ class LocalCritic(CriticBase):
     def step(self, lr: float) -> float:
         """See `CriticBase.step`."""
         return self._optimizer.step(lr)
+
+    def explain_overflow(self, micro_batches: Sequence[MicroBatch[ValueTargets]]) -> None:
+        """See `UpdateLoop.explain_overflow`."""
+        log_overflow(
+            self._model, lambda: [self._forward.values(micro.to(self._model.device)) for micro in micro_batches]
+        )
 
     def save(self, folder: Path) -> None:
         if has_adapter(self._model):

@@ -18,6 +18,7 @@ from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import ModelOptions, largest_logit, load_model, of_model, published_weights, token_logprobs
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
+from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection, PpoClip, ReferenceSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.expert_load import Balance, balance_of, refuse_aux_loss_without_experts
@@ -162,6 +163,12 @@ class LocalLearner(LearnerBase):
         """See `LearnerBase.step`."""
         with self._threads.during("optimizer", self._optimizer.numel):
             return self._optimizer.step(lr)
+
+    def explain_overflow(self, micro_batches: Sequence[MicroBatch[Targets]]) -> None:
+        """See `UpdateLoop.explain_overflow`."""
+        log_overflow(
+            self._model, lambda: [self._forward.logprobs(micro.to(self._model.device)) for micro in micro_batches]
+        )
 
     def _balance(self, micro_batches: Sequence[MicroBatch[Targets]], stop: StopFlag) -> Balance | None:
         """What the auxiliary loss of the experts must know of a batch; None without such a loss."""

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -205,6 +206,9 @@ class UpdateLoop(ABC, Generic[M, S]):
     def step(self, lr: float) -> float:
         """Take an optimizer step. Returns the norm of the gradient before clipping."""
 
+    def explain_overflow(self, micro_batches: Sequence[M]) -> None:
+        """Log where values of this batch stop being finite, after its gradient was not. Nothing where no process can say it."""
+
     async def take_steps(
         self, batches: list[list[M]], report: Report, on_first: Report, lr: float, epochs: int, cancellable: bool
     ) -> tuple[list[S], list[float]]:
@@ -222,6 +226,8 @@ class UpdateLoop(ABC, Generic[M, S]):
             if not sums:
                 on_first()
             norms.append(self.step(lr))
+            if not math.isfinite(norms[-1]):
+                self.explain_overflow(batch)
             sums.append(total)
         return sums, norms
 

@@ -228,6 +228,11 @@ class KVCache:
         for states in self.states:
             states[0, rows] = 0
 
+    def clear_row(self, row: int) -> None:
+        """Overwrite all that a row holds with zeros."""
+        for tensor in (*self.tensors, *self.states):
+            tensor[:, row] = 0
+
     def save_states(self, rows_N: Sequence[int], snapshots_N: Sequence[int]) -> None:
         """Copy the current state of each row to its `snapshots_N[n]`-th (1 to SNAPSHOTS)."""
         rows, snapshots = self._index(rows_N), self._index(snapshots_N)
@@ -578,6 +583,11 @@ class PrefixCache:
             self._free(slot)
         else:
             self._index.set(slot, self.tokens_SC[slot, : self.length_S[slot]])
+
+    def discard(self, slot: int) -> None:
+        """The slot holds values that are not finite: free it, and overwrite its row, because a masked token counts 0 * NaN."""
+        self.kv.clear_row(int(self.row_S[slot]))
+        self._free(slot)
 
     def release(self, conversation: str) -> None:
         """The conversation is over. Its slot still serves as a source of prefixes."""

@@ -24,6 +24,8 @@ from turnwise.models.cpu import TorchThreads
 from turnwise.models.experts import Routers
 from turnwise.models.loading import published_weights
 from turnwise.models.lora import has_adapter
+from turnwise.models.precision import autocast as bfloat16_autocast
+from turnwise.models.precision import overflowing_module
 from turnwise.options.engines import LocalEngineSection
 from turnwise.types import Completion, Request
 
@@ -80,13 +82,14 @@ class LocalEngine:
                 f"memory_gb is {memory_gb:.3g}, and the recurrent states of one conversation of {type(model).__name__} take "
                 f"{kv.row_bytes / 2**30:.3g} GiB: give the cache more"
             )
-        self._model = model
+        self._model, self._autocast = model, autocast
         self._core = EngineCore(
             forward,
             PrefixCache(kv, num_slots=slots, context=context),
             RunningBatch(slots, decode, parameter.device),
             threads=TorchThreads(threads, large=is_large(model)),
             version=version,
+            explain=self._explain_overflow,
         )
         self._limits = RequestLimits(
             context=context,
@@ -202,6 +205,19 @@ class LocalEngine:
                 f"them. Use a vision model, or messages of text"
             )
         return self._core.forward.make_prompt(prompt_N, request.media)
+
+    def _explain_overflow(self, tokens_N: np.ndarray, request: PendingRequest) -> str:
+        """Why the logits after these tokens are NaN or infinite."""
+        where = None
+        if request.vision_prompt is None:
+            ids_1T = torch.from_numpy(tokens_N.astype(np.int64)).to(next(self._model.parameters()).device)[None]
+            with bfloat16_autocast(ids_1T.device, self._autocast):
+                where = overflowing_module(self._model, lambda: self._model(input_ids=ids_1T, use_cache=False))
+        return (
+            f"{type(self._model).__name__} gives NaN or infinite logits after {len(tokens_N)} tokens"
+            f"{'' if where is None else f', first in {where}'}: the weights may have diverged (lower train.lr, or go back to an "
+            f"earlier checkpoint), or the model's dtype is too narrow for it (model.dtype)"
+        )
 
     # the task that runs the steps
 

@@ -37,7 +37,14 @@ from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, Share
 from turnwise.engines.local.row_cache import RECURRENT_TYPES, RowCache, RowView, probe_layers, unsupported
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.experts import RouterPass
-from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, narrow_window, output_layer_in_float32
+from turnwise.models.precision import (
+    Bfloat16Linears,
+    autocast,
+    ignored_by_sdpa,
+    narrow_window,
+    output_layer_in_float32,
+    overflowing_module,
+)
 from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.models.vision import VisionAdapter
 from turnwise.types import Media
@@ -120,25 +127,23 @@ def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedF
     else:
         logger.info("the embedded engine runs %s through the model's own forward: %s", type(model).__name__, reason)
     sees = VisionAdapter.of(model) is not None
-    generic = VisionForward(model, autocast=autocast) if sees else GenericForward(model, autocast=autocast)
-    problem = "it does not take a mask of four dimensions as other decoders do"
     try:
-        with boundary("engine"):  # a model with other masks may raise any exception
+        with boundary("engine"):  # a model with a cache or masks of its own may raise any exception
+            generic = VisionForward(model, autocast=autocast) if sees else GenericForward(model, autocast=autocast)
             difference, limit = logit_difference(generic, model, autocast=autocast)
             if difference > limit and generic.state_shapes:
                 generic.token_by_token = True
                 difference, limit = logit_difference(generic, model, autocast=autocast)
         if difference <= limit:
             return generic
-        problem = f"its logits differ by {difference:.3g}, more than {limit:.3g}: {problem}"
+        problem = (
+            f"over our cache, its logits differ by {difference:.3g} from those of its own pass, more than {limit:.3g}"
+        )
     except Failed as failed:
         if isinstance(failed.__cause__, EngineError):
             raise failed.__cause__ from None
-        problem = f"{problem} ({failed.failure.message})"
-    raise EngineError(
-        f"{type(model).__name__} cannot be run by the embedded engine: {problem}. Use another model, or serve this model with "
-        f"another engine"
-    )
+        problem = f"it does not take our cache and masks as other decoders do ({failed.failure.message})"
+    raise unsupported(model, problem)
 
 
 def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast: bool = False) -> tuple[float, float]:
@@ -172,8 +177,10 @@ def logit_difference(forward: CachedForward, model: PreTrainedModel, *, autocast
         with bfloat16_autocast(parameter.device, autocast):
             own_NV = torch.stack([_last_logits(model, sequence, parameter.device) for sequence in sequences])
     if not bool(torch.isfinite(own_NV).all()):
+        where = overflowing_module(model, lambda: [_last_logits(model, ids, parameter.device) for ids in sequences])
         raise EngineError(
-            f"{type(model).__name__} gives logits that are NaN or infinite: its weights are damaged, or its dtype "
+            f"{type(model).__name__} gives logits that are NaN or infinite"
+            f"{'' if where is None else f', first in {where}'}: its weights are damaged, or its dtype "
             f"({str(parameter.dtype).removeprefix('torch.')}) is too narrow for it. Use another checkpoint or another model.dtype"
         )
     difference = (logits_NV - own_NV).abs().max().item()
@@ -190,6 +197,8 @@ def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.dev
 # Generic pass: any decoder of transformers
 
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
+"""The attention of layers that have a state besides."""
 OTHER_TYPES = (*RECURRENT_TYPES, "mlp", "moe")
 """Layers without a mask: recurrent ones, and those that keep nothing from token to token. Nothing else is known of other types,
 so they are refused: an attention that selects tokens may agree on the few tokens of the comparison."""
@@ -356,9 +365,10 @@ class GenericForward:
             zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
             masks[layer_type] = zeros.masked_fill_(~visible, torch.finfo(self._dtype).min)
         by_type = set(getattr(self._config, "layer_types", None) or ())
-        if not by_type & {"sliding_attention", "chunked_attention"}:
+        if not {_ATTENDS.get(name, name) for name in by_type} & {"sliding_attention", "chunked_attention"}:
             return masks[self._attention_types[0]]
-        return {**dict.fromkeys(by_type), **masks}
+        both = {name: masks[attention] for name, attention in _ATTENDS.items() if attention in masks}
+        return {**dict.fromkeys(by_type | {"linear_attention"}), **both, **masks}
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
@@ -399,7 +409,8 @@ def _attention_types(model: PreTrainedModel) -> list[str]:
         raise unsupported(model, f"it has layers of the type {', '.join(unknown)}; known types are {known}")
     if not layer_types:
         return ["sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"]
-    return [name for name in ATTENTION_TYPES if name in layer_types] or ["full_attention"]
+    attention = {_ATTENDS.get(name, name) for name in layer_types}
+    return [name for name in ATTENTION_TYPES if name in attention] or ["full_attention"]
 
 
 def _check_masks(model: PreTrainedModel) -> None:
@@ -579,5 +590,5 @@ class VisionForward(GenericForward):
             raise EngineError(
                 f"{type(self._model).__name__} computes other logits over the cache of the embedded engine when the prompt "
                 f"holds an image (they differ by {difference:.3g}, more than {limit:.3g}): its images do not attend as text "
-                f"does. Use another model, or serve this model with another engine"
+                f"does. Use messages of text, or another model (docs/multimodal.md lists those that were tried)"
             )

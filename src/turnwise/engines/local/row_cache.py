@@ -35,7 +35,7 @@ _RECURRENT = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid")
+RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Types of layers in a model's config that keep a state."""
 
 
@@ -60,7 +60,7 @@ def probe_layers(model: PreTrainedModel) -> tuple[KeptByLayer, ...]:
         cache = output.get("cache_params")  # models without attention
     if not isinstance(cache, Cache):
         raise unsupported(model, "it returns no cache of keys, values or states")
-    return tuple(_kept_by(layer, model) for layer in cache.layers)
+    return tuple(_kept_by(layer, index, model) for index, layer in enumerate(cache.layers))
 
 
 def bytes_kept(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
@@ -74,17 +74,20 @@ def bytes_kept(model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, int]:
 def unsupported(model: PreTrainedModel, reason: str) -> EngineError:
     """The refusal of a model."""
     return EngineError(
-        f"the embedded engine cannot run {type(model).__name__}: {reason}. Use another model, or serve this model with another "
-        f"engine"
+        f"the embedded engine cannot run {type(model).__name__}: {reason}. Use a model that works: docs/models.md lists the "
+        f"families that were tried. No other engine was tried with this one"
     )
 
 
-def _kept_by(layer: object, model: PreTrainedModel) -> KeptByLayer:
+def _kept_by(layer: CacheLayerMixin, index: int, model: PreTrainedModel) -> KeptByLayer:
     if type(layer) not in (*_ATTENTION, *_RECURRENT):
+        kept = {name: tuple(value.shape) for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
+        needed = ", ".join(f"{name} {list(shape)}" for name, shape in kept.items() if name not in ("keys", "values"))
         raise unsupported(
             model,
-            f"one of its layers caches a {type(layer).__name__}. The cache holds keys and values (all of them, or a sliding "
-            f"window), recurrent states, and windows of convolutions",
+            f"layer {index} caches a {type(layer).__name__}. The cache holds keys and values (all of them, or a sliding window), "
+            f"recurrent states, and windows of convolutions"
+            + (f"; this layer would need a place for {needed} too (sizes after three tokens)" if needed else ""),
         )
     shapes: tuple[KVShape, ...] = ()
     if isinstance(layer, DynamicLayer) and layer.is_initialized:

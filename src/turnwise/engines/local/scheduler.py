@@ -458,10 +458,23 @@ class SampledTokens:
     raw_logprobs_B: np.ndarray
     """Under softmax(logits)."""
 
+    @property
+    def overflowed(self) -> np.ndarray:
+        """Indices of the requests whose logits were not finite."""
+        return np.flatnonzero(np.isnan(self.raw_logprobs_B))
+
 
 def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B: np.ndarray) -> SampledTokens:
-    """Sample one token for each row of float32 logits [B, V], with one uniform random number each."""
+    """Sample one token for each row of float32 logits [B, V], with one uniform random number each.
+
+    The log-probabilities of a row whose logits are not finite are NaN; its token means nothing.
+    """
     raw_BV = logits_BV.log_softmax(dim=-1)
+    overflowed_B = raw_BV[:, 0].isnan()  # one value that is NaN or infinite makes the sum over the row NaN
+    if bool(overflowed_B.any()):
+        sampled = sample_tokens(logits_BV.masked_fill(overflowed_B[:, None], 0.0), options, uniforms_B)
+        nan_B = np.where(overflowed_B.cpu().numpy(), np.float32(np.nan), np.float32(0.0))
+        return SampledTokens(sampled.tokens_B, sampled.logprobs_B + nan_B, sampled.raw_logprobs_B + nan_B)
     if options.unfiltered:
         tokens_B1 = _inverse_cdf(raw_BV.exp(), uniforms_B)
         raw_B = raw_BV.gather(1, tokens_B1).squeeze(1).cpu().numpy()
@@ -630,9 +643,18 @@ class EngineCore:
     """Waiting and running requests, the cache, and the model."""
 
     def __init__(
-        self, forward: CachedForward, cache: PrefixCache, batch: RunningBatch, *, threads: TorchThreads, version: int
+        self,
+        forward: CachedForward,
+        cache: PrefixCache,
+        batch: RunningBatch,
+        *,
+        threads: TorchThreads,
+        version: int,
+        explain: Callable[[np.ndarray, PendingRequest], str],
     ) -> None:
+        """`explain` says why the logits after these tokens of a request are not finite."""
         self.forward, self.cache, self.batch, self.threads = forward, cache, batch, threads
+        self.explain = explain
         self.stats = Stats()
         self.scheduler = Scheduler(cache, forward, threads, self.stats)
         self.version = version
@@ -686,7 +708,11 @@ class EngineCore:
         self.stats.decode_steps += 1
         self.stats.sampled_tokens += len(fed_B)
         finished = self.batch.append(step, sampled, self.version)
+        if len(overflowed := sampled.overflowed):
+            self._fail(step.slots_B[overflowed].tolist())
         for slot, finish_reason in finished:
+            if slot not in self.batch.requests:  # failed
+                continue
             request, partial = self.batch.remove(slot)
             routes = self.cache.recorded_routes(slot)
             self.cache.finish_request(slot)
@@ -699,6 +725,14 @@ class EngineCore:
                 )
                 request.future.set_result(completion)
         return len(finished)
+
+    def _fail(self, slots: Sequence[int]) -> None:
+        """End the requests of these slots, whose logits are not finite. The others go on."""
+        for slot in slots:
+            request, request.partial = self.batch.remove(slot)
+            self.cache.discard(slot)
+            if not request.future.done():
+                request.future.set_exception(EngineError(self.explain(request.token_ids[:-1], request)))
 
     def _next_step(self) -> DecodeStep:
         """The step for the requests that run now; every row has room for one more token."""

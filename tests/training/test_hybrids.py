@@ -1,0 +1,149 @@
+"""Training of models with recurrent layers: what other options do with them, and what is said when their values overflow."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.hybrids import hybrid
+from training.test_batch import group
+from training.test_critic import estimated, packing
+from turnwise.errors import ConfigError
+from turnwise.models.loading import ModelOptions, load_model, recompute_layers
+from turnwise.models.lora import LoraOptions, add_adapter, default_targets, merged, save_adapter
+from turnwise.options.algorithm import PpoClip
+from turnwise.training.batch import MicroBatch, pack
+from turnwise.training.forward import Forward
+from turnwise.training.local_critic import LocalCritic
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.losses import make_loss
+from turnwise.training.value_batch import pack_value_targets
+from turnwise.types import Sampling
+
+KINDS = ["qwen3_5", "lfm2", "falcon_h1"]
+"""Linear attention, convolutions, Mamba-2 beside attention."""
+TARGETS = {
+    # the gate of the shared expert, the router and the experts' stacks are not adapted; peft takes the names of the shared
+    # expert's layers for the stacks of qwen3_next, not for those of qwen3_5_moe
+    "qwen3_5_moe": "down_proj gate_proj in_proj_a in_proj_b in_proj_qkv in_proj_z k_proj o_proj out_proj q_proj up_proj v_proj",
+    "qwen3_next": "in_proj_ba in_proj_qkvz k_proj o_proj out_proj q_proj v_proj",
+    "lfm2": "in_proj k_proj out_proj q_proj v_proj w1 w2 w3",
+    # a kernel of Mamba reads the weight of out_proj itself
+    "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",
+    "mamba": "in_proj",
+    "granite_hybrid": "in_proj input_linear k_proj o_proj output_linear q_proj v_proj",
+    "llama4": "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj",
+}
+
+
+def row_by_row(micro: MicroBatch[Any], model: Any) -> torch.Tensor:
+    """Log-probabilities of the targets from a pass over each row alone, without padding."""
+    found = []
+    for row, column in zip(micro.row_U.tolist(), micro.column_U.tolist(), strict=True):
+        ids_1T = micro.token_ids_BL[row : row + 1, : column + 1]
+        found.append(model(ids_1T, use_cache=False).logits[0, -1].float().log_softmax(-1))
+    own_UV = torch.stack(found)
+    return own_UV.gather(1, micro.token_U[:, None])[:, 0][micro.prediction_N]
+
+
+def packed() -> list[MicroBatch[Any]]:
+    return pack(group(), share_prompts=False).micro_batches
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padded_rows_and_chunks_of_targets_give_the_gradient_of_each_row_alone(name: str) -> None:
+    gradients = []
+    for in_chunks in (False, True):
+        model = hybrid(name)
+        if in_chunks:
+            recompute_layers(model)
+        forward = Forward(model, Sampling(), chunk_bytes=3 * 4 * 128)
+        for micro in packed():
+            logprob_N = forward.logprobs(micro)[0] if in_chunks else row_by_row(micro, model)
+            (logprob_N * micro.targets.advantage_N).sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    expected, actual = gradients
+    largest = max(float(gradient.abs().max()) for gradient in expected.values() if gradient is not None)
+    for key, gradient in expected.items():
+        assert (gradient is None) == (actual[key] is None), key
+        if gradient is not None:
+            torch.testing.assert_close(actual[key], gradient, atol=1e-5 * largest, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_autocast_keeps_the_log_probabilities_about_the_same(name: str) -> None:
+    (micro, *_) = packed()
+    with torch.no_grad():
+        exact_N = Forward(hybrid(name), Sampling()).logprobs(micro)[0]
+        narrow_N = Forward(hybrid(name), Sampling(), autocast=True).logprobs(micro)[0]
+    assert 0.0 < (narrow_N - exact_N).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_adapter_is_on_linear_layers_that_are_called_and_choose_no_experts(name: str, tmp_path: Path) -> None:
+    model = hybrid(name)
+    assert {target.rpartition(".")[2] for target in default_targets(model)} == set(TARGETS[name].split())
+    add_adapter(model, LoraOptions(rank=2, alpha=4.0, target_modules=None))
+    adapted = {key.split(".lora_A")[0] for key, _ in model.named_parameters() if ".lora_A" in key}
+    assert not any("router" in key or "experts." in key or key.endswith("shared_expert_gate") for key in adapted)
+    one = LocalLearner(model, sampling=Sampling(), loss=make_loss(PpoClip(kl_coef=0.5)), threads=1)
+    first, second = (asyncio.run(one.update([pack(group(), share_prompts=False)], lr=1e-2)) for _ in range(2))
+    assert first.grad_norm > 0
+    assert (first.kl, second.kl > 1e-4) == (pytest.approx(0.0, abs=1e-6), True)  # the reference is the base model
+    save_adapter(model, tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert all(bool(tensor.any()) for key, tensor in saved.items() if ".lora_B" in key)  # each one has an effect
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        whole = merged(hybrid(name), tmp_path)(ids, use_cache=False).logits
+        torch.testing.assert_close(whole, model(ids, use_cache=False).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_targets_that_have_no_effect_or_mean_something_else_are_refused() -> None:
+    def add(name: str, *targets: str) -> None:
+        add_adapter(hybrid(name), LoraOptions(rank=2, alpha=4.0, target_modules=targets))
+
+    with pytest.raises(ConfigError, match=r"computes with the weight of backbone.layers.0.mixer.out_proj itself"):
+        add("mamba2", "in_proj", "out_proj")
+    with pytest.raises(ConfigError, match=r"peft takes 'gate_proj' for the stacked weights of its experts.*q_proj"):
+        add("qwen3_next", "q_proj", "gate_proj")
+
+
+def test_a_critic_of_a_hybrid_learns_returns() -> None:
+    one, trajectories, losses = LocalCritic(hybrid("qwen3_5"), threads=1), group(), []
+    for _ in range(4):
+        estimated(one, trajectories, "turn")
+        for conversation, goal in zip(trajectories, (1.0, 0.0, 1.0, -1.0), strict=True):
+            conversation.returns = [goal for _ in conversation.values]
+        batch = pack_value_targets(trajectories, packing("turn", share_prompts=False))
+        losses.append(asyncio.run(one.update([batch], lr=3e-3)).loss)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_gradient_that_overflows_is_named_with_its_layer(caplog: pytest.LogCaptureFixture) -> None:
+    model = hybrid("falcon_h1")
+    one = LocalLearner(model, sampling=Sampling(), loss=make_loss(PpoClip()), threads=1)
+    before = model.model.layers[1].mamba.in_proj.weight.clone()
+    with torch.no_grad():
+        model.model.layers[2].mamba.in_proj.weight.mul_(1e30)
+    with caplog.at_level(logging.WARNING):
+        stats = asyncio.run(one.update([pack(group(), share_prompts=False)], lr=1e-2))
+    assert stats.grad_norm != stats.grad_norm
+    assert torch.equal(model.model.layers[1].mamba.in_proj.weight, before)
+    assert "the first values that are NaN or infinite are those of model.layers.2.mamba" in caplog.text
+
+
+def test_a_layer_pattern_that_does_not_match_the_weights_is_refused_with_names(tmp_path: Path) -> None:
+    hybrid("qwen3_5").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["layer_types"] = ["linear_attention", "linear_attention", "full_attention", "full_attention"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"lacks .*model\.layers\.1\.linear_attn.*layer_types"):
+        load_model(ModelOptions(path=tmp_path, dtype="float32", device="cpu"))
