@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test test-slow test-engines test-cluster test-ray test-view lint check docs format wheel bench mutants clean
+.PHONY: help demo test test-slow test-engines test-cluster test-ray test-view lint check docs format wheel bench models mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,6 +59,9 @@ bench: $(VENV)/ready-dev  ## run the benchmarks
 	$(BIN)/python benchmarks/loop.py
 	$(BIN)/python benchmarks/local_engine.py
 	$(BIN)/python benchmarks/against_trl.py
+
+models: $(VENV)/ready-dev  ## try all families of models, write docs/models.md (about 20 minutes on two cores; continues after a stop)
+	nice $(BIN)/python scripts/model_table.py
 
 # PARTS="training rollout" and SAMPLE=100 make it shorter; see scripts/mutants.py
 mutants: $(VENV)/ready-dev  ## list small code changes that no quick test notices (takes hours; not in CI)

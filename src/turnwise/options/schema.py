@@ -69,7 +69,8 @@ class LoraSection(Section):
     """The scale of the adapter: the product of its two matrices is multiplied by `model.lora.alpha` / `model.lora.rank`."""
     target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """The linear layers that get an adapter: their names, or the ends of their names, such as `[q_proj, v_proj]`. Null: all
-    linear layers except the output layer."""
+    linear layers except the output layer, routers and gates of experts, and layers whose weight a kernel reads
+    (docs/memory.md)."""
     rslora: bool = False
     """Whether the scale of the adapter is `model.lora.alpha` / the square root of `model.lora.rank` (rank-stabilised LoRA)
     instead of `model.lora.alpha` / `model.lora.rank`."""
