@@ -410,12 +410,11 @@ def agents_turnwise(folder: Path, *arguments: str) -> None:
 @pytest.mark.slow
 def test_the_program_of_the_page_is_trained_with_and_its_tokens_are_exact(tmp_path: Path) -> None:
     (tmp_path / "agent.yaml").write_text(block("# agent.yaml"), encoding="utf-8")
-    agents_turnwise(
-        tmp_path, "train", "agent.yaml", "train.steps=2"
-    )  # each conversation is a process with a client library
+    small = ["train.steps=2", "train.batch_size=2"]  # each conversation is a process that imports a client library
+    agents_turnwise(tmp_path, "train", "agent.yaml", *small)
     run = tmp_path / "runs" / "agent"
     trajectories = list(read(run))
-    assert len(trajectories) == 2 * 16
+    assert len(trajectories) == 2 * 8
     assert [trajectory.error for trajectory in trajectories if trajectory.error is not None] == []
     # the strict sanity check: what the loop appended is what the template writes for the messages of the requests
     assert not [
