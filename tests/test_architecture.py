@@ -109,6 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engines.remote",
         "rollout",
         "rollout_server",
+        "options",
     },
     "assembly": {
         "types",

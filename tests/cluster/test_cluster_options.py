@@ -10,15 +10,14 @@ import pytest
 from support.recipes import PLACES, save_recipe
 from turnwise import assembly
 from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
-from turnwise.assembly.learners import rank_device, rank_group_options
+from turnwise.assembly.learners import rank_device
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.options.engines import FsdpSection
-from turnwise.ray_workers.ranks import RankGroupOptions
-from turnwise.ray_workers.ray_api import ActorOptions, connect
-from turnwise.ray_workers.rollouts import PoolOptions, choose_worker
+from turnwise.ray_workers.ray_api import connect, needs_text
+from turnwise.ray_workers.rollouts import choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
 
@@ -118,18 +117,11 @@ def test_options_of_the_recipe_reach_the_workers(ray_recipe: Path) -> None:
     config, _ = load(ray_recipe, [*overrides, *(f"cluster.workers.{name}={value}" for name, value in workers.items())])
     options = ray_options(config, assembly.renderer(config))
     assert options.address == "auto"
-    assert options.pool == PoolOptions(
-        count=4,
-        actor=ActorOptions(
-            num_cpus=0.5,
-            num_gpus=2,
-            resources={"tools": 1.5},
-            runtime_env={"env_vars": {"A": "b"}},
-            max_concurrent=7,
-        ),
-        start_timeout=9,
-        heartbeat=3,
-    )
+    needs = options.cluster.workers
+    assert (needs.count, needs.num_cpus, needs.num_gpus, needs.resources) == (4, 0.5, 2, {"tools": 1.5})
+    assert (needs.runtime_env, needs.max_concurrent, needs.start_timeout) == ({"env_vars": {"A": "b"}}, 7, 9)
+    assert options.cluster.heartbeat == 3
+    assert needs_text(needs) == "num_cpus=0.5, num_gpus=2, tools=1.5"
 
 
 def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:
@@ -139,19 +131,13 @@ def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:
     ]
     config, _ = load(ray_recipe, [*words, "cluster.address=auto", "cluster.workers={count: 2, num_cpus: 0.5}"])
     assert config.cluster.distributed
-    assert rank_group_options(config, workers=True) == RankGroupOptions(
-        address="auto",
-        count=3,
-        actor=ActorOptions(num_cpus=4, resources={"trainer": 1}, runtime_env={"env_vars": {"A": "b"}}),
-        gpus=True,
-        start_timeout=9,
-        workers="2 x (num_cpus=0.5, num_gpus=0)",
-    )
-    on_cpu, _ = load(ray_recipe, [*words, "model.device=cpu"])
-    assert not rank_group_options(on_cpu, workers=False).gpus
+    needs = config.cluster.ranks
+    assert (needs.num_cpus, needs.resources, needs.start_timeout) == (4, {"trainer": 1}, 9)
+    assert needs.runtime_env == {"env_vars": {"A": "b"}}
+    assert needs_text(needs) == "num_cpus=4, num_gpus=0, trainer=1"
+    assert needs_text(config.cluster.workers) == "num_cpus=0.5, num_gpus=0"
     chosen, _ = load(ray_recipe, ["cluster.trainers=3", "cluster.ranks.num_gpus=1"])
-    options = rank_group_options(chosen, workers=False)
-    assert (options.actor.num_gpus, options.gpus, options.workers) == (1, False, "")
+    assert needs_text(chosen.cluster.ranks) == "num_cpus=1, num_gpus=1"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from support.conversations import Says, a_row, a_table, completion
 from support.instant_loop import run_instantly
 from turnwise.data.order import DataState, Order, RowSource
 from turnwise.environments.environment import SingleTurn
+from turnwise.options.algorithm import TrainSection
 from turnwise.rewards.functions import BatchReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
-from turnwise.rollout.pipeline import Pipeline, PipelineOptions, TakenGroups, capacity, choose
+from turnwise.rollout.pipeline import Pipeline, TakenGroups, capacity, choose
 from turnwise.types import Completion, Opening, Reply, Request, Row, Stop, Trajectory, Turn
 
 # The pipeline between conversations and training: real loops, a scripted engine, random latencies, a clock that
@@ -66,12 +67,13 @@ class Users:
 class Simulation:
     """A training run without training: the trainer takes groups, sleeps, and publishes weights."""
 
-    options: PipelineOptions
+    options: TrainSection
     seed: int
     fails: float = 0.0
     concurrent: int = 256
     scorer: Scorer = field(default_factory=Scorer)
     rows: Sequence[Row] = tuple(ROWS)
+    baselines: bool = False
 
     def pipeline(self, state: DataState, version: int) -> Pipeline:
         generator = random.Random(self.seed + version)
@@ -79,13 +81,21 @@ class Simulation:
         engine.version = version
         context = a_table(engine, lambda: Users(generator, self.fails), concurrent=self.concurrent)
         source = RowSource(self.rows, Order(len(self.rows), seed=0), None, state)
-        return Pipeline(context=context, scorer=self.scorer, source=source, options=self.options, version=version)
+        return Pipeline(
+            context=context,
+            scorer=self.scorer,
+            source=source,
+            options=self.options,
+            seed=0,
+            version=version,
+            baselines=self.baselines,
+        )
 
     async def run(self, pipeline: Pipeline, taken: list[TakenGroups], states: list[DataState]) -> None:
         """Finish the run. Appends the groups of each step and the state after it."""
         generator = random.Random(self.seed)
         async with pipeline:
-            while pipeline.version < self.options.steps:
+            while pipeline.version < self.options.total_steps:
                 groups = await pipeline.take()
                 await asyncio.sleep(generator.random() * 4)
                 await pipeline.context.engine.load_weights(pipeline.version + 1)
@@ -106,12 +116,11 @@ def staleness(step: int, taken: TakenGroups) -> list[int]:
     ]
 
 
-def random_options(generator: random.Random, **options: int) -> PipelineOptions:
-    return PipelineOptions(
+def random_options(generator: random.Random, **options: int) -> TrainSection:
+    return TrainSection(
         batch_size=generator.randint(1, 4),
         group_size=generator.randint(1, 3),
         steps=generator.randint(3, 9),
-        seed=0,
         max_staleness=generator.randint(0, 4),
         **options,
     )
@@ -128,18 +137,19 @@ def test_no_token_is_older_than_the_bound_and_no_group_is_lost_or_sampled_in_vai
     ages = [staleness(step, groups) for step, groups in enumerate(taken)]
     assert all(0 <= age <= options.max_staleness for step in ages for age in step)
     positions = sorted(active.row.position for groups in taken for active in groups.active)
-    assert positions == list(range(options.steps * options.batch_size))
+    assert positions == list(range(options.total_steps * options.batch_size))
     if options.max_staleness <= 1:
         rows = [[active.row.position for active in groups.active] for groups in taken]
         assert rows == [
-            list(range(step * options.batch_size, (step + 1) * options.batch_size)) for step in range(options.steps)
+            list(range(step * options.batch_size, (step + 1) * options.batch_size))
+            for step in range(options.total_steps)
         ]
     assert states[-1] == DataState(position=len(positions))
     assert (pipeline.active, pipeline._tasks) == ([], set())
 
 
 def test_slow_conversations_are_overtaken_and_trained_on_in_a_later_step() -> None:
-    options = PipelineOptions(batch_size=2, group_size=1, steps=12, seed=0, max_staleness=4)
+    options = TrainSection(batch_size=2, group_size=1, steps=12, max_staleness=4)
     overtaken = 0
     for seed in range(10):
         simulation, taken = Simulation(options, seed), list[TakenGroups]()
@@ -181,9 +191,9 @@ def test_a_killed_run_starts_unfinished_rows_again_with_the_same_seeds(seed: int
         used += [active.row.position for groups in taken for active in groups.active]
         version += len(taken)
         state = DataState.read(json.loads(json.dumps(states[-1].written(curriculum=False))), {})
-        if version == options.steps:
+        if version == options.total_steps:
             break
-    assert version == options.steps
+    assert version == options.total_steps
     assert len(used) == len(set(used))
     assert sorted(used) == list(range(state.position))
     assert not state.unfinished
@@ -191,9 +201,7 @@ def test_a_killed_run_starts_unfinished_rows_again_with_the_same_seeds(seed: int
 
 
 def test_with_failures_steps_are_complete_and_what_was_replaced_is_counted() -> None:
-    options = PipelineOptions(
-        batch_size=3, group_size=2, steps=8, seed=0, max_staleness=2, min_group_size=2, replace_failed=3
-    )
+    options = TrainSection(batch_size=3, group_size=2, steps=8, max_staleness=2, min_group_size=2, replace_failed=3)
     simulation, taken = Simulation(options, 1, fails=0.1), list[TakenGroups]()
     run_instantly(simulation.run(simulation.pipeline(DataState(), 0), taken, []))
     assert sum(active.replaced for groups in taken for active in groups.active) > 3
@@ -217,8 +225,11 @@ def batch_reward(calls: list[list[str]]) -> BatchReward:
 @pytest.mark.parametrize("max_staleness", [0, 3])
 def test_functions_of_the_batch_get_the_groups_of_a_step(max_staleness: int) -> None:
     calls: list[list[str]] = []
-    options = PipelineOptions(batch_size=3, group_size=2, steps=4, seed=0, max_staleness=max_staleness, baselines=True)
-    simulation, taken = Simulation(options, 3, scorer=Scorer(batch=[batch_reward(calls)])), list[TakenGroups]()
+    options = TrainSection(batch_size=3, group_size=2, steps=4, max_staleness=max_staleness)
+    simulation, taken = (
+        Simulation(options, 3, baselines=True, scorer=Scorer(batch=[batch_reward(calls)])),
+        list[TakenGroups](),
+    )
     run_instantly(simulation.run(simulation.pipeline(DataState(), 0), taken, []))
     trajectories = [[t for group in groups.groups for t in group.trajectories] for groups in taken]
     assert calls[::2] == [[t.id for t in step] for step in trajectories]
@@ -244,9 +255,7 @@ class Hangs(SingleTurn):
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 def test_hung_environments_stop_no_group_for_ever(max_staleness: int) -> None:
-    options = PipelineOptions(
-        batch_size=2, group_size=3, steps=5, seed=0, max_staleness=max_staleness, group_timeout=20.0
-    )
+    options = TrainSection(batch_size=2, group_size=3, steps=5, max_staleness=max_staleness, group_timeout=20.0)
     simulation, taken = Simulation(options, 0), list[TakenGroups]()
     pipeline = simulation.pipeline(DataState(), 0)
     Hangs.made = 0
@@ -264,7 +273,7 @@ def test_hung_environments_stop_no_group_for_ever(max_staleness: int) -> None:
 
 
 def test_a_conversation_that_could_not_start_in_the_time_of_its_group_fails_without_being_started() -> None:
-    options = PipelineOptions(batch_size=1, group_size=3, steps=1, seed=0, group_timeout=20.0)
+    options = TrainSection(batch_size=1, group_size=3, steps=1, group_timeout=20.0)
     simulation = Simulation(options, 0, concurrent=1)
     pipeline = simulation.pipeline(DataState(), 0)
     Hangs.made = 2
@@ -276,7 +285,7 @@ def test_a_conversation_that_could_not_start_in_the_time_of_its_group_fails_with
 
 
 def test_an_error_in_turnwise_ends_the_run_and_all_tasks_are_cancelled() -> None:
-    options = PipelineOptions(batch_size=2, group_size=2, steps=3, seed=0, max_staleness=2)
+    options = TrainSection(batch_size=2, group_size=2, steps=3, max_staleness=2)
     simulation = Simulation(options, 0)
     pipeline = simulation.pipeline(DataState(), 0)
     count = Counter[str]()

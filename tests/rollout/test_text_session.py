@@ -18,7 +18,7 @@ from turnwise.environments.users import ScriptedUser
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.rollout.context import Limits, TextContext
 from turnwise.rollout.rollout import new_group, rollout_group
-from turnwise.services.chat import ChatEndpoint, EndpointOptions
+from turnwise.services.chat import ChatEndpoint
 from turnwise.types import Edit, Opening, Reply, Resume, Row, Sampling, SamplingChange, Stop, Trajectory, Usage
 
 FULL = Answer({"error": {"code": "context_length_exceeded"}}, 400)
@@ -51,7 +51,7 @@ def hold(
 ) -> tuple[Trajectory, Server]:
     """One conversation, and the server that answered it."""
     with serving(lambda question, number: answers[number]) as server:
-        endpoint = ChatEndpoint(EndpointOptions(url=server.url, model="m", pause=0.0, **options))
+        endpoint = ChatEndpoint(server.url, "m", pause=0.0, **options)
         context = TextContext(
             chat=endpoint,
             make_environment=make,

@@ -12,7 +12,7 @@ import pytest
 
 from support.servers import Answer, serving
 from turnwise.errors import ConfigError
-from turnwise.services.chat import ChatEndpoint, ContextFullError, EndpointOptions
+from turnwise.services.chat import ChatEndpoint, ContextFullError
 from turnwise.services.json_service import RateLimit, RefusedError, ServiceError
 from turnwise.types import Usage
 from turnwise.user_code.calls import conversation, deadline
@@ -77,7 +77,7 @@ def said(text: str = "Hello", **usage: int) -> Answer:
 
 def ask(url: str, times: int = 1, **options: Any) -> list[Any]:
     """The outcomes of requests that are sent at the same time."""
-    endpoint = ChatEndpoint(EndpointOptions(url=url, model="m", **{"pause": 0.01, **options}))
+    endpoint = ChatEndpoint(url, "m", **{"pause": 0.01, **options})
 
     async def main() -> list[Any]:
         questions = (endpoint.complete([{"role": "user", "content": "Hi"}]) for _ in range(times))
@@ -143,9 +143,7 @@ def test_the_pauses_double_and_have_a_random_part() -> None:
 
 def test_waiting_for_the_rate_limit_does_not_count_for_the_deadline_of_a_conversation() -> None:
     with serving(lambda *_: said()) as server:
-        endpoint = ChatEndpoint(
-            EndpointOptions(url=server.url, model="m", requests_per_minute=40, timeout=1.0, retries=0)
-        )
+        endpoint = ChatEndpoint(server.url, "m", requests_per_minute=40, timeout=1.0, retries=0)
 
         async def converse(name: str) -> str:
             with conversation(name):
@@ -183,9 +181,7 @@ def test_a_full_context_is_an_error_of_its_own(error: dict[str, Any]) -> None:
 def test_fields_of_the_request_replace_and_remove_those_of_turnwise_and_usage_is_read() -> None:
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
     with serving(lambda *_: Answer({"choices": [{"message": {"content": "x"}}], "usage": usage})) as server:
-        endpoint = ChatEndpoint(
-            EndpointOptions(url=f"{server.url}/v1/", model="m", request={"seed": None, "top_p": 0.5, "extra": [1]})
-        )
+        endpoint = ChatEndpoint(f"{server.url}/v1/", "m", request={"seed": None, "top_p": 0.5, "extra": [1]})
         tool = {"type": "function", "function": {"name": "f"}}
         question = endpoint.complete(
             [{"role": "user", "content": "Hi"}], tools=[tool], fields={"seed": 1, "top_p": 1.0, "max_tokens": 9}

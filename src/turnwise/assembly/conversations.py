@@ -43,7 +43,7 @@ from turnwise.rollout.context import (
     RolloutContext,
     TextContext,
 )
-from turnwise.services.chat import ChatEndpoint, EndpointOptions
+from turnwise.services.chat import ChatEndpoint
 from turnwise.types import Sampling, ToolSchema
 from turnwise.user_code.calls import NO_ASYNC, advise_threads
 from turnwise.user_code.references import resolve
@@ -432,9 +432,9 @@ def text_context(
 
     Raises ConfigError if an option is invalid, or the environment variable of the key is not set.
     """
-    endpoint = EndpointOptions(
-        url=options.url,
-        model=options.model or config.model.path,
+    endpoint = ChatEndpoint(
+        options.url,
+        options.model or config.model.path,
         api_key_env=options.api_key_env,
         request=options.request,
         timeout=options.timeout,
@@ -444,7 +444,7 @@ def text_context(
         tokens_per_minute=options.tokens_per_minute,
     )
     return TextContext(
-        chat=ChatEndpoint(endpoint),
+        chat=endpoint,
         max_tokens_field=options.max_tokens_field,
         chat_template_kwargs=config.model.chat_template_kwargs,
         make_environment=environments,

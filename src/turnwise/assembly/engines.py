@@ -40,9 +40,9 @@ from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.engines import ClusterSection, ServerEngineSection
 from turnwise.options.schema import Config
-from turnwise.ray_workers.ray_api import RAY_ADDRESS, ActorOptions
+from turnwise.ray_workers.ray_api import RAY_ADDRESS
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
-from turnwise.ray_workers.rollouts import PoolOptions, RayOptions, RayRollouts
+from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationRunner, EngineRunner, RolloutContext
 from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
@@ -509,21 +509,10 @@ def worker_recipe(config: Config, number: int) -> Config:
 
 def ray_options(config: Config, renderer: Renderer) -> RayOptions:
     """Which cluster is used, what each worker needs, and what it must have loaded."""
-    cluster, workers = config.cluster, config.cluster.workers
-    actor = ActorOptions(
-        num_cpus=workers.num_cpus,
-        num_gpus=workers.num_gpus,
-        resources=workers.resources,
-        runtime_env=workers.runtime_env,
-        max_concurrent=workers.max_concurrent,
-    )
-    pool = PoolOptions(
-        count=workers.count, actor=actor, start_timeout=workers.start_timeout, heartbeat=cluster.heartbeat
-    )
     # a rank on the Ray cluster may be reached by another address than the command
-    address = os.environ.get(RAY_ADDRESS) or cluster.address
+    address = os.environ.get(RAY_ADDRESS) or config.cluster.address
     info, probe = worker_info(config, renderer), _probe_options(config)
-    return RayOptions(address=address, pool=pool, info=info, probe=probe)
+    return RayOptions(address=address, cluster=config.cluster, info=info, probe=probe)
 
 
 # the runner of a run

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from turnwise.errors import ConfigError, EngineError
+from turnwise.options.engines import ClusterSection, RanksSection
 from turnwise.ray_workers import ray_api
-from turnwise.ray_workers.ray_api import ActorOptions, RankStart, WorkerLost
+from turnwise.ray_workers.ray_api import RankStart, WorkerLost
 
-__all__ = ["RankGroupOptions", "RayRanks"]
+__all__ = ["RayRanks"]
 
 _WAIT = 1.0
 """Seconds of one look for resources or started actors: signals are handled in between."""
@@ -30,22 +31,6 @@ _LOST = -9
 """The exit status of a rank whose machine is lost: that of a killed process."""
 _FORWARDED = ("NO_COLOR", "FORCE_COLOR", "TERM", "COLORTERM", "COLUMNS")
 """Environment variables of the command that say how text is displayed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankGroupOptions:
-    """How many ranks there are, on which cluster, and what each needs."""
-
-    address: str | None
-    """See `ray_api.connect`."""
-    count: int
-    actor: ActorOptions
-    """What Ray reserves for each rank."""
-    gpus: bool
-    """Whether each rank gets a GPU if the cluster has GPUs, besides what `actor` names."""
-    start_timeout: float
-    workers: str = ""
-    """What the rollout workers of the run need, for messages; empty without rollout workers."""
 
 
 @dataclass(slots=True)
@@ -67,25 +52,32 @@ class _Rank:
 
 
 class RayRanks:
-    """The processes of all ranks. After `end`, they can be started again."""
+    """The processes of all ranks. After `end`, they can be started again.
 
-    def __init__(self, options: RankGroupOptions) -> None:
-        self._options = options
+    `gpus`: each rank gets a GPU if the cluster has GPUs, where `cluster.ranks.num_gpus` does not say how many. `workers`: the run
+    also has rollout workers, which messages name.
+    """
+
+    def __init__(self, cluster: ClusterSection, *, gpus: bool, workers: bool) -> None:
+        assert cluster.trainers is not None
+        self._address, self._count, self._needs = cluster.address, cluster.trainers, cluster.ranks
+        self._gpus = gpus and cluster.ranks.num_gpus is None
+        self._workers = f"{cluster.workers.count} x ({ray_api.needs_text(cluster.workers)})" if workers else ""
         self._ranks: list[_Rank] = []
         self._group: Any = None
         """What Ray has reserved."""
 
     def start(self, words: Sequence[str]) -> None:
         """Reserve the resources of all ranks, and start their processes. Raises ConfigError or EngineError."""
-        ray_api.connect(self._options.address)
-        deadline = time.monotonic() + self._options.start_timeout
-        options = self._options.actor
-        if self._options.gpus and ray_api.has_gpus():
-            options = options.with_gpus(1)
+        ray_api.connect(self._address)
+        deadline = time.monotonic() + self._needs.start_timeout
+        needs = self._needs
+        if self._gpus and ray_api.has_gpus():
+            needs = needs.model_copy(update={"num_gpus": 1})
         self._ranks = []
-        self._reserve(options, deadline)
-        self._ranks = [_Rank(ray_api.create_rank(rank, options, self._group)) for rank in range(self._options.count)]
-        directory = None if "working_dir" in options.runtime_env else os.getcwd()
+        self._reserve(needs, deadline)
+        self._ranks = [_Rank(ray_api.create_rank(rank, needs, self._group)) for rank in range(self._count)]
+        directory = None if "working_dir" in needs.runtime_env else os.getcwd()
         stores = self._call_all([rank.actor.prepare.remote(directory) for rank in self._ranks], deadline)
         commands = [self._command(number, words, *stores[0]) for number in range(len(self._ranks))]
         places = self._call_all(
@@ -133,18 +125,17 @@ class RayRanks:
         """End the connection with Ray."""
         ray_api.disconnect()
 
-    def _reserve(self, options: ActorOptions, deadline: float) -> None:
+    def _reserve(self, needs: RanksSection, deadline: float) -> None:
         """Reserve the resources of all ranks. Raises ConfigError if the cluster does not have them in time."""
-        count, workers = self._options.count, self._options.workers
-        needed = f"{count} trainer ranks need {options.text} each"
-        with_workers = f"; the run's rollout workers need {workers} besides" if workers else ""
-        self._group = ray_api.reserve([options] * count)
+        needed = f"{self._count} trainer ranks need {ray_api.needs_text(needs)} each"
+        with_workers = f"; the run's rollout workers need {self._workers} besides" if self._workers else ""
+        self._group = ray_api.reserve([needs] * self._count)
         noticed = time.monotonic() + _NOTICE
         while not ray_api.reserved(self._group, _WAIT):
             if time.monotonic() > deadline:
                 raise ConfigError(
                     f"the Ray cluster did not have the resources of the ranks after cluster.ranks.start_timeout="
-                    f"{self._options.start_timeout:g} s: {needed}, and the cluster has free: {ray_api.free_resources()}"
+                    f"{self._needs.start_timeout:g} s: {needed}, and the cluster has free: {ray_api.free_resources()}"
                     f"{with_workers}. Add machines, or set a smaller cluster.trainers or cluster.ranks"
                 )
             if time.monotonic() > noticed:
@@ -166,7 +157,7 @@ class RayRanks:
                 numbers = [references.index(reference) for reference in missing]
                 raise EngineError(
                     f"the processes of the trainer ranks {numbers} have not started within cluster.ranks.start_timeout="
-                    f"{self._options.start_timeout:g} s: look into Ray's logs on their machines"
+                    f"{self._needs.start_timeout:g} s: look into Ray's logs on their machines"
                 )
         return [ray_api.result(reference) for reference in references]
 
@@ -174,7 +165,7 @@ class RayRanks:
         forwarded = {
             name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith("TURNWISE_")
         }
-        numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": self._options.count, "MASTER_PORT": port}
+        numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": self._count, "MASTER_PORT": port}
         environment = {
             **forwarded,
             **{name: str(number) for name, number in numbers.items()},  # each rank sees its own GPU only

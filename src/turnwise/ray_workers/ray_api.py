@@ -19,11 +19,12 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from turnwise.engines.remote.servers import ProbeAnswer, ProbePrompt
 from turnwise.errors import ConfigError, EngineError, TurnwiseError
+from turnwise.options.engines import RanksSection, WorkersSection
 from turnwise.ray_workers.rollout_worker import PackedWeights, RolloutWorker, WorkerInfo
 from turnwise.types import Completion, Request, Sampling
 
@@ -236,26 +237,10 @@ class WorkerLost(EngineError):
     """A worker does not exist any more, or cannot be reached."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActorOptions:
-    """What Ray reserves for a worker, and where it runs."""
-
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
-    resources: Mapping[str, float] = field(default_factory=dict)
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-    max_concurrent: int = 1000
-    """Conversations that run at the same time."""
-
-    @property
-    def text(self) -> str:
-        """The resources, for messages."""
-        of_custom = "".join(f", {name}={amount:g}" for name, amount in self.resources.items())
-        return f"num_cpus={self.num_cpus:g}, num_gpus={self.num_gpus:g}{of_custom}"
-
-    def with_gpus(self, count: int) -> ActorOptions:
-        """The same with another number of GPUs."""
-        return replace(self, num_gpus=count)
+def needs_text(needs: WorkersSection | RanksSection) -> str:
+    """What Ray reserves for a worker or a rank, for messages."""
+    of_custom = "".join(f", {name}={amount:g}" for name, amount in needs.resources.items())
+    return f"num_cpus={needs.num_cpus:g}, num_gpus={needs.num_gpus or 0:g}{of_custom}"
 
 
 def connect(address: str | None) -> bool:
@@ -314,29 +299,29 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def create_actor(make: MakeWorker, options: ActorOptions) -> Any:
+def create_actor(make: MakeWorker, needs: WorkersSection) -> Any:
     """A new actor, as soon as the cluster has its resources. Ray does not restart it, and spreads actors over the machines."""
     import ray
 
-    directory = None if "working_dir" in options.runtime_env else os.getcwd()
+    directory = None if "working_dir" in needs.runtime_env else os.getcwd()
     return (
         ray.remote(WorkerActor)
         .options(
-            **_reserving(options),
-            max_concurrency=options.max_concurrent + _CONTROL_CALLS,
+            **_reserving(needs),
+            max_concurrency=needs.max_concurrent + _CONTROL_CALLS,
             scheduling_strategy="SPREAD",
         )
         .remote(make, directory)
     )
 
 
-def _reserving(options: ActorOptions) -> dict[str, Any]:
+def _reserving(needs: WorkersSection | RanksSection) -> dict[str, Any]:
     """Ray's options of an actor that it does not restart."""
     return {
-        "num_cpus": options.num_cpus,
-        "num_gpus": options.num_gpus,
-        "resources": dict(options.resources),
-        "runtime_env": dict(options.runtime_env),
+        "num_cpus": needs.num_cpus,
+        "num_gpus": needs.num_gpus or 0,
+        "resources": dict(needs.resources),
+        "runtime_env": dict(needs.runtime_env),
         "max_restarts": 0,
     }
 
@@ -348,13 +333,13 @@ def has_gpus() -> bool:
     return ray.cluster_resources().get("GPU", 0) > 0
 
 
-def reserve(ranks: Sequence[ActorOptions]) -> Any:
+def reserve(ranks: Sequence[RanksSection]) -> Any:
     """Ask Ray for the resources of all ranks together, on as few machines as possible. Returns their placement group."""
     from ray.util import placement_group
 
     bundles = [
         {name: float(amount) for name, amount in needed.items() if amount}
-        for needed in ({"CPU": rank.num_cpus, "GPU": rank.num_gpus, **rank.resources} for rank in ranks)
+        for needed in ({"CPU": rank.num_cpus, "GPU": rank.num_gpus or 0, **rank.resources} for rank in ranks)
     ]
     return placement_group(bundles, strategy="PACK")
 
@@ -373,7 +358,7 @@ def release(group: Any) -> None:
         remove_placement_group(group)
 
 
-def create_rank(rank: int, options: ActorOptions, group: Any) -> Any:
+def create_rank(rank: int, needs: RanksSection, group: Any) -> Any:
     """The actor of a training rank, in its part of a placement group. Ray does not restart it."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -381,7 +366,7 @@ def create_rank(rank: int, options: ActorOptions, group: Any) -> Any:
     return (
         ray.remote(_RankActor)
         .options(
-            **_reserving(options),
+            **_reserving(needs),
             max_concurrency=_CONTROL_CALLS,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         )

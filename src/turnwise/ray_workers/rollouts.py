@@ -23,8 +23,9 @@ from turnwise.engines.engine import TokenSampler, WeightPublisher, WeightSource,
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.servers import Probe, ProbeAnswer, ProbePrompt, check_answer
 from turnwise.errors import ConfigError, EngineError, Failed, boundary
+from turnwise.options.engines import ClusterSection
 from turnwise.ray_workers import ray_api
-from turnwise.ray_workers.ray_api import ActorOptions, MakeWorker, WorkerLost, answer
+from turnwise.ray_workers.ray_api import MakeWorker, WorkerLost, answer
 from turnwise.ray_workers.rollout_worker import WorkerInfo, add_tensors, pack, unpickled, with_files
 from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout_server.wire import take_over
@@ -70,18 +71,6 @@ _STOP_SECONDS = 15.0
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolOptions:
-    """How many workers there are, and when a worker counts as lost."""
-
-    count: int
-    actor: ActorOptions
-    start_timeout: float
-    """Seconds until a worker must be ready, and that a conversation waits if no worker is ready."""
-    heartbeat: float
-    """Seconds without a sign of life, after which a worker is lost."""
-
-
 @dataclass(slots=True, eq=False)
 class Worker:
     """A worker as the trainer sees it. After a loss, it has another actor."""
@@ -109,10 +98,10 @@ class WorkerPool:
     worker has loaded something else than the trainer."""
 
     def __init__(
-        self, options: PoolOptions, make: Callable[[int], MakeWorker], check: Callable[[WorkerInfo], None]
+        self, cluster: ClusterSection, make: Callable[[int], MakeWorker], check: Callable[[WorkerInfo], None]
     ) -> None:
-        self.options = options
-        self.workers = [Worker(number) for number in range(options.count)]
+        self.cluster, self.needs = cluster, cluster.workers
+        self.workers = [Worker(number) for number in range(self.needs.count)]
         self.losses = 0
         """How many workers were lost."""
         self._make = make
@@ -230,7 +219,7 @@ class WorkerPool:
             own = self._groups.get(group)
             chosen = choose_worker(
                 [worker.running if worker.ready else None for worker in self.workers],
-                most=self.options.actor.max_concurrent,
+                most=self.needs.max_concurrent,
                 own=None if own is None else own[0].number,
             )
             if chosen is not None:
@@ -240,7 +229,7 @@ class WorkerPool:
             elif all(worker.problem is not None for worker in self.workers):
                 raise EngineError(f"no rollout worker is left: {self.workers[0].problem}")
             else:
-                deadline = deadline or loop.time() + self.options.start_timeout
+                deadline = deadline or loop.time() + self.needs.start_timeout
             waiting = loop.create_future()
             self._waiting.append(waiting)
             try:
@@ -248,8 +237,8 @@ class WorkerPool:
                     await waiting
             except TimeoutError:
                 raise EngineError(
-                    f"no rollout worker was ready for cluster.workers.start_timeout={self.options.start_timeout:g} s; each "
-                    f"needs {self.options.actor.text}, and the cluster has free: {ray_api.free_resources()}"
+                    f"no rollout worker was ready for cluster.workers.start_timeout={self.needs.start_timeout:g} s; each "
+                    f"needs {ray_api.needs_text(self.needs)}, and the cluster has free: {ray_api.free_resources()}"
                 ) from None
             finally:
                 if not waiting.done():
@@ -294,7 +283,7 @@ class WorkerPool:
 
     async def _watch(self, worker: Worker) -> None:
         """Ask a ready worker for signs of life until it is lost."""
-        actor, seconds = worker.actor, self.options.heartbeat
+        actor, seconds = worker.actor, self.cluster.heartbeat
         while worker.ready:
             try:
                 async with asyncio.timeout(seconds):
@@ -311,9 +300,9 @@ class WorkerPool:
         """Start an actor, and give it the present weights. Raises EngineError or ConfigError."""
         worker.lost.clear()
         started = False
-        actor = worker.actor = ray_api.create_actor(self._make(worker.number), self.options.actor)
+        actor = worker.actor = ray_api.create_actor(self._make(worker.number), self.needs)
         try:
-            async with asyncio.timeout(self.options.start_timeout):
+            async with asyncio.timeout(self.needs.start_timeout):
                 self._check(await answer(actor.start.remote()))
                 weights = None
                 while weights is not self._weights:  # other weights may be published meanwhile
@@ -322,15 +311,15 @@ class WorkerPool:
             started = True
         except TimeoutError:
             raise EngineError(
-                f"{worker.name} was not ready after cluster.workers.start_timeout={self.options.start_timeout:g} s. It needs "
-                f"{self.options.actor.text}; the cluster has free: {ray_api.free_resources()}"
+                f"{worker.name} was not ready after cluster.workers.start_timeout={self.needs.start_timeout:g} s. It needs "
+                f"{ray_api.needs_text(self.needs)}; the cluster has free: {ray_api.free_resources()}"
             ) from None
         finally:
             if not started:
                 ray_api.kill(actor)
         worker.starts += 1
         worker.ready = True
-        self._wake(self.options.actor.max_concurrent)
+        self._wake(self.needs.max_concurrent)
 
 
 # conversations and requests
@@ -345,7 +334,7 @@ class RayOptions:
 
     address: str | None
     """None: RAY_ADDRESS, or a cluster on this machine, or a new one."""
-    pool: PoolOptions
+    cluster: ClusterSection
     info: WorkerInfo
     """What a worker must have loaded."""
     probe: ProbeOptions | None = None
@@ -361,7 +350,7 @@ class RayRollouts:
         """The version of the weights that the workers have; -1 before the first weights were sent."""
         self.restarted = 0
         """How many conversations were started again because their worker was lost."""
-        self.pool = WorkerPool(options.pool, make, self._check)
+        self.pool = WorkerPool(options.cluster, make, self._check)
         self._options = options
         self._connected = False
         """Whether this object has made the connection with Ray."""

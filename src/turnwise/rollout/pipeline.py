@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from turnwise.data.order import ChosenRow, DataState, RowSource
+from turnwise.options.algorithm import TrainSection
 from turnwise.rewards.scorer import GroupScoring, Scorer
 from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout.rollout import new_group, rollout_groups, runner_of
@@ -86,30 +87,6 @@ def has_reward_differences(group: Group) -> bool:
 # the pipeline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineOptions:
-    """How many groups run, and which of them are trained on."""
-
-    batch_size: int
-    """The number of groups that a step trains on."""
-    group_size: int
-    steps: int
-    """The number of steps of the complete run: no group is started that no step would use."""
-    seed: int
-    max_staleness: int = 0
-    """The largest number of training steps between the weights that sampled a token and the step that trains on it."""
-    dynamic_sampling: int = 0
-    """How often in a step, at most, groups without reward differences are replaced."""
-    replace_failed: int = 0
-    """How often in a step, at most, groups with too few finished conversations are replaced."""
-    min_group_size: int = 1
-    """The smallest number of conversations that did not fail in a group to train on."""
-    group_timeout: float | None = None
-    """Seconds from the start of the first conversation of a group, after which those that still run have failed."""
-    baselines: bool = False
-    """Whether each group has one more conversation at temperature 0 (`Group.baseline`)."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class ActiveGroup:
     """A group that was started: its conversations wait, run or have ended."""
@@ -173,7 +150,11 @@ class Pipeline:
     context: ConversationContext
     scorer: Scorer
     source: RowSource
-    options: PipelineOptions
+    options: TrainSection
+    """The section `train`, with known steps: no group is started that no step would use."""
+    seed: int
+    baselines: bool = False
+    """Whether each group has one more conversation at temperature 0 (`Group.baseline`)."""
     version: int
     """The version of the published weights: the number of finished training steps."""
     on_finished: Callable[[int], None] = lambda tokens: None
@@ -297,7 +278,7 @@ class Pipeline:
             max_staleness=options.max_staleness,
             batch_size=options.batch_size,
             version=self.version,
-            steps=options.steps,
+            steps=options.total_steps,
             kept=self.kept,
             active=len(self.active),
         )
@@ -305,7 +286,7 @@ class Pipeline:
         numbers = range(first, first + count)
         groups = []
         for chosen, row in self.source.next_rows(count, (number // options.batch_size for number in numbers)):
-            group = new_group(row, size=options.group_size, seed=options.seed, prefix=chosen.prefix)
+            group = new_group(row, size=options.group_size, seed=self.seed, prefix=chosen.prefix)
             groups.append(ActiveGroup(group=group, row=chosen, scoring=GroupScoring(self.scorer, group)))
         self.active += groups
         # in lockstep, the engine receives the requests of all conversations together
@@ -323,7 +304,7 @@ class Pipeline:
     async def _run(self, groups: Sequence[ActiveGroup]) -> None:
         """Run and score the conversations of groups."""
         options = self.options
-        step = options.batch_size * (options.group_size + options.baselines) if options.max_staleness else 0
+        step = options.batch_size * (options.group_size + self.baselines) if options.max_staleness else 0
         self.scorer.share_scope(step=step)
         of_group = {active.group.id: active for active in groups}
         score = self._scoring({active.group.id: active.scoring for active in groups}, self.on_finished)
@@ -333,7 +314,7 @@ class Pipeline:
             runner_supports_lockstep=True,  # as far as its own runner, which the context was checked for
         )
         await rollout_groups([active.group for active in groups], context, on_finished=score, slots=self._slots)
-        if options.baselines:
+        if self.baselines:
             await self._run_baselines(groups)
         for active in groups:
             active.ended = time.time()

@@ -25,7 +25,7 @@ from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationContext, ConversationRunner
-from turnwise.rollout.pipeline import ActiveGroup, Pipeline, PipelineOptions, TakenGroups
+from turnwise.rollout.pipeline import ActiveGroup, Pipeline, TakenGroups
 from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
 from turnwise.runs.run_state import RunInputs, RunState, loggers, read_inputs
@@ -141,7 +141,9 @@ def assemble(config: Config) -> TrainingRun:
             context=context,
             scorer=scorer,
             source=RowSource(inputs.rows, assembly.row_order(config, inputs.rows), assembly.curriculum(config), data),
-            options=_pipeline_options(config, baselines=credit.needs_baseline),
+            options=config.train,
+            seed=config.seed,
+            baselines=credit.needs_baseline,
             version=opened.step,
         ),
         data=data,
@@ -205,22 +207,6 @@ def _finished_steps(opened: OpenedRun) -> list[dict[str, Any]]:
     if not opened.step or not opened.directory.metrics.exists():
         return []
     return [line for line in read_lines(opened.directory.metrics) if line["step"] <= opened.step]
-
-
-def _pipeline_options(config: Config, *, baselines: bool) -> PipelineOptions:
-    train = config.train
-    return PipelineOptions(
-        batch_size=train.batch_size,
-        group_size=train.group_size,
-        steps=train.total_steps,
-        seed=config.seed,
-        max_staleness=train.max_staleness,
-        dynamic_sampling=train.dynamic_sampling,
-        replace_failed=train.replace_failed,
-        min_group_size=train.min_group_size,
-        group_timeout=train.group_timeout,
-        baselines=baselines,
-    )
 
 
 def _read_rows(config: Config, held_out: bool) -> list[Row]:

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from turnwise.errors import ConfigError
@@ -30,32 +30,6 @@ _RESERVED = ("messages", "model", "n", "stream", "tools")
 _CHARACTERS_PER_TOKEN = 4  # the usual estimate for English text
 _CONTEXT_FULL = ("context_length_exceeded", "context length", "context window", "maximum model length", "max_model_len")
 """Texts in the errors of OpenAI, vLLM, SGLang and llama.cpp for a prompt that is too long."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointOptions:
-    """Where a model is, and how often it may be asked."""
-
-    url: str
-    """The base URL, such as `http://127.0.0.1:8000/v1`."""
-    model: str
-    """The name of the model on the server."""
-    api_key_env: str | None = None
-    """The environment variable that holds the API key; None sends no key."""
-    request: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of each request. A field that turnwise sends too is replaced; None removes the field."""
-    timeout: float = 30.0
-    """Seconds for each attempt."""
-    retries: int = 3
-    """Further attempts without connection, without answer in time, or with status 5xx or 429."""
-    pause: float = 1.0
-    """Seconds before the first retry. The pause doubles with each retry, up to a minute."""
-    max_concurrent: int = 64
-    """Requests at the same time, over all conversations."""
-    requests_per_minute: float | None = None
-    """The largest number of requests in a minute, over all conversations. None: no limit."""
-    tokens_per_minute: float | None = None
-    """The largest number of tokens in a minute, of prompts and answers together. None: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,34 +63,55 @@ class ChatService(Protocol):
 
 
 class ChatEndpoint:
-    """A chat model behind an OpenAI-compatible server.
+    """A chat model behind an OpenAI-compatible server: `POST url/chat/completions`.
+
+    `api_key_env` names the environment variable that holds the key. `request` holds further fields of each request; a field that
+    turnwise sends too is replaced, and None removes the field. Requests without connection, without answer in `timeout` seconds,
+    or with status 5xx or 429 are repeated up to `retries` times. The pause before the first retry is `pause` seconds and doubles
+    with each retry, up to a minute, with a random part of up to half left out; if the server sends Retry-After, all requests wait
+    for that time instead. At most `max_concurrent` requests run at once, at most `requests_per_minute` begin in a minute, and
+    they use at most about `tokens_per_minute` tokens. These limits hold over all conversations.
 
     Raises ConfigError if an option is invalid or the environment variable of the key is not set.
     """
 
-    def __init__(self, options: EndpointOptions) -> None:
-        if taken := [name for name in _RESERVED if name in options.request]:
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key_env: str | None = None,
+        request: Mapping[str, Any] | None = None,
+        timeout: float = 30.0,
+        retries: int = 3,
+        pause: float = 1.0,
+        max_concurrent: int = 64,
+        requests_per_minute: float | None = None,
+        tokens_per_minute: float | None = None,
+    ) -> None:
+        self._model, self._request = model, dict(request or {})
+        self._counts_tokens = tokens_per_minute is not None
+        if taken := [name for name in _RESERVED if name in self._request]:
             raise ConfigError(f"endpoint.request has {taken[0]!r}, which is set by turnwise: remove it")
         headers: tuple[tuple[str, str], ...] = ()
-        if options.api_key_env is not None:
-            key = os.environ.get(options.api_key_env)
+        if api_key_env is not None:
+            key = os.environ.get(api_key_env)
             if not key:
                 raise ConfigError(
-                    f"endpoint.api_key_env: the environment variable {options.api_key_env} is not set; set it to the API key"
+                    f"endpoint.api_key_env: the environment variable {api_key_env} is not set; set it to the API key"
                 )
             headers = (("Authorization", f"Bearer {key}"),)
-        address = options.url.rstrip("/")
-        self._options = options
+        address = url.rstrip("/")
         self._service = service(
             address if address.endswith("/chat/completions") else f"{address}/chat/completions",
-            timeout=options.timeout,
-            retries=options.retries,
-            pause=options.pause,
-            max_concurrent=options.max_concurrent,
+            timeout=timeout,
+            retries=retries,
+            pause=pause,
+            max_concurrent=max_concurrent,
             headers=headers,
             exponential=True,
-            requests_per_minute=options.requests_per_minute,
-            tokens_per_minute=options.tokens_per_minute,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
         )
         self._mean_answer = _Mean()
 
@@ -132,10 +127,10 @@ class ChatEndpoint:
 
         Raises ServiceError, with status and body, if there is no answer; ContextFullError if the context of the model is full.
         """
-        question: dict[str, Any] = {"model": self._options.model, "messages": list(messages)}
+        question: dict[str, Any] = {"model": self._model, "messages": list(messages)}
         if tools:
             question["tools"] = list(tools)
-        for name, value in {**(fields or {}), **self._options.request}.items():
+        for name, value in {**(fields or {}), **self._request}.items():
             if value is not None:
                 question[name] = value
         estimated = self._estimate(question)
@@ -153,7 +148,7 @@ class ChatEndpoint:
 
     def _estimate(self, question: Mapping[str, Any]) -> int:
         """The number of tokens of a request and its answer, for the rate limit, until the server reports it."""
-        if self._options.tokens_per_minute is None:
+        if not self._counts_tokens:
             return 0
         prompt = len(json.dumps([question["messages"], question.get("tools")], default=str)) // _CHARACTERS_PER_TOKEN
         most = question.get("max_tokens", question.get("max_completion_tokens"))
@@ -217,61 +212,23 @@ ChatModel = Callable[[list[Message]], Awaitable[str] | str]
 _THOUGHTS = re.compile(r"\A\s*<think>.*?</think>\s*", re.DOTALL)
 
 
-class Endpoint:
-    """A chat model behind an OpenAI-compatible server: `POST url/chat/completions`.
+class Endpoint(ChatEndpoint):
+    """A chat model on a server as a function.
 
     Example::
 
         Endpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="USER_MODEL_KEY", request={"temperature": 0.7})
-
-    `api_key_env` names the environment variable that holds the key. `request` holds further fields of the request. Requests
-    without connection, without answer in `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times. The
-    pause before the first retry is `pause` seconds and doubles with each retry, up to a minute, with a random part of up to half
-    left out; if the server sends Retry-After, all requests wait for that time instead. At most `max_concurrent` requests run at
-    once, at most `requests_per_minute` begin in a minute, and they use at most about `tokens_per_minute` tokens. These limits
-    hold over all conversations.
-
-    Raises ConfigError.
     """
-
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        *,
-        api_key_env: str | None = None,
-        request: Mapping[str, Any] | None = None,
-        timeout: float = 30.0,
-        retries: int = 3,
-        pause: float = 1.0,
-        max_concurrent: int = 64,
-        requests_per_minute: float | None = None,
-        tokens_per_minute: float | None = None,
-    ) -> None:
-        self._endpoint = ChatEndpoint(
-            EndpointOptions(
-                url=url,
-                model=model,
-                api_key_env=api_key_env,
-                request=request or {},
-                timeout=timeout,
-                retries=retries,
-                pause=pause,
-                max_concurrent=max_concurrent,
-                requests_per_minute=requests_per_minute,
-                tokens_per_minute=tokens_per_minute,
-            )
-        )
 
     async def __call__(self, messages: list[Message]) -> str:
         """The answer of the model, without its reasoning.
 
         Raises ServiceError, with status and body, if there is no answer.
         """
-        answer = await self._endpoint.complete(messages)
+        answer = await self.complete(messages)
         text = answer.message.get("content")
         if not isinstance(text, str):
-            raise protocol_error(self._endpoint.url, {"choices": [{"message": dict(answer.message)}]})
+            raise protocol_error(self.url, {"choices": [{"message": dict(answer.message)}]})
         # a JSON answer that was cut may end with half of a surrogate pair, which no tokenizer takes
         return _THOUGHTS.sub("", text).strip().encode("utf-8", "replace").decode("utf-8")
 
