@@ -16,8 +16,9 @@ from rich.console import Console
 
 from turnwise.commands.serve import ServeOptions, serve
 from turnwise.config.recipe import load
+from turnwise.options.engines import RolloutServerSection
 from turnwise.options.schema import Config
-from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
+from turnwise.rollout_server.client import RolloutClient, TrainerIdentity, trainer_name
 from turnwise.rollout_server.server import Address
 from turnwise.rollout_server.wire import served_options
 
@@ -125,15 +126,16 @@ def running(
 def client_of(server: Running, config: Config | None = None, **changes: Any) -> RolloutClient:
     """A client of the server, with the options of a trainer that has the same recipe."""
     tokenizer = server.ask("GET", "/info")[1]["tokenizer"]
-    options: dict[str, Any] = {
-        "url": server.url,
-        "token": server.token,
-        "token_env": "TURNWISE_SERVER_TOKEN",
-        "timeout": 20.0,
-        "weights_directory": None,
-        "trainer": trainer_name("runs/test"),
-        "tokenizer": tokenizer,
-        "recipe": served_options(config or server.config),
-        **changes,
-    }
-    return RolloutClient(ServerOptions(**options))
+    names = {"url": server.url, "timeout": 20.0}
+    section = {name: changes.pop(name, names.get(name)) for name in ("url", "timeout", "weights_directory")}
+    trainer = TrainerIdentity(
+        name=changes.pop("trainer", trainer_name("runs/test")),
+        tokenizer=changes.pop("tokenizer", tokenizer),
+        recipe=changes.pop("recipe", served_options(config or server.config)),
+        base=changes.pop("base", None),
+        vision=changes.pop("vision", None),
+    )
+    options = RolloutServerSection.model_validate(section)
+    token = changes.pop("token", server.token)
+    assert not changes
+    return RolloutClient(section["url"], options, token=token, trainer=trainer)

@@ -45,7 +45,7 @@ from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import ConversationRunner, EngineRunner, RolloutContext
-from turnwise.rollout_server.client import RolloutClient, ServerOptions, trainer_name
+from turnwise.rollout_server.client import RolloutClient, TrainerIdentity, trainer_name
 from turnwise.rollout_server.wire import LoadAdapter, base_weights, processor_fingerprint, served_options
 from turnwise.training import fingerprint
 from turnwise.types import Row
@@ -360,21 +360,14 @@ def rollout_client(config: Config, url: str, renderer: Renderer) -> RolloutClien
     Raises ConfigError if the server does not answer, refuses the token, or has another recipe or tokenizer.
     """
     options = config.rollout_server
-    folder = options.weights_directory
-    client = RolloutClient(
-        ServerOptions(
-            url=url,
-            token=os.environ.get(options.token_env) or None,
-            token_env=options.token_env,
-            timeout=options.timeout,
-            weights_directory=None if folder is None else Path(folder),
-            trainer=trainer_name(config.output),
-            tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
-            recipe=served_options(config),
-            base=base_weights(config),
-            vision=renderer.vision,
-        )
+    trainer = TrainerIdentity(
+        name=trainer_name(config.output),
+        tokenizer=fingerprint.of_tokenizer(renderer.tokenizer),
+        recipe=served_options(config),
+        base=base_weights(config),
+        vision=renderer.vision,
     )
+    client = RolloutClient(url, options, token=os.environ.get(options.token_env) or None, trainer=trainer)
     with ThreadPoolExecutor(1) as thread:  # the caller may be in an event loop
         thread.submit(lambda: asyncio.run(client.check())).result()
     return client

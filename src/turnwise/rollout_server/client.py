@@ -23,6 +23,7 @@ from turnwise.engines.engine import WeightPublisher, WeightSource, WriteAdapter
 from turnwise.engines.remote.http import Failures, HttpLimits, HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.weights import WeightFiles, WeightUpdate, checksum_of
 from turnwise.errors import ConfigError, EngineError
+from turnwise.options.engines import RolloutServerSection
 from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout_server.wire import differences, fill_trajectory, pack_adapter, processor_fingerprint, request_body
 from turnwise.types import Failure, Sampling, Trajectory
@@ -37,19 +38,11 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerOptions:
-    """Which server a trainer uses, and how."""
+class TrainerIdentity:
+    """Who asks a rollout server, and what its conversations must be the same as."""
 
-    url: str
-    token: str | None
-    token_env: str
-    """The environment variable that the token is from."""
-    timeout: float
-    """Seconds without data until the server counts as lost, and to wait for a lost server."""
-    weights_directory: Path | None
-    """A directory that the server can read; None: weights are sent in requests."""
-    trainer: str
-    """The name of the trainer: see `trainer_name`."""
+    name: str
+    """See `trainer_name`."""
     tokenizer: str
     """The fingerprint of the trainer's tokenizer."""
     recipe: Mapping[str, Any]
@@ -68,14 +61,14 @@ def trainer_name(output: str) -> str:
 class RolloutClient:
     """A rollout server as the trainer sees it. One object serves one event loop at a time."""
 
-    def __init__(self, options: ServerOptions) -> None:
-        self.options = options
+    def __init__(self, url: str, options: RolloutServerSection, *, token: str | None, trainer: TrainerIdentity) -> None:
+        self.url, self.options, self.trainer = url, options, trainer
         self.version = -1
         """The version of the weights that the server has; -1 before the first weights were sent."""
         limits = HttpLimits(answer=options.timeout, idle=options.timeout)
         hint = f"set the environment variable {options.token_env} to the token of the rollout server"
-        self._server = HttpServer(options.url, token=options.token, limits=limits, token_hint=hint)
-        self._files = WeightFiles(options.weights_directory)
+        self._server = HttpServer(url, token=token, limits=limits, token_hint=hint)
+        self._files = WeightFiles(None if options.weights_directory is None else Path(options.weights_directory))
         self._lease: str | None = None
         self._instance: str | None = None
         """The start of the server that has the lease and the weights."""
@@ -89,7 +82,7 @@ class RolloutClient:
         try:
             info = await self._server.get("/info", timeout=self.options.timeout)
         except EngineError as error:
-            raise ConfigError(f"rollout_server.url={self.options.url}: {error}") from error
+            raise ConfigError(f"rollout_server.url={self.url}: {error}") from error
         finally:
             await self._server.close()
         self._compare(info)
@@ -204,8 +197,8 @@ class RolloutClient:
                         raise EngineError(
                             f"the rollout server sent a trajectory {_id_of(event)!r} that was not asked for"
                         )
-                    where = f"the answer of {self.options.url}/rollouts"
-                    fill_trajectory(trajectory, event, where=where, packed=packed, vision=self.options.vision)
+                    where = f"the answer of {self.url}/rollouts"
+                    fill_trajectory(trajectory, event, where=where, packed=packed, vision=self.trainer.vision)
                     del remaining[trajectory.id]
             except ServerFailed as error:
                 if error.status == 503:  # the server has no room
@@ -217,12 +210,12 @@ class RolloutClient:
                 await asyncio.sleep(pause)
                 continue
             if remaining:
-                raise ServerLost(f"{self.options.url}/rollouts ended without {len(remaining)} of the conversations")
+                raise ServerLost(f"{self.url}/rollouts ended without {len(remaining)} of the conversations")
 
     async def _take_lease(self) -> None:
         """Become the trainer that changes the server's weights. Raises EngineError if another trainer uses the server."""
         if self._lease is None:
-            answer = await self._server.post("/lease", {"owner": self.options.trainer})
+            answer = await self._server.post("/lease", {"owner": self.trainer.name})
             self._lease, self._instance = answer["lease"], answer["instance"]
             self._renewing = asyncio.get_running_loop().create_task(self._keep_lease(float(answer["seconds"])))
 
@@ -236,10 +229,10 @@ class RolloutClient:
             if self._lease is None or (info.get("instance") == self._instance and info.get("version") == self.version):
                 return
             self._compare(info)
-            answer = await self._server.post("/lease", {"owner": self.options.trainer})
+            answer = await self._server.post("/lease", {"owner": self.trainer.name})
             self._lease, self._instance = answer["lease"], answer["instance"]
             if self._sent is not None and info.get("version") != self.version:
-                _log.warning("the rollout server %s has other weights: they are sent again", self.options.url)
+                _log.warning("the rollout server %s has other weights: they are sent again", self.url)
                 await self._send_once(self._sent)
 
     async def _wait_for_server(self) -> Mapping[str, Any]:
@@ -255,32 +248,32 @@ class RolloutClient:
                         await asyncio.sleep(_BUSY_SECONDS)
         except TimeoutError:
             raise EngineError(
-                f"the rollout server {self.options.url} did not answer for {self.options.timeout:g} s: start it with "
+                f"the rollout server {self.url} did not answer for {self.options.timeout:g} s: start it with "
                 f"`turnwise serve`, or raise rollout_server.timeout"
             ) from None
 
     def _compare(self, info: Mapping[str, Any]) -> None:
         """Raise ConfigError if the server's recipe or tokenizer differs from the trainer's."""
-        changed = differences(self.options.recipe, info.get("options") or {})
+        changed = differences(self.trainer.recipe, info.get("options") or {})
         if changed:
             lines = "\n  ".join(changed)
             raise ConfigError(
-                f"the rollout server {self.options.url} runs other conversations than this recipe describes:\n  {lines}\nGive "
+                f"the rollout server {self.url} runs other conversations than this recipe describes:\n  {lines}\nGive "
                 f"the same recipe and the same options to `turnwise serve` and `turnwise train`"
             )
-        if info.get("tokenizer") != self.options.tokenizer:
+        if info.get("tokenizer") != self.trainer.tokenizer:
             raise ConfigError(
-                f"the rollout server {self.options.url} has another tokenizer or chat template (its model is "
+                f"the rollout server {self.url} has another tokenizer or chat template (its model is "
                 f"{info.get('model')}): serve the model that is trained"
             )
-        if info.get("processor") != processor_fingerprint(self.options.vision):
+        if info.get("processor") != processor_fingerprint(self.trainer.vision):
             raise ConfigError(
-                f"the model of the rollout server {self.options.url} ({info.get('model')}) has another image processor than "
+                f"the model of the rollout server {self.url} ({info.get('model')}) has another image processor than "
                 f"model.path here: serve the model that is trained"
             )
-        if info.get("base") != self.options.base:
+        if info.get("base") != self.trainer.base:
             raise ConfigError(
-                f"the model of the rollout server {self.options.url} ({info.get('model')}) has other weights than model.path "
+                f"the model of the rollout server {self.url} ({info.get('model')}) has other weights than model.path "
                 f"here, and only the adapter (model.lora) is sent: serve the model that is trained"
             )
 
@@ -292,7 +285,7 @@ class RolloutClient:
             if isinstance(error, ServerRefused) and error.status != 409:
                 raise
             await self._reconnect()
-            self._lease = (await self._server.post("/lease", {"owner": self.options.trainer}))["lease"]
+            self._lease = (await self._server.post("/lease", {"owner": self.trainer.name}))["lease"]
             await self._send_once(update)
 
     async def _send_once(self, update: WeightUpdate) -> None:
