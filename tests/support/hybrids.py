@@ -6,11 +6,15 @@ Weights are scaled up: with those of a fresh model, all logits are about 0 and a
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as hf
 from transformers import PreTrainedModel
+
+from support import byte_tokenizer
+from support.tiny import ends_of_turns
 
 VOCABULARY = 128
 _SIZES: dict[str, Any] = {
@@ -138,10 +142,22 @@ TOKEN_BY_TOKEN = {"jamba", "mamba"}
 """Families that do not continue from a state with several tokens in one pass (transformers 5.19)."""
 
 
-def hybrid(name: str, *, seed: int = 0) -> PreTrainedModel:
+def save_hybrid(path: Path, name: str) -> Path:
+    """A model directory with a byte-level tokenizer, as `save_model` makes one of a dense model."""
+    tokenizer = byte_tokenizer()
+    model = hybrid(name, vocabulary=len(tokenizer))
+    model.generation_config.eos_token_id = ends_of_turns(tokenizer)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def hybrid(name: str, *, seed: int = 0, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     """A model in evaluation mode, float32."""
     torch.manual_seed(seed)
-    model = hf.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32).eval()
+    config = CONFIGS[name]()
+    config.vocab_size = vocabulary
+    model = hf.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:

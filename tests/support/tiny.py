@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from support import byte_tokenizer
 
@@ -39,13 +39,19 @@ def save_model(path: Path, *, seed: int = 0) -> Path:
     """A model directory: random weights, byte-level tokenizer, ChatML template."""
     tokenizer = byte_tokenizer()
     model = tiny_model(seed, vocabulary=len(tokenizer))
-    # random weights hardly ever say one certain token: with a quarter of the vocabulary, turns do end; not with a blank or
-    # a line end, which stand inside turns
-    inside = tokenizer.encode(" \n", add_special_tokens=False)
-    model.generation_config.eos_token_id = [2, *(one for one in range(188, len(tokenizer)) if one not in inside)]
+    model.generation_config.eos_token_id = ends_of_turns(tokenizer)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def ends_of_turns(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    """Stop tokens for random weights, which hardly ever say one certain token: with a quarter of the vocabulary, turns do end.
+
+    Not with a blank or a line end, which stand inside turns.
+    """
+    inside = tokenizer.encode(" \n", add_special_tokens=False)
+    return [2, *(one for one in range(188, len(tokenizer)) if one not in inside)]
 
 
 def save_rows(path: Path, count: int = 8) -> Path:

@@ -39,6 +39,8 @@ TARGETS = {
     "falcon_h1": "down_proj gate_proj in_proj k_proj o_proj q_proj up_proj v_proj",
     "mamba": "in_proj",
     "granite_hybrid": "in_proj input_linear k_proj o_proj output_linear q_proj v_proj",
+    # the weights of the attention that two layers share could not be merged with two adapters
+    "zamba2": "in_proj linear",
     "llama4": "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj",
 }
 

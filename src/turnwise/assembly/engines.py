@@ -223,8 +223,10 @@ def _local(inputs: EngineInputs) -> Engine:
         raise ConfigError(f"engine.name={options.name} samples from a model, and no model was loaded")
     from turnwise.engines.local import LocalEngine  # torch
 
+    knows_longest = context_length(inputs.model.config.to_dict()) is not None  # models without attention do not
     return LocalEngine(
         inputs.model,
+        context=None if knows_longest else config.limits.context,
         slots=options.slots,
         memory_gb=options.memory_gb,
         threads=1 if config.deterministic else options.threads,

@@ -146,15 +146,7 @@ def load_adapter(model: Any, folder: str | Path) -> None:
 
     Raises ConfigError if the file cannot be read, or if it has other weights than the model's adapter.
     """
-    from safetensors.torch import load_file
-
-    peft, file = _peft(), Path(folder) / WEIGHTS_FILE
-    try:
-        with boundary("model"):
-            saved = load_file(file)
-    except Failed as failed:
-        raise ConfigError(f"the adapter {file} cannot be read: {failed.failure.message}") from failed
-    state = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
+    peft, state = _peft(), _saved(folder)
     own = peft.get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
     differing = sorted(
         name for name in {*state, *own} if name not in state or name not in own or state[name].shape != own[name].shape
@@ -164,7 +156,33 @@ def load_adapter(model: Any, folder: str | Path) -> None:
             f"the adapter in {folder} has other weights than model.lora gives ({len(differing)} differ, such as "
             f"{differing[0]}): use the options rank, target_modules and dora that it was trained with"
         )
-    peft.set_peft_model_state_dict(model, state, adapter_name=_NAME)
+    _fill(model, state)
+
+
+def _saved(folder: str | Path) -> dict[str, torch.Tensor]:
+    """The weights in an adapter's file, by the names of layers."""
+    from safetensors.torch import load_file
+
+    file = Path(folder) / WEIGHTS_FILE
+    try:
+        with boundary("model"):
+            saved = load_file(file)
+    except Failed as failed:
+        raise ConfigError(f"the adapter {file} cannot be read: {failed.failure.message}") from failed
+    return {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
+
+
+@torch.no_grad()
+def _fill(model: Any, state: Mapping[str, torch.Tensor]) -> None:
+    """Copy saved weights into the adapter's weights of the same names.
+
+    Not by peft, which renames layers as if the file were an old checkpoint of the base model, and then drops those that it does
+    not find (the shared experts of Laguna).
+    """
+    own = _peft().get_peft_model_state_dict(model, adapter_name=_NAME, save_embedding_layers=False)
+    for name, tensor in state.items():
+        if name in own and own[name].shape == tensor.shape:
+            own[name].copy_(tensor)
 
 
 def merged(model: Any, folder: str | Path) -> Any:
@@ -177,6 +195,8 @@ def merged(model: Any, folder: str | Path) -> Any:
     try:
         with boundary("model"):
             wrapped = peft.PeftModel.from_pretrained(model, str(folder))
+            if (Path(folder) / WEIGHTS_FILE).is_file():
+                _fill(wrapped.get_base_model(), _saved(folder))
             result = wrapped.merge_and_unload(safe_merge=True)
     except Failed as failed:
         raise ConfigError(f"the adapter in {folder} cannot be used: {failed.failure.message}") from failed
@@ -251,12 +271,14 @@ def default_targets(model: Any) -> list[str]:
     """The names of the linear layers that a new adapter changes, or ends of names where all layers with that end are meant.
 
     These are all linear layers except the output layer, routers and gates of experts (an adapter would change which experts run),
-    and layers that nothing calls: a Mamba layer reads the weight of some of its projections itself, and passes by an adapter.
+    layers that nothing calls (a Mamba layer reads the weight of some of its projections itself, and passes by an adapter), and
+    layers that share their weight with another one (Zamba), which could not be merged with two adapters.
     """
     linear = {name for name, module in model.named_modules() if isinstance(module, _LINEAR)}
     head = model.get_output_embeddings()
     linear -= {name for name, module in model.named_modules() if module is head}
     linear -= {name for name in linear if _passed_by(model, name) or _chooses_experts(model, name)}
+    linear -= _with_shared_weight(model, linear)
     linear -= _of_stacked_experts(model, linear)
     if not linear:
         raise ConfigError(
@@ -271,6 +293,14 @@ def default_targets(model: Any) -> list[str]:
 
 
 _LINEAR = (torch.nn.Linear, Conv1D)
+
+
+def _with_shared_weight(model: Any, names: Iterable[str]) -> set[str]:
+    """Those of the layers whose weight another layer has too."""
+    layers_of: dict[int, list[str]] = {}
+    for name in names:
+        layers_of.setdefault(id(model.get_submodule(name).weight), []).append(name)
+    return {name for layers in layers_of.values() if len(layers) > 1 for name in layers}
 
 
 def _passed_by(model: Any, name: str) -> bool:
@@ -357,6 +387,11 @@ def _targets(model: Any, names: tuple[str, ...] | None) -> list[str]:
                 f"{nearest(target, ends)}; it has {_listed(ends)}"
             )
         _refuse_tied(model, target, matching)
+        if shared := sorted(_with_shared_weight(model, matching)):
+            raise ConfigError(
+                f"model.lora.target_modules: {shared[0]} and {shared[1]} of {type(model).__name__} have the same weight, so two "
+                f"adapters on it could not be merged: remove {target!r} from the list"
+            )
         if passed := sorted(name for name in matching if _passed_by(model, name)):
             raise ConfigError(
                 f"model.lora.target_modules: {type(model).__name__} computes with the weight of {passed[0]} itself, so an "

@@ -278,7 +278,7 @@ def _context(model: PreTrainedModel, context: int | None) -> int:
     positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context is None and positions is None:
         raise EngineError(
-            f"the config of {type(model).__name__} has no max_position_embeddings: give the engine a context"
+            f"the config of {type(model).__name__} names no longest context (max_position_embeddings): set limits.context"
         )
     if context is not None and not 1 < context <= (positions or context):
         raise EngineError(f"context is {context}; it must be 2 to {positions}, the positions that the model knows")
