@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import Qwen3Config
 
+from support.mixtures import CONFIGS, mixture
 from support.tiny import save_rows, tiny_model
 from turnwise import assembly
 from turnwise.cli import main
@@ -64,6 +65,30 @@ def test_weights_gradients_optimizer_and_cache_are_counted() -> None:
     assert half["optimizer"] == 12 * count
     kahan = config(model={"dtype": "bfloat16"}, train={"optimizer": {"master_weights": "kahan"}})
     assert parts(predict(kahan, shape(), WORK))["optimizer"] == 10 * count
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "nemotron_h", "llama4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_mixtures_of_experts_are_predicted(family: str, dtype: str) -> None:
+    prediction = predict(config(model={"dtype": dtype}), CONFIGS[family](), WORK)
+    count = sum(parameter.numel() for parameter in mixture(family).parameters())
+    assert parts(prediction)["weights"] == count * (4 if dtype == "float32" else 2)
+    assert parts(prediction)["activations"] > 0
+
+
+def test_the_activations_of_experts_are_those_that_a_real_pass_keeps() -> None:
+    model = mixture("qwen3_moe")
+    tokens, kept = 96, list[float]()
+    for even in (False, True):
+        if even:
+            memory._distribute_evenly(model)
+        live = memory._LiveBytes()
+        with live:
+            before = live.live
+            hidden = model.model(input_ids=torch.arange(3, 3 + tokens)[None], use_cache=False)[0]
+            kept.append(live.live - before)
+        del hidden
+    assert kept[1] == pytest.approx(kept[0], rel=0.05)
 
 
 def test_a_critic_has_weights_gradients_and_an_optimizer_of_its_own() -> None:

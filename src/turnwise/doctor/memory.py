@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from turnwise import assembly
 from turnwise.chat.media import has_media
@@ -34,6 +35,7 @@ from turnwise.local_paths import refuse_other_than_model
 from turnwise.models import cpu
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import packed_bytes, with_fast_layers
+from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelOptions, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, context_length, kv_token_bytes
@@ -150,6 +152,7 @@ def _trace(
     on_ranks: bool,
 ) -> TracedPass:
     model = empty_model(options, model_config)
+    _distribute_evenly(model)
     large = model.num_parameters() > LARGE_MODEL and not on_ranks
     if micro_batch_tokens is None:
         micro_batch_tokens = default_micro_batch_tokens(torch.device("cuda" if on_gpu else "cpu"), large=large)
@@ -181,6 +184,43 @@ def _trace(
         peak=live.peak,
         keeps_blocks=large and not on_gpu,
     )
+
+
+_EVEN = "turnwise_even"
+
+
+def _distribute_evenly(model: Any) -> None:
+    """Let each expert of a mixture of experts compute the same number of tokens: without contents, nothing says which tokens an
+    expert gets, and torch's grouped products have shapes for bfloat16 only."""
+    ALL_EXPERTS_FUNCTIONS.register(_EVEN, _even_experts)
+    if expert_modules(model):
+        with contextlib.suppress(ValueError):  # experts that are written out have no implementations to choose from
+            model.set_experts_implementation(_EVEN)
+
+
+def _even_experts(
+    experts: Any, hidden_TD: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor
+) -> torch.Tensor:
+    """What transformers' `grouped_mm` keeps and computes, with tensors of the same sizes. S counts pairs of token and expert."""
+    pairs, top_k = index_TK.numel(), index_TK.shape[1]
+    gated = experts.has_gate
+    up, down = experts.gate_up_proj if gated else experts.up_proj, experts.down_proj
+    of_each = -(-pairs // len(down))
+    place_S = torch.arange(of_each * len(down), device=hidden_TD.device) % pairs
+
+    def product(values_SX: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+        weight_EXY = weight if experts.is_transposed else weight.transpose(-2, -1)
+        with torch.autocast("cpu", enabled=False):  # grouped products are computed in the type of the weights
+            values_EXx = values_SX.to(weight.dtype).view(len(down), of_each, -1)
+            result_SY = torch.bmm(values_EXx, weight_EXY).flatten(0, 1)
+        return (
+            result_SY.add_(getattr(experts, name).repeat_interleave(of_each, dim=0)) if experts.has_bias else result_SY
+        )
+
+    inner_SY = product(hidden_TD[place_S // top_k], up, "gate_up_proj_bias" if gated else "up_proj_bias")
+    inner_SY = experts._apply_gate(inner_SY) if gated else experts.act_fn(inner_SY)
+    weighted_SD = product(inner_SY, down, "down_proj_bias") * weight_TK.reshape(-1)[place_S].unsqueeze(-1)
+    return weighted_SD[place_S[:pairs]].view(*index_TK.shape, -1).sum(dim=1).to(hidden_TD.dtype)
 
 
 def _without_pass(parameters: Sequence[torch.nn.Parameter]) -> TracedPass:
