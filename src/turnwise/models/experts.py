@@ -296,11 +296,14 @@ def _check(model: Any, ids: torch.Tensor, routers: Sequence[_Router], plain: tor
     with torch.no_grad():
         with RouterPass(lambda choice: own.append(choice.index_TK)).active():
             model(input_ids=ids, use_cache=False)
-        seen = len(own) == len(routers)
-        same = seen and _replayed(model, ids, torch.stack(own, dim=1))
-        other = seen and _replayed(model, ids, (torch.stack(own, dim=1) + 1) % routers[0].experts)
-    fully = routers[0].experts == routers[0].top_k  # all experts are used, whatever is prescribed
-    if not seen or not torch.equal(same, plain) or (torch.equal(other, plain) and not fully and bool(plain.any())):
+        right = len(own) == len(routers)
+        if right:
+            own_TLK, experts = torch.stack(own, dim=1), routers[0].experts
+            others = not torch.equal(_replayed(model, ids, (own_TLK + 1) % experts), plain)
+            # all experts are used whatever is prescribed, or all weights are 0
+            no_others = experts == routers[0].top_k or not bool(plain.any())
+            right = torch.equal(_replayed(model, ids, own_TLK), plain) and (others or no_others)
+    if not right:
         for module in model.modules():
             if hasattr(module, _MARK):
                 delattr(module, _MARK)

@@ -331,16 +331,16 @@ class ModelShard:
         known = recorded_load(mine, routers) if self._forward.router_replay else None
         # all ranks measure if one of them must: the passes are collective
         if bool(self.ranks.total(torch.tensor([0 if known is not None else 1]))):
-            known = ExpertLoad.none(routers)
+            loads: list[ExpertLoad] = []
 
             def measure(micro: MicroBatch[Any]) -> torch.Tensor:
-                nonlocal known
                 counter = LoadCounter(micro, routers)
                 logprob_N, _ = self._forward.logprobs(micro, on_choice=counter.note)
-                known = known + counter.load(None)
+                loads.append(counter.load(None))
                 return logprob_N
 
             measure_rounds(self.ranks, mine, rounds, stop, measure)
+            known = sum(loads, ExpertLoad.none(routers))
         assert known is not None
         total = self.ranks.total(torch.cat([torch.from_numpy(known.count_LE).flatten(), torch.tensor([known.tokens])]))
         counts = total[:-1].view(known.count_LE.shape).numpy()
