@@ -79,7 +79,7 @@ def unsupported(model: PreTrainedModel, reason: str) -> EngineError:
     )
 
 
-def _kept_by(layer: CacheLayerMixin, index: int, model: PreTrainedModel) -> KeptByLayer:
+def _kept_by(layer: object, index: int, model: PreTrainedModel) -> KeptByLayer:
     if type(layer) not in (*_ATTENTION, *_RECURRENT):
         kept = {name: tuple(value.shape) for name, value in vars(layer).items() if isinstance(value, torch.Tensor)}
         needed = ", ".join(f"{name} {list(shape)}" for name, shape in kept.items() if name not in ("keys", "values"))
