@@ -197,7 +197,7 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
     [
         ("train.lrr=1", "there is no option train.lrr; did you mean 'lr'?"),
         ("trian.lr=1", "there is no option trian; did you mean 'train'?"),
-        ("model.xyz=1", "there is no option model.xyz; the options are: path, dtype, device"),
+        ("model.xyz=1", "there is no option model.xyz; the options are: path, gguf_file, dtype, device"),
         ("r[ward={}", "there is no option r[ward; did you mean 'reward'?"),
         ("model.[path]=1", "there is no option model.[path]; did you mean 'path'?"),
         ("local=1", "there is no option local; the options are"),

@@ -63,6 +63,7 @@ TESTED: Mapping[str, str] = {
     **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
     "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
+    "model.gguf_file": "training/test_gguf.py::test_a_gguf_file_is_dequantized_once_and_trained_and_saved_as_safetensors",
     "model.router_replay": "training/test_experts.py::test_a_run_records_experts_and_uses_them_again",
     "loss.router_aux_loss_coef": "training/test_experts.py::test_steps_on_the_loss_balance_the_experts",
     "model.chat_template_kwargs": "chat/test_template_arguments.py::test_rollouts_and_evaluations_use_the_arguments",

@@ -18,6 +18,7 @@ from turnwise.config.resume_rules import RULES
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.local_paths import no_file
+from turnwise.models.gguf import dequantized
 from turnwise.options.environment_values import insert_values
 from turnwise.options.schema import Config, LoraSection
 from turnwise.options.section import Section, name_of, named_sections, shared_options
@@ -467,9 +468,13 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
     Raises ConfigError.
     """
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(without_hidden(_explain(error, source))) from None
+    if (name := config.model.gguf_file) is None:
+        return config
+    path = str(dequantized(config.model.path, name, config.model.dtype))
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "gguf_file": None})})
 
 
 def schema_problems(tree: Mapping[str, Any]) -> list[tuple[str, Any, str]]:

@@ -40,6 +40,7 @@ def _of_all_classes(rule: Rule, section: str) -> dict[str, Rule]:
 RULES: Mapping[str, Rule] = {
     # the weights and the state of the optimizer come from the checkpoint
     "model.path": "named",
+    "model.gguf_file": "free",  # model.path is the directory that was made of it
     "model.dtype": "fixed",
     "model.autocast": "named",
     "model.device": "free",

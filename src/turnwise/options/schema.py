@@ -91,6 +91,9 @@ class ModelSection(Section):
 
     path: PathText
     """The model to train: a model directory, or a name on the Hugging Face hub."""
+    gguf_file: NonEmpty | None = None
+    """The name of a GGUF file in the directory `model.path`. Its weights are dequantized once, into a model directory in the
+    cache, which the run uses instead (docs/memory.md). Null: the directory has safetensors files."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The data type of the model's parameters. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
     `train.optimizer.master_weights` is changed."""

@@ -1,0 +1,85 @@
+"""Models in GGUF files (llama.cpp's format): converted once into a model directory, which everything else reads as any other.
+
+transformers dequantizes the weights, and reads the tokenizer and the chat template from the file. The directory is in the cache
+(`$XDG_CACHE_HOME/turnwise/gguf`, or `~/.cache/turnwise/gguf`) and holds safetensors files. Imports transformers where it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError, Failed, boundary
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = "gguf.json"
+"""The file that says where a directory comes from. It is written last."""
+_QUANTIZED = ("quantization_config", "_pre_quantization_dtype")
+"""What transformers notes about the weights of the file, although they are dequantized in memory; it saves no such model."""
+
+
+def dequantized(directory: str, name: str, dtype: str) -> Path:
+    """The model directory with the weights of the GGUF file `directory/name` in a dtype (`float32`, `bfloat16`).
+
+    The first call for a file converts it; a file that has changed is converted again. Raises ConfigError if there is no such
+    file, the package `gguf` is missing, or transformers does not know the architecture.
+    """
+    file = Path(directory).expanduser() / name
+    if not file.is_file():
+        raise ConfigError(
+            f"model.gguf_file={name}: there is no file {file}; model.path is the directory that the GGUF file is in"
+        )
+    if importlib.util.find_spec("gguf") is None:
+        raise ConfigError("model.gguf_file needs the package `gguf`: pip install 'turnwise[gguf]'")
+    about = {
+        "file": str(file.resolve()),
+        "bytes": file.stat().st_size,
+        "changed": file.stat().st_mtime_ns,
+        "dtype": dtype,
+    }
+    digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
+    target = _cache() / f"{file.stem}-{digest}"
+    if not (target / _SOURCE).is_file():
+        _log.warning("%s is converted into the model directory %s (once)", file, target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix="writing-") as folder:
+            _convert(file, Path(folder), dtype)
+            (Path(folder) / _SOURCE).write_text(json.dumps(about, indent=1), encoding="utf-8")
+            shutil.rmtree(target, ignore_errors=True)  # left by a process that was killed
+            os.replace(folder, target)
+            Path(folder).mkdir()  # which the block removes
+    return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnwise" / "gguf"
+
+
+def _convert(file: Path, folder: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        with boundary("model"):  # files of many programs and kinds
+            tokenizer = AutoTokenizer.from_pretrained(**where)
+            model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+            for name in _QUANTIZED:
+                if hasattr(model.config, name):
+                    delattr(model.config, name)
+            model.hf_quantizer, model.is_quantized = None, False
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except Failed as failed:
+        raise ConfigError(
+            f"model.gguf_file={file.name} could not be read: {failed.failure.message.rstrip('.')}. transformers reads the GGUF "
+            f"files of some architectures only: otherwise use the model's safetensors files"
+        ) from failed
