@@ -29,6 +29,21 @@ MIXED = ["sliding_attention", "full_attention"]
 
 NO_HEAD_DIM = {name: value for name, value in SIZES.items() if name != "head_dim"}
 
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+"""Keys have 12 numbers. A layer without and a layer with experts."""
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: hf.LlamaConfig(**SIZES),
     "qwen2": lambda: hf.Qwen2Config(**NO_HEAD_DIM),
@@ -44,6 +59,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma3 with windows": lambda: hf.Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=MIXED),
     "mixtral": lambda: hf.MixtralConfig(**SIZES, **EXPERTS),
+    "latent attention, with smaller values": lambda: hf.DeepseekV3Config(**{**NO_HEAD_DIM, **LATENT}, v_head_dim=4),
+    "latent attention, with larger values": lambda: hf.DeepseekV3Config(**{**NO_HEAD_DIM, **LATENT}, v_head_dim=24),
+    "sinks and windows": lambda: hf.GptOssConfig(**SIZES, **EXPERTS, layer_types=MIXED, sliding_window=WINDOW),
     "qwen3 moe": lambda: hf.Qwen3MoeConfig(
         **SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, decoder_sparse_step=1
     ),
@@ -226,12 +244,12 @@ def test_groups_share_a_system_prompt_and_segments_a_history() -> None:
     assert batch.sequence_tokens == 9 + 12 + 12
 
 
-def test_models_with_recurrent_layers_or_attention_in_chunks_share_no_prefixes() -> None:
+def test_models_with_recurrent_layers_attention_in_chunks_or_soft_caps_share_no_prefixes() -> None:
     chunks = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
     for config in (
         hf.Llama4TextConfig(**SIZES, **chunks),
         hf.Lfm2Config(**NO_HEAD_DIM, layer_types=["conv", "full_attention"]),
-        hf.GptOssConfig(**SIZES, **EXPERTS, layer_types=FULL),
+        hf.Gemma2Config(**SIZES, attn_logit_softcapping=2.0, layer_types=FULL),
     ):
         model = made(config)
         before = model.config._attn_implementation
@@ -275,6 +293,41 @@ def test_a_token_of_a_tree_sees_the_prefix_that_ends_with_it(rows: list[np.ndarr
             for end, place in enumerate(places.tolist()):
                 seen = one[: end + 1] if window is None else one[max(0, end + 1 - window) : end + 1]
                 assert float(mean_T[place]) == pytest.approx(float(seen.mean()))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_have_the_same_results_and_gradients_on_an_accelerator_and_a_cpu(window: int | None) -> None:
+    """A sink is one more key with a score of its own and the value 0: four heads, two heads of keys."""
+    row = FlatRow.of([np.array(one) for one in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 7, 8, 9, 10])])
+    tree, count = Tree.of(row.runs), len(row.token_ids)
+    mask = _TreeMask(tree, [bucket.mask(window) for bucket in tree.buckets])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    query, key, value, sink = drawn(4, count, 8), drawn(2, count, 8), drawn(2, count, 8), drawn(4)
+    weight = torch.randn(count, 4, 8, generator=generator, dtype=torch.float64)
+
+    def accelerator() -> torch.Tensor:
+        heads = (part.transpose(0, 1) for part in (query, key, value))
+        query_THD, key_THD, value_THD = heads
+        results = [
+            bucket.attend(query_THD, key_THD, value_THD, seen, None, sink)
+            for bucket, seen in zip(tree.buckets, mask.masks, strict=True)
+        ]
+        return torch.cat(results)[tree.place_T]
+
+    found = []
+    for compute in (accelerator, lambda: mask.attend(query, key, value, None, sink)):
+        result = compute()
+        found.append([result, *torch.autograd.grad((result * weight).sum(), (query, key, value, sink))])
+    for actual, expected in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-8)
+    # the first token of a sequence sees itself and the sink
+    score = (query[0, 0] @ key[0, 0]) * 8**-0.5
+    share = torch.sigmoid(score - sink[0])
+    torch.testing.assert_close(found[0][0][0, 0], share * value[0, 0])
 
 
 @pytest.mark.parametrize("limit", [1, 7, 20, 35, 1000])

@@ -374,7 +374,7 @@ def shares_prefixes(model: Any, share_prompts: str, *, refusal: str) -> bool:
 def try_tree_attention(model: Any) -> bool:
     """Give a model tree attention if its logits stay the same, which is tested on a small tree. Returns whether it has it.
 
-    A model that does not support it (recurrent layers, attention in chunks, soft caps or sinks, an attention of its own) is
+    A model that does not support it (recurrent layers, attention in chunks, soft caps, an attention of its own) is
     unchanged.
     """
     config = model.config.get_text_config()

@@ -63,7 +63,7 @@ class LocalLearner(LearnerBase):
             model,
             share_prompts,
             refusal=f"{type(model).__name__} does not give its own log-probabilities back with shared prefixes (recurrent layers "
-            f"and attention with soft caps or sinks do not)",
+            f"and attention with soft caps do not)",
         )
         self._model = model
         self.loss = loss or make_loss(PpoClip())

@@ -160,9 +160,13 @@ class _Bucket:
         value_THD: torch.Tensor,
         mask_N1RK: torch.Tensor | None,
         scaling: float | None,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of the runs on an accelerator, [N * R, H, D]."""
         query_NHRD, key_NHKD, value_NHKD = self.heads(query_THD, key_THD, value_THD)
+        if sink_H is not None:
+            output_NHRD = _with_sinks(query_NHRD, key_NHKD, value_NHKD, mask_N1RK, sink_H, scaling)
+            return output_NHRD.transpose(1, 2).flatten(0, 1)
         # the fast kernels take no mask together with grouped heads
         grouped = mask_N1RK is None
         if not grouped:
@@ -252,17 +256,31 @@ class _TreeMask:
         return self._additive[dtype]
 
     def attend(
-        self, query_HTD: torch.Tensor, key_HTD: torch.Tensor, value_HTD: torch.Tensor, scaling: float | None
+        self,
+        query_HTD: torch.Tensor,
+        key_HTD: torch.Tensor,
+        value_HTD: torch.Tensor,
+        scaling: float | None,
+        sink_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of the flat row, [T, H, D]. Keys and values may have fewer heads than the query."""
+        """Attention of the flat row, [T, H, D]. Keys and values may have fewer heads than the query, and values another size of
+        heads than keys (latent attention). `sink_H` are the heads' sinks: a score of a key without a value."""
+        size, width = query_HTD.shape[-1], value_HTD.shape[-1]
+        if size != width:  # the kernels take one size: zeros change neither scores nor results
+            scaling = size**-0.5 if scaling is None else scaling
+            query_HTD, key_HTD, value_HTD = (
+                F.pad(heads_HTD, (0, max(size, width) - heads_HTD.shape[-1]))
+                for heads_HTD in (query_HTD, key_HTD, value_HTD)
+            )
+            return self.attend(query_HTD, key_HTD, value_HTD, scaling, sink_H)[..., :width]
         query_THD, key_THD, value_THD = (heads_HTD.transpose(0, 1) for heads_HTD in (query_HTD, key_HTD, value_HTD))
         if query_THD.device.type == "cpu":
             query_THD, key_THD, value_THD = (
                 heads.to(product_dtype(heads)) for heads in (query_THD, key_THD, value_THD)
             )
-            return _GatheredAttention.apply(query_THD, key_THD, value_THD, self, scaling)
+            return _GatheredAttention.apply(query_THD, key_THD, value_THD, sink_H, self, scaling)
         results = [
-            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling)
+            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H)
             for bucket, mask_N1RK in zip(self.tree.buckets, self.masks, strict=True)
         ]
         return torch.cat(results)[self.tree.place_T]
@@ -278,6 +296,7 @@ class _GatheredAttention(torch.autograd.Function):
         query_THD: torch.Tensor,
         key_TJD: torch.Tensor,
         value_TJD: torch.Tensor,
+        sink_H: torch.Tensor | None,
         tree_mask: _TreeMask,
         scale: float | None,
     ) -> torch.Tensor:
@@ -288,8 +307,12 @@ class _GatheredAttention(torch.autograd.Function):
             output_NHRD, sum_NHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *heads, 0.0, mask is None, attn_mask=mask, scale=scale
             )
+            if sink_H is not None:
+                total_NHR = torch.logaddexp(sum_NHR, sink_H.to(sum_NHR.dtype)[None, :, None])
+                output_NHRD = output_NHRD * (sum_NHR - total_NHR).exp().unsqueeze(-1).to(output_NHRD.dtype)
+                sum_NHR = total_NHR
             outputs.append(output_NHRD.transpose(1, 2).flatten(0, 1))
-            sums.append(sum_NHR)  # log of the sum of exp(score) over the keys of each query
+            sums.append(sum_NHR)  # log of the sum of exp(score) over the keys of each query, and its sink
         output_THD = torch.cat(outputs)[tree_mask.tree.place_T]
         # Eight completions of 100 tokens after a prompt of 1000: the row has 1800 tokens, and the gathered keys are 8 x 1100 =
         # 8800, for each layer. The backward pass gathers them again. The sums are one number for each query and head; without
@@ -297,7 +320,7 @@ class _GatheredAttention(torch.autograd.Function):
         # The sums stay as each bucket has them, padding included, and are not put in the order of the row: a padded query has
         # other scores than the token whose place it holds. With that token's sum, its probabilities could be infinite, and
         # infinite times its gradient of 0 is NaN. The output may be that of the other token: it is only multiplied by the 0.
-        ctx.save_for_backward(query_THD, key_TJD, value_TJD, output_THD, *sums)
+        ctx.save_for_backward(query_THD, key_TJD, value_TJD, output_THD, sink_H, *sums)
         ctx.tree_mask, ctx.scale = tree_mask, scale
         return output_THD
 
@@ -314,9 +337,14 @@ class _GatheredAttention(torch.autograd.Function):
         grad_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
         grad_queries: list[torch.Tensor] = []
         grad_key, grad_value = torch.zeros_like(key_TJD), torch.zeros_like(value_TJD)
-        parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), grad_results.split(padded), saved[4:], strict=True)
+        parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), grad_results.split(padded), saved[5:], strict=True)
+        sink_H = None if saved[4] is None else saved[4].to(dtype)
+        grad_sink = None if sink_H is None else torch.zeros_like(sink_H)
         for bucket, mask, grad_result, sum_NHR in parts:
             heads = bucket.heads(query_THD, key_TJD, value_TJD)
+            # With sinks, the sums are those of keys and sink, and the outputs those with the sink: then the kernel computes
+            # gradients of scores, probability * (gradient of probability - D), that are right for the keys, because the sink has
+            # no value and so no part in D = gradient of output * output. The sink itself gets -probability * D.
             grad_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_result.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
                 *heads,
@@ -327,13 +355,46 @@ class _GatheredAttention(torch.autograd.Function):
                 attn_mask=mask,
                 scale=ctx.scale,
             )
+            if sink_H is not None and grad_sink is not None:
+                dot_NRH = (grad_result.unflatten(0, bucket.query_NR.shape) * output_THD[bucket.query_NR]).sum(-1)
+                share_NHR = (sink_H[None, :, None] - sum_NHR).exp()
+                grad_sink -= (share_NHR * dot_NRH.transpose(1, 2)).sum((0, 2))
             grad_query, *grad_keys = (part.transpose(1, 2).flatten(0, 1) for part in grad_heads)
             grad_queries.append(grad_query)
             # a token is the key of many runs (a prompt, of all its completions): its gradients are added up over all of them
             for total, part in zip((grad_key, grad_value), grad_keys, strict=True):
                 total.index_add_(0, bucket.key_NK.flatten(), part)
         grad_query = torch.cat(grad_queries)[tree.place_T]
-        return *(part.to(gradients[0].dtype) for part in (grad_query, grad_key, grad_value)), None, None
+        grads = (part.to(gradients[0].dtype) for part in (grad_query, grad_key, grad_value))
+        return *grads, None if grad_sink is None else grad_sink.to(saved[4].dtype), None, None
+
+
+def _with_sinks(
+    query_NHRD: torch.Tensor,
+    key_NJKD: torch.Tensor,
+    value_NJKD: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink_H: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention [N, H, R, D] with sinks (gpt-oss): each head has one more score in its softmax, of a key without a value.
+
+    `mask` says which keys a token sees (bool), or is a summand of the scores; None: attention is causal.
+    """
+    (_, heads, rows, _), keys = query_NHRD.shape, key_NJKD.shape[2]
+    key_NHKD, value_NHKD = (
+        F.pad(tensor.repeat_interleave(heads // tensor.shape[1], dim=1), (0, 0, 0, 1))
+        for tensor in (key_NJKD, value_NJKD)
+    )
+    if mask is None:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query_NHRD.device).tril(keys - rows)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query_NHRD.dtype).masked_fill(~mask, -torch.inf)
+    scores = (len(query_NHRD), heads, rows)
+    bias = torch.cat(
+        [mask.expand(*scores, keys), sink_H.to(mask.dtype)[None, :, None, None].expand(*scores, 1)], dim=-1
+    )
+    return F.scaled_dot_product_attention(query_NHRD, key_NHKD, value_NHKD, attn_mask=bias, scale=scaling)
 
 
 _current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)
@@ -366,15 +427,19 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | _TreeMask | None,
     scaling: float | None = None,
-    **others: Any,  # transformers' own protocol
+    s_aux: torch.Tensor | None = None,
+    **others: Any,  # transformers' own protocol; `s_aux` are sinks
 ) -> tuple[torch.Tensor, None]:
     if not isinstance(attention_mask, _TreeMask):
         if _current_tree.get() is not None:
             raise TypeError("the model does not pass its attention mask on to the attention function")
+        if s_aux is not None:
+            output_NHRD = _with_sinks(query, key, value, attention_mask, s_aux, scaling)
+            return output_NHRD.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     if ignored := unsupported(others, known=("dropout", "is_causal")):
         raise TypeError(f"tree attention does not compute {', '.join(ignored)}")
-    return attention_mask.attend(query[0], key[0], value[0], scaling).unsqueeze(0), None
+    return attention_mask.attend(query[0], key[0], value[0], scaling, s_aux).unsqueeze(0), None
 
 
 def _mask(*arguments: Any, local_size: int | None = None, **options: Any) -> torch.Tensor | _TreeMask | None:

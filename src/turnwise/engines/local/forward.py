@@ -204,6 +204,8 @@ OTHER_TYPES = (*RECURRENT_TYPES, "mlp", "moe")
 so they are refused: an attention that selects tokens may agree on the few tokens of the comparison."""
 WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 """Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""
+_BEYOND_SDPA = {"turnwise_tree": {"s_aux"}}
+"""What an implementation computes and sdpa ignores: attention sinks."""
 
 
 class GenericForward:
@@ -420,7 +422,9 @@ def _check_masks(model: PreTrainedModel) -> None:
             f"the model's attention is {model.config._attn_implementation}, which takes no mask of four dimensions. "
             'Load the model with attn_implementation="sdpa"'
         )
-    if model.config._attn_implementation != "eager" and (ignored := ignored_by_sdpa(model)):
+    computed = _BEYOND_SDPA.get(model.config._attn_implementation, set())
+    ignored = [name for name in ignored_by_sdpa(model) if name not in computed]
+    if model.config._attn_implementation != "eager" and ignored:
         raise EngineError(
             f"{type(model).__name__} uses {', '.join(ignored)} in its attention, which {model.config._attn_implementation} "
             'ignores. Load the model with attn_implementation="eager"'
