@@ -511,4 +511,5 @@ def test_long_lived_blocks_are_apart_from_those_that_are_kept() -> None:
     printed = subprocess.run(program, check=True, capture_output=True, text=True, timeout=120).stdout
     apart, again, freed, trimmed = map(int, printed.split())
     assert (apart, again) == (8, 8)
-    assert freed < 40 < 300 < trimmed <= 320
+    # 40 blocks of 8 MB, and what the libraries have freed
+    assert freed < 40 < 300 < trimmed <= 340

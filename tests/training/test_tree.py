@@ -244,11 +244,10 @@ def test_groups_share_a_system_prompt_and_segments_a_history() -> None:
     assert batch.sequence_tokens == 9 + 12 + 12
 
 
-def test_models_with_recurrent_layers_attention_in_chunks_or_soft_caps_share_no_prefixes() -> None:
+def test_models_with_attention_in_chunks_or_soft_caps_share_no_prefixes() -> None:
     chunks = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
     for config in (
         hf.Llama4TextConfig(**SIZES, **chunks),
-        hf.Lfm2Config(**NO_HEAD_DIM, layer_types=["conv", "full_attention"]),
         hf.Gemma2Config(**SIZES, attn_logit_softcapping=2.0, layer_types=FULL),
     ):
         model = made(config)

@@ -449,7 +449,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
     notes = _override(tree, overrides)
     inserted, origins = insert_values(tree, where=str(path))
-    return checked(inserted, source=str(path)).with_origins(origins), notes
+    return with_model_directory(checked(inserted, source=str(path))).with_origins(origins), notes
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str], *, source: str) -> tuple[Config, list[str]]:
@@ -459,7 +459,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str], *, source:
     """
     changed = copy.deepcopy(dict(tree))
     notes = _override(changed, overrides)
-    return checked(changed, source=source), notes
+    return with_model_directory(checked(changed, source=source)), notes
 
 
 def checked(tree: Mapping[str, Any], *, source: str) -> Config:
@@ -468,9 +468,13 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
     Raises ConfigError.
     """
     try:
-        config = Config.model_validate(tree)
+        return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(without_hidden(_explain(error, source))) from None
+
+
+def with_model_directory(config: Config) -> Config:
+    """The recipe with a model directory in place of a GGUF file. The first use of a file converts it. Raises ConfigError."""
     if (name := config.model.gguf_file) is None:
         return config
     path = str(dequantized(config.model.path, name, config.model.dtype))

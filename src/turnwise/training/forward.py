@@ -30,6 +30,7 @@ from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
+from turnwise.training.recurrent_tree import use_recurrent_tree
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
@@ -351,8 +352,19 @@ class Forward:
         return self._model(**inputs, logits_to_keep=kept).logits[micro.row_U, place_U]
 
 
-_TREE_LAYERS = {"full_attention", "sliding_attention"}
-"""Types of layers whose attention depends on nothing but the keys and their distance to the query."""
+_TREE_LAYERS = {
+    "full_attention",
+    "sliding_attention",
+    "attention",
+    "linear_attention",
+    "conv",
+    "mamba",
+    "hybrid",
+    "moe",
+    "mlp",
+}
+"""Types of layers that may compute a tree: attention that depends on nothing but the keys and their distance to the query, layers
+with a state, and layers that compute each token by itself."""
 _PROBE_WINDOW = 3
 """Tokens of a sliding window while the model is tested: less than the length of the test sequences."""
 _PROBE = ((11, 7, 5, 3, 2), (11, 7, 13, 17, 19, 23, 29), (11, 7, 13, 17, 31), (11, 7, 13, 17, 31, 37), (43, 41))
@@ -374,8 +386,8 @@ def shares_prefixes(model: Any, share_prompts: str, *, refusal: str) -> bool:
 def try_tree_attention(model: Any) -> bool:
     """Give a model tree attention if its logits stay the same, which is tested on a small tree. Returns whether it has it.
 
-    A model that does not support it (recurrent layers, attention in chunks, soft caps, an attention of its own) is
-    unchanged.
+    A model that does not support it (recurrent layers that do not continue from a state, attention in chunks, soft caps, an
+    attention of its own) is unchanged.
     """
     config = model.config.get_text_config()
     if not _TREE_LAYERS.issuperset(getattr(config, "layer_types", None) or []):
@@ -385,12 +397,16 @@ def try_tree_attention(model: Any) -> bool:
     sequences = sorted({tuple(token % vocabulary for token in sequence) for sequence in _PROBE})
     with torch.no_grad(), narrow_window(config, _PROBE_WINDOW):
         expected = [_logits_of(model, sequence) for sequence in sequences]
+        restore = None
         try:
+            restore = use_recurrent_tree(model)
             use_tree_attention(model)
             if _tree_gives(model, sequences, expected):
                 return True
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
             pass  # the attention takes other arguments or another mask, or cannot be replaced
+    if restore is not None:
+        restore()
     if config._attn_implementation != previous:
         set_text_attention(model, previous)
     return False

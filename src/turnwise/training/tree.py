@@ -193,6 +193,7 @@ class Tree:
     buckets: Sequence[_Bucket]
     place_T: torch.Tensor
     """Place of each token's result among the results of all buckets, padding included."""
+    runs: Sequence[FlatRun]
 
     @classmethod
     def of(cls, runs: Sequence[FlatRun]) -> Tree:
@@ -205,11 +206,11 @@ class Tree:
             for run in group:
                 place_T[run.start : run.start + run.length] = np.arange(start, start + run.length)
                 start += longest
-        return cls([_Bucket.of(group) for group in groups], torch.from_numpy(place_T))
+        return cls([_Bucket.of(group) for group in groups], torch.from_numpy(place_T), runs)
 
     def to(self, device: torch.device) -> Tree:
         """The same on another device."""
-        return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device))
+        return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device), self.runs)
 
 
 def _by_size(runs: Sequence[FlatRun]) -> Iterator[list[FlatRun]]:
@@ -408,6 +409,11 @@ def tree_attention(tree: Tree) -> Iterator[None]:
         yield
     finally:
         _current_tree.reset(token)
+
+
+def current_tree() -> Tree | None:
+    """The tree that a forward pass computes; None outside of `tree_attention`."""
+    return _current_tree.get()
 
 
 def use_tree_attention(model: Any) -> None:
