@@ -30,7 +30,7 @@ from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
-from turnwise.training.recurrent_tree import use_recurrent_tree
+from turnwise.training.recurrent_tree import has_recurrent_layers, use_recurrent_tree
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
 
@@ -401,7 +401,9 @@ def try_tree_attention(model: Any) -> bool:
         try:
             restore = use_recurrent_tree(model)
             use_tree_attention(model)
-            if _tree_gives(model, sequences, expected):
+            if _tree_gives(model, sequences, expected) and (
+                not has_recurrent_layers(model) or _gradient_passes(model, sequences)
+            ):
                 return True
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
             pass  # the attention takes other arguments or another mask, or cannot be replaced
@@ -429,6 +431,27 @@ def _tree_gives(model: Any, sequences: Sequence[Sequence[int]], expected: Sequen
         for sequence, places, expected_LV in zip(sequences, row.places, expected, strict=True)
         for actual_LV in (shared_TV[torch.from_numpy(places)], _logits_of(model, sequence))
     )
+
+
+def _gradient_passes(model: Any, sequences: Sequence[Sequence[int]]) -> bool:
+    """Whether the last logits of the sequence that shares most have the same gradient for its embedded tokens in a tree as alone:
+    kernels of recurrent layers may have none for the state that they begin with."""
+    row = FlatRow.of([np.array(sequence) for sequence in sequences])
+    chosen = max(range(len(sequences)), key=lambda index: len(row.runs[index].context))
+    ids, position = (torch.from_numpy(values[None]).to(model.device) for values in (row.token_ids, row.position))
+    place_L = torch.from_numpy(row.places[chosen]).to(model.device)
+    embed = model.get_input_embeddings()
+    with torch.enable_grad():
+        shared_1TD = embed(ids).detach().requires_grad_()
+        own_1LD = embed(ids[:, place_L]).detach().requires_grad_()
+        with tree_attention(Tree.of(row.runs).to(model.device)):
+            shared_TV = model(inputs_embeds=shared_1TD, position_ids=position, use_cache=False).logits[0]
+        own_LV = model(inputs_embeds=own_1LD, use_cache=False).logits[0]
+        (found_1TD,) = torch.autograd.grad(shared_TV[place_L[-1]].float().square().mean(), shared_1TD)
+        (expected_1LD,) = torch.autograd.grad(own_LV[-1].float().square().mean(), own_1LD)
+    tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
+    scale = float(expected_1LD.abs().max())
+    return torch.allclose(found_1TD[:, place_L], expected_1LD, atol=tolerance * scale, rtol=tolerance)
 
 
 def _body_and_head(model: Any) -> tuple[Any, Any]:

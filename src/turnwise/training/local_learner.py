@@ -62,8 +62,8 @@ class LocalLearner(LearnerBase):
         shares = shares_prefixes(
             model,
             share_prompts,
-            refusal=f"{type(model).__name__} does not give its own log-probabilities back with shared prefixes (recurrent layers "
-            f"and attention with soft caps do not)",
+            refusal=f"{type(model).__name__} does not give its own log-probabilities back with shared prefixes "
+            f"(docs/models.md has the models that do)",
         )
         self._model = model
         self.loss = loss or make_loss(PpoClip())

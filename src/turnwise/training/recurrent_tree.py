@@ -141,6 +141,11 @@ class _AnyLayer:
         return self._cache
 
 
+def has_recurrent_layers(model: Any) -> bool:
+    """Whether layers of the model keep a state."""
+    return any(_is_recurrent(type(module)) for module in model.modules())
+
+
 def use_recurrent_tree(model: Any) -> Callable[[], None]:
     """Let the recurrent layers of a model compute a tree in `tree_attention`; other passes are as before. Returns a function that
     takes it back.
