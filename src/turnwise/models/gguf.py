@@ -71,7 +71,7 @@ def _convert(file: Path, folder: Path, dtype: str) -> None:
     try:
         with boundary("model"):  # files of many programs and kinds
             tokenizer = AutoTokenizer.from_pretrained(**where)
-            model = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
             for name in _QUANTIZED:
                 if hasattr(model.config, name):
                     delattr(model.config, name)
