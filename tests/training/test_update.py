@@ -129,9 +129,9 @@ def test_rates() -> None:
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
         load_model(ModelOptions(path=f"{tmp_path}/nothing", dtype="float32", device="cpu"))
-    with_sinks = made(CONFIGS["sinks"]())
-    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: GptOssForCausalLM does not"):
-        LocalLearner(with_sinks, sampling=Sampling(), share_prompts="always")
+    capped = made(CONFIGS["soft cap"](), attn_implementation="eager")
+    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Gemma2ForCausalLM does not"):
+        LocalLearner(capped, sampling=Sampling(), share_prompts="always")
 
 
 def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
