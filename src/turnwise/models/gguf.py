@@ -51,11 +51,12 @@ def dequantized(directory: str, name: str, dtype: str) -> Path:
         _log.warning("%s is converted into the model directory %s (once)", file, target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="writing-") as folder:
-            _convert(file, Path(folder), dtype)
-            (Path(folder) / _SOURCE).write_text(json.dumps(about, indent=1), encoding="utf-8")
+            made = Path(folder) / "model"
+            made.mkdir()
+            _convert(file, made, dtype)
+            (made / _SOURCE).write_text(json.dumps(about, indent=1), encoding="utf-8")
             shutil.rmtree(target, ignore_errors=True)  # left by a process that was killed
-            os.replace(folder, target)
-            Path(folder).mkdir()  # which the block removes
+            os.replace(made, target)
     return target
 
 

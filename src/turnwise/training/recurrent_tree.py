@@ -75,6 +75,45 @@ def _keeps_state(pieces: Sequence[Piece]) -> set[int]:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A piece as a row of a call."""
+
+    piece: int
+    spans: Sequence[tuple[int, int]]
+    """Start and end of what is computed: pieces before it whose state is not kept, and the piece itself."""
+    length: int
+    """Tokens of the piece itself, the last ones."""
+    before: int | None
+    """The piece whose state it begins with; None at the beginning of a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The calls of a recurrent layer for a flat row, parents first."""
+
+    calls: Sequence[Sequence[_Row]]
+    keeping: Collection[int]
+
+    @classmethod
+    def of(cls, tree: Tree) -> _Plan:
+        """The plan of a tree, made once for all layers and for both passes of gradient checkpointing."""
+        if (plan := tree.memo.get("recurrent")) is None:
+            pieces = pieces_of(tree.runs)
+            keeping = _keeps_state(pieces)
+            calls = [[_row(pieces, index, keeping) for index in call] for call in _calls(pieces, keeping)]
+            plan = tree.memo["recurrent"] = cls(calls, keeping)
+        return plan
+
+
+def _row(pieces: Sequence[Piece], index: int, keeping: Collection[int]) -> _Row:
+    path, before = [pieces[index]], pieces[index].parent
+    while before is not None and before not in keeping:
+        path.insert(0, pieces[before])
+        before = pieces[before].parent
+    return _Row(index, [(one.start, one.start + one.length) for one in path], pieces[index].length, before)
+
+
 def _calls(pieces: Sequence[Piece], keeping: Collection[int]) -> Iterator[list[int]]:
     """The pieces that are computed in one call, parents first. A piece whose state is kept is alone: padding would change it.
     Roots and continuations are separate, because only these have a state before."""
@@ -196,31 +235,23 @@ def _compute(
     tree: Tree, hidden_1TD: torch.Tensor, forward: Callable[[torch.Tensor, _Cache], torch.Tensor]
 ) -> torch.Tensor:
     """The output of a recurrent layer for the flat row, [1, T, D]."""
-    pieces = pieces_of(tree.runs)
-    keeping = _keeps_state(pieces)
+    plan = _Plan.of(tree)
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, _States] = {}
-    for indices in _calls(pieces, keeping):
-        rows: list[torch.Tensor] = []
-        known: list[_States] = []
-        for index in indices:
-            path, before = [pieces[index]], pieces[index].parent
-            while before is not None and before not in keeping:
-                path.insert(0, pieces[before])
-                before = pieces[before].parent
-            rows.append(torch.cat([hidden_1TD[0, one.start : one.start + one.length] for one in path]))
-            known += [] if before is None else [states[before]]
+    for call in plan.calls:
+        rows = [torch.cat([hidden_1TD[0, start:end] for start, end in row.spans]) for row in call]
+        known = [states[row.before] for row in call if row.before is not None]
         hidden_BLD = pad_sequence(rows, batch_first=True)
-        keeps = indices[0] in keeping
+        keeps = call[0].piece in plan.keeping
         if hidden_BLD.shape[1] == 1 and not keeps:
             hidden_BLD = F.pad(hidden_BLD, (0, 0, 0, 1))  # not a single step
         cache = _Cache(_stacked(known) if known else None)
         output_BLD = forward(hidden_BLD, cache)
-        for output_LD, row, index in zip(output_BLD, rows, indices, strict=True):
-            outputs[index] = output_LD[len(row) - pieces[index].length : len(row)]
+        for output_LD, tokens, row in zip(output_BLD, rows, call, strict=True):
+            outputs[row.piece] = output_LD[len(tokens) - row.length : len(tokens)]
         if keeps:
-            states[indices[0]] = cache.states
-    return torch.cat([outputs[index] for index in range(len(pieces))])[None]
+            states[call[0].piece] = cache.states
+    return torch.cat([outputs[piece] for piece in sorted(outputs)])[None]
 
 
 def _stacked(states: Sequence[_States]) -> _States:

@@ -194,6 +194,8 @@ class Tree:
     place_T: torch.Tensor
     """Place of each token's result among the results of all buckets, padding included."""
     runs: Sequence[FlatRun]
+    memo: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What layers of one kind have derived from the runs, once for all of them."""
 
     @classmethod
     def of(cls, runs: Sequence[FlatRun]) -> Tree:
@@ -210,7 +212,7 @@ class Tree:
 
     def to(self, device: torch.device) -> Tree:
         """The same on another device."""
-        return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device), self.runs)
+        return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device), self.runs, self.memo)
 
 
 def _by_size(runs: Sequence[FlatRun]) -> Iterator[list[FlatRun]]:
