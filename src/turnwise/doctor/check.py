@@ -115,3 +115,11 @@ def _overall(checks: Sequence[Check]) -> Status:
 def _short(text: str) -> str:
     """The beginning and the end of a long text, such as the descriptions of tools."""
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
+
+
+def override_notes(checks: Sequence[Check], overridden: Sequence[str]) -> list[str]:
+    """What the start of a run says of checks that the recipe overrides: those that fail, and those that need not be named."""
+    passed = {check.name for check in checks if check.status != "fail"}
+    return [f"override_checks: {check.name} fails: {check.text}" for check in checks if check.status == "fail"] + [
+        f"override_checks: {name} does not fail, so it need not be named" for name in overridden if name in passed
+    ]

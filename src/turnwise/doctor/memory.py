@@ -26,7 +26,7 @@ from turnwise import assembly
 from turnwise.chat.media import has_media
 from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference
-from turnwise.doctor.check import Check
+from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.engines.local.fused import unsupported_reason
 from turnwise.engines.local.row_cache import RECURRENT_TYPES, bytes_kept
@@ -511,9 +511,7 @@ def refuse_too_large(config: Config, path: str, *, section: str) -> list[str]:
     check = certain_check(config, path, section=section)
     if check.status == "fail" and "memory" not in config.override_checks:
         raise ConfigError(f"{check.text}. To start all the same, set override_checks=[memory]")
-    if check.status == "ok" and "memory" in config.override_checks:
-        return ["override_checks: memory does not fail, so it need not be named"]
-    return [f"override_checks: memory fails: {check.text}"] if check.status == "fail" else []
+    return [] if check.status == "note" else override_notes([check], config.override_checks)
 
 
 def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:

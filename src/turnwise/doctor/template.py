@@ -39,7 +39,7 @@ from turnwise.chat.renderer import EncodedMessages, Renderer, Thinking, lost_in_
 from turnwise.chat.template_arguments import argument_text, refuse_unread_arguments
 from turnwise.chat.template_profile import KeptReasoning, generation_config_stops
 from turnwise.chat.tool_calls import undescribed
-from turnwise.doctor.check import Check, wrong
+from turnwise.doctor.check import Check, override_notes, wrong
 from turnwise.doctor.conversation import masked
 from turnwise.errors import ConfigError, DataError, TemplateError, TurnwiseError
 from turnwise.models.model_config import context_length
@@ -1005,13 +1005,7 @@ def preflight(
         texts = [row for row in rows if not has_media(row.messages)][:_OPENED]
         checks.append(_rows_check(config, [*images, *texts], renderer))
     _refuse_failures(config, checks)
-    notes = [f"override_checks: {check.name} fails: {check.text}" for check in checks if check.status == "fail"]
-    passed = {check.name for check in checks if check.status != "fail"}
-    notes += [
-        f"override_checks: {name} does not fail, so it need not be named"
-        for name in config.override_checks
-        if name in passed
-    ]
+    notes = override_notes(checks, config.override_checks)
     if directory is None and (problem := stops_note(renderer)):
         notes.append(f"stop tokens: {problem}")
     shown = [check for check in checks if check.status == "note" and check.name not in _QUIET]
