@@ -68,7 +68,8 @@ class Case:
     batches: int = 1
     epochs: int = 1
     micro_batch_tokens: int = 1
-    autocast: bool = False
+    model: str = ""
+    """A directory beside MODEL; empty: MODEL itself."""
 
 
 CASES = {
@@ -89,6 +90,7 @@ CASES = {
     "separate_rows": Case(share_prompts="never"),
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
+    "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
     "bfloat16": Case(dtype="bfloat16"),
     "mixed": Case(sharding=FsdpSection(param_dtype="bfloat16")),
 }
@@ -97,7 +99,7 @@ CASES = {
 def options_of(case: Case) -> ShardOptions:
     return ShardOptions(
         model=ModelOptions(
-            path=MODEL,
+            path=MODEL.parent / case.model if case.model else MODEL,
             dtype=case.dtype,
             device="cpu",
             lora=LoraOptions(rank=4, alpha=8, target_modules=None) if case.lora else None,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
+from support.mixtures import mixture
 from support.vision import save_vision_model
 from turnwise.doctor.memory import Workload
 from turnwise.options.schema import Config
@@ -45,6 +46,7 @@ EXACT = [
     "separate_rows",
     "one_micro_batch",
     "clipped",
+    "experts",
 ]
 
 ROUNDED = ["bfloat16", "mixed"]
@@ -67,6 +69,7 @@ def run_ranks(size: int, model: Path, out: Path, written: Path | str, read: Path
 def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The results of one rank, of two ranks, and of one rank that goes on with what two ranks saved."""
     folder = tmp_path_factory.mktemp("ranks")
+    mixture("qwen3_moe").save_pretrained(model.parent / "experts")
     one = run_ranks(1, model, folder / "1.json", folder / "of-1", "-", *ON_ONE_RANK)
     two = run_ranks(2, model, folder / "2.json", folder / "of-2", folder / "of-1", *EXACT, *ROUNDED)
     return {"one": one, "two": two, "again": run_ranks(1, model, folder / "3.json", "-", folder / "of-2")}
@@ -84,6 +87,9 @@ def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks:
     for update, of_one in zip(actual["updates"], expected["updates"], strict=True):
         correction, of_one_correction = update.pop("correction"), of_one.pop("correction")
         assert update.pop("logprobs") == pytest.approx(of_one.pop("logprobs"), abs=1e-5)
+        experts = update.pop("experts")
+        assert experts == pytest.approx(of_one.pop("experts"), abs=1e-5)
+        assert ("experts/aux_loss" in experts) == (case == "experts")
         assert update == pytest.approx(of_one, abs=1e-5, rel=1e-5)
         assert correction == pytest.approx(of_one_correction, abs=1e-5, rel=1e-5)
     assert actual["updates"][0]["grad_norm"] > 0
