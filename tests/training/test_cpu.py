@@ -23,6 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from support.hybrids import hybrid
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.models import allocator, cpu
@@ -513,3 +514,21 @@ def test_long_lived_blocks_are_apart_from_those_that_are_kept() -> None:
     assert (apart, again) == (8, 8)
     # 40 blocks of 8 MB, and what the libraries have freed
     assert freed < 40 < 300 < trimmed <= 340
+
+
+@pytest.mark.parametrize("name", ["granite_hybrid", "nemotron_h", "falcon_h1", "bamba", "zamba2", "mamba2"])
+def test_mamba_2_gets_short_chunks_on_a_cpu_and_gives_the_same(name: str) -> None:
+    model = hybrid(name, vocabulary=64)
+    scans = [module for module in model.modules() if hasattr(module, "A_log")]
+    for module in scans:
+        module.chunk_size = 256
+    ids = torch.arange(150)[None] % 64
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits
+        found = with_fast_layers(model)(ids, use_cache=False).logits
+    assert [module.chunk_size for module in scans] == [64] * len(scans)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    with_fast_layers(model)
+    scans[0].chunk_size = 16
+    with_fast_layers(model)
+    assert scans[0].chunk_size == 16
