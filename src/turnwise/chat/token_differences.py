@@ -95,11 +95,12 @@ def find_differences(
     text = normalize(text)
     at = 0
     turn: TurnRun | None = None
+    inside = False  # whether the template's text for the turn begins inside reasoning
     for run in runs:
         if isinstance(run, TurnRun):
-            turn = run
+            turn, inside = run, inside and run.opened
             continue
-        place = _place(run, turn, text, at, normalize, reader)
+        place = _place(run, turn, text, at, normalize, reader, inside)
         if place is None:
             # what stands in its place begins after the model's words, if they are there
             begin = text.find(normalize(turn.text), at) if turn is not None else at
@@ -108,14 +109,15 @@ def find_differences(
             yield Difference("other", run, context, _counterpart(context, text, begin))
             return
         start, end = place
-        if turn is not None and (kind := _turn_difference(turn, text[at:start], normalize, reader)) is not None:
+        if turn is not None and (kind := _turn_difference(turn, text[at:start], normalize, reader, inside)) is not None:
             yield Difference(kind, turn, normalize(turn.text), text[at:start])
-        if end - start != len(normalize(run.text)):  # matched without the reasoning that the generation prompt opens
+        inside = end - start == len(normalize(run.text))
+        if not inside:  # matched without the reasoning that the generation prompt opens
             yield Difference("reasoning", run, normalize(run.text), text[start:end])
         turn, at = None, end
     if turn is None or (not turn.closed and text.startswith(normalize(turn.text), at)):
         return
-    if (kind := _turn_difference(turn, text[at:], normalize, reader)) is not None:
+    if (kind := _turn_difference(turn, text[at:], normalize, reader, inside)) is not None:
         yield Difference(kind, turn, normalize(turn.text), text[at:])
 
 
@@ -154,7 +156,13 @@ def _end_of(part: Sequence[int], haystack: bytes, at: int) -> int:
 
 
 def _place(
-    run: ContextRun, turn: TurnRun | None, text: str, at: int, normalize: Callable[[str], str], reader: TextReader
+    run: ContextRun,
+    turn: TurnRun | None,
+    text: str,
+    at: int,
+    normalize: Callable[[str], str],
+    reader: TextReader,
+    inside: bool,
 ) -> tuple[int, int] | None:
     """Beginning and end of a context in the one-pass text; None if it is missing.
 
@@ -171,7 +179,7 @@ def _place(
         for _ in range(_MAX_PLACES):
             if start < 0:
                 break
-            if _turn_difference(turn, text[at:start], normalize, reader) != "other":
+            if _turn_difference(turn, text[at:start], normalize, reader, inside) != "other":
                 return start, start + len(context)
             first = first or (start, start + len(context))
             start = text.find(context, start + 1)
@@ -179,13 +187,14 @@ def _place(
 
 
 def _turn_difference(
-    turn: TurnRun, written: str, normalize: Callable[[str], str], reader: TextReader
+    turn: TurnRun, written: str, normalize: Callable[[str], str], reader: TextReader, inside: bool
 ) -> Literal["reasoning", "other"] | None:
-    """How a turn differs from the template's text for it, the end of the turn aside; None if it does not."""
+    """How a turn differs from the template's text for it, the end of the turn aside; None if it does not. `inside`: the template
+    opens the reasoning in front of this text (and writes `</think>Yes.` for the turn if it leaves the reasoning out)."""
     ours = [normalize(text) for text in reader.reasoning_texts(turn.text, turn.opened)]
-    theirs = [normalize(text) for text in reader.reasoning_texts(written, False)]
+    theirs = [normalize(text) for text in reader.reasoning_texts(written, inside)]
     if not turn.as_text:  # the template builds the turn from fields, and spells it in its own way
-        if reader.fields(turn.text, turn.opened) != reader.fields(written, False):
+        if reader.fields(turn.text, turn.opened) != reader.fields(written, inside):
             return "other"
         return None if list(filter(None, ours)) == list(filter(None, theirs)) else "reasoning"
     sampled = normalize(turn.text)
@@ -196,13 +205,13 @@ def _turn_difference(
         before = written[:begin]
         if not reader.without_reasoning(before, False).strip() and not any(reader.reasoning_texts(before, False)):
             return "reasoning"  # the template only put an empty reasoning block in front
-    if turn.calls and reader.calls(turn.text, turn.opened) == reader.calls(written, False):
+    if turn.calls and reader.calls(turn.text, turn.opened) == reader.calls(written, inside):
         return None if ours == theirs else "reasoning"  # the same calls in the template's own spelling
     ours, theirs = list(filter(None, ours)), list(filter(None, theirs))
     if len(theirs) >= max(len(ours), 1) or not set(theirs) <= set(ours):
         return "other"  # no reasoning was left out, so the words differ
     own_words = normalize(reader.without_reasoning(turn.text, turn.opened)).strip()
-    their_words = reader.without_reasoning(written, False).strip()
+    their_words = reader.without_reasoning(written, inside).strip()
     has_reasoning = own_words != sampled.strip() or their_words != written.strip()
     same_words = their_words.startswith(own_words) and _only_special(their_words[len(own_words) :].strip(), reader)
     return "reasoning" if has_reasoning and same_words else "other"
