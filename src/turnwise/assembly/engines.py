@@ -25,11 +25,12 @@ from turnwise.assembly.conversations import environment_factory, rollout_context
 from turnwise.assembly.conversations import renderer as build_renderer
 from turnwise.assembly.learners import model_options
 from turnwise.chat.renderer import Renderer
-from turnwise.config.engine_checks import refuse_engine
+from turnwise.config.engine_checks import refuse_engine, refuse_experts_of_servers
 from turnwise.data.images import media_kind, media_value
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
 from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.launch import MakeServers, ServedModel, on_cpu
 from turnwise.engines.remote.publisher import ProbeOptions
 from turnwise.engines.remote.server_process import devices_of_servers, visible_devices
@@ -83,6 +84,7 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
         devices=functools.partial(_devices, config, options),
         logs=Path(config.output) / "engine",
         owner=inputs.owner,
+        experts=_expert_layers(config, facts),
     )
     api, replicas = make(options, served)
     return RemoteEngine(
@@ -96,6 +98,21 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
         probe=_probe_options(config),
         sleeps=options.sleep,
     )
+
+
+def _expert_layers(config: Config, facts: Mapping[str, Any]) -> ExpertLayers | None:
+    """The layers whose experts the servers report; None without model.router_replay. Raises ConfigError if they cannot."""
+    if not config.model.router_replay:
+        return None
+    engine = config.engine.servers
+    assert engine is not None
+    from turnwise.models.experts import layers_with_experts  # torch
+    from turnwise.models.loading import model_without_weights
+
+    model = model_without_weights(str(Path(config.model.path).expanduser()))
+    layers, experts = layers_with_experts(model)
+    refuse_experts_of_servers(config, facts, on_cpu=engine.starts_servers and on_cpu(config.model.device))
+    return ExpertLayers(layers, model.config.get_text_config().num_hidden_layers, experts)
 
 
 def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:

@@ -5,7 +5,7 @@ It also refuses what an engine cannot serve and what several ranks cannot train.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +147,28 @@ _OF_ENGINE: dict[str, Callable[[Config, Any], list[tuple[bool, str]]]] = {
     "sglang": _sglang_problems,
 }
 """What only the engine of this name refuses."""
+
+
+def refuse_experts_of_servers(config: Config, facts: Mapping[str, Any], *, on_cpu: bool) -> None:
+    """Refuse model.router_replay with servers that cannot report experts. `facts` are the contents of the model's config.json;
+    `on_cpu` says that turnwise starts the servers on the CPU. Raises ConfigError."""
+    if on_cpu:
+        reason = {
+            "vllm": "vLLM 0.32 reports experts with its second model runner only, which needs Triton",
+            "sglang": "SGLang 0.5.23 keeps experts in memory that it registers with CUDA",
+        }
+        raise ConfigError(
+            f"model.router_replay=true needs a GPU with engine.name={config.engine.name}: "
+            f"{reason.get(config.engine.name, 'servers report experts there only')}. The model is on the CPU (model.device="
+            f"{config.model.device}): use engine.name=local, or remove model.router_replay"
+        )
+    text = facts.get("text_config", facts)
+    if config.engine.name == "sglang" and not isinstance(text.get("num_experts_per_tok"), int):
+        raise ConfigError(
+            f"model.router_replay=true cannot be combined with engine.name=sglang for this model: SGLang 0.5.23 reads the number "
+            f"of experts of a token from num_experts_per_tok, which the config.json of {config.model.path} does not have. Use "
+            f"engine.name=vllm or local, or remove model.router_replay"
+        )
 
 
 # several processes

@@ -208,10 +208,7 @@ class Routers:
         """The routers of a model whose experts are to be recorded or used again. Raises ConfigError if it has none."""
         routers = cls.of(model)
         if routers is None:
-            raise ConfigError(
-                f"model.router_replay=true: {type(model).__name__} is no mixture of experts: it has no experts that are chosen. "
-                f"Remove model.router_replay"
-            )
+            raise _no_mixture(model)
         return routers
 
 
@@ -222,6 +219,23 @@ def expert_modules(model: Any) -> list[str]:
         for name, module in model.named_modules()
         if name.split(".")[-1] == "experts" and any(weight.ndim == 3 for weight in module.parameters(recurse=False))
     ]
+
+
+def layers_with_experts(model: Any) -> tuple[tuple[int, ...], int]:
+    """The numbers of the layers with experts among all layers of a model, and the experts of such a layer. The model may be on
+    torch's meta device. Raises ConfigError if it has no experts, or if the layers have no numbers."""
+    modules = dict(model.named_modules())
+    blocks = expert_modules(model)
+    if not blocks:
+        raise _no_mixture(model)
+    numbers = [next((int(part) for part in name.split(".") if part.isdigit()), None) for name in blocks]
+    experts = {
+        len(next(weight for weight in modules[name].parameters(recurse=False) if weight.ndim == 3)) for name in blocks
+    }
+    layers = [number for number in numbers if number is not None]
+    if len(layers) < len(numbers) or len(experts) > 1:
+        raise _unwatched(model, f"its modules {', '.join(blocks[:3])} belong to no numbered layer, or differ in size")
+    return tuple(layers), experts.pop()
 
 
 def _find(model: Any, blocks: Sequence[str]) -> list[_Router]:
@@ -313,6 +327,13 @@ def _check(model: Any, ids: torch.Tensor, routers: Sequence[_Router], plain: tor
 def _replayed(model: Any, ids: torch.Tensor, replay_TLK: torch.Tensor) -> Any:
     with RouterPass(lambda choice: None, replay_TLK).active():
         return model(input_ids=ids, use_cache=False).logits
+
+
+def _no_mixture(model: Any) -> ConfigError:
+    return ConfigError(
+        f"model.router_replay=true: {type(model).__name__} is no mixture of experts: it has no experts that are chosen. Remove "
+        f"model.router_replay"
+    )
 
 
 def _unwatched(model: Any, reason: str) -> ConfigError:

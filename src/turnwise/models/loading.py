@@ -197,6 +197,14 @@ def model_family(path: str) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
+def model_without_weights(path: str) -> Any:
+    """The model at `path` on torch's meta device: its modules and the shapes of its weights."""
+    from transformers import AutoConfig
+
+    with torch.device("meta"):
+        return model_family(path).from_config(AutoConfig.from_pretrained(path))
+
+
 def _refuse_other_weights(path: str, model: Any, *, missing: Collection[str], unexpected: Collection[str]) -> None:
     """Raise ConfigError unless the weights in memory are those of the checkpoint, and finite."""
     if missing and unexpected and getattr(model.config.get_text_config(), "layer_types", None):

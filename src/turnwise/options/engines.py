@@ -168,6 +168,8 @@ class ServerEngineSection(EngineSection):
     """The time in seconds after which a server that sends no token at all is given up. A server that turnwise started is then
     restarted."""
 
+    records_experts: ClassVar[bool] = True
+
     @property
     def urls(self) -> list[str]:
         """The addresses in `url`; empty if turnwise starts the servers."""

@@ -342,6 +342,13 @@ class Forward:
         replay_TLK = micro.routes_TLK if self.router_replay else None
         if self.routers is None or (on_choice is None and replay_TLK is None):
             return nullcontext()
+        recorded = None if replay_TLK is None else tuple(replay_TLK.shape[1:])
+        if recorded not in (None, (self.routers.layers, self.routers.top_k)):
+            raise ConfigError(
+                f"model.router_replay=true: the recorded conversations have {recorded[1]} experts for a token in {recorded[0]} "
+                f"layers, and {type(self._model).__name__} chooses {self.routers.top_k} in {self.routers.layers}. Engine and "
+                f"trainer must have the same model"
+            )
         return RouterPass(on_choice or (lambda choice: None), replay_TLK).active()
 
     def _logits(self, micro: MicroBatch[Any], inputs: dict[str, Any]) -> torch.Tensor:

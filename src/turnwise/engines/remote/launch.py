@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
 from turnwise.engines.remote.servers import Owner, Replica, ServerApi
@@ -55,6 +56,8 @@ class ServedModel:
     """The directory of the log files."""
     owner: Owner
     """This process, as the servers know it."""
+    experts: ExpertLayers | None = None
+    """The layers with experts, if the experts of each token are recorded."""
 
     @property
     def backend(self) -> Backend:

@@ -23,12 +23,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from turnwise.engines.remote.experts import joined
 from turnwise.engines.remote.http import HttpServer, ServerLost
 from turnwise.engines.remote.server_process import ServerProcess
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.models.model_config import rounding_of_logprobs
-from turnwise.types import Completion, LogprobKind, Request, Sampling
+from turnwise.types import Completion, LogprobKind, Request, Routes, Sampling
 
 # Servers: which of them serves a conversation, and what happens when one of them is lost
 
@@ -262,6 +263,9 @@ class Part:
     """The same of all tokens of the request so far, for servers that report it at the end of a request."""
     cached_tokens: int | None = None
     """Tokens of the prompt that were in the server's prefix cache; None if the server did not report it."""
+    routes: Routes | None = None
+    """The experts of the tokens of prompt and completion, from `first_unknown` of the request on; with the last part, from a
+    server that records them."""
 
 
 @dataclass(slots=True)
@@ -285,6 +289,12 @@ class JoinedCompletion:
     """How many requests were sent for it."""
     start: int = 0
     """The number of tokens that were known when the last request was sent."""
+    routes: Routes | None = None
+    """The experts of the first tokens of prompt and completion, as far as they are known. Tokens of a server that was lost have
+    those with which the next server has computed them."""
+
+    def __post_init__(self) -> None:
+        self.routes = self.request.routes
 
     @property
     def room(self) -> int:
@@ -303,12 +313,13 @@ class JoinedCompletion:
             token_ids=[*self.request.token_ids, *self.token_ids],
             sampling=replace(self.request.sampling, max_tokens=self.room),
             seed=(self.request.seed + known * 0x9E3779B1) & 0x7FFFFFFF,
+            routes=self.routes,
         )
 
     def add(self, part: Part, version: int) -> None:
         """Append a part. `version` is that of its tokens if the server has not reported it.
 
-        Raises EngineError if the number of reported versions is not that of the tokens.
+        Raises EngineError if the number of reported versions is not that of the tokens, or if the experts are of another model.
         """
         self.token_ids.extend(part.token_ids)
         self.logprobs.extend(part.logprobs)
@@ -323,13 +334,22 @@ class JoinedCompletion:
             self.versions[self.start :] = part.all_versions
         if self.cached_tokens is None:
             self.cached_tokens = part.cached_tokens
+        if part.routes is not None:
+            self.routes = joined(self.routes, part.routes, self._computed)
         if part.finish in ("stop", "length"):
             self.finish = part.finish
 
     def truncate(self, length: int) -> None:
         """Forget all tokens after the first `length`."""
         del self.token_ids[length:], self.logprobs[length:], self.versions[length:]
+        if self.routes is not None:
+            self.routes = self.routes.first(self._computed)
         self.finish = None
+
+    @property
+    def _computed(self) -> int:
+        """Tokens of prompt and completion that have been an input of the model: all but the last."""
+        return len(self.request.token_ids) + len(self.token_ids) - 1
 
     def drop_versions_above(self, version: int) -> None:
         """Forget the tokens that were sampled with weights that were rejected, and all tokens after them."""
@@ -361,6 +381,7 @@ class JoinedCompletion:
             logprob_kind=kind,
             prompt_tokens=len(self.request.token_ids),
             cached_tokens=self.cached_tokens,
+            routes=self.routes,
         )
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, tensor_bytes
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
@@ -37,7 +38,7 @@ from turnwise.engines.remote.weights import (
 )
 from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
-from turnwise.types import LogprobKind, Media, Request, Sampling
+from turnwise.types import LogprobKind, Media, Request, Routes, Sampling
 
 # Broadcasts: weights to SGLang's workers
 
@@ -182,7 +183,8 @@ class SglangApi:
     `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
     sequence that the model knows. `shapes` are those of the model's weights, None if they are not known; then the first update
     defines them. `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of
-    an adapter. `backend` is that of weights that are broadcast. `owner` is this process, as the servers know it.
+    an adapter. `backend` is that of weights that are broadcast. `owner` is this process, as the servers know it. With `experts`,
+    completions have the experts of their tokens.
     """
 
     name = "SGLang"
@@ -198,11 +200,12 @@ class SglangApi:
         shapes: WeightShapes | None = None,
         backend: Backend = "gloo",
         owner: Owner,
+        experts: ExpertLayers | None = None,
     ) -> None:
         self.vocab_size = vocab_size
+        self._experts = experts
         self.context = context
         self._labels = labels
-        self._adapter = adapter
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
         self._shapes = shapes
         self._groups = TrainerGroups(backend)
@@ -222,6 +225,10 @@ class SglangApi:
 
     async def info(self, server: HttpServer) -> ServerInfo:
         facts = await self._server_info(server)
+        if self._experts is not None and not facts.get("enable_return_routed_experts"):
+            raise EngineError(
+                f"model.router_replay=true, and {server.url} reports no experts: start it with --enable-return-routed-experts"
+            )
         self._facts[server.url] = facts
         self._adapters.pop(server.url, None)
         self._groups.drop(server.url)  # the workers are new if the server was started again
@@ -254,6 +261,8 @@ class SglangApi:
             # prefixes that other weights have computed have another key, and are never hit
             "extra_key": f"{self._owner.process}:{version}",
         }
+        if self._experts is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": first_unknown(request)}
         incremental, known, complete = bool(facts.get("incremental_streaming_output")), 0, False
         try:
             async for event in server.events("/generate", body):
@@ -346,7 +355,15 @@ class SglangApi:
             finish=finish,
             all_versions=versions,
             cached_tokens=meta.get("cached_tokens"),
+            routes=None if finish is None else self._routes(server, meta, request),
         )
+
+    def _routes(self, server: HttpServer, meta: Mapping[str, Any], request: Request) -> Routes | None:
+        """The experts of the tokens whose experts were not known. Those of the last token do not exist."""
+        if self._experts is None:
+            return None
+        tokens = len(request.token_ids) + meta.get("completion_tokens", 0) - 1 - first_unknown(request)
+        return self._experts.of_int32(server.url, meta.get("routed_experts"), tokens)
 
     def _finish(
         self, server: HttpServer, reason: Mapping[str, Any] | None, sampling: Sampling

@@ -46,6 +46,7 @@ def servers(options: SglangEngineSection, served: ServedModel) -> tuple[ServerAp
         shapes=model_shapes(Path(served.path)) if served.trained and not served.adapter else None,
         backend=served.backend,
         owner=served.owner,
+        experts=served.experts,
     )
     return api, replicas_of(options, HEALTH, partial(server_command, options, served, served.context))
 
@@ -74,6 +75,8 @@ def server_command(
         arguments.append(f"--max-total-tokens={int(served.memory_gb * 2**30 / token_bytes)}")
     if options.keep_seeds:
         arguments.append("--enable-deterministic-inference")
+    if served.experts is not None:
+        arguments.append("--enable-return-routed-experts")
     if options.sleep:
         arguments.append("--enable-memory-saver")
     if options.tensor_parallel > 1:

@@ -20,6 +20,7 @@ from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
 
+from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, content_hash, tensor_bytes
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
@@ -208,7 +209,7 @@ class VllmApi:
 
     `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of an adapter.
     `backend` is that of weights that are broadcast. `owner` is this process, as
-    the servers know it.
+    the servers know it. With `experts`, completions have the experts of their tokens.
     """
 
     name = "vLLM"
@@ -221,8 +222,10 @@ class VllmApi:
         adapter: bool = False,
         backend: Backend = "gloo",
         owner: Owner,
+        experts: ExpertLayers | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self._experts = experts
         self._owner = owner
         self._labels = Labels(owner, on=labels)
         self._adapter = adapter
@@ -265,23 +268,27 @@ class VllmApi:
             "sampling_params": {
                 **sampling_params(request.sampling, request.seed),
                 "stream_interval": _STREAM_INTERVAL,
+                **routed_experts_params(self._experts, request),
             },
             # blocks that other weights have computed have another salt, and are never hit
             "cache_salt": self._labels.of(version),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        finish, versions, cached, count = None, None, None, 0
+        finish, versions, cached, count, routes = None, None, None, 0, None
         async for event in server.events("/inference/v1/generate", body):
             with expected_form(server.url, self.name):
                 cached = _cached_tokens(event) if cached is None else cached
-                parts = [(_part(server, choice), _spans(choice)) for choice in event.get("choices") or ()]
+                parts = [
+                    (_part(server, choice, self._experts), _spans(choice)) for choice in event.get("choices") or ()
+                ]
             for part, spans in parts:
                 count += len(part.token_ids)
-                yield replace(part, finish=None)
+                yield replace(part, finish=None, routes=None)
                 if part.finish is not None:
                     finish, versions = part.finish, self._labels.versions(server.url, spans, count)
-        yield Part(finish=finish, all_versions=versions, cached_tokens=cached)
+                    routes = part.routes
+        yield Part(finish=finish, all_versions=versions, cached_tokens=cached, routes=routes)
 
     async def claim(self, server: HttpServer) -> None:
         try:
@@ -336,8 +343,12 @@ class VllmApi:
                 ) from error
             raise
         with expected_form(server.url, self.name):
-            logprobs = _part(server, answer["choices"][0]).logprobs
-            highest, lowest = max(logprobs), min(logprobs)
+            sampled = _part(server, answer["choices"][0], self._experts)
+            highest, lowest = max(sampled.logprobs), min(sampled.logprobs)
+        if self._experts is not None and sampled.routes is None:
+            raise EngineError(
+                f"model.router_replay=true, and {server.url} reports no experts: start it with --enable-return-routed-experts"
+            )
         if highest > 1e-3:
             raise EngineError(
                 f"{server.url} reports logits ({highest}) instead of log-probabilities: start the server with "
@@ -389,7 +400,12 @@ def sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
     return params
 
 
-def _part(server: HttpServer, choice: Mapping[str, Any]) -> Part:
+def routed_experts_params(experts: ExpertLayers | None, request: Request) -> dict[str, int]:
+    """The sampling parameter from which token on experts are reported, for a server that reports them."""
+    return {} if experts is None else {"routed_experts_prompt_start": first_unknown(request)}
+
+
+def _part(server: HttpServer, choice: Mapping[str, Any], experts: ExpertLayers | None) -> Part:
     finish = choice.get("finish_reason")
     finishes = {None: None, "stop": "stop", "length": "length", "abort": "aborted"}
     if finish not in finishes:
@@ -399,6 +415,7 @@ def _part(server: HttpServer, choice: Mapping[str, Any]) -> Part:
         token_ids=list(choice.get("token_ids") or []),
         logprobs=[entry.get("logprob") for entry in content],
         finish=finishes[finish],
+        routes=None if experts is None else experts.of_npy(server.url, choice.get("routed_experts")),
     )
 
 

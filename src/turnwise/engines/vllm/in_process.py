@@ -13,13 +13,21 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpServer, ServerLost
 from turnwise.engines.remote.server_process import python_path
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo
 from turnwise.engines.remote.weights import Backend, WeightUpdate
-from turnwise.engines.vllm.api import ADAPTER, Labels, WeightSender, image_features, sampling_params
+from turnwise.engines.vllm.api import (
+    ADAPTER,
+    Labels,
+    WeightSender,
+    image_features,
+    routed_experts_params,
+    sampling_params,
+)
 from turnwise.errors import ConfigError, EngineError
-from turnwise.types import LogprobKind, Request
+from turnwise.types import LogprobKind, Request, Routes
 
 _LEASE = 1e9  # seconds; no other trainer can reach this engine
 
@@ -60,8 +68,17 @@ class InProcessApi:
 
     name = "vLLM"
 
-    def __init__(self, *, vocab_size: int, labels: bool, backend: Backend = "gloo", owner: Owner) -> None:
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        labels: bool,
+        backend: Backend = "gloo",
+        owner: Owner,
+        experts: ExpertLayers | None = None,
+    ) -> None:
         self._vocab_size = vocab_size
+        self._experts = experts
         self._labels = Labels(owner, on=labels)
         self._sender = WeightSender(owner.name, _LEASE, backend)
         self._request_ids = itertools.count()
@@ -90,7 +107,11 @@ class InProcessApi:
         )
 
         llm = _llm(server)
-        params = SamplingParams(**sampling_params(request.sampling, request.seed), output_kind=RequestOutputKind.DELTA)
+        params = SamplingParams(
+            **sampling_params(request.sampling, request.seed),
+            **routed_experts_params(self._experts, request),
+            output_kind=RequestOutputKind.DELTA,
+        )
         prompt = _prompt(request, self._labels.of(version))
         outputs = llm.generate(prompt, params, f"turnwise-{next(self._request_ids)}", lora_request=self._lora)
         count = 0
@@ -107,6 +128,7 @@ class InProcessApi:
                             finish="aborted" if choice.finish_reason == "abort" else choice.finish_reason,
                             all_versions=self._labels.versions(server.url, spans, count),
                             cached_tokens=output.num_cached_tokens,
+                            routes=self._routes(server, choice.routed_experts),
                         )
                         return
         except EngineError:
@@ -117,6 +139,9 @@ class InProcessApi:
             raise EngineError(f"vLLM refused the request: {error}") from error
         except (EngineDeadError, RuntimeError) as error:
             raise ServerLost(f"vLLM's engine in this process has died: {error}") from error
+
+    def _routes(self, server: HttpServer, numbers_TLK: Any) -> Routes | None:
+        return None if self._experts is None or numbers_TLK is None else self._experts.routes(server.url, numbers_TLK)
 
     async def claim(self, server: HttpServer) -> None:
         await self._sender.claim(server.url, partial(_rpc, server))

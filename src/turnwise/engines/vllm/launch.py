@@ -23,7 +23,11 @@ def servers(options: VllmEngineSection, served: ServedModel) -> tuple[ServerApi,
         from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
 
         api = InProcessApi(
-            vocab_size=served.vocab_size, labels=served.trained, backend=served.backend, owner=served.owner
+            vocab_size=served.vocab_size,
+            labels=served.trained,
+            backend=served.backend,
+            owner=served.owner,
+            experts=served.experts,
         )
         return api, [Replica(InProcessServer([*engine_arguments(options, served), *options.arguments]), "")]
     api = VllmApi(
@@ -32,6 +36,7 @@ def servers(options: VllmEngineSection, served: ServedModel) -> tuple[ServerApi,
         adapter=served.adapter,
         backend=served.backend,
         owner=served.owner,
+        experts=served.experts,
     )
     return api, replicas_of(options, HEALTH, partial(server_command, options, served))
 
@@ -62,6 +67,8 @@ def engine_arguments(options: VllmEngineSection, served: ServedModel) -> list[st
     if "vision_config" in served.facts:
         # turnwise sends pixels as the trainer has them, normalized; it sends no videos
         arguments += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
+    if served.experts is not None:
+        arguments += ["--enable-return-routed-experts"]
     if options.sleep:
         arguments += ["--enable-sleep-mode"]
     if options.tensor_parallel > 1:

@@ -150,6 +150,7 @@ class WeightReceiver:
 
         runner = self.model_runner  # type: ignore[attr-defined]
         with torch.no_grad():
+            _pack_experts_again(runner.get_model())
             runner.reload_weights(weights_iterator=None if tensors is None else iter(tensors.items()))
             _pack_tied_output_layers(runner.get_model())
 
@@ -201,6 +202,24 @@ def _check_finite(tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"the weight {name} has values that are not finite")
+
+
+def _pack_experts_again(model: Any) -> None:
+    """Let the CPU backend pack the weights of experts in the next load as in the first one.
+
+    It packs them when the kernel of a layer is made. With a kernel, vLLM 0.32 copies the weights of an update without packing
+    into the place of the packed ones.
+    """
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # type: ignore[import-not-found]
+        UnquantizedFusedMoEMethod,
+    )
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
 
 
 def _pack_tied_output_layers(model: Any) -> None:
