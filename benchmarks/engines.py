@@ -145,7 +145,7 @@ async def with_engine(
         return None
     try:
         config = recipe(name, options)
-        model = load_model(assembly.model_options(config))
+        model = load_model(assembly.model_source(config))
         engine = assembly.engine(config, assembly.renderer(config), model)
         async with closing(engine):
             started = time.perf_counter()
@@ -274,7 +274,7 @@ async def throughput(options: argparse.Namespace, console: Console) -> float:
         if name == "generate":
             from turnwise.models.loading import load_model
 
-            model = load_model(assembly.model_options(recipe("local", options)))
+            model = load_model(assembly.model_source(recipe("local", options)))
 
             async def run(batch: Sequence[Request], model: LlamaForCausalLM = model) -> None:
                 generate(model, batch)

@@ -126,7 +126,7 @@ def measure(size: str, kind: str, args: argparse.Namespace) -> dict[str, float]:
             parameter.normal_(0.0, 0.02)
     model.eval()
     kv = filled_cache(shape, config, model)
-    adapt(model, assembly.model_options(config))
+    adapt(model, assembly.model_source(config))
     with_fast_layers(model)
     engine_weights = Bfloat16Linears(model) if mixed else None
     learner = LocalLearner(

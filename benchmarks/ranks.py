@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from turnwise.models.loading import ModelOptions
+from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.batch import pack
@@ -83,7 +83,7 @@ def rank(model: str) -> None:
         follow(ranks)
         ranks.close()
         return
-    options = ModelOptions(path=model, dtype="float32", device="cpu")
+    options = ModelSource(path=str(model), device="cpu")
     common: dict[str, Any] = {"sampling": Sampling(), "optimizer": OptimizationSection()}
     learners = {
         f"one process, {threads} threads": LocalLearner.from_pretrained(

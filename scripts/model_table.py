@@ -42,9 +42,10 @@ from transformers.models.auto.modeling_auto import (
 from turnwise.config.recipe import load
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.fused import FusedForward
-from turnwise.models.loading import ModelOptions, load_model, recompute_layers, use_complete_attention
-from turnwise.models.lora import LoraOptions, add_adapter, default_targets, merged, save_adapter
+from turnwise.models.loading import ModelSource, load_model, recompute_layers, use_complete_attention
+from turnwise.models.lora import add_adapter, default_targets, merged, save_adapter
 from turnwise.options.algorithm import PpoClip
+from turnwise.options.schema import LoraSection
 from turnwise.record.run_directory import RunDirectory
 from turnwise.runs.training_run import TrainingRun
 from turnwise.terminal.train_report import TrainReport
@@ -381,7 +382,7 @@ def _reloaded(run: TrainingRun, folder: Path) -> dict[str, float]:
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():
         trained = run.learner.model(ids, use_cache=False).logits  # type: ignore[attr-defined]
-        saved = load_model(ModelOptions(path=folder / "train" / "checkpoint", dtype="float32", device="cpu"))
+        saved = load_model(ModelSource(path=str(folder / "train" / "checkpoint"), device="cpu"))
         difference = (saved(ids, use_cache=False).logits - trained).abs().max().item()
     if not difference < 1e-5:
         raise RuntimeError(f"the checkpoint gives logits that differ by {difference:.2g}")
@@ -408,7 +409,7 @@ def try_autocast(model: PreTrainedModel, folder: Path) -> float:
 def try_lora(model: PreTrainedModel, folder: Path) -> list[str]:
     """Steps with an adapter on the default target modules, saved, and merged into the model again: the names of the modules."""
     adapted = copy.deepcopy(model)
-    add_adapter(adapted, LoraOptions(rank=2, alpha=4, target_modules=None))
+    add_adapter(adapted, LoraSection(rank=2, alpha=4))
     learner = LocalLearner(adapted, sampling=Sampling(), loss=make_loss(PpoClip(kl_coef=0.5)), threads=1)
     batch = pack(group(), share_prompts=learner.requirements.share_prompts)
     first, second = (asyncio.run(learner.update([batch], lr=1e-2)) for _ in range(2))
@@ -674,9 +675,7 @@ def main() -> None:
     names = arguments.families or [name for name in every if name not in results]
     arguments.results.parent.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    add_adapter(
-        tiny_model("llama"), LoraOptions(rank=2, alpha=2, target_modules=None)
-    )  # imports peft once for all processes
+    add_adapter(tiny_model("llama"), LoraSection(rank=2, alpha=2))  # imports peft once for all processes
 
     def done(result: Result) -> None:
         results[result.family] = result

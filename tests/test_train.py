@@ -705,9 +705,9 @@ def test_an_engine_without_log_probabilities_trains_as_one_with_them(model: Path
 
 
 def assembled_model(path: Path) -> Any:
-    from turnwise.models.loading import ModelOptions, load_model
+    from turnwise.models.loading import ModelSource, load_model
 
-    return load_model(ModelOptions(path=path, dtype="float32", device="cpu"))
+    return load_model(ModelSource(path=str(path), device="cpu"))
 
 
 def test_an_engine_without_log_probabilities_cannot_be_behind(model: Path, tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from cluster.ending import end_rank
 from cluster.tensors import difference
 from training.test_batch import group
-from turnwise.models.loading import ModelOptions, load_model
-from turnwise.models.lora import LoraOptions
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.schema import LoraSection
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
@@ -30,7 +30,7 @@ from turnwise.types import Sampling
 MODEL, HEAD, OUT = (Path(word) for word in sys.argv[1:4])
 WRITTEN, READ = (None if word == "-" else Path(word) for word in sys.argv[4:6])
 """Directories: of what this number of ranks saves, and of what another number has saved."""
-ADAPTER = LoraOptions(rank=4, alpha=8, target_modules=None)
+ADAPTER = LoraSection(rank=4, alpha=8)
 OPTIMIZER = OptimizationSection(betas=(0.5, 0.9))
 
 
@@ -44,7 +44,7 @@ class Gradients:
 
 @dataclass(frozen=True)
 class Case:
-    lora: LoraOptions | None = None
+    lora: LoraSection = LoraSection()
     clip: float | None = None
     micro_batch_tokens: int = 1
     sharding: FsdpSection = field(default_factory=FsdpSection)
@@ -60,7 +60,7 @@ CASES = {
 
 
 def options_of(case: Case) -> CriticOptions:
-    model = ModelOptions(path=MODEL, dtype="float32", device="cpu", lora=case.lora)
+    model = ModelSource(path=str(MODEL), device="cpu", lora=case.lora)
     return CriticOptions(model=model, optimizer=OPTIMIZER, sharding=case.sharding, clip=case.clip, head=HEAD)
 
 
@@ -120,14 +120,14 @@ def losses(critic: Any, count: int) -> list[float]:
     return [asyncio.run(critic.update(batches, lr=1e-2)).loss for _ in range(count)]
 
 
-def saved_in(folder: Path, lora: LoraOptions | None) -> CriticOptions:
+def saved_in(folder: Path, lora: LoraSection) -> CriticOptions:
     """The options that load a saved critic."""
     options = options_of(Case(lora=lora))
-    model = replace(options.model, adapter=folder / "model") if lora else replace(options.model, path=folder / "model")
+    model = options.model.model_copy(update={"path" if lora.rank is None else "adapter": str(folder / "model")})
     return replace(options, model=model, head=folder / "model")
 
 
-def resumed(learner: ShardedLearner, folder: Path, lora: LoraOptions | None) -> dict[str, Any]:
+def resumed(learner: ShardedLearner, folder: Path, lora: LoraSection) -> dict[str, Any]:
     """The losses of a critic that goes on, here and in one process, with what these ranks save; and here with what the process
     in between has saved."""
     critic = ShardedCritic(learner.leader, options_of(Case(lora=lora)))
@@ -144,7 +144,7 @@ def resumed(learner: ShardedLearner, folder: Path, lora: LoraOptions | None) -> 
     return {"expected": expected, "from_one": losses(again, 2), "in_one": losses(one, 2)}
 
 
-def from_other_ranks(learner: ShardedLearner, folder: Path, lora: LoraOptions | None) -> list[float]:
+def from_other_ranks(learner: ShardedLearner, folder: Path, lora: LoraSection) -> list[float]:
     critic = ShardedCritic(learner.leader, saved_in(folder, lora))
     critic.load_state({}, folder / "shards")
     return losses(critic, 2)
@@ -157,12 +157,12 @@ def main() -> None:
         follow(ranks)
         ranks.close()
         return
-    model = ModelOptions(path=MODEL, dtype="float32", device="cpu")
+    model = ModelSource(path=str(MODEL), device="cpu")
     options = ShardOptions(
         model=model, sampling=Sampling(), loss=PpoClip(), optimizer=OPTIMIZER, sharding=FsdpSection()
     )
     learner = ShardedLearner(ranks, options)
-    kinds = {"all": None, "lora": ADAPTER}
+    kinds = {"all": LoraSection(), "lora": ADAPTER}
     results: dict[str, Any] = {name: compared(learner, CASES[name]) for name in sys.argv[6:]}
     if WRITTEN is not None:
         results["resumed"] = {name: resumed(learner, WRITTEN / name, lora) for name, lora in kinds.items()}

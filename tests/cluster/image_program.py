@@ -17,7 +17,7 @@ from cluster.tensors import difference
 from support.vision import vision_model, vision_tokenizer
 from training.test_vision import held, trajectory
 from turnwise.chat.media import MediaProcessor
-from turnwise.models.loading import ModelOptions
+from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.batch import pack
@@ -75,7 +75,7 @@ def main() -> None:
         ("images on one rank, gradients added up after each micro-batch", [0, 1, 2], "micro_batch"),
         ("no images", [2], "batch"),
     ):
-        options = ModelOptions(path=path, dtype="float32", device="cpu")
+        options = ModelSource(path=str(path), device="cpu")
         learner = ShardedLearner(
             ranks,
             ShardOptions(model=options, loss=PpoClip(), sharding=FsdpSection(gradient_sync=sync), **common),  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import load_sharded
@@ -25,7 +25,7 @@ def kilobytes(name: str) -> int:
 
 
 def load(path: str, ranks: Ranks | None) -> Any:
-    options = ModelOptions(path=path, dtype="float32", device="cpu")
+    options = ModelSource(path=str(path), device="cpu")
     return load_model(options) if ranks is None else load_sharded(options, ranks.mesh, FsdpSection())
 
 

@@ -15,8 +15,7 @@ import torch
 from cluster.ending import end_rank
 from cluster.tensors import difference
 from training.test_batch import group
-from turnwise.models.loading import ModelOptions
-from turnwise.models.lora import LoraOptions
+from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import (
     Cispo,
     CorrectionSection,
@@ -30,6 +29,7 @@ from turnwise.options.algorithm import (
     Sapo,
 )
 from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.schema import LoraSection
 from turnwise.training.batch import Batch, pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
@@ -98,11 +98,11 @@ CASES = {
 
 def options_of(case: Case) -> ShardOptions:
     return ShardOptions(
-        model=ModelOptions(
-            path=MODEL.parent / case.model if case.model else MODEL,
+        model=ModelSource(
+            path=str(MODEL.parent / case.model if case.model else MODEL),
             dtype=case.dtype,
             device="cpu",
-            lora=LoraOptions(rank=4, alpha=8, target_modules=None) if case.lora else None,
+            lora=LoraSection(rank=4, alpha=8) if case.lora else LoraSection(),
             gradient_checkpointing=case.checkpointing,
         ),
         sampling=Sampling(),
@@ -205,7 +205,7 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     learner.save_shards(folder / "shards")
     learner.save(folder / "model")
     expected = steps(learner, 2)
-    saved = replace(options_of(case).model, path=folder / "model")
+    saved = options_of(case).model.model_copy(update={"path": str(folder / "model")})
     one = LocalLearner.from_pretrained(
         saved, sampling=Sampling(), loss=make_loss(case.loss), optimizer=case.optimizer, threads=1
     )
@@ -222,7 +222,9 @@ def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
     """The losses of a run that goes on with what another number of ranks has saved."""
     case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
     options = options_of(case)
-    learner = ShardedLearner(ranks, replace(options, model=replace(options.model, path=folder / "model")))
+    learner = ShardedLearner(
+        ranks, replace(options, model=options.model.model_copy(update={"path": str(folder / "model")}))
+    )
     learner.load_state({}, folder / "shards")
     batches = batches_of(case, learner)
     return [asyncio.run(learner.update(batches, lr=1e-2)).loss for _ in range(2)]

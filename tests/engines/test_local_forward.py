@@ -24,8 +24,9 @@ from turnwise.engines.local.forward import GenericForward
 from turnwise.engines.local.fused import AttentionDims, DecodeAttention, FusedForward
 from turnwise.models import cpu
 from turnwise.models.cpu import PackedLayers, onednn_linear, packed, packed_bytes
-from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.lora import add_adapter
 from turnwise.models.precision import autocast
+from turnwise.options.schema import LoraSection
 from turnwise.types import Completion, Request, Sampling
 
 # Attention of a decode step against float64 formulas: rows with gaps, shared prefixes, rows much longer than the
@@ -199,12 +200,12 @@ def test_copies_are_freed_before_an_update_and_made_again_for_the_next_request(n
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("targets", [None, ("q_proj", "down_proj")], ids=["all layers", "two layers"])
-def test_an_adapter_is_computed_in_the_fused_pass(targets: tuple[str, ...] | None, mixed: bool) -> None:
+@pytest.mark.parametrize("targets", [None, ["q_proj", "down_proj"]], ids=["all layers", "two layers"])
+def test_an_adapter_is_computed_in_the_fused_pass(targets: list[str] | None, mixed: bool) -> None:
     model = scaled("qwen3")
     prompt = tokens(30)
     plain = own_logprobs(model, prompt, sampled(LocalEngine(model, threads=1), "a", prompt), mixed=False)
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=targets))
+    add_adapter(model, LoraSection(rank=4, alpha=8.0, target_modules=targets))
     engine = LocalEngine(model, threads=1, autocast=mixed)
     assert isinstance(engine._core.forward, FusedForward)
     said = sampled(engine, "a", prompt)
@@ -227,14 +228,14 @@ def test_an_adapter_is_computed_in_the_fused_pass(targets: tuple[str, ...] | Non
 
 def test_an_adapter_that_is_more_than_a_product_takes_the_generic_pass() -> None:
     model = make("qwen3")
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=None, dora=True))
+    add_adapter(model, LoraSection(rank=4, alpha=8.0, dora=True))
     assert isinstance(LocalEngine(model)._core.forward, GenericForward)
 
 
 def test_an_adapter_beside_bfloat16_weights_is_not_rounded_away() -> None:
     """Merged into bfloat16 weights, an adapter of a thousandth of the weights would hardly change them."""
     model = scaled("llama").to(torch.bfloat16)
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=None))
+    add_adapter(model, LoraSection(rank=4, alpha=8.0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

@@ -29,8 +29,9 @@ from training.test_batch import group
 from turnwise.models import allocator, cpu
 from turnwise.models.allocator import gradients_first
 from turnwise.models.cpu import TorchThreads, fewest_rows, linear, onednn_linear, weight_gradient, with_fast_layers
-from turnwise.models.loading import ModelOptions, load_model, recompute_layers
-from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.loading import ModelSource, load_model, recompute_layers
+from turnwise.models.lora import add_adapter
+from turnwise.options.schema import LoraSection
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.update import StopFlag
@@ -196,7 +197,7 @@ def test_feed_forward_layers_of_another_form_are_computed_by_transformers(option
 def test_feed_forward_layers_with_an_adapter_are_computed_by_transformers() -> None:
     pytest.importorskip("peft")
     adapted = with_fast_layers(new_model())
-    add_adapter(adapted, LoraOptions(rank=4, alpha=8, target_modules=("gate_proj",)))
+    add_adapter(adapted, LoraSection(rank=4, alpha=8, target_modules=["gate_proj"]))
     assert {"_TrainedSwiGLUBackward"}.isdisjoint(functions_of(loss_of(adapted)))
     assert all("lora" in name for name in gradients_of(adapted))
 
@@ -362,7 +363,7 @@ def test_linear_a_copy_of_a_model_computes_with_its_own_weights(monkeypatch: pyt
     monkeypatch.setattr(cpu, "_SMALL_WEIGHT", 1)
     monkeypatch.setattr(cpu, "_SMALLEST_SIDE", 1)
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    original = load_model(ModelOptions(path=str(model), dtype="float32", device="cpu"))
+    original = load_model(ModelSource(path=str(model), device="cpu"))
     other = copy.deepcopy(original)
     ids = torch.arange(3, 60).unsqueeze(0) % 50
     with torch.no_grad():

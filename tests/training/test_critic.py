@@ -22,7 +22,8 @@ from training.test_batch import conversations, group, trajectory
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
-from turnwise.models.lora import LoraOptions, add_adapter, with_second_adapter
+from turnwise.models.lora import add_adapter, with_second_adapter
+from turnwise.options.schema import LoraSection
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.update import StopFlag
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
@@ -250,7 +251,7 @@ def test_the_critic_learns_fixed_returns(level: Level) -> None:
 
 def test_an_adapter_of_the_critic_is_on_the_policys_weights_and_changes_nothing_of_the_policy() -> None:
     policy = tiny_model()
-    options = LoraOptions(rank=4, alpha=8, target_modules=None)
+    options = LoraSection(rank=4, alpha=8)
     add_adapter(policy, options)
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():

@@ -18,8 +18,9 @@ from training.test_precision import SIZES, made, plain
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.models.loading import recompute_layers
-from turnwise.models.lora import LoraOptions, add_adapter, without_adapter
+from turnwise.models.lora import add_adapter, without_adapter
 from turnwise.options.algorithm import Nll, PpoClip
+from turnwise.options.schema import LoraSection
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.forward import Forward, TokenLogprobs, _body_and_head, try_tree_attention
 from turnwise.training.local_learner import LocalLearner
@@ -340,7 +341,7 @@ def gradients(model: Any, *, share_prompts: bool) -> tuple[list[torch.Tensor], i
 def test_gradients_are_equal_and_activations_are_not_kept(lora: bool, share_prompts: bool) -> None:
     model = tiny_model(num_hidden_layers=4)
     if lora:
-        add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=None))
+        add_adapter(model, LoraSection(rank=4, alpha=8.0))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -376,7 +377,7 @@ def test_the_engine_samples_from_the_same_model_with_its_cache() -> None:
 
 def test_a_copy_and_the_model_without_adapter_run_their_own_layers() -> None:
     model = tiny_model()
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=None))
+    add_adapter(model, LoraSection(rank=4, alpha=8.0))
     recompute_layers(model)
     ids = torch.arange(9)[None]
     other, base = copy.deepcopy(model), without_adapter(model)

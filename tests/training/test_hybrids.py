@@ -16,9 +16,10 @@ from support.hybrids import hybrid
 from training.test_batch import group
 from training.test_critic import estimated, packing
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelOptions, load_model, recompute_layers
-from turnwise.models.lora import LoraOptions, add_adapter, default_targets, merged, save_adapter
+from turnwise.models.loading import ModelSource, load_model, recompute_layers
+from turnwise.models.lora import add_adapter, default_targets, merged, save_adapter
 from turnwise.options.algorithm import PpoClip
+from turnwise.options.schema import LoraSection
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.forward import Forward
 from turnwise.training.local_critic import LocalCritic
@@ -92,7 +93,7 @@ def test_autocast_keeps_the_log_probabilities_about_the_same(name: str) -> None:
 def test_an_adapter_is_on_linear_layers_that_are_called_and_choose_no_experts(name: str, tmp_path: Path) -> None:
     model = hybrid(name)
     assert {target.rpartition(".")[2] for target in default_targets(model)} == set(TARGETS[name].split())
-    add_adapter(model, LoraOptions(rank=2, alpha=4.0, target_modules=None))
+    add_adapter(model, LoraSection(rank=2, alpha=4.0))
     adapted = {key.split(".lora_A")[0] for key, _ in model.named_parameters() if ".lora_A" in key}
     assert not any("router" in key or "experts." in key or key.endswith("shared_expert_gate") for key in adapted)
     one = LocalLearner(model, sampling=Sampling(), loss=make_loss(PpoClip(kl_coef=0.5)), threads=1)
@@ -110,7 +111,7 @@ def test_an_adapter_is_on_linear_layers_that_are_called_and_choose_no_experts(na
 
 def test_targets_that_have_no_effect_or_mean_something_else_are_refused() -> None:
     def add(name: str, *targets: str) -> None:
-        add_adapter(hybrid(name), LoraOptions(rank=2, alpha=4.0, target_modules=targets))
+        add_adapter(hybrid(name), LoraSection(rank=2, alpha=4.0, target_modules=list(targets)))
 
     with pytest.raises(ConfigError, match=r"computes with the weight of backbone.layers.0.mixer.out_proj itself"):
         add("mamba2", "in_proj", "out_proj")
@@ -148,4 +149,4 @@ def test_a_layer_pattern_that_does_not_match_the_weights_is_refused_with_names(t
     config["layer_types"] = ["linear_attention", "linear_attention", "full_attention", "full_attention"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=r"lacks .*model\.layers\.1\.linear_attn.*layer_types"):
-        load_model(ModelOptions(path=tmp_path, dtype="float32", device="cpu"))
+        load_model(ModelSource(path=str(tmp_path), device="cpu"))

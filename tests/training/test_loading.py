@@ -23,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from support.tiny import save_model, tiny_model
 from turnwise.cli import main
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelOptions, load_model
-from turnwise.models.lora import LoraOptions
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
+from turnwise.options.schema import LoraSection
 
 # A model is loaded with all of its weights, or refused with the names of those that are wrong.
 
@@ -61,7 +61,7 @@ def change_config(path: Path, **options: object) -> None:
 
 def refused(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_model(ModelOptions(path=path, dtype="float32", device="cpu"))
+        load_model(ModelSource(path=str(path), device="cpu"))
     return str(caught.value)
 
 
@@ -122,13 +122,13 @@ def test_tied_weights_are_one_parameter_whichever_of_them_the_checkpoint_holds(t
         lambda weights: weights.pop("model.embed_tokens.weight"),
     ):
         change_weights(tied, change)
-        model = load_model(ModelOptions(path=tied, dtype="float32", device="cpu"))
+        model = load_model(ModelSource(path=str(tied), device="cpu"))
         assert model.lm_head.weight is model.model.embed_tokens.weight
         assert torch.equal(model.lm_head.weight, tiny_model().lm_head.weight)
 
 
 def test_untied_weights_stay_apart(untied: Path) -> None:
-    model = load_model(ModelOptions(path=untied, dtype="float32", device="cpu"))
+    model = load_model(ModelSource(path=str(untied), device="cpu"))
     assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
@@ -181,9 +181,9 @@ CONFIGS: dict[str, Any] = {
 }
 
 ADAPTERS = {
-    "all weights": None,
-    "lora": LoraOptions(rank=2, alpha=4, target_modules=("q_proj",)),
-    "dora": LoraOptions(rank=2, alpha=4, target_modules=("q_proj", "o_proj"), dora=True),
+    "all weights": LoraSection(),
+    "lora": LoraSection(rank=2, alpha=4, target_modules=["q_proj"]),
+    "dora": LoraSection(rank=2, alpha=4, target_modules=["q_proj", "o_proj"], dora=True),
 }
 
 
@@ -194,7 +194,7 @@ def saved(folder: Path, name: str) -> Path:
     return folder
 
 
-def filled(options: ModelOptions) -> tuple[StagedModel, list[set[str]]]:
+def filled(options: ModelSource) -> tuple[StagedModel, list[set[str]]]:
     """The model, layer by layer, and the names of the tensors of each part."""
     staged = open_staged(options)
     assert staged is not None
@@ -208,7 +208,7 @@ def filled(options: ModelOptions) -> tuple[StagedModel, list[set[str]]]:
 @pytest.mark.parametrize("adapter", ADAPTERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_parts_together_are_the_model(tmp_path: Path, name: str, adapter: str, dtype: str) -> None:
-    options = ModelOptions(path=saved(tmp_path, name), dtype=dtype, device="cpu", lora=ADAPTERS[adapter])
+    options = ModelSource(path=str(saved(tmp_path, name)), dtype=dtype, device="cpu", lora=ADAPTERS[adapter])
     expected = load_model(options)
     staged, names = filled(options)
     actual = staged.model
@@ -236,7 +236,7 @@ def test_the_parts_together_are_the_model(tmp_path: Path, name: str, adapter: st
         assert files[0].keys() == files[1].keys()
 
 
-def changed(folder: Path, change: Any) -> ModelOptions:
+def changed(folder: Path, change: Any) -> ModelSource:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     tensors: dict[str, torch.Tensor] = {}
     for file in set(index["weight_map"].values()):
@@ -245,7 +245,7 @@ def changed(folder: Path, change: Any) -> ModelOptions:
     (folder / "model.safetensors.index.json").unlink()
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return ModelOptions(path=folder, dtype="float32", device="cpu")
+    return ModelSource(path=str(folder), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -277,4 +277,4 @@ def test_a_directory_without_safetensors_is_not_read_part_by_part(tmp_path: Path
     folder = saved(tmp_path, "tied")
     for file in folder.glob("*.safetensors*"):
         file.unlink()
-    assert open_staged(ModelOptions(path=folder, dtype="float32", device="cpu")) is None
+    assert open_staged(ModelSource(path=str(folder), device="cpu")) is None

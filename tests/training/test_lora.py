@@ -19,9 +19,10 @@ from turnwise.cli import main
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
-from turnwise.models.loading import ModelOptions, load_model
-from turnwise.models.lora import LoraOptions, add_adapter, without_adapter
+from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.lora import add_adapter, without_adapter
 from turnwise.options.algorithm import PpoClip
+from turnwise.options.schema import LoraSection
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
@@ -68,7 +69,7 @@ def test_a_run_trains_the_adapter_samples_from_it_saves_it_and_resumes_exactly(
         base = AutoModelForCausalLM.from_pretrained(model)
         plain = base(ids).logits
         of_peft = PeftModel.from_pretrained(base, checkpoint)(ids).logits
-        of_turnwise = load_model(ModelOptions(path=checkpoint, dtype="float32", device="cpu"))(ids).logits
+        of_turnwise = load_model(ModelSource(path=str(checkpoint), device="cpu"))(ids).logits
     assert (expected - plain).abs().max() > 1e-2
     torch.testing.assert_close(of_peft, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(of_turnwise, expected, atol=1e-4, rtol=1e-4)
@@ -101,11 +102,11 @@ def learner(model: object, **loss: float) -> LocalLearner:
     return LocalLearner(model, sampling=Sampling(), loss=make_loss(PpoClip(**loss)), threads=1)
 
 
-@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}, {"target_modules": ("q_proj", "down_proj")}])
+@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}, {"target_modules": ["q_proj", "down_proj"]}])
 def test_only_the_adapter_is_trained_and_the_reference_shares_the_base_weights(options: dict[str, object]) -> None:
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, **{"target_modules": None, **options}))  # type: ignore[arg-type]
+    add_adapter(model, LoraSection(rank=4, alpha=8.0, **options))  # type: ignore[arg-type]
     one = learner(model, kl_coef=0.5)
     first = asyncio.run(one.update([pack(group())], lr=1e-2))
     second = asyncio.run(one.update([pack(group())], lr=1e-2))
@@ -123,7 +124,7 @@ def test_only_the_adapter_is_trained_and_the_reference_shares_the_base_weights(o
 
 def test_an_adapter_on_bfloat16_weights_is_float32() -> None:
     model = tiny_model().to(torch.bfloat16)
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=None))
+    add_adapter(model, LoraSection(rank=4, alpha=8.0))
     one = learner(model)
     asyncio.run(one.update([pack(group())], lr=1e-2))
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -135,16 +136,16 @@ def test_layers_that_the_model_lacks_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"has no linear layer 'qproj'; did you mean 'q_proj'\?; it has .*down_proj.*q_proj"
     ):
-        add_adapter(tiny_model(), LoraOptions(rank=4, alpha=8.0, target_modules=("qproj",)))
+        add_adapter(tiny_model(), LoraSection(rank=4, alpha=8.0, target_modules=["qproj"]))
     with pytest.raises(ConfigError, match="both the embedding and the output layer"):
-        add_adapter(tiny_model(), LoraOptions(rank=4, alpha=8.0, target_modules=("lm_head",)))
+        add_adapter(tiny_model(), LoraSection(rank=4, alpha=8.0, target_modules=["lm_head"]))
 
 
 def test_an_adapter_on_the_output_layer_gets_its_gradient_in_chunks() -> None:
     from training.test_forward import both
 
     model = tiny_model(tie_word_embeddings=False)
-    add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=("lm_head", "q_proj")))
+    add_adapter(model, LoraSection(rank=4, alpha=8.0, target_modules=["lm_head", "q_proj"]))
     with torch.no_grad():
         model.lm_head.lora_B["default"].weight.normal_()
     for expected, actual in zip(*both(model, entropy=True), strict=True):

@@ -17,10 +17,11 @@ from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError
-from turnwise.models.loading import ModelOptions, load_model, recompute_layers
-from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.loading import ModelSource, load_model, recompute_layers
+from turnwise.models.lora import add_adapter
 from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, output_layer_in_float32
 from turnwise.options.algorithm import PpoClip
+from turnwise.options.schema import LoraSection
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.local_critic import LocalCritic
@@ -91,7 +92,7 @@ def generate(model: Any, prompt: list[int]) -> Completion:
 def test_trainer_and_engine_compute_what_the_reference_attention_computes(name: str, tmp_path: Path) -> None:
     reference = made(CONFIGS[name](), attn_implementation="eager")
     reference.save_pretrained(tmp_path)
-    model = load_model(ModelOptions(path=tmp_path, dtype="float32", device="cpu"))
+    model = load_model(ModelSource(path=str(tmp_path), device="cpu"))
     assert try_tree_attention(model) == name.startswith("sinks")
 
     (micro,) = pack([group()[0]], share_prompts=False).micro_batches
@@ -112,10 +113,7 @@ def test_a_soft_cap_that_sdpa_would_ignore_is_told_when_the_model_is_loaded(
 ) -> None:
     made(CONFIGS["soft cap"]()).save_pretrained(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert (
-            load_model(ModelOptions(path=tmp_path, dtype="float32", device="cpu")).config._attn_implementation
-            == "eager"
-        )
+        assert load_model(ModelSource(path=str(tmp_path), device="cpu")).config._attn_implementation == "eager"
     assert "Gemma2ForCausalLM uses softcap in its attention, which sdpa ignores" in caplog.text
 
 
@@ -126,7 +124,7 @@ def test_a_model_that_asks_for_nothing_further_keeps_sdpa(tmp_path: Path) -> Non
         model = made(config)
         assert ignored_by_sdpa(model) == []
         model.save_pretrained(tmp_path / str(number))
-        loaded = load_model(ModelOptions(path=tmp_path / str(number), dtype="float32", device="cpu"))
+        loaded = load_model(ModelSource(path=str(tmp_path / str(number)), device="cpu"))
         assert loaded.config._attn_implementation == "sdpa"
 
 
@@ -222,7 +220,7 @@ def relative_difference(actual: list[torch.Tensor], expected: list[torch.Tensor]
 def test_gradients_are_those_of_float32_but_for_the_rounding_of_bfloat16(lora: bool) -> None:
     model = wide_model()
     if lora:
-        add_adapter(model, LoraOptions(rank=4, alpha=8.0, target_modules=None))
+        add_adapter(model, LoraSection(rank=4, alpha=8.0))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:

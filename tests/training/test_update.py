@@ -18,7 +18,7 @@ from support.tiny import tiny_model
 from training.test_batch import group
 from training.test_precision import CONFIGS, made
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
@@ -128,7 +128,7 @@ def test_rates() -> None:
 
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
-        load_model(ModelOptions(path=f"{tmp_path}/nothing", dtype="float32", device="cpu"))
+        load_model(ModelSource(path=f"{tmp_path}/nothing", device="cpu"))
     capped = made(CONFIGS["soft cap"](), attn_implementation="eager")
     with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Gemma2ForCausalLM does not"):
         LocalLearner(capped, sampling=Sampling(), share_prompts="always")

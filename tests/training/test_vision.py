@@ -27,7 +27,7 @@ from support.vision import (
 from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import EngineError, TurnwiseError
-from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import PpoClip
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
@@ -226,13 +226,13 @@ def test_a_model_that_only_reads_is_not_trained_on_images(vision: MediaProcessor
 
 def test_a_checkpoint_of_a_model_that_sees_is_a_model_directory(tmp_path: Path) -> None:
     source = save_vision_model(tmp_path / "model")
-    model = load_model(ModelOptions(path=source, dtype="float32", device="cpu"))
+    model = load_model(ModelSource(path=str(source), device="cpu"))
     assert type(model).__name__ == "Qwen2_5_VLForConditionalGeneration"
     tokenizer = AutoTokenizer.from_pretrained(source)
     seen = MediaProcessor.from_pretrained(source, tokenizer)
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(1, save_model=model.save_pretrained, tokenizer=tokenizer, state={}, processor=seen)
-    again = load_model(ModelOptions(path=checkpoints.newest, dtype="float32", device="cpu"))
+    again = load_model(ModelSource(path=str(checkpoints.newest), device="cpu"))
     assert torch.equal(again.model.visual.patch_embed.proj.weight, model.model.visual.patch_embed.proj.weight)
     found = MediaProcessor.from_pretrained(checkpoints.newest, AutoTokenizer.from_pretrained(checkpoints.newest))
     assert found is not None
@@ -470,7 +470,7 @@ def saved(make: Callable[[], tuple[Any, ...]], path: Path) -> tuple[Any, MediaPr
         part.save_pretrained(path)
     found = MediaProcessor.from_pretrained(path, hf.AutoTokenizer.from_pretrained(path))
     assert found is not None
-    return load_model(ModelOptions(path=path, dtype="float32", device="cpu")), found
+    return load_model(ModelSource(path=str(path), device="cpu")), found
 
 
 def hear(segment: Segment, vision: MediaProcessor, *parts: Any) -> None:

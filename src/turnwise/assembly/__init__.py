@@ -32,7 +32,7 @@ from turnwise.assembly.engines import (
 from turnwise.assembly.learners import (
     critic,
     learner,
-    model_options,
+    model_source,
     rank_device,
     sampled_model,
     sft_learner,
@@ -59,7 +59,7 @@ __all__ = [
     "learner",
     "limits",
     "longest_context",
-    "model_options",
+    "model_source",
     "rank_device",
     "read_scripts",
     "refuse_for_endpoint",

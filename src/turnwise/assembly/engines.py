@@ -17,13 +17,13 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from turnwise.assembly.conversations import environment_factory, rollout_context
 from turnwise.assembly.conversations import renderer as build_renderer
-from turnwise.assembly.learners import model_options
+from turnwise.assembly.learners import model_source
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine, refuse_experts_of_servers
 from turnwise.data.images import media_kind, media_value
@@ -40,7 +40,7 @@ from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.engines import ClusterSection, ServerEngineSection
-from turnwise.options.schema import Config
+from turnwise.options.schema import Config, LoraSection
 from turnwise.ray_workers.ray_api import RAY_ADDRESS
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
@@ -327,9 +327,9 @@ def engine_model(config: Config, *, adapter: bool = False) -> Any | None:
         return None
     from turnwise.models.loading import load_model  # torch
 
-    options = model_options(config)
+    source = model_source(config)
     # a new adapter changes nothing before training
-    return load_model(options if adapter else replace(options, lora=None))
+    return load_model(source if adapter else source.model_copy(update={"lora": LoraSection()}))
 
 
 def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bool = False) -> Engine:

@@ -7,7 +7,6 @@ imports no torch.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,7 @@ from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
-    from turnwise.models.loading import ModelOptions
-    from turnwise.models.lora import LoraOptions
+    from turnwise.models.loading import ModelSource
     from turnwise.training.learner import Critic, Learner
     from turnwise.training.sharded.sharded_learner import ShardedLearner
 
@@ -106,12 +104,13 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
     from turnwise.training.local_critic import LocalCritic
     from turnwise.training.local_learner import LocalLearner
 
-    options, path = model_options(config), config.critic.path
-    loaded = (
-        replace(options, path=saved or path or source)
-        if options.lora is None
-        else replace(options, path=path or options.path, adapter=saved)
-    )
+    loaded, path = model_source(config), config.critic.path
+    if config.model.lora.rank is None:
+        loaded = loaded.model_copy(update={"path": str(saved or path or source)})
+    else:
+        loaded = loaded.model_copy(
+            update={"path": path or loaded.path, "adapter": None if saved is None else str(saved)}
+        )
     head = saved if saved is not None or path is None else _critic_folder(path)
     if config.cluster.distributed:
         return sharded_critic(
@@ -126,9 +125,9 @@ def critic(config: Config, source: str | Path, learner: Learner, saved: Path | N
                 autocast=config.model.autocast,
             ),
         )
-    if options.lora is not None and path is None:
+    if config.model.lora.rank is not None and path is None:
         assert isinstance(learner, LocalLearner)
-        model = with_second_adapter(learner.model, options.lora, saved)
+        model = with_second_adapter(learner.model, config.model.lora, saved, seed=config.seed)
     else:
         model = load_model(loaded)
     return LocalCritic(
@@ -165,7 +164,7 @@ def _learner(
         return sharded_learner(
             config,
             ShardOptions(
-                model=model_options(config, path),
+                model=model_source(config, path),
                 sampling=sampled_from,
                 loss=loss,
                 correction=correction,
@@ -185,7 +184,7 @@ def _learner(
     if config.deterministic:
         use_deterministic_algorithms()
     return LocalLearner.from_pretrained(
-        model_options(config, path),
+        model_source(config, path),
         sampling=sampled_from,
         loss=make_loss(loss, correction),
         optimizer=optimizer,
@@ -209,41 +208,18 @@ def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any |
         return None
     from turnwise.models.loading import load_model  # torch
 
-    return load_model(replace(model_options(config, source), gradient_checkpointing=False))
+    return load_model(model_source(config, source).model_copy(update={"gradient_checkpointing": False}))
 
 
-def model_options(config: Config, path: str | Path | None = None) -> ModelOptions:
-    """The options for loading the recipe's model. If `path` is given, it replaces model.path."""
-    from turnwise.models.loading import ModelOptions  # torch
+def model_source(config: Config, path: str | Path | None = None) -> ModelSource:
+    """The recipe's model, to be loaded. If `path` is given, it replaces model.path."""
+    from turnwise.models.loading import ModelSource  # torch
 
-    lora = _lora_options(config)
     # the checkpoint of a run with an adapter holds the adapter only; the base model is that of model.path
-    resumed = lora is not None and path is not None and str(path) != config.model.path
-    return ModelOptions(
-        path=config.model.path if path is None or resumed else path,
-        dtype=config.model.dtype,
-        device="cpu" if config.deterministic else config.model.device,
-        lora=lora,
-        adapter=path if resumed else None,
-        gradient_checkpointing=config.model.gradient_checkpointing,
-    )
-
-
-def _lora_options(config: Config) -> LoraOptions | None:
-    """The adapter that the recipe trains; None if it trains all weights."""
-    from turnwise.models.lora import LoraOptions  # torch
-
-    lora = config.model.lora
-    if lora.rank is None:
-        return None
-    return LoraOptions(
-        rank=lora.rank,
-        alpha=lora.alpha,
-        target_modules=None if lora.target_modules is None else tuple(lora.target_modules),
-        rslora=lora.rslora,
-        dora=lora.dora,
-        seed=config.seed,
-    )
+    resumed = config.model.lora.rank is not None and path is not None and str(path) != config.model.path
+    source = ModelSource(**dict(config.model), adapter=str(path) if resumed else None, seed=config.seed)
+    changes = {"path": config.model.path if path is None or resumed else str(path)}
+    return source.model_copy(update={**changes, "device": "cpu"} if config.deterministic else changes)
 
 
 # ranks on a Ray cluster

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelOptions, load_model
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.lora import adapter_base
 
 # the command
@@ -69,7 +69,9 @@ def write_merged(source: Path, out: Path, *, dtype: str | None = None) -> Path:
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not empty: name a new directory with --out")
-    model = load_model(ModelOptions(path=adapter, dtype=dtype or _base_dtype(adapter), device="cpu"))
+    loaded = ModelSource(path=str(adapter), device="cpu")
+    # of any type, also of one in which nothing is trained
+    model = load_model(loaded.model_copy(update={"dtype": dtype or _base_dtype(adapter)}))
     out.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(out)
     for file in adapter.iterdir():

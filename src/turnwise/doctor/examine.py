@@ -156,11 +156,11 @@ def _model(path: str, config: Config | None, weights: Weights) -> tuple[Any | No
             None,
             f"not checked: the weights have {size:.1f} GB, and above {most:.1f} GB they are loaded only with --weights always",
         )
-    from turnwise.models.loading import ModelOptions, load_model
+    from turnwise.models.loading import ModelSource, load_model
 
     if config is None:
-        return load_model(ModelOptions(path=path, dtype="float32", device="auto")), ""
-    return load_model(assembly.model_options(config, path)), ""
+        return load_model(ModelSource(path=path)), ""
+    return load_model(assembly.model_source(config, path)), ""
 
 
 def _weights_gb(path: str) -> float | None:

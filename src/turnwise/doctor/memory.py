@@ -36,7 +36,7 @@ from turnwise.models import cpu
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import packed_bytes, with_fast_layers
 from turnwise.models.experts import expert_modules
-from turnwise.models.loading import ModelOptions, adapt
+from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
@@ -114,7 +114,7 @@ class TracedPass:
 
 
 def traced_pass(
-    options: ModelOptions,
+    source: ModelSource,
     model_config: Any,
     workload: Workload,
     micro_batch_tokens: int | None,
@@ -128,11 +128,11 @@ def traced_pass(
     `micro_batch_tokens`: None is the learner's default. `mixed`: with autocast. `on_ranks`: the model is divided among several
     processes.
     """
-    arguments = (options, workload, micro_batch_tokens, mixed, on_gpu, on_ranks, cpu.uses_onednn())
+    arguments = (source, workload, micro_batch_tokens, mixed, on_gpu, on_ranks, cpu.uses_onednn())
     key = (repr(arguments), model_config.to_json_string())
     if key not in _traced:
         _traced[key] = _trace(
-            options, model_config, workload, micro_batch_tokens, mixed=mixed, on_gpu=on_gpu, on_ranks=on_ranks
+            source, model_config, workload, micro_batch_tokens, mixed=mixed, on_gpu=on_gpu, on_ranks=on_ranks
         )
     return _traced[key]
 
@@ -142,7 +142,7 @@ _traced: dict[tuple[str, str], TracedPass] = {}
 
 
 def _trace(
-    options: ModelOptions,
+    source: ModelSource,
     model_config: Any,
     workload: Workload,
     micro_batch_tokens: int | None,
@@ -151,7 +151,7 @@ def _trace(
     on_gpu: bool,
     on_ranks: bool,
 ) -> TracedPass:
-    model = empty_model(options, model_config)
+    model = empty_model(source, model_config)
     _distribute_evenly(model)
     large = model.num_parameters() > LARGE_MODEL and not on_ranks
     if micro_batch_tokens is None:
@@ -240,16 +240,16 @@ def _without_pass(parameters: Sequence[torch.nn.Parameter]) -> TracedPass:
     )
 
 
-def empty_model(options: ModelOptions, model_config: Any) -> Any:
-    """The model on torch's meta device, with the adapter and the gradient checkpointing of the options."""
+def empty_model(source: ModelSource, model_config: Any) -> Any:
+    """The model on torch's meta device, with the adapter and the gradient checkpointing of the source."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     sees = model_config.get_text_config() is not model_config
     family = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     with torch.device("meta"):
-        model = family.from_config(model_config, dtype=getattr(torch, options.dtype))
+        model = family.from_config(model_config, dtype=getattr(torch, source.dtype))
         model.eval()
-        adapt(model, replace(options, adapter=None))
+        adapt(model, source.model_copy(update={"adapter": None}))
     use_tree_attention(model)
     return model
 
@@ -321,7 +321,7 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
     states = 0
     types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
     if set(types).intersection(RECURRENT_TYPES):
-        token, states = bytes_kept(empty_model(assembly.model_options(config), model_config), getattr(torch, dtype))
+        token, states = bytes_kept(empty_model(assembly.model_source(config), model_config), getattr(torch, dtype))
     else:
         token = kv_token_bytes({name: getattr(text, name, None) for name in KV_FACTS}, dtype)
     return min(engine.memory_gb * 2**30, float(rows * (token * capacity + states)))
@@ -377,10 +377,10 @@ def predict(
     """
     options: OptimizationSection = config.sft if section == "sft" else config.train
     optimizer = options.optimizer
-    model_options = assembly.model_options(config)
+    model_source = assembly.model_source(config)
     mixed = config.model.autocast
     trace = traced_pass(
-        model_options,
+        model_source,
         model_config,
         workload,
         options.micro_batch_tokens,
@@ -417,7 +417,7 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
     """What stays in memory from the start of a run to its end."""
     optimizer = config.sft.optimizer if section == "sft" else config.train.optimizer
     on_cpu = 0.0 if optimizer.offload == "cpu" else 1.0
-    lora = assembly.model_options(config).lora is not None
+    lora = assembly.model_source(config).lora.rank is not None
     references = section == "train" and needs_reference(config)
     adapter_off = lora and config.reference.path is None and config.reference.source != "copy"
     return [
@@ -489,7 +489,7 @@ def certain_check(config: Config, path: str, *, section: str) -> Check:
     """
     try:
         with boundary("model"):
-            model = empty_model(assembly.model_options(config), read_model_config(path))
+            model = empty_model(assembly.model_source(config), read_model_config(path))
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
     parts = [part for part in _always(config, _without_pass(list(model.parameters())), section) if part.bytes >= 2**20]

@@ -16,13 +16,28 @@ from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import Order
 from turnwise.doctor.check import Check, wrong
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.options.algorithm import ESTIMATORS, LOSSES, CorrectionSection, RejectionSection
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, Use, changed_options, section_classes
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group
 from turnwise.types import Completion, Group, LogprobKind, Row, Segment, Trajectory, Turn
+
+
+def _model(config: Config) -> list[Any]:
+    """Of the model without its weights: what is trained, the scale of the adapter, and how the layers compute."""
+    from turnwise.doctor.memory import empty_model, read_model_config  # torch
+
+    try:
+        with boundary("model"):
+            model = empty_model(assembly.model_source(config), read_model_config(config.model.path))
+    except Failed:  # other checks say that there is no model, or none of which this is known
+        return [config.model]
+    trained = [(name, tuple(tensor.shape)) for name, tensor in model.named_parameters() if tensor.requires_grad]
+    modules = list(model.modules())
+    scales = [module.scaling for module in modules if isinstance(getattr(module, "scaling", None), dict)]
+    return [trained, scales, [type(module.forward).__name__ for module in modules]]
 
 
 def _rates(config: Config) -> list[float]:
@@ -168,8 +183,8 @@ def _limits(config: Config) -> Limits:
 
 
 EFFECTS: Mapping[str, Callable[[Config], Any]] = {
-    "model.gradient_checkpointing": assembly.model_options,
-    **{f"model.lora.{name}": assembly.model_options for name in ("rank", "alpha", "target_modules", "rslora", "dora")},
+    "model.gradient_checkpointing": _model,
+    **{f"model.lora.{name}": _model for name in ("rank", "alpha", "target_modules", "rslora", "dora")},
     **{f"data.{name}": _rows for name in ("split", "subset", "columns", "system_prompt", "max_rows")},
     "data.eval_split": _held_out,
     "data.shuffle": _streams,

@@ -1,6 +1,6 @@
 """Loads models completely or refuses them; recomputation of layers; weights as other programs load them.
 
-This is the only place where a model is loaded; `ModelOptions` has its options. transformers fills missing weights with random
+This is the only place where a model is loaded; `ModelSource` says which, and how. transformers fills missing weights with random
 numbers and drops weights that the model does not have. Both would train a different model, so both are refused here, and so are
 weights that are NaN or infinite, and an attention implementation that does not support the model.
 
@@ -21,7 +21,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.cpu import with_fast_layers
 from turnwise.models.lora import (
-    LoraOptions,
     adapter_base,
     adapter_weights,
     add_adapter,
@@ -42,6 +40,7 @@ from turnwise.models.lora import (
     merged,
 )
 from turnwise.models.precision import ignored_by_sdpa, set_text_attention
+from turnwise.options.schema import LoraSection, ModelSection
 
 # Recomputation of layers in the backward pass
 
@@ -103,70 +102,64 @@ _SHOWN = 3
 """Maximum number of weight names in an error message."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """Which model is loaded, and how."""
+class ModelSource(ModelSection):
+    """The section `model` of a recipe, and what only a run knows of the model that it loads."""
 
-    path: str | Path
-    """A model directory or a hub id."""
-    dtype: str
-    """The name of a torch dtype: `float32`, `bfloat16`."""
-    device: str
-    """A torch device, or `auto`: `cuda` if available, else `cpu`."""
-    lora: LoraOptions | None = None
-    """A new adapter on the model, whose other weights are frozen. None: no adapter."""
-    adapter: str | Path | None = None
+    adapter: str | None = None
     """A directory with saved weights of the adapter `lora`. None: the adapter starts with random values."""
-    gradient_checkpointing: bool = False
-    """Whether the backward pass computes the activations inside a layer again."""
+    seed: int = 0
+    """The seed of the random values of a new adapter."""
+
+    def of_base(self, path: str | Path) -> ModelSource:
+        """All weights of the model at `path`, frozen or to be changed elsewhere: without a new adapter or recomputed layers."""
+        changes = {"path": str(path), "lora": LoraSection(), "adapter": None, "gradient_checkpointing": False}
+        return self.model_copy(update=changes)
 
 
-def load_model(options: ModelOptions) -> Any:
+def load_model(source: ModelSource) -> Any:
     """Load a causal language model, to train or to sample from; a vision model with its vision part.
 
-    A directory with an adapter is loaded as its base model with the adapter merged into the weights. `options.lora` then adds a
+    A directory with an adapter is loaded as its base model with the adapter merged into the weights. `source.lora` then adds a
     new adapter.
 
-    Raises ConfigError if there is no model at `options.path`, if weights are missing, unexpected or not finite, if tied
+    Raises ConfigError if there is no model at `source.path`, if weights are missing, unexpected or not finite, if tied
     weights are not equal, if the adapter does not fit the model, or if the device does not exist.
     """
-    base = adapter_base(options.path)
+    base = adapter_base(source.path)
     if base is None:
-        model = _load_base(options)
+        model = _load_base(source)
     else:
-        model = merged(
-            load_model(replace(options, path=base, lora=None, adapter=None, gradient_checkpointing=False)), options.path
-        )
-        model.name_or_path = str(options.path)
-    adapt(model, options)
+        model = merged(load_model(source.of_base(base)), source.path)
+        model.name_or_path = source.path
+    adapt(model, source)
     return with_fast_layers(model)
 
 
-def adapt(model: Any, options: ModelOptions) -> None:
-    """Add the adapter and the gradient checkpointing of the options to a loaded model, in place.
+def adapt(model: Any, source: ModelSource) -> None:
+    """Add the adapter and the gradient checkpointing of the source to a loaded model, in place.
 
     Raises ConfigError if the model does not support them.
     """
-    if options.lora is not None:
-        add_adapter(model, options.lora)
-        if options.adapter is not None:
-            load_adapter(model, options.adapter)
-    if options.gradient_checkpointing:
+    if source.lora.rank is not None:
+        add_adapter(model, source.lora, seed=source.seed)
+        if source.adapter is not None:
+            load_adapter(model, source.adapter)
+    if source.gradient_checkpointing:
         recompute_layers(model)
 
 
-def _load_base(options: ModelOptions) -> Any:
+def _load_base(source: ModelSource) -> Any:
     """Load a model directory without adapters."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    path, device = str(options.path), options.device
+    path, device = source.path, source.device
     refuse_other_than_model(path, error=ConfigError)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds
             model, found = model_family(path).from_pretrained(
-                path, dtype=getattr(torch, options.dtype), output_loading_info=True
+                path, dtype=getattr(torch, source.dtype), output_loading_info=True
             )
     except Failed as failed:
         raise ConfigError(

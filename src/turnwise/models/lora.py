@@ -13,7 +13,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.options.schema import LoraSection
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"
@@ -29,22 +30,6 @@ _NAME = "default"
 _PREFIX = "base_model.model."
 """What peft puts before the names of parameters in an adapter's file."""
 _SHOWN = 12
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoraOptions:
-    """A new LoRA adapter. The scale of its product is `alpha / rank`; with `rslora`, `alpha / sqrt(rank)`."""
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] | None
-    """Names of layers, or the ends of names, such as `q_proj`. None: `default_targets`."""
-    rslora: bool = False
-    """Rank-stabilised scale (Kalajdzievski, 2023, arXiv 2312.03732)."""
-    dora: bool = False
-    """Weight-decomposed adaptation (Liu et al., 2024, arXiv 2402.09353)."""
-    seed: int = 0
-    """The seed of the random initial values."""
 
 
 def has_adapter(model: Any) -> bool:
@@ -71,23 +56,24 @@ def adapter_base(path: str | Path) -> str | None:
     return base
 
 
-def add_adapter(model: Any, options: LoraOptions) -> None:
+def add_adapter(model: Any, lora: LoraSection, *, seed: int = 0) -> None:
     """Add a new adapter to the model in place, and freeze all other weights. The model computes the same as before.
 
-    The adapter's weights are float32. Raises ConfigError if peft is not installed, or if the model lacks a target module.
+    The adapter's weights are float32. `seed` is that of the random values of the first of its two matrices. Raises ConfigError
+    if peft is not installed, or if the model lacks a target module.
     """
     peft = _peft()
-    targets = _targets(model, options.target_modules)
+    targets = _targets(model, lora.target_modules)
     config = peft.LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
         target_modules=targets,
-        use_rslora=options.rslora,
-        use_dora=options.dora,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
         task_type="CAUSAL_LM",
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
+        torch.manual_seed(seed)
         try:
             with boundary("model"):
                 peft.inject_adapter_in_model(config, model)
@@ -258,10 +244,10 @@ def without_adapter(model: Any) -> Any:
     return base
 
 
-def with_second_adapter(model: Any, options: LoraOptions, folder: str | Path | None = None) -> Any:
+def with_second_adapter(model: Any, lora: LoraSection, folder: str | Path | None = None, *, seed: int = 0) -> Any:
     """A second model on the same base weights, with an adapter of its own: new, or with the weights saved in `folder`."""
     second = without_adapter(model)
-    add_adapter(second, options)
+    add_adapter(second, lora, seed=seed)
     if folder is not None:
         load_adapter(second, folder)
     return second
@@ -373,7 +359,7 @@ def _of_stacked_experts(model: Any, names: Iterable[str]) -> set[str]:
     return found
 
 
-def _targets(model: Any, names: tuple[str, ...] | None) -> list[str]:
+def _targets(model: Any, names: Sequence[str] | None) -> list[str]:
     """The target modules as peft expects them. Raises ConfigError if the model has no layer of a name."""
     if names is None:
         return default_targets(model)

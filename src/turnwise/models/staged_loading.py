@@ -20,7 +20,7 @@ import torch
 
 from turnwise.errors import Failed, boundary
 from turnwise.models.cpu import with_fast_layers
-from turnwise.models.loading import ModelOptions, adapt, model_family
+from turnwise.models.loading import ModelSource, adapt, model_family
 from turnwise.models.lora import adapter_base, initialize_magnitudes
 
 
@@ -28,35 +28,35 @@ class IncompleteWeights(Exception):
     """The weights cannot be read part by part. `load_model` must load the model, or says what is wrong with the checkpoint."""
 
 
-def open_staged(options: ModelOptions) -> StagedModel | None:
-    """The model of `options` without its weights, on the CPU; `options.device` is not used.
+def open_staged(source: ModelSource) -> StagedModel | None:
+    """The model of `source` without its weights, on the CPU; `source.device` is not used.
 
     None if the model cannot be loaded part by part: the directory holds an adapter whose weights must be merged, there are no
     safetensors files, or the model has buffers whose values are computed from other weights. Raises ConfigError if the model
-    does not support the options.
+    does not support its source.
     """
-    if adapter_base(options.path) is not None:
+    if adapter_base(source.path) is not None:
         return None
     try:
         with boundary("model"):  # damaged files raise exceptions of many kinds
-            base = _without_weights(str(options.path), getattr(torch, options.dtype))
-            files = _weight_files(str(options.path))
+            base = _without_weights(source.path, getattr(torch, source.dtype))
+            files = _weight_files(source.path)
             reader = None if base is None or not files else _WeightReader(base, files)
     except Failed:
         return None
-    return None if base is None or reader is None else StagedModel(base, reader, options)
+    return None if base is None or reader is None else StagedModel(base, reader, source)
 
 
 class StagedModel:
-    """A model whose weights are read module by module. `model` has the adapter and the gradient checkpointing of the options."""
+    """A model whose weights are read module by module. `model` has the adapter and the gradient checkpointing of the source."""
 
-    def __init__(self, base: Any, reader: _WeightReader, options: ModelOptions) -> None:
+    def __init__(self, base: Any, reader: _WeightReader, source: ModelSource) -> None:
         self._reader = reader
-        self._new_magnitudes = options.lora is not None and options.lora.dora and options.adapter is None
+        self._new_magnitudes = source.lora.rank is not None and source.lora.dora and source.adapter is None
         self._places = _places(base)
         self._left = set(self._places)
         _without_storage(base)
-        adapt(base, options)
+        adapt(base, source)
         self.model: Any = with_fast_layers(base)
 
     def fill(self, module: Any) -> Mapping[str, torch.Tensor]:

@@ -145,7 +145,7 @@ def _parts(config: Config, model_config: Any, workload: Workload, section: str) 
 
 
 def _units(config: Config, model_config: Any) -> _Units:
-    model = empty_model(assembly.model_options(config), model_config)
+    model = empty_model(assembly.model_source(config), model_config)
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
     return _Units(max(sizes, default=0), _bytes(model) - sum(sizes))
@@ -221,7 +221,7 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
 
 
 def _weights(config: Config, model_config: Any) -> float:
-    model = empty_model(assembly.model_options(config), model_config)
+    model = empty_model(assembly.model_source(config), model_config)
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 

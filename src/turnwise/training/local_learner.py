@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 
 from turnwise.models.allocator import is_large, keep_freed_blocks
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.loading import ModelOptions, largest_logit, load_model, of_model, published_weights, token_logprobs
+from turnwise.models.loading import ModelSource, largest_logit, load_model, of_model, published_weights, token_logprobs
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import log_overflow
@@ -94,7 +93,7 @@ class LocalLearner(LearnerBase):
     @classmethod
     def from_pretrained(
         cls,
-        options: ModelOptions,
+        source: ModelSource,
         *,
         sampling: Sampling,
         loss: Loss,
@@ -109,15 +108,15 @@ class LocalLearner(LearnerBase):
 
         Raises ConfigError if a model cannot be loaded or used as asked for.
         """
-        model, path = load_model(options), None if reference is None else reference.path
-        frozen = {"lora": None, "adapter": None, "gradient_checkpointing": False, "device": str(model.device)}
+        model, path = load_model(source), None if reference is None else reference.path
+        beside = {"device": str(model.device)}
         return cls(
             model,
             sampling=sampling,
             loss=loss,
             optimizer=optimizer,
             reference=reference,
-            reference_model=None if path is None else load_model(replace(options, path=path, **frozen)),
+            reference_model=None if path is None else load_model(source.of_base(path).model_copy(update=beside)),
             share_prompts=share_prompts,
             threads=threads,
             autocast=autocast,

@@ -14,14 +14,14 @@ from turnwise.options.engines import FsdpSection
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
-    from turnwise.models.loading import ModelOptions
+    from turnwise.models.loading import ModelSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
     """Everything that a rank needs to build its part of the learner. Rank 0 sends it to the other ranks."""
 
-    model: ModelOptions
+    model: ModelSource
     sampling: Sampling
     loss: LossSection
     correction: CorrectionSection = CorrectionSection()
@@ -38,7 +38,7 @@ class ShardOptions:
 class CriticOptions:
     """Everything that a rank needs to build its part of the critic."""
 
-    model: ModelOptions
+    model: ModelSource
     optimizer: OptimizationSection
     sharding: FsdpSection
     clip: float | None = None

@@ -21,7 +21,8 @@ from turnwise.chat.renderer import Renderer
 from turnwise.engines.engine import Engine
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.scripted import ScriptedEngine
-from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.lora import add_adapter
+from turnwise.options.schema import LoraSection
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 T = TypeVar("T")
@@ -160,7 +161,7 @@ class Adapted(Subject):
 
     def __init__(self) -> None:
         super().__init__()
-        add_adapter(self.model, LoraOptions(rank=8, alpha=16.0, target_modules=None))
+        add_adapter(self.model, LoraSection(rank=8, alpha=16.0))
 
     async def publish_damaged(self, version: int) -> None:
         """Give the engine an adapter that is not one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError
 from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
-from turnwise.models.loading import ModelOptions, load_model, of_model, of_tensors, use_complete_attention
+from turnwise.models.loading import ModelSource, load_model, of_model, of_tensors, use_complete_attention
 from turnwise.models.lora import without_adapter
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
 from turnwise.options.engines import FsdpSection
@@ -164,7 +164,7 @@ class LoadedModel:
 
 
 def load_sharded(
-    options: ModelOptions,
+    source: ModelSource,
     mesh: DeviceMesh,
     sharding: FsdpSection,
     *,
@@ -175,14 +175,14 @@ def load_sharded(
 
     `prepare` receives the model before it is divided, perhaps without weights yet; it may freeze weights, and may return a layer
     beside the model (`head` of `ShardedModel`). `fingerprint` asks for the fingerprint of the weights without the adapter. The
-    device of the options is not used: it is that of `mesh`.
+    device of the source is not used: it is that of `mesh`.
 
     A model that cannot be read layer by layer is first loaded completely, into the CPU's memory of each rank. Raises ConfigError
     as `load_model`.
     """
-    options = replace(options, device="cpu")
-    fingerprint = fingerprint and options.lora is not None
-    staged = open_staged(options)
+    source = source.model_copy(update={"device": "cpu"})
+    fingerprint = fingerprint and source.lora.rank is not None
+    staged = open_staged(source)
     if staged is None or staged.model.num_parameters() > LARGE_MODEL:
         return_freed_blocks()  # buffers of gathered weights; gloo has them in the CPU's memory
     if staged is not None:
@@ -190,8 +190,8 @@ def load_sharded(
             return _layer_by_layer(staged, mesh, sharding, prepare, fingerprint=fingerprint)
         except IncompleteWeights:
             pass  # what is wrong with the weights is found and reported by `load_model`
-    model = load_model(options)
-    _log.warning("%s cannot be loaded layer by layer: each rank has loaded the complete model", options.path)
+    model = load_model(source)
+    _log.warning("%s cannot be loaded layer by layer: each rank has loaded the complete model", source.path)
     base = of_model(without_adapter(model)) if fingerprint else None
     return LoadedModel(ShardedModel(model, mesh, sharding, head=prepare(model)), base)
 

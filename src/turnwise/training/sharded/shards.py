@@ -15,7 +15,6 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -275,8 +274,7 @@ class ModelShard:
         if self.trains_adapter and path is None and not separate:
             return ShardedReference(self._forward, self.model, None)
         # without a path, the files that the trained model was loaded from: its weights before training
-        source = replace(options.model, lora=None, adapter=None, gradient_checkpointing=False)
-        source = replace(source, path=path or source.path)
+        source = options.model.of_base(path or options.model.path)
         sharded = load_sharded(source, self.ranks.mesh, options.sharding, prepare=_freeze).sharded
         sharded.probe(lambda: reference_model(self.model, sharded.model, shares=shares, separate=separate))
         return ShardedReference(
