@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 # tiny models gain nothing from a second thread, and lose much to a busy neighbour
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
 
 # a shell starts what runs in the background with Ctrl-C ignored, and nohup ignores the end of the terminal; children inherit
 # that, and the tests of signals need them
@@ -31,6 +32,17 @@ def pytest_collection_finish() -> None:
     """Libraries and tests are a million objects: each run of a test that collects garbage at its start would visit them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Computations that found another number of torch threads restore that one. With two threads in each of two processes, the
+    tests after them have taken ten times as long: threads wait for each other busily."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "set_num_threads"):
+        threads = int(os.environ["OMP_NUM_THREADS"])
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
