@@ -7,13 +7,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo test test-slow test-engines test-cluster test-ray test-view lint check docs format wheel bench models mutants clean
+.PHONY: help demo install test test-slow test-engines test-cluster test-ray test-view lint check docs format wheel bench models mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/ready  ## install, train the tiny model, print the results
 	$(BIN)/turnwise demo replace=true
+
+install: $(VENV)/ready-dev $(VENV)/ready-docs  ## install what all other targets need
 
 test: $(VENV)/ready-dev  ## install, run the quick tests
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not engines and not cluster'
@@ -26,13 +28,13 @@ test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of
 	$(BIN)/python -m pytest tests/engines -m 'engines and not ray'
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks and with a local Ray cluster for real; kill ranks, workers, servers, nodes and drivers
-	$(BIN)/python -m pytest tests/cluster -m cluster -rs
+	$(BIN)/python -m pytest tests/cluster -m cluster -rfEs
 
 test-ray: $(VENV)/ready-dev  ## run the part of `make test-cluster` with a local Ray cluster of several nodes
-	$(BIN)/python -m pytest tests/cluster -m ray -rs
+	$(BIN)/python -m pytest tests/cluster -m ray -rfEs
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
-	$(BIN)/python -m pytest tests/view/test_browser.py -rs
+	$(BIN)/python -m pytest tests/view/test_browser.py -rfEs
 
 lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the bounds of scripts/measure.py
 	$(BIN)/ruff format --check .
