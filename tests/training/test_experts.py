@@ -30,6 +30,7 @@ from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.loading import recompute_layers
+from turnwise.models.lora import LoraOptions, add_adapter
 from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.record.metric_names import METRICS
 from turnwise.record.trajectory_json import MediaStore, decode_trajectory, trajectory_line
@@ -145,6 +146,31 @@ def test_weights_of_replayed_experts_come_from_the_present_router(family: str) -
     ]
     assert gates
     assert all(grad is not None and bool(grad.abs().sum() > 0) for grad in gates)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+def test_an_adapter_is_trained_with_recorded_experts_and_its_base_model_chooses_its_own(family: str) -> None:
+    model = mixture(family)
+    add_adapter(model, LoraOptions(rank=2, alpha=4.0, target_modules=None))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(std=0.05)
+    trajectories = sampled(model)
+    one = learner(model, replay=True, kl_coef=0.1)
+    batch = packed(trajectories, one)
+    update = asyncio.run(one.update([batch], lr=0.0))
+    assert update.max_deviation < 2e-6
+    assert update.experts["experts/rerouted"] == 0.0
+    assert update.kl is not None
+    assert update.kl > 1e-4
+    assert all((parameter.grad is not None) == (".lora_" in name) for name, parameter in model.named_parameters())
+    disturb_routers(model)
+    assert asyncio.run(one.update([batch], lr=0.0)).experts["experts/rerouted"] > 0.1
+    (micro,) = batch.micro_batches
+    assert micro.routes_TLK is not None
+    known_T = micro.routes_TLK[:, 0, 0] >= 0
+    assert torch.equal(used_in(one, micro)[known_T], micro.routes_TLK[known_T].long())
 
 
 def test_bfloat16_passes_keep_the_experts_of_float32() -> None:

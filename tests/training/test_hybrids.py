@@ -12,7 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from support.hybrids import hybrid
+from support.hybrids import hybrid, save_hybrid
+from support.recipes import save_recipe
+from support.tiny import save_rows
+from support.training import train_run
 from training.test_batch import group
 from training.test_critic import estimated, packing
 from turnwise.errors import ConfigError
@@ -128,6 +131,59 @@ def test_a_critic_of_a_hybrid_learns_returns() -> None:
         batch = pack_value_targets(trajectories, packing("turn", share_prompts=False))
         losses.append(asyncio.run(one.update([batch], lr=3e-3)).loss)
     assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_critic_of_a_hybrid_gives_the_same_values_and_gradients_over_a_tree(name: str) -> None:
+    values, gradients = [], []
+    for share_prompts in (True, False):
+        model, trajectories = hybrid(name), group()
+        one = LocalCritic(model, threads=1)
+        with torch.no_grad():
+            one._head.weight.normal_(std=0.3, generator=torch.Generator().manual_seed(1))
+        assert one.requirements.share_prompts
+        values.append(estimated(one, trajectories, "token", share_prompts=share_prompts))
+        for conversation in trajectories:
+            conversation.returns = [[0.5] * len(entry) for entry in conversation.values]
+        batch = pack_value_targets(trajectories, packing("token", share_prompts=share_prompts))
+        asyncio.run(one.update([batch], lr=0.0))
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    flat = [[number for one in kind for entry in one for number in entry] for kind in values]
+    assert flat[0] == pytest.approx(flat[1], abs=1e-5)
+    assert max(map(abs, flat[0])) > 0.1
+    torch.testing.assert_close(gradients[0], gradients[1], atol=1e-5 * float(gradients[1].abs().max()), rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid"])
+def test_a_run_with_a_critic_a_copied_reference_and_chunks_of_targets(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = save_recipe(
+        tmp_path,
+        save_hybrid(tmp_path / "model", name),
+        data={"train": str(save_rows(tmp_path / "train.jsonl", 4))},
+        limits={"turns": 2, "tokens_per_turn": 6},
+        credit={"name": "turn_gae"},
+        loss={"kl_coef": 0.1},
+        reference={"source": "copy", "sync_every": 1, "sync_weight": 0.5},
+        train={"steps": 3, "batch_size": 2, "group_size": 2, "lr": 0.01, "micro_batch_tokens": 100},
+        deterministic=True,
+    )
+    runs = []
+    for tokens in (None, 3):
+        if tokens is not None:
+            forward = Forward.__init__.__kwdefaults__  # the memory for logits, of which a small model needs little
+            monkeypatch.setitem(forward, "chunk_bytes", tokens * 4 * 260)
+        runs.append(train_run(recipe, tmp_path / f"run-{tokens}", "model.gradient_checkpointing=true")[1])
+    whole, in_chunks = runs
+    assert [line["step"] for line in whole] == [1, 2, 3]
+    assert all(line["ratio/max_deviation"] < 1e-4 for line in whole)
+    assert whole[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert whole[1]["kl"] > 1e-7  # half of the first step is in the reference, the other half is not
+    assert all(line["tokens/prefix_saved"] > 0 for line in whole)
+    for names in ("loss", "grad_norm", "kl", "critic/loss"):
+        assert [line[names] for line in in_chunks] == pytest.approx([line[names] for line in whole], rel=1e-3, abs=1e-6)
 
 
 def test_a_gradient_that_overflows_is_named_with_its_layer(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ import transformers as hf
 from transformers import AutoTokenizer
 
 from engines.test_local_vision import PAD, ask, converse, heard, own_logprobs
+from support.mixtures import disturb_routers
 from support.vision import (
     MARKS,
     TEMPLATE,
@@ -35,7 +36,7 @@ from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
-from turnwise.types import Completion, LogprobKind, Media, Row, Sampling, Segment, Trajectory, Turn
+from turnwise.types import Completion, LogprobKind, Media, Request, Row, Sampling, Segment, Trajectory, Turn
 
 # Training on what was seen: the trainer's log-probabilities are the engine's and the model's own, and the eyes learn
 # too.
@@ -515,6 +516,50 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
     assert update.grad_norm > 0
     eyes = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
     assert any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in eyes)
+
+
+def test_recorded_experts_are_used_again_with_images(tmp_path: Path) -> None:
+    model, vision = saved(qwen3_5_moe, tmp_path)
+    segment = Segment()
+
+    async def hold() -> None:
+        engine = LocalEngine(model, threads=1, record_routes=True)
+        for turn in range(2):
+            hear(segment, vision, text_part("look"), image_part(picture(16, (16, 8)[turn], seed=turn)), text_part("?"))
+            segment.append_completion(
+                turn,
+                await engine.generate(
+                    Request(
+                        conversation="c",
+                        token_ids=tuple(segment.token_ids),
+                        media=tuple(segment.media),
+                        sampling=Sampling(max_tokens=8),
+                        seed=turn,
+                        routes=segment.routes,
+                    )
+                ),
+            )
+
+    asyncio.run(hold())
+    assert segment.routes is not None
+    assert len(segment.routes) == len(segment) - 1
+    policy = LocalLearner(model, sampling=Sampling(), threads=1, router_replay=True)
+    batch = pack([trajectory(segment, [1.0, -1.0])])
+    update = asyncio.run(policy.update([batch], lr=0.0))
+    assert update.max_deviation < 1e-4
+    assert update.experts["experts/rerouted"] == 0.0
+    disturb_routers(model)
+    assert asyncio.run(policy.update([batch], lr=0.0)).experts["experts/rerouted"] > 0.1
+    (micro,) = batch.micro_batches
+    used: list[torch.Tensor] = []
+    with torch.no_grad():
+        policy._forward.logprobs(micro, on_choice=lambda choice: used.append(choice.index_TK))
+    used_TLK = torch.stack(used, dim=1)
+    assert micro.routes_TLK is not None
+    known_T = micro.routes_TLK[:, 0, 0] >= 0
+    # placeholders of images have experts, too
+    assert int(known_T.sum()) == len(segment) - 1
+    assert torch.equal(used_TLK[known_T], micro.routes_TLK[known_T].long())
 
 
 def test_images_of_several_sizes_are_seen_and_trained_on_as_the_model_sees_them_one_by_one() -> None:
