@@ -30,8 +30,9 @@ from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.loading import recompute_layers
-from turnwise.models.lora import LoraOptions, add_adapter
+from turnwise.models.lora import add_adapter
 from turnwise.options.algorithm import OptimizationSection, PpoClip
+from turnwise.options.schema import LoraSection
 from turnwise.record.metric_names import METRICS
 from turnwise.record.trajectory_json import MediaStore, decode_trajectory, trajectory_line
 from turnwise.training.batch import Batch, MicroBatch, pack
@@ -151,7 +152,7 @@ def test_weights_of_replayed_experts_come_from_the_present_router(family: str) -
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
 def test_an_adapter_is_trained_with_recorded_experts_and_its_base_model_chooses_its_own(family: str) -> None:
     model = mixture(family)
-    add_adapter(model, LoraOptions(rank=2, alpha=4.0, target_modules=None))
+    add_adapter(model, LoraSection(rank=2, alpha=4.0))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B" in name:
