@@ -38,11 +38,11 @@ META: dict[str, Any] = {
 """Recorded from SGLang 0.5.23, shortened."""
 
 
-def part(api: SglangApi, known: int = 0, stop: tuple[int, ...] = (2,), **meta: Any) -> Part:
-    """The part of an event."""
+def part(api: SglangApi, known: int = 0, stop: tuple[int, ...] = (2,), sent: int = 0, **meta: Any) -> Part:
+    """The part of an event of a request that was sent with the version `sent` of the weights."""
     request = Request(conversation="a", token_ids=[5], sampling=Sampling(stop_token_ids=stop))
     event = {"output_ids": [22, 20, 2], "meta_info": {**META, **meta}}
-    return api._part(SERVER, event, request, known)
+    return api._part(SERVER, event, request, known, sent)
 
 
 def make_api(labels: bool = False, adapter: bool = False) -> SglangApi:
@@ -95,6 +95,34 @@ def test_versions_come_from_the_labels_of_this_run() -> None:
         part(api, weight_versions=[{"version": f"{killed}:1795349217:5", "start": 0, "end": 3}])
     with pytest.raises(EngineError, match="weight version of 1 of 3 tokens"):
         part(api, weight_versions=spans[:1])
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(True, [3, 4, 4]), (False, [4, 4, 5])])
+def test_a_pause_in_place_leaves_one_token_of_the_weights_before(ahead: bool, expected: list[int]) -> None:
+    """SGLang's scheduler launches a pass before it has read the tokens of the one before. A pause in place leaves that pass
+    alone, and its tokens are read after the label has changed (managers/scheduler.py, pause_generation)."""
+    api = SglangApi(vocab_size=9, context=9, labels=True, pause="in_place", owner=Owner())
+    api._facts[SERVER.url] = {"disable_overlap_schedule": not ahead}
+    mine = f"{api._owner.name}#{api._owner.process}:1795349217"
+    spans = [{"version": f"{mine}:4", "start": 0, "end": 2}, {"version": f"{mine}:5", "start": 2, "end": 3}]
+    # nothing of this request had been read when the weights became version 4: its first token is of version 3
+    assert part(api, sent=3, weight_versions=spans).all_versions == expected
+
+
+def test_a_server_falls_asleep_when_all_its_requests_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's scheduler dies if it shall free memory while a request runs (managers/scheduler_components/weight_updater.py)."""
+    posted: list[tuple[str, Any]] = []
+
+    async def post(path: str, body: Any) -> Any:
+        posted.append((path, body.get("mode")))
+
+    monkeypatch.setattr(SERVER, "post", post)
+    api = make_api()
+    asyncio.run(api.sleep(SERVER))
+    assert posted == [("/pause_generation", "abort"), ("/release_memory_occupation", None)]
+    posted.clear()
+    asyncio.run(api.wake(SERVER))
+    assert posted == [("/resume_memory_occupation", None), ("/continue_generation", None)]
 
 
 def test_another_trainer_is_refused_until_its_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +295,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_sent(tmp_path: Path
 def command(tmp_path: Path, **given: Any) -> list[str]:
     options = SglangEngineSection.model_validate(
         {"name": "sglang", "python": "p"}
-        | {name: given.pop(name) for name in ("keep_seeds", "arguments") if name in given}
+        | {name: given.pop(name) for name in ("keep_seeds", "arguments", "sleep") if name in given}
     )
     # a token of the KV cache takes 1024 bytes
     facts = {"num_hidden_layers": 1, "num_attention_heads": 1, "head_dim": 128}
@@ -291,6 +319,8 @@ def test_the_command_of_a_server(tmp_path: Path) -> None:
     assert {"--enable-deterministic-inference", "--max-lora-rank=8"} <= set(on_gpu)
     assert on_gpu[-1] == "--tp-size=2"
     assert "--max-total-tokens=512" in command(tmp_path, memory_gb=0.5 / 1024)
+    # without a copy on the CPU a server has no weights after it has slept (load_model_utils.py: enable_cpu_backup)
+    assert {"--enable-memory-saver", "--enable-weights-cpu-backup"} <= set(command(tmp_path, cpu=False, sleep=True))
 
 
 # the recipe

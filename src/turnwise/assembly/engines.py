@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import os
 import shutil
@@ -39,7 +40,7 @@ from turnwise.engines.remote.weights import WeightCopies, WeightFiles, WeightSto
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
-from turnwise.options.engines import ClusterSection, ServerEngineSection
+from turnwise.options.engines import ClusterSection, ServerEngineSection, local_ranks
 from turnwise.options.schema import Config, LoraSection
 from turnwise.ray_workers.ray_api import RAY_ADDRESS
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
@@ -51,6 +52,8 @@ from turnwise.rollout_server.wire import LoadAdapter, base_weights, processor_fi
 from turnwise.training import fingerprint
 from turnwise.types import Row
 from turnwise.version import __version__
+
+_log = logging.getLogger(__name__)
 
 # engines on servers
 
@@ -70,6 +73,7 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
     _refuse_sleep_on_cpu(config, options)
     facts, vocab_size = model_facts(config), _vocab_size(config)
     context = config.limits.context or context_length(facts)
+    trainer = trainer_gpus(config) if inputs.trained else []
     served = ServedModel(
         path=str(Path(config.model.path).expanduser().absolute()),
         facts=facts,
@@ -81,10 +85,11 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
         max_requests=math.ceil(config.max_concurrent / options.replicas),
         trained=inputs.trained,
         lora_rank=config.model.lora.rank if inputs.trained else None,
-        devices=functools.partial(_devices, config, options),
+        devices=functools.cache(functools.partial(_devices, config, options, tuple(trainer))),
         logs=Path(config.output) / "engine",
         owner=inputs.owner,
         experts=_expert_layers(config, facts),
+        trainer_gpu=trainer[0] if trainer else 0,
     )
     api, replicas = make(options, served)
     return RemoteEngine(
@@ -124,24 +129,40 @@ def _refuse_sleep_on_cpu(config: Config, options: ServerEngineSection) -> None:
         )
 
 
-def _devices(config: Config, options: ServerEngineSection) -> list[str]:
-    """The GPUs of each server that turnwise starts, as `CUDA_VISIBLE_DEVICES`; empty on the CPU. Raises ConfigError."""
+def _devices(config: Config, options: ServerEngineSection, trainer: Sequence[int]) -> list[str]:
+    """The GPUs of each server that turnwise starts, as `CUDA_VISIBLE_DEVICES`; empty on the CPU. `trainer` are the numbers of the
+    GPUs on which the model is trained. Raises ConfigError."""
     if on_cpu(config.model.device):
         return []
-    return devices_of_servers(
+    names = visible_devices()
+    devices = devices_of_servers(
         options.devices,
         servers=options.replicas,
         per_server=options.tensor_parallel * options.data_parallel,
-        trainer=0 if options.sleep else _trainer_devices(config),
-        visible=visible_devices(),
+        trainer=trainer,
+        share=options.sleep,
+        visible=names,
     )
+    used = {name for one in devices for name in one.split(",")}
+    if not options.sleep and (shared := [n for n, name in enumerate(names) if n in trainer and name in used]):
+        _log.warning(
+            "the engine samples on GPU %s, on which the model is trained, and keeps its memory meanwhile: set engine.memory_gb "
+            "so that both fit, engine.sleep=true to free it during training, or engine.devices to use other GPUs",
+            ", ".join(map(str, shared)),
+        )
+    return devices
 
 
-def _trainer_devices(config: Config) -> int:
-    """The number of GPUs of this machine that the trainer uses: those with the lowest numbers."""
-    if not config.cluster.distributed:
-        return 1
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or config.cluster.trainers or 1)
+def trainer_gpus(config: Config) -> list[int]:
+    """The numbers of the visible GPUs on which this process and the other ranks of this machine train. Empty on Ray, where each
+    process sees its own GPUs only."""
+    cluster = config.cluster
+    if cluster.launcher == "ray":
+        return []
+    if cluster.distributed:
+        return list(range(int(os.environ.get("LOCAL_WORLD_SIZE") or local_ranks(cluster))))
+    number = config.model.device.partition(":")[2]
+    return [int(number) if number.isdecimal() else 0]
 
 
 def _weight_store(options: ServerEngineSection) -> WeightStore:

@@ -76,6 +76,7 @@ class LocalRanks:
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self._count),
+            "LOCAL_WORLD_SIZE": str(self._count),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(listening.getsockname()[1]),
             "TURNWISE_STORE_PORT": str(listening.getsockname()[1]),

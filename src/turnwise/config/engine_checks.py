@@ -28,7 +28,7 @@ _OF_STARTED = (
     "keep_seeds",
 )
 """Options of servers that turnwise starts."""
-_OF_SERVERS = ("url", "api_key_env", "python", "replicas", "devices", "timeout", "start_timeout")
+_OF_SERVERS = ("url", "api_key_env", "python", "replicas", "timeout", "start_timeout")
 """Options without effect for an engine in the process of turnwise."""
 
 

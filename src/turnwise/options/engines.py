@@ -143,8 +143,8 @@ class ServerEngineSection(EngineSection):
     turns of a conversation go to the same copy, whose prefix cache holds the conversation."""
     devices: list[Annotated[int, Field(ge=0)]] | None = None
     """The GPUs of the servers that turnwise starts, as numbers of visible GPUs: `[1, 2, 3, 4]` with `replicas: 2` and
-    `tensor_parallel: 2` gives the first server the GPUs 1 and 2. Null: the GPUs behind those of the trainer if there are enough,
-    else from the first GPU on."""
+    `tensor_parallel: 2` gives the first server the GPUs 1 and 2. Null: GPUs on which the model is not trained if
+    there are enough, else also the trainer's."""
     arguments: list[str] = []
     """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None

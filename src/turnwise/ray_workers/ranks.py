@@ -165,10 +165,13 @@ class RayRanks:
         forwarded = {
             name: value for name, value in os.environ.items() if name in _FORWARDED or name.startswith("TURNWISE_")
         }
-        numbers = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": self._count, "MASTER_PORT": port}
+        numbers = {
+            **{"RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1},  # each rank sees its own GPU only
+            **{"WORLD_SIZE": self._count, "MASTER_PORT": port},
+        }
         environment = {
             **forwarded,
-            **{name: str(number) for name, number in numbers.items()},  # each rank sees its own GPU only
+            **{name: str(number) for name, number in numbers.items()},
             "MASTER_ADDR": host,
             "TURNWISE_STORE_PORT": str(port),
         }

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from turnwise import assembly
+from turnwise.assembly.engines import trainer_gpus
 from turnwise.config.recipe import checked
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer
@@ -256,7 +257,8 @@ MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
 PROGRAM = """#!{python}
 import json, os, sys, time
 file = {folder!r} + "/" + str(os.getpid()) + ".json"
-shown = {{"arguments": sys.argv[1:], "devices": os.environ.get("CUDA_VISIBLE_DEVICES")}}
+ranks = [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE")) or name.startswith(("MASTER", "TURNWISE_STORE"))]
+shown = {{"arguments": sys.argv[1:], "devices": os.environ.get("CUDA_VISIBLE_DEVICES"), "of ranks": ranks}}
 open(file + ".part", "w").write(json.dumps(shown))
 os.rename(file + ".part", file)
 time.sleep(60)
@@ -334,10 +336,48 @@ def test_the_devices_of_all_ranks_of_the_trainer_are_left_out(tmp_path: Path, mo
     assert server["devices"] == "0"
 
 
+def test_servers_avoid_the_device_on_which_the_model_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    model = {"path": str(MODEL), "device": "cuda:1"}
+    for number, (engine, devices) in enumerate([({}, "0"), ({"sleep": True}, "1")]):
+        (tmp_path / str(number)).mkdir()
+        (server,) = started(tmp_path / str(number), {"name": "vllm", **engine}, model=model)
+        assert server["devices"] == devices
+    assert not caplog.records
+    (tmp_path / "named").mkdir()
+    (server,) = started(tmp_path / "named", {"name": "vllm", "devices": [1]}, model=model)
+    assert server["devices"] == "1"
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "the engine samples on GPU 1, on which the model is trained" in message
+
+
+def test_all_ranks_of_a_launcher_that_counts_the_devices_itself_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without cluster.trainers there is a rank for each visible GPU; a rank says so in LOCAL_WORLD_SIZE."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    tree = {"model": {"path": str(MODEL), "device": "cuda"}, "data": {"train": "rows.jsonl"}, "cluster": "local"}
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert trainer_gpus(checked(tree, source="test")) == [0, 1, 2, 3]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert trainer_gpus(checked(tree, source="test")) == [0, 1, 2]
+    assert trainer_gpus(checked({**tree, "cluster": {"launcher": "ray", "trainers": 2}}, source="test")) == []
+
+
+def test_a_server_is_no_training_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variables of torchrun, a server would look for the store of the ranks."""
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TURNWISE_STORE_FD"):
+        monkeypatch.setenv(name, "1")
+    (server,) = started(tmp_path, {"name": "vllm"})
+    assert server["of ranks"] == []
+
+
 def test_a_machine_without_a_spare_device_shares_the_trainers() -> None:
-    assert devices_of_servers(None, servers=2, per_server=1, trainer=1, visible=["0", "1"]) == ["0", "1"]
-    assert devices_of_servers(None, servers=1, per_server=1, trainer=1, visible=["3"]) == ["3"]
-    assert devices_of_servers(None, servers=2, per_server=1, trainer=1, visible=[]) == []
+    assert devices_of_servers(None, servers=2, per_server=1, trainer=[0], visible=["0", "1"]) == ["0", "1"]
+    assert devices_of_servers(None, servers=1, per_server=1, trainer=[0], visible=["3"]) == ["3"]
+    assert devices_of_servers(None, servers=2, per_server=1, trainer=[0], visible=[]) == []
 
 
 @pytest.mark.parametrize(
@@ -349,7 +389,6 @@ def test_a_machine_without_a_spare_device_shares_the_trainers() -> None:
         ({"url": "http://a:1", "tensor_parallel": 2}, r"engine\.tensor_parallel has no effect with engine\.url"),
         ({"url": "http://a:1", "devices": [0]}, r"engine\.devices has no effect with engine\.url"),
         ({"data_parallel": 2, "weight_transfer": "collective"}, r"cannot be combined with engine\.data_parallel=2"),
-        ({"mode": "in_process", "devices": [0]}, r"engine\.devices has no effect with engine\.mode=in_process"),
     ],
 )
 def test_devices_that_do_not_fit_are_refused(
@@ -363,8 +402,6 @@ def test_devices_that_do_not_fit_are_refused(
         if "url" not in engine
         else {"name": "vllm", **engine},
     }
-    if engine.get("mode") == "in_process":
-        tree["engine"].pop("python")
     config = checked(tree, source="test")
     with pytest.raises(ConfigError, match=message):
         assembly.engine(config, assembly.renderer(config), object())

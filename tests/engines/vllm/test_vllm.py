@@ -13,14 +13,18 @@ from typing import Any
 import engine_env
 import pytest
 import torch
+from aiohttp import web
 
 from support.vision import save_vision_model
 from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.engines.remote.engine import RemoteEngine
-from turnwise.engines.remote.servers import Replica
-from turnwise.engines.vllm.api import sampling_params
+from turnwise.engines.remote.http import HttpServer
+from turnwise.engines.remote.servers import Owner, Replica
+from turnwise.engines.remote.weights import Sending, WeightUpdate
+from turnwise.engines.vllm.api import VllmApi, sampling_params
+from turnwise.engines.vllm.in_process import started_processes_have
 from turnwise.errors import ConfigError
 from turnwise.types import Sampling
 
@@ -108,6 +112,10 @@ def test_a_server_on_the_cpu_leaves_memory_to_the_trainer_and_holds_one_sequence
     assert value(command_of(long)[0], "--kv-cache-memory-bytes") == str((2**20 + 512) * token_bytes)
     (gpu,) = replicas_of(python, model={"device": "cuda"})
     assert "--kv-cache-memory-bytes" not in command_of(gpu)[0]
+    assert "--gpu-memory-utilization" not in command_of(gpu)[0]
+    # vLLM compares this share with the free memory also where the size of the cache is given (v1/worker/utils.py)
+    (given,) = replicas_of({**python, "memory_gb": 4.0}, model={"device": "cuda"})
+    assert value(command_of(given)[0], "--gpu-memory-utilization") == "0.01"
 
 
 def test_an_adapter_is_served_with_a_rank_that_vllm_supports() -> None:
@@ -158,7 +166,118 @@ def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
         update.checksum == f"{zlib.crc32(b''.join(tensor.numpy().tobytes() for tensor in update.tensors.values())):08x}"
     )
     sender = engine._api._sender  # type: ignore[attr-defined]
-    assert sender._groups.backend == "gloo"
+    assert sender._groups.sending == Sending("gloo", "cpu")
+
+
+def test_weights_are_sent_from_the_gpu_of_the_model() -> None:
+    config = recipe({"weight_transfer": "collective"}, model={"device": "cuda:1"})
+    engine = assembly.engine(config, assembly.renderer(config), object())
+    assert engine._api._sender._groups.sending == Sending("nccl", "cuda:1")  # type: ignore[attr-defined]
+
+
+# Adapters: vLLM keeps the request that has loaded a name, and reads the files of a request that loads in place in every step.
+
+
+def test_each_update_of_an_adapter_has_a_name_of_its_own(tmp_path: Path) -> None:
+    async def main() -> list[tuple[str, Any]]:
+        calls: list[tuple[str, Any]] = []
+
+        async def note(request: web.Request) -> web.Response:
+            calls.append((request.path, await request.json() if request.can_read_body else dict(request.query)))
+            return web.Response(text='"Success"')
+
+        app = web.Application()
+        app.router.add_post("/{path:.*}", note)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        server = HttpServer(f"http://127.0.0.1:{runner.addresses[0][1]}")
+        api = VllmApi(vocab_size=9, labels=True, adapter=True, owner=Owner())
+        api._models[server.url] = "base"
+        for number in (1, 2):
+            update = WeightUpdate(version=number, path=tmp_path / str(number), adapter=True, checksum="", size=1)
+            await api.pause(server)
+            await api.load(server, update)
+            calls.append(("serves", api._served_model(server)))
+        await server.close()
+        await runner.cleanup()
+        return calls
+
+    calls = [call for call in asyncio.run(main()) if call[0] != "/update_weight_version"]
+    first, second = (name for path, name in calls if path == "serves")
+    assert first != second
+    assert calls == [
+        ("/pause", {"mode": "abort"}),  # a request that runs keeps its adapter
+        ("/v1/load_lora_adapter", {"lora_name": first, "lora_path": str(tmp_path / "1")}),
+        ("serves", first),
+        ("/pause", {"mode": "abort"}),
+        ("/v1/load_lora_adapter", {"lora_name": second, "lora_path": str(tmp_path / "2")}),
+        ("/v1/unload_lora_adapter", {"lora_name": first}),
+        ("serves", second),
+    ]
+
+
+LOADS = """
+import sys, types
+from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as Manager
+
+class Slots:
+    lora_slots = capacity = 1
+    def __init__(self): self.known = {}
+    def __len__(self): return len(self.known)
+    def remove_adapter(self, number): self.known.pop(number, None)
+    def remove_oldest_adapter(self): self.known.pop(next(iter(self.known)))
+    def add_adapter(self, lora): self.known[lora.id] = lora; return True
+    def get_adapter(self, number): return self.known.get(number)
+    def activate_adapter(self, number): pass
+    def set_adapter_mapping(self, mapping): pass
+
+manager, loads = Manager.__new__(Manager), []
+manager._adapter_manager = Slots()
+manager.list_adapters = lambda: set(manager._adapter_manager.known)
+manager._load_adapter = lambda given: loads.append(given.lora_path) or types.SimpleNamespace(id=given.lora_int_id)
+for number in (1, 2):
+    given = LoRARequest(lora_name=f"policy-adapter-{number}", lora_int_id=number, lora_path=f"/update-{number}")
+    manager.add_adapter(given)
+    for _ in range(100):
+        manager.set_active_adapters({given}, None)
+print(" ".join(loads))
+"""
+
+
+@pytest.mark.engines
+def test_vllms_worker_reads_an_adapter_once_for_an_update() -> None:
+    """The worker's own class (lora/worker_manager.py), with requests as turnwise makes them, over 200 steps."""
+    python = str(engine_env.python("vllm"))
+    result = subprocess.run([python, "-c", LOADS], capture_output=True, text=True, check=False, timeout=300)
+    assert result.stdout.splitlines()[-1:] == ["/update-1 /update-2"], result.stderr[-2000:]
+
+
+# The engine in the process of the trainer: its devices
+
+
+def test_the_processes_of_the_engine_in_this_process_get_their_devices_and_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    monkeypatch.setenv("RANK", "0")
+    (named,) = replicas_of({"mode": "in_process", "devices": [2]}, model={"device": "cuda"})
+    (free,) = replicas_of({"mode": "in_process"}, model={"device": "cuda"})
+    assert [one.server._environment for one in (named, free)] == [  # type: ignore[attr-defined]
+        {"CUDA_VISIBLE_DEVICES": "2"},
+        {"CUDA_VISIBLE_DEVICES": "1"},
+    ]
+    before = dict(os.environ)
+    with started_processes_have({"CUDA_VISIBLE_DEVICES": "2", "NEW_ONE": "a"}):
+        seen = dict(os.environ)
+    assert {name: seen.get(name) for name in ("CUDA_VISIBLE_DEVICES", "NEW_ONE", "RANK")} == {
+        "CUDA_VISIBLE_DEVICES": "2",
+        "NEW_ONE": "a",
+        "RANK": None,
+    }
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang"])

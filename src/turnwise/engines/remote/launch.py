@@ -17,7 +17,7 @@ from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
 from turnwise.engines.remote.servers import Owner, Replica, ServerApi
-from turnwise.engines.remote.weights import Backend
+from turnwise.engines.remote.weights import BY_GLOO, Sending
 from turnwise.errors import ConfigError
 from turnwise.options.engines import ServerEngineSection
 
@@ -58,11 +58,13 @@ class ServedModel:
     """This process, as the servers know it."""
     experts: ExpertLayers | None = None
     """The layers with experts, if the experts of each token are recorded."""
+    trainer_gpu: int = 0
+    """The number of the GPU from which the trainer broadcasts weights: that of the model, on rank 0."""
 
     @property
-    def backend(self) -> Backend:
-        """The backend of broadcasts: NCCL if the servers that turnwise would start are on GPUs."""
-        return "gloo" if self.cpu else "nccl"
+    def sending(self) -> Sending:
+        """How weights are broadcast: with NCCL if the servers that turnwise would start are on GPUs."""
+        return BY_GLOO if self.cpu else Sending("nccl", f"cuda:{self.trainer_gpu}")
 
     @property
     def adapter(self) -> bool:

@@ -83,6 +83,17 @@ class ServerCommand:
     """The longest time from the start until the server is ready, in seconds."""
 
 
+_OF_RANKS = re.compile(
+    r"(GROUP_|ROLE_|LOCAL_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|(TORCHELASTIC|TURNWISE_STORE)_.*"
+)
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables without those that make a process a training rank: a server is none, and would look for the
+    ranks' store."""
+    return {name: value for name, value in environment.items() if not _OF_RANKS.fullmatch(name)}
+
+
 class ServerProcess:
     """One server process. `start` may be called again after the process has died."""
 
@@ -126,7 +137,7 @@ class ServerProcess:
                     stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **command.environment},
+                    env={**without_rank(os.environ), **command.environment},
                     start_new_session=True,
                 )
         except OSError as error:
@@ -246,14 +257,21 @@ def visible(devices: Sequence[str], server: int) -> dict[str, str]:
 
 
 def devices_of_servers(
-    wanted: Sequence[int] | None, *, servers: int, per_server: int, trainer: int, visible: Sequence[str]
+    wanted: Sequence[int] | None,
+    *,
+    servers: int,
+    per_server: int,
+    trainer: Sequence[int],
+    share: bool = False,
+    visible: Sequence[str],
 ) -> list[str]:
     """The value of `CUDA_VISIBLE_DEVICES` for each server; empty if it is that of this process.
 
-    `wanted` are the numbers of the GPUs in `visible`, `per_server` for each server in turn. None: the GPUs behind the first
-    `trainer` ones, on which the model is trained, if there are enough of them; else from the first GPU on.
+    `wanted` are the numbers of the GPUs in `visible`, `per_server` for each server in turn. None: those that are not in
+    `trainer`, the numbers of the GPUs on which the model is trained, if there are enough of them; else, or with `share`, the
+    trainer's first.
 
-    Example: `devices_of_servers(None, servers=2, per_server=2, trainer=1, visible=["0", "1", "2", "3", "4"])` gives
+    Example: `devices_of_servers(None, servers=2, per_server=2, trainer=[0], visible=["0", "1", "2", "3", "4"])` gives
     `["1,2", "3,4"]`.
 
     Raises ConfigError if the number of GPUs does not fit.
@@ -268,8 +286,11 @@ def devices_of_servers(
                 f"visible: lower engine.replicas or engine.tensor_parallel, or name the GPUs in engine.devices (a GPU may be "
                 f"named for several servers)"
             )
-        first = trainer if trainer + needed <= len(visible) else 0
-        wanted = range(first, first + needed)
+        others = [number for number in range(len(visible)) if number not in trainer]
+        apart = len(others) >= needed and not share
+        wanted = (
+            others[:needed] if apart else [*(number for number in trainer if number < len(visible)), *others][:needed]
+        )
     if len(wanted) != needed:
         raise ConfigError(
             f"engine.devices={list(wanted)} names {len(wanted)} GPUs, and engine.replicas={servers} servers with {per_server} "

@@ -14,6 +14,7 @@ packages. Does not know learners, requests or routes.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import fcntl
 import json
@@ -22,16 +23,19 @@ import secrets
 import shutil
 import socket
 import tempfile
+import threading
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from turnwise.engines.remote.http import ServerLost
 from turnwise.errors import EngineError
+
+T = TypeVar("T")
 
 # Store: the weights of an update, as files or as copies
 
@@ -288,6 +292,19 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
 # Broadcasts: groups of the trainer and the workers of a server
 
 Backend = Literal["gloo", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """How the trainer's process broadcasts."""
+
+    backend: Backend = "gloo"
+    device: str = "cpu"
+    """The device from which it sends: with NCCL the GPU on which the model is trained, such as `cuda:1`."""
+
+
+BY_GLOO = Sending()
+
 _JOIN_SECONDS = 120.0
 """The longest time until all members have joined a group."""
 
@@ -303,6 +320,8 @@ class GroupAddress:
     size: int
     """The number of members: the trainer, and the workers of the server."""
     backend: Backend
+    nccl: str = ""
+    """The version of the trainer's NCCL; empty with gloo."""
 
 
 def join(where: GroupAddress, rank: int, *, seconds: float = _JOIN_SECONDS) -> Any:
@@ -337,16 +356,34 @@ def leave(group: Any) -> None:
     destroy_process_group(group)
 
 
-class TrainerGroup:
-    """The trainer's end of a group with the workers of one server. Raises RuntimeError if the group fails."""
+def refuse_other_nccl(where: GroupAddress) -> None:
+    """Raise EngineError if this process has another version of NCCL than the trainer: NCCL joins equal versions only."""
+    if where.backend == "nccl" and (own := nccl_version()) != where.nccl:
+        raise EngineError(
+            f"the server has NCCL {own}, and the trainer {where.nccl}: broadcasts need equal versions. Install the version of "
+            f"torch in the trainer's environment that the server has, or set engine.weight_transfer=files"
+        )
 
-    def __init__(self, group: Any, where: GroupAddress) -> None:
+
+def nccl_version() -> str:
+    """The version of NCCL that torch uses here, such as `2.29.7`."""
+    import torch
+
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+class TrainerGroup:
+    """The trainer's end of a group with the workers of one server, which sends from `device`. Raises RuntimeError if the group
+    fails."""
+
+    def __init__(self, group: Any, where: GroupAddress, device: str = "cpu") -> None:
         self._group = group
+        self._device = device
         self.where = where
 
     @classmethod
     async def create(
-        cls, server: str, workers: int, backend: Backend, invite: Callable[[GroupAddress], Awaitable[Any]]
+        cls, server: str, workers: int, sending: Sending, invite: Callable[[GroupAddress], Awaitable[Any]]
     ) -> TrainerGroup:
         """Make a group with the `workers` of a server at the URL `server`. `invite` lets the workers join, and returns then."""
         where = GroupAddress(
@@ -354,38 +391,71 @@ class TrainerGroup:
             port=_free_port(),
             name=f"turnwise-{secrets.token_hex(4)}",
             size=1 + workers,
-            backend=backend,
+            backend=sending.backend,
+            nccl=nccl_version() if sending.backend == "nccl" else "",
         )
-        joining = asyncio.ensure_future(asyncio.to_thread(join, where, 0))
+        joining = _in_thread(lambda: join(where, 0))
         try:
             await invite(where)
         except BaseException:
             joining.cancel()
             raise
-        return cls(await joining, where)
+        return cls(await joining, where, sending.device)
 
     async def send(self, tensors: Iterable[Any], receive: Coroutine[Any, Any, Any]) -> Any:
         """Broadcast tensors, in order, while `receive` lets the workers receive them. Returns the result of `receive`.
 
-        `tensors` are on the CPU; NCCL sends copies on the GPU.
+        `tensors` are on the CPU; NCCL sends copies on the GPU. The broadcasts are in a thread of their own: the first one of NCCL
+        does not return before all workers have begun to receive, and `receive` has to ask them to.
         """
-        import torch
-
         receiving = asyncio.ensure_future(receive)
+        sending = _in_thread(lambda: self._broadcast(tensors))
         try:
-            device = "cpu" if self.where.backend == "gloo" else torch.device("cuda", torch.cuda.current_device())
-            sent = [tensor.to(device) for tensor in tensors]
-            waiting = [self._group.broadcast(tensor, 0) for tensor in sent]
-            result = await receiving
+            await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_EXCEPTION)
+            if receiving.done():
+                receiving.result()  # the worker's own error, if there is one
+            sending.result()
+            return receiving.result()
         finally:
             receiving.cancel()
+            sending.cancel()
+
+    def _broadcast(self, tensors: Iterable[Any]) -> None:
+        import torch
+
+        on_gpu = torch.device(self._device).type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self._device)  # of this thread
+        waiting: list[Any] = []
+        for tensor in tensors:
+            work = self._group.broadcast(tensor.to(self._device), 0)
+            if on_gpu:
+                work.wait()  # one copy at a time on the GPU
+            else:
+                waiting.append(work)
         for work in waiting:
             work.wait()
-        return result
+        if on_gpu:
+            torch.cuda.synchronize()
 
     def close(self) -> None:
         """Leave the group."""
         leave(self._group)
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """The result of `work`, in a thread that does not keep the program from ending: it may wait for a worker that has gone."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except (RuntimeError, ValueError, OSError) as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return asyncio.wrap_future(future)
 
 
 def _own_address(server: str) -> str:
@@ -408,14 +478,14 @@ def _free_port() -> int:
 class TrainerGroups:
     """A `TrainerGroup` for each server, by the server's URL. A group that failed is left; the next update makes a new group."""
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend: Backend = backend
+    def __init__(self, sending: Sending) -> None:
+        self.sending = sending
         self._groups: dict[str, TrainerGroup] = {}
 
     async def open(self, server: str, workers: int, invite: Callable[[GroupAddress], Awaitable[Any]]) -> GroupAddress:
         """The group with a server, made now if there is none. `invite` as in `TrainerGroup.create`."""
         if server not in self._groups:
-            self._groups[server] = await TrainerGroup.create(server, workers, self.backend, invite)
+            self._groups[server] = await TrainerGroup.create(server, workers, self.sending, invite)
         return self._groups[server].where
 
     async def send(self, server: str, tensors: Iterable[Any], receive: Coroutine[Any, Any, Any]) -> Any:

@@ -28,8 +28,9 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, S
 from turnwise.engines.remote.images import checked_images, tensor_bytes
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
 from turnwise.engines.remote.weights import (
-    Backend,
+    BY_GLOO,
     GroupAddress,
+    Sending,
     TrainerGroups,
     WeightShapes,
     WeightUpdate,
@@ -183,7 +184,7 @@ class SglangApi:
     `vocab_size` is that of the recipe's model: SGLang dies at a token id outside of the vocabulary. `context` is the longest
     sequence that the model knows. `shapes` are those of the model's weights, None if they are not known; then the first update
     defines them. `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of
-    an adapter. `backend` is that of weights that are broadcast. `owner` is this process, as the servers know it. With `experts`,
+    an adapter. `sending` is how weights are broadcast. `owner` is this process, as the servers know it. With `experts`,
     completions have the experts of their tokens.
     """
 
@@ -198,7 +199,7 @@ class SglangApi:
         adapter: bool = False,
         pause: PauseMode = "retract",
         shapes: WeightShapes | None = None,
-        backend: Backend = "gloo",
+        sending: Sending = BY_GLOO,
         owner: Owner,
         experts: ExpertLayers | None = None,
     ) -> None:
@@ -208,7 +209,7 @@ class SglangApi:
         self._labels = labels
         self._pause_mode: PauseMode = "abort" if adapter else pause  # a running request keeps its adapter
         self._shapes = shapes
-        self._groups = TrainerGroups(backend)
+        self._groups = TrainerGroups(sending)
         self._owner = owner
         self._facts: dict[str, Mapping[str, Any]] = {}
         """/server_info of each server."""
@@ -267,7 +268,7 @@ class SglangApi:
         try:
             async for event in server.events("/generate", body):
                 with expected_form(server.url, self.name):
-                    part = self._part(server, event, request, 0 if incremental else known)
+                    part = self._part(server, event, request, 0 if incremental else known, version)
                 known += len(part.token_ids)
                 complete = part.finish is not None
                 yield part
@@ -333,15 +334,20 @@ class SglangApi:
         return [entry[0] for entry in answer["meta_info"]["input_token_logprobs"][1:]]
 
     async def sleep(self, server: HttpServer) -> None:
+        # SGLang's scheduler dies if a request is still running, such as one that was cancelled a moment ago: the pause aborts
+        # all requests, and waits for their end
+        await self.pause(server, abort=True)
         await server.post("/release_memory_occupation", {})
 
     async def wake(self, server: HttpServer) -> None:
         await server.post("/resume_memory_occupation", {})
+        await self.resume(server)
 
     # tokens
 
-    def _part(self, server: HttpServer, event: Mapping[str, Any], request: Request, known: int) -> Part:
-        """The tokens of an event after the first `known`, which earlier events had."""
+    def _part(self, server: HttpServer, event: Mapping[str, Any], request: Request, known: int, version: int) -> Part:
+        """The tokens of an event after the first `known`, which earlier events had. `version` is that of the weights when the
+        request was sent."""
         meta = event["meta_info"]
         ids = (event.get("output_ids") or [])[known:]
         logprobs = [entry[0] for entry in (meta.get("output_token_logprobs") or [])[known:]]
@@ -349,6 +355,8 @@ class SglangApi:
         versions = None
         if finish is not None and self._labels:
             versions = self._versions(server, meta.get("weight_versions"), meta.get("completion_tokens", 0))
+            if self._pause_mode == "in_place" and not self._facts[server.url].get("disable_overlap_schedule"):
+                versions = with_pending_tokens(versions, version)
         return Part(
             token_ids=ids,
             logprobs=logprobs,
@@ -489,6 +497,18 @@ class SglangApi:
 
     async def _set_label(self, server: HttpServer, label: str) -> None:
         await server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+
+def with_pending_tokens(versions: Sequence[int], sent: int) -> list[int]:
+    """The version of each token, from those that a server reports that pauses in place and runs ahead of its results.
+
+    Such a server has launched one more pass when it pauses, and reads its tokens after the label has changed: the first token
+    with a new label is from the weights before. `sent` is the version when the request was sent: a request of which nothing had
+    been read has no label of that time.
+
+    Example: 3 tokens by version 4 and 2 by version 5 are reported as 4, 4, 5, 5, 5 and become 4, 4, 4, 5, 5.
+    """
+    return [min(sent, number) if index == 0 else versions[index - 1] for index, number in enumerate(versions)]
 
 
 def image_data(request: Request) -> list[str] | None:

@@ -44,7 +44,7 @@ def servers(options: SglangEngineSection, served: ServedModel) -> tuple[ServerAp
         adapter=served.adapter,
         pause=options.update_mode,
         shapes=model_shapes(Path(served.path)) if served.trained and not served.adapter else None,
-        backend=served.backend,
+        sending=served.sending,
         owner=served.owner,
         experts=served.experts,
     )
@@ -78,7 +78,8 @@ def server_command(
     if served.experts is not None:
         arguments.append("--enable-return-routed-experts")
     if options.sleep:
-        arguments.append("--enable-memory-saver")
+        # without the copy on the CPU, the server has no weights after it has slept, and an adapter does not bring them back
+        arguments += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     if options.tensor_parallel > 1:
         arguments.append(f"--tp-size={options.tensor_parallel}")
     if options.data_parallel > 1:

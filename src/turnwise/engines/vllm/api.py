@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import io
 import logging
+import secrets
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, replace
@@ -24,7 +25,7 @@ from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, content_hash, tensor_bytes
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
-from turnwise.engines.remote.weights import Backend, TrainerGroups, WeightUpdate
+from turnwise.engines.remote.weights import BY_GLOO, Sending, TrainerGroups, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import LogprobKind, Media, Request, Sampling
 
@@ -104,11 +105,11 @@ WorkerCall = Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]]
 
 class WeightSender:
     """Sends updates to the workers of servers, as the owner of the servers' weights (`Owner.name`). `lease` is the time in
-    seconds after which another owner may take over. `backend` is that of broadcasts."""
+    seconds after which another owner may take over. `sending` is how weights are broadcast."""
 
-    def __init__(self, owner: str, lease: float, backend: Backend) -> None:
+    def __init__(self, owner: str, lease: float, sending: Sending) -> None:
         self._claim = {"owner": owner, "lease": lease}
-        self._groups = TrainerGroups(backend)
+        self._groups = TrainerGroups(sending)
 
     async def claim(self, server: str, call: WorkerCall) -> None:
         """Become the owner of the weights of the server at this URL."""
@@ -142,7 +143,7 @@ class WeightSender:
             len(workers),
             lambda where: _all(server, call("turnwise_join", {**self._claim, "address": asdict(where)})),
         )
-        arguments = {"weights": weights, "checksum": checksum, "backend": self._groups.backend}
+        arguments = {"weights": weights, "checksum": checksum, "backend": self._groups.sending.backend}
         return await self._groups.send(server, tensors.values(), _all(server, call("turnwise_receive", arguments)))
 
 
@@ -160,7 +161,8 @@ async def _all(server: str, call: Awaitable[list[dict[str, Any]]]) -> list[dict[
 MODEL = "policy"
 """The name under which a server that turnwise starts serves the model."""
 ADAPTER = "policy-adapter"
-"""The name of the trained adapter."""
+"""How the names of the trained adapter begin. Each update has a name of its own: vLLM keeps the request that has loaded a name
+for all requests of this name, and would read an adapter that was loaded in place from its file in each step of the engine."""
 _STREAM_INTERVAL = 16
 """Tokens of an event: as many tokens as are lost, at most, when a server dies. Fewer tokens would cost more time."""
 _LEASE = 900.0
@@ -208,8 +210,8 @@ class VllmApi:
     """The `ServerApi` of vLLM. `vocab_size` is that of the model of the recipe.
 
     `labels` says that the weights are updated and labelled with versions, `adapter` that the updates are those of an adapter.
-    `backend` is that of weights that are broadcast. `owner` is this process, as
-    the servers know it. With `experts`, completions have the experts of their tokens.
+    `sending` is how weights are broadcast. `owner` is this process, as the servers know it. With `experts`, completions have the
+    experts of their tokens.
     """
 
     name = "vLLM"
@@ -220,7 +222,7 @@ class VllmApi:
         vocab_size: int,
         labels: bool,
         adapter: bool = False,
-        backend: Backend = "gloo",
+        sending: Sending = BY_GLOO,
         owner: Owner,
         experts: ExpertLayers | None = None,
     ) -> None:
@@ -229,9 +231,11 @@ class VllmApi:
         self._owner = owner
         self._labels = Labels(owner, on=labels)
         self._adapter = adapter
-        self._sender = WeightSender(owner.name, _LEASE, backend)
+        self._sender = WeightSender(owner.name, _LEASE, sending)
         self._models: dict[str, str] = {}
         """The name of the model at each server."""
+        self._adapters: dict[str, str] = {}
+        """The name of the adapter that each server uses; empty before the first update."""
         self._checked_pixels: set[str] = set()
         """Servers that take the pixels of images as the trainer has them."""
 
@@ -244,6 +248,7 @@ class VllmApi:
     async def info(self, server: HttpServer) -> ServerInfo:
         base = await self._base_model(server)
         self._models[server.url] = base["id"]
+        self._adapters.pop(server.url, None)  # a server that was started again has none
         return ServerInfo(
             vocab_size=self._vocab_size, context=base["max_model_len"], logprob_kind=await self._logprob_kind(server)
         )
@@ -300,12 +305,12 @@ class VllmApi:
         await self._rpc(server, "turnwise_release", {"owner": self._owner.name})
 
     async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
-        await server.post("/pause", query={"mode": "abort" if abort else "keep"})
+        # a request keeps its adapter: it is sent again, with the tokens that it has, to go on with the new one
+        await server.post("/pause", query={"mode": "abort" if abort or self._adapter else "keep"})
 
     async def load(self, server: HttpServer, update: WeightUpdate) -> None:
         if update.adapter:
-            body = {"lora_name": ADAPTER, "lora_path": str(update.path), "load_inplace": True}
-            await server.post_text("/v1/load_lora_adapter", body)
+            await self._load_adapter(server, str(update.path))
         else:
             await self._sender.send(server.url, update, partial(self._rpc, server))
         await self.label(server, update.version)
@@ -323,8 +328,16 @@ class VllmApi:
         await server.post("/wake_up")
 
     def _served_model(self, server: HttpServer) -> str:
-        """The name of the model that has the present weights."""
-        return ADAPTER if self._adapter else self._models[server.url]
+        """The name of the model that has the present weights. A new adapter changes nothing before the first update."""
+        return self._adapters.get(server.url, self._models[server.url])
+
+    async def _load_adapter(self, server: HttpServer, path: str) -> None:
+        """Load an adapter under a new name, and unload the previous one. No request may be running."""
+        name = f"{ADAPTER}-{secrets.token_hex(4)}"
+        await server.post_text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        previous, self._adapters[server.url] = self._adapters.get(server.url), name
+        if previous is not None:
+            await server.post_text("/v1/unload_lora_adapter", {"lora_name": previous})
 
     async def _logprob_kind(self, server: HttpServer) -> LogprobKind:
         """Which distribution the reported log-probabilities belong to.

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
 from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.server_process import python_path
+from turnwise.engines.remote.server_process import python_path, without_rank
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo
-from turnwise.engines.remote.weights import Backend, WeightUpdate
+from turnwise.engines.remote.weights import BY_GLOO, Sending, WeightUpdate
 from turnwise.engines.vllm.api import (
     ADAPTER,
     Labels,
@@ -33,11 +33,13 @@ _LEASE = 1e9  # seconds; no other trainer can reach this engine
 
 
 class InProcessServer(HttpServer):
-    """Stands for the engine where a server stands: it is started by the first check of its health, with these arguments."""
+    """Stands for the engine where a server stands: it is started by the first check of its health, with these arguments.
+    `environment` is for the processes that compute; it chooses their GPUs."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
         super().__init__("http://in-process")
         self._arguments = arguments
+        self._environment = environment or {}
         self._llm: Any | None = None
 
     @property
@@ -54,7 +56,8 @@ class InProcessServer(HttpServer):
             self._llm.shutdown()
             self._llm = None
         if self._llm is None:
-            self._llm = _start(self._arguments)
+            with started_processes_have({"PYTHONPATH": python_path(), **self._environment}):
+                self._llm = _start(self._arguments)
         return True
 
     async def close(self) -> None:
@@ -73,15 +76,18 @@ class InProcessApi:
         *,
         vocab_size: int,
         labels: bool,
-        backend: Backend = "gloo",
+        adapter: bool = False,
+        sending: Sending = BY_GLOO,
         owner: Owner,
         experts: ExpertLayers | None = None,
     ) -> None:
         self._vocab_size = vocab_size
+        self._adapter = adapter
         self._experts = experts
         self._labels = Labels(owner, on=labels)
-        self._sender = WeightSender(owner.name, _LEASE, backend)
+        self._sender = WeightSender(owner.name, _LEASE, sending)
         self._request_ids = itertools.count()
+        self._lora_ids = itertools.count(1)
         self._lora: Any | None = None
         """vLLM's request for the trained adapter; None before the first update."""
 
@@ -92,6 +98,7 @@ class InProcessApi:
         pass
 
     async def info(self, server: HttpServer) -> ServerInfo:
+        self._lora = None  # an engine that was started again has none
         return ServerInfo(
             vocab_size=self._vocab_size,
             context=_llm(server).model_config.max_model_len,
@@ -150,15 +157,20 @@ class InProcessApi:
         pass
 
     async def pause(self, server: HttpServer, *, abort: bool = False) -> None:
-        await _llm(server).pause_generation(mode="abort" if abort else "keep")
+        # a request keeps its adapter: it is sent again, with the tokens that it has, to go on with the new one
+        await _llm(server).pause_generation(mode="abort" if abort or self._adapter else "keep")
 
     async def load(self, server: HttpServer, update: WeightUpdate) -> None:
         if update.adapter:
             from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
-            lora = LoRARequest(lora_name=ADAPTER, lora_int_id=1, lora_path=str(update.path), load_inplace=True)
+            # not in place: vLLM would read the files again in each step of a request that carries this object
+            number = next(self._lora_ids)
+            lora = LoRARequest(lora_name=f"{ADAPTER}-{number}", lora_int_id=number, lora_path=str(update.path))
             await _llm(server).add_lora(lora)
-            self._lora = lora
+            previous, self._lora = self._lora, lora
+            if previous is not None:
+                await _llm(server).remove_lora(previous.lora_int_id)
         else:
             await self._sender.send(server.url, update, partial(_rpc, server))
         await self.label(server, update.version)
@@ -186,9 +198,27 @@ def _llm(server: HttpServer) -> Any:
     return server.llm
 
 
+@contextmanager
+def started_processes_have(environment: Mapping[str, str]) -> Iterator[None]:
+    """Processes that are started inside have these environment variables besides those of this process, and are no training
+    ranks."""
+    hidden = os.environ.keys() - without_rank(os.environ).keys()
+    before = {name: os.environ.get(name) for name in (*hidden, *environment)}
+    for name in hidden:
+        del os.environ[name]
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def _start(arguments: Sequence[str]) -> Any:
     """A running AsyncLLM. Raises ConfigError if vLLM is not installed here, EngineError if it does not start."""
-    os.environ["PYTHONPATH"] = python_path()  # for vLLM's worker processes
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]

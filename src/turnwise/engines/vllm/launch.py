@@ -25,16 +25,18 @@ def servers(options: VllmEngineSection, served: ServedModel) -> tuple[ServerApi,
         api = InProcessApi(
             vocab_size=served.vocab_size,
             labels=served.trained,
-            backend=served.backend,
+            adapter=served.adapter,
+            sending=served.sending,
             owner=served.owner,
             experts=served.experts,
         )
-        return api, [Replica(InProcessServer([*engine_arguments(options, served), *options.arguments]), "")]
+        arguments = [*engine_arguments(options, served), *options.arguments]
+        return api, [Replica(InProcessServer(arguments, visible(served.devices(), 0)), "")]
     api = VllmApi(
         vocab_size=served.vocab_size,
         labels=served.trained,
         adapter=served.adapter,
-        backend=served.backend,
+        sending=served.sending,
         owner=served.owner,
         experts=served.experts,
     )
@@ -54,6 +56,9 @@ def engine_arguments(options: VllmEngineSection, served: ServedModel) -> list[st
         arguments += ["--max-model-len", str(served.context)]
     if served.memory_gb is not None:
         arguments += ["--kv-cache-memory-bytes", str(int(served.memory_gb * 2**30))]
+        if not served.cpu:
+            # the share only decides whether vLLM starts then: by default not, unless 92 % of the GPU are free
+            arguments += ["--gpu-memory-utilization", "0.01"]
     if served.cpu:
         # blocks of 128 tokens, the default on CPUs, find no common prefix in short prompts
         arguments += ["--block-size", "32"]
