@@ -34,7 +34,7 @@ from turnwise.training.batch import (
     share_saved,
     stale_without_logprobs,
 )
-from turnwise.training.critic_step import CriticMetrics
+from turnwise.training.critic_step import CriticMetrics, CriticStep
 from turnwise.training.kl_reward import KlRewardMetrics
 from turnwise.training.learner import UpdateStats
 from turnwise.types import Group, Row, Trajectory
@@ -208,6 +208,7 @@ class _StepResult:
 async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
     """Compute advantages, update the weights and publish them."""
     critic_step = run.critic_step
+    await run.publisher.before_update()
     if critic_step is not None:
         await critic_step.set_values(groups)
     kl_reward = None if run.kl_reward is None else await run.kl_reward.set_penalties(groups)
@@ -221,17 +222,24 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
         reference = run.config.reference
         if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
             run.learner.mix_reference(reference.sync_weight)
+    if critic_step is not None and run.publisher.asleep:
+        critic = await _update_critic(run, critic_step, groups, update)
     # at once, so that no further token is sampled from the old weights
     await run.publisher.publish(run.step + 1)
     run.pipeline.publish(run.step + 1)
-    if critic_step is not None:
-        critic = await critic_step.update(groups, cancellable=update is None, on_first_step=run.begin_update)
+    if critic_step is not None and critic is None:
+        critic = await _update_critic(run, critic_step, groups, update)
     return _StepResult(update, critic, kl_reward, share_saved(batches))
+
+
+async def _update_critic(
+    run: TrainingRun, critic_step: CriticStep, groups: Sequence[Group], policy: UpdateStats | None
+) -> CriticMetrics:
+    return await critic_step.update(groups, cancellable=policy is None, on_first_step=run.begin_update)
 
 
 async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
     epochs = run.config.train.ppo_epochs
-    await run.publisher.before_update()
     micro_batches = epochs * sum(len(batch.micro_batches) for batch in batches)
     return await run.learner.update(
         batches,

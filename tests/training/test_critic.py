@@ -17,18 +17,58 @@ from safetensors.torch import load_file
 
 from support.recipes import save_recipe
 from support.tiny import save_model, tiny_model
+from support.training import train_silently
 from test_train import PLACES, lines, run, timeless
 from training.test_batch import conversations, group, trajectory
-from turnwise.config.recipe import checked
+from turnwise.config.recipe import checked, load
 from turnwise.config.train_checks import refuse_without_effect
+from turnwise.engines.engine import SharedWeights
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.lora import add_adapter, with_second_adapter
 from turnwise.options.schema import LoraSection
+from turnwise.train import assemble
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.update import StopFlag
 from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets, set_values
 from turnwise.training.value_model import explained_variance, mean_value
 from turnwise.types import Trajectory
+
+# Where the engine gives its memory to the trainer, all passes of trainer and critic are before it takes the memory back.
+
+
+def test_the_critic_is_trained_before_an_engine_on_the_same_gpu_wakes(tmp_path: Path) -> None:
+    events: list[str] = []
+    recipe = save_recipe(
+        tmp_path, save_model(tmp_path / "model"), credit="gae", train={"steps": 1, "batch_size": 2, "group_size": 2}
+    )
+    made = assemble(load(recipe)[0])
+    assert made.critic_step is not None
+
+    class Asleep(SharedWeights):
+        async def before_update(self) -> None:
+            events.append("sleeps")
+            self.asleep = True
+            await super().before_update()
+
+        async def publish(self, version: int) -> None:
+            events.append("wakes")
+            await super().publish(version)
+
+    def noting(owner: Any, method: str) -> None:
+        plain = getattr(owner, method)
+
+        async def call(*arguments: Any, **options: Any) -> Any:
+            events.append(f"{type(owner).__name__}.{method}")
+            return await plain(*arguments, **options)
+
+        setattr(owner, method, call)
+
+    for owner, method in ((made.critic_step.critic, "values"), (made.critic_step.critic, "update"), (made.learner, "update")):
+        noting(owner, method)
+    made.publisher = Asleep(made.runner._engine)  # type: ignore[attr-defined]
+    train_silently(made)
+    assert events == ["sleeps", "LocalCritic.values", "LocalLearner.update", "LocalCritic.update", "wakes"]
+
 
 # The critic's values and gradients are those of a plain float64 computation, however the states are packed.
 

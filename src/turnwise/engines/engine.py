@@ -140,9 +140,18 @@ class WeightSource(Protocol):
         """Write the adapter into a directory."""
         ...
 
+    def free_memory(self) -> None:
+        """Give back the memory of devices that nothing needs before the next update: gradients, and freed blocks that are kept."""
+        ...
+
 
 class WeightPublisher(Protocol):
     """Hands the learner's current weights to the engine."""
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the engine has given its memory to the trainer, and takes it back in `publish`: all training comes before."""
+        ...
 
     async def begin(self, version: int) -> None:
         """Before the first conversation: when it returns, the engine is ready and has the learner's weights as `version`.
@@ -152,7 +161,8 @@ class WeightPublisher(Protocol):
         ...
 
     async def before_update(self) -> None:
-        """Before the learner's weights change: the engine may free memory until `publish`. No request is running."""
+        """Before the first pass of a step with the learner's models: the engine may free memory until `publish`. Without
+        `train.max_staleness`, no request is running."""
         ...
 
     async def publish(self, version: int) -> None:
@@ -169,6 +179,8 @@ class SharedWeights:
     The engine only learns that its weights have changed in place, and forgets its KV cache. `free_cache` frees what is of no use
     after an update: the KV cache, and copies of weights.
     """
+
+    asleep = False
 
     def __init__(self, engine: Engine, free_cache: Callable[[], None] = lambda: None) -> None:
         self._engine = engine

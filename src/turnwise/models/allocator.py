@@ -1,4 +1,4 @@
-"""Large models on a CPU: which freed blocks of memory the C library keeps.
+"""Large models: which freed blocks of memory the C library keeps on a CPU, and when torch returns those that it keeps on a GPU.
 
 New memory costs as much as several reads, so freed blocks are kept for the next operations. Tensors that live longer (gradients,
 optimizer state, packed weights, the KV cache) are allocated apart from them, so that they do not divide the free memory. Knows
@@ -72,6 +72,12 @@ def trim() -> None:
     """Return all free memory to the system, kept or not. Without glibc, nothing changes."""
     with contextlib.suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def free_device_blocks() -> None:
+    """Return the freed blocks that torch keeps on GPUs, for another process on the same GPU. Nothing changes without one."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -25,16 +25,14 @@ def sampling_logits(
     that no filter removes: the trainer passes the sampled token, so that a rounding difference at the edge of a filter does not
     give it probability 0.
     """
-    temperature_N1, top_k_N1, top_p_N1, min_p_N1 = (
-        torch.as_tensor(option, device=logits_NV.device).reshape(-1, 1)
-        for option in (temperature_N, top_k_N, top_p_N, min_p_N)
-    )
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
-    if bool((temperature_N1 != 1.0).any()):
-        logits_NV = logits_NV / temperature_N1.float()
-    use_k, use_p, use_m = bool((top_k_N1 > 0).any()), bool((top_p_N1 < 1.0).any()), bool((min_p_N1 > 0.0).any())
+    # numbers are compared here, not as tensors: the host would wait for a GPU
+    if _differ(temperature_N, 1.0):
+        logits_NV = logits_NV / _column(temperature_N, logits_NV.device).float()
+    use_k, use_p, use_m = _differ(top_k_N, 0), _differ(top_p_N, 1.0), _differ(min_p_N, 0.0)
     if not (use_k or use_p or use_m):
         return logits_NV
+    top_k_N1, top_p_N1, min_p_N1 = (_column(option, logits_NV.device) for option in (top_k_N, top_p_N, min_p_N))
     with torch.no_grad():
         removed_NV = torch.zeros_like(logits_NV, dtype=torch.bool)
         if use_k or use_p:
@@ -55,3 +53,13 @@ def sampling_logits(
         if keep_N is not None:
             removed_NV.scatter_(-1, keep_N.unsqueeze(-1), False)
     return logits_NV.masked_fill(removed_NV, -torch.inf)
+
+
+def _differ(option_N: torch.Tensor | float, without: float) -> bool:
+    """Whether an option has an effect on a row. `without` is its value without effect."""
+    return bool((option_N != without).any()) if isinstance(option_N, torch.Tensor) else option_N != without
+
+
+def _column(option_N: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """An option as a tensor [N, 1], or [1, 1]."""
+    return torch.as_tensor(option_N, device=device).reshape(-1, 1)

@@ -316,6 +316,8 @@ class RolloutClient:
 class ServerWeights:
     """A `WeightPublisher` that sends the learner's weights to a rollout server."""
 
+    asleep = False
+
     def __init__(self, client: RolloutClient, learner: WeightSource) -> None:
         self._client = client
         self._learner = learner

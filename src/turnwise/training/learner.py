@@ -163,6 +163,11 @@ class Learner(Protocol):
         caller's."""
         ...
 
+    def free_memory(self) -> None:
+        """Give back the memory of devices that nothing needs before the next update: gradients, and freed blocks that are kept.
+        For an engine on the same device."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """What must be saved besides the model to resume exactly: the state of the optimizer, and the weights of a reference
         model that has changed."""

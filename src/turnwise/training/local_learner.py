@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from turnwise.models.allocator import is_large, keep_freed_blocks
+from turnwise.models.allocator import free_device_blocks, is_large, keep_freed_blocks
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import ModelSource, largest_logit, load_model, of_model, published_weights, token_logprobs
 from turnwise.models.lora import has_adapter, save_adapter, without_adapter
@@ -227,6 +227,10 @@ class LocalLearner(LearnerBase):
             save_adapter(self._model, folder)
         else:
             self._model.save_pretrained(folder)
+
+    def free_memory(self) -> None:
+        self._optimizer.zero_grad()
+        free_device_blocks()
 
     def state(self) -> dict[str, Any]:
         return {**self._optimizer.state(), "reference": {} if self._reference is None else self._reference.state()}

@@ -91,16 +91,15 @@ class Optimizer:
         else:
             norm = _norm(self.parameters)
         norm = self._complete(norm)
-        if not math.isfinite(float(norm)):
-            _log.warning(
-                "the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", float(norm)
-            )
-            return float(norm)
+        number = float(norm)
+        if not math.isfinite(number):
+            _log.warning("the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", number)
+            return number
         self._steps += 1
         # the first step allocates the optimizer's state
         with long_lived() if self._steps == 1 else contextlib.nullcontext():
             self._step(norm)
-        return float(norm)
+        return number
 
     def _step(self, norm: torch.Tensor) -> None:
         if self.masters[0] is self.parameters[0]:
@@ -145,11 +144,15 @@ class Optimizer:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` returned, with this optimizer's own configuration."""
-        own = [{name: value for name, value in group.items() if name != "params"} for group in self._groups()]
+        # The groups of the state with the own options, which loading would replace. It also asks them where AdamW's number of
+        # steps belongs: on the GPU if the step is fused. A state of a CPU, or of several ranks, does not say so.
+        saved = state["optimizer"]
+        groups = [
+            {**own, "params": group["params"]}
+            for own, group in zip(self._optimizer.param_groups, saved["param_groups"], strict=True)
+        ]
         with long_lived():
-            self._optimizer.load_state_dict(state["optimizer"])
-        for group, options in zip(self._groups(), own, strict=True):  # loading has replaced them by those of the state
-            group.update(options)
+            self._optimizer.load_state_dict({**saved, "param_groups": groups})
         self._steps = state.get("steps", 0)
         with torch.no_grad():
             for master, saved in zip(self.masters, state["masters"] or self.masters, strict=True):
@@ -157,9 +160,6 @@ class Optimizer:
                     master.copy_(saved)
             for error, saved in zip(self._errors, state.get("errors", ()), strict=True):
                 error.copy_(saved)
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
 
 
 def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], optimizer: OptimizerSection) -> None:

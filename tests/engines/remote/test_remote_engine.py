@@ -628,6 +628,31 @@ def test_requests_wait_while_the_servers_sleep(tmp_path: Path) -> None:
     run(main())
 
 
+def test_the_trainer_gives_its_memory_back_before_the_servers_take_theirs(tmp_path: Path) -> None:
+    """On the same GPU, torch keeps the memory of the update, and a server that does not get its own dies."""
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path, sleeps=True) as engine:
+
+            class Source(LocalLearner):
+                def free_memory(self) -> None:
+                    server.events.append("trainer frees")
+                    super().free_memory()
+                    assert all(parameter.grad is None for parameter in self.model.parameters())
+
+            publisher = engine.publisher(Source(tiny_model(), sampling=Sampling()))
+            await publisher.begin(0)
+            assert not publisher.asleep
+            await publisher.before_update()
+            assert publisher.asleep
+            server.events.clear()
+            await publisher.publish(1)
+            assert server.events[:3] == ["trainer frees", "wake", "pause"]
+            assert not publisher.asleep
+
+    run(main())
+
+
 def test_a_server_that_is_lost_while_it_sleeps_gets_the_next_weights(tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_servers() as (server,), engine_on([server], files=tmp_path, patience=10.0) as engine:

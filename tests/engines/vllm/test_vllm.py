@@ -221,9 +221,10 @@ def test_each_update_of_an_adapter_has_a_name_of_its_own(tmp_path: Path) -> None
 LOADS = """
 import sys, types
 from vllm.lora.request import LoRARequest
+from vllm.lora.worker_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager as Manager
 
-class Slots:
+class Slots(LRUCacheLoRAModelManager):
     lora_slots = capacity = 1
     def __init__(self): self.known = {}
     def __len__(self): return len(self.known)

@@ -469,16 +469,11 @@ def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B:
 
     The log-probabilities of a row whose logits are not finite are NaN; its token means nothing.
     """
-    raw_BV = logits_BV.log_softmax(dim=-1)
-    overflowed_B = raw_BV[:, 0].isnan()  # one value that is NaN or infinite makes the sum over the row NaN
-    if bool(overflowed_B.any()):
-        sampled = sample_tokens(logits_BV.masked_fill(overflowed_B[:, None], 0.0), options, uniforms_B)
-        nan_B = np.where(overflowed_B.cpu().numpy(), np.float32(np.nan), np.float32(0.0))
-        return SampledTokens(sampled.tokens_B, sampled.logprobs_B + nan_B, sampled.raw_logprobs_B + nan_B)
+    raw_BV = logits_BV.log_softmax(dim=-1)  # one value that is NaN or infinite makes the sum over the row, and so the row, NaN
     if options.unfiltered:
         tokens_B1 = _inverse_cdf(raw_BV.exp(), uniforms_B)
-        raw_B = raw_BV.gather(1, tokens_B1).squeeze(1).cpu().numpy()
-        return SampledTokens(tokens_B1.squeeze(1).cpu().numpy(), raw_B, raw_B)
+        raw_B1 = raw_BV.gather(1, tokens_B1)
+        return _sampled(tokens_B1, raw_B1, raw_B1)
     filtered_BV = sampling_logits(
         logits_BV,
         temperature_N=options.temperature_B,
@@ -494,7 +489,15 @@ def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B:
         tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), tokens_B1)
         logprobs_B1 = logprobs_B1.masked_fill(greedy_B1, 0.0)
     raw_B1 = raw_BV.gather(1, tokens_B1)
-    return SampledTokens(*(column.squeeze(1).cpu().numpy() for column in (tokens_B1, logprobs_B1, raw_B1)))
+    return _sampled(tokens_B1, torch.where(raw_B1.isnan(), raw_B1, logprobs_B1), raw_B1)
+
+
+def _sampled(tokens_B1: torch.Tensor, logprobs_B1: torch.Tensor, raw_B1: torch.Tensor) -> SampledTokens:
+    """Columns on the host, by one copy: the host waits for the device once in a step."""
+    # float64 holds token ids and float32 numbers exactly
+    columns_B3 = torch.cat([tokens_B1.double(), logprobs_B1.double(), raw_B1.double()], dim=1).cpu().numpy()
+    logprobs_B2 = columns_B3[:, 1:].astype(np.float32)
+    return SampledTokens(columns_B3[:, 0].astype(np.int64), logprobs_B2[:, 0], logprobs_B2[:, 1])
 
 
 def _inverse_cdf(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor:
@@ -504,7 +507,8 @@ def _inverse_cdf(probs_BV: torch.Tensor, uniforms_B: np.ndarray) -> torch.Tensor
     # sum, searchsorted would return V, or a token of probability 0
     below_total_B1 = cumulative_BV[:, -1:] * (1.0 - 2.0**-23)
     target_B1 = torch.from_numpy(uniforms_B).to(probs_BV.device).unsqueeze(1) * below_total_B1
-    return torch.searchsorted(cumulative_BV, target_B1, right=True)
+    # nothing exceeds a number that is NaN: the row's token means nothing then, and must all the same be one
+    return torch.searchsorted(cumulative_BV, target_B1, right=True).clamp_(max=probs_BV.shape[1] - 1)
 
 
 # Running requests as arrays

@@ -81,7 +81,8 @@ class RemoteWeights:
         self._learner = learner
         self._probe = probe
         self._sleeper = sleeper
-        self._asleep = False
+        self.asleep = False
+        """See `WeightPublisher.asleep`."""
         self._updates = 0
 
     async def begin(self, version: int) -> None:
@@ -91,12 +92,13 @@ class RemoteWeights:
     async def before_update(self) -> None:
         if self._sleeper is not None:
             await self._sleeper.sleep()
-            self._asleep = True
+            self.asleep = True
 
     async def publish(self, version: int) -> None:
-        if self._sleeper is not None and self._asleep:
+        if self._sleeper is not None and self.asleep:
+            self._learner.free_memory()  # before: the servers take theirs from the device, and die where it is not free
             await self._sleeper.wake()
-            self._asleep = False
+            self.asleep = False
         options = self._probe
         probe = self._make_probe(options) if options is not None and options.due(self._updates) else None
         learner = self._learner

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from turnwise.errors import ConfigError
+from turnwise.models.allocator import free_device_blocks
 from turnwise.options.engines import ClusterSection
 from turnwise.training.batch import MicroBatch
 from turnwise.training.learner import PackingRequirements
@@ -216,6 +217,15 @@ class FindLargestLogit:
 
     def run(self, rank: Rank) -> float:
         return rank.built.largest_logit(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemory:
+    """See `Learner.free_memory`; on the devices of all ranks."""
+
+    def run(self, rank: Rank) -> None:
+        rank.built.optimizer.zero_grad()
+        free_device_blocks()
 
 
 @dataclass(frozen=True, slots=True)

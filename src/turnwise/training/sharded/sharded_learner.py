@@ -31,6 +31,7 @@ from turnwise.training.sharded.commands import (
     FindLargestLogit,
     Fingerprint,
     Finish,
+    FreeMemory,
     GatherWeights,
     LoadComplete,
     LoadShards,
@@ -232,6 +233,9 @@ class ShardedLearner(LearnerBase):
             save_adapter(model, folder, gathered)
         else:
             model.save_pretrained(folder, state_dict=gathered)
+
+    def free_memory(self) -> None:
+        self.leader.run(FreeMemory())
 
     def state(self) -> dict[str, Any]:
         """Nothing: `save_shards` writes it."""

@@ -1,0 +1,228 @@
+"""Training, sampling and resuming on a device that is not the host (`support/fake_cuda.py`): no operation mixes the two, and the
+host waits no more often than it did when this was written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import test_train
+import test_vision
+from support.fake_cuda import Traffic, fake_cuda, on_device
+from support.recipes import save_recipe
+from support.tiny import tiny_model
+from support.vision import picture, save_vision_model
+from training.test_batch import conversations
+from turnwise.engines.local import LocalEngine
+from turnwise.options.algorithm import OptimizationSection
+from turnwise.training.batch import pack
+from turnwise.training.local_learner import LocalLearner
+from turnwise.training.optimizer import Optimizer
+from turnwise.types import Request, Sampling
+
+
+@pytest.fixture
+def traffic() -> Iterator[Traffic]:
+    with fake_cuda() as counted:
+        yield counted
+    assert not counted.mixed
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    return save_recipe(
+        tmp_path,
+        model,
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 1, "batch_size": 2, "group_size": 3, "lr": 0.01},
+    )
+
+
+def trained(recipe: Path, *options: str, device: str = "cuda") -> list[dict[str, Any]]:
+    """The metrics of a run."""
+    made = test_train.run(recipe, f"model.device={device}", *options)
+    assert next(made.learner.model.parameters()).device.type == device
+    return test_train.lines(recipe.parent / "run" / "metrics.jsonl")
+
+
+QUICK = {
+    "LoRA, critic, top-p": ["model.lora.rank=4", "credit=gae", "sampling.top_p=0.9", "sampling.temperature=0.7"],
+    "bfloat16, generic pass": ["model.dtype=bfloat16", "train.share_prompts=never", "train.micro_batch_tokens=100"],
+}
+SLOW = {
+    "prompts shared": [],
+    "prompts apart": ["train.share_prompts=never", "train.micro_batch_tokens=100"],
+    "staleness": ["train.max_staleness=1"],
+    "autocast": ["model.autocast=true"],
+    "gradient checkpointing": ["model.gradient_checkpointing=true"],
+    "KL, entropy, epochs": ["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "train.ppo_epochs=2", "train.minibatches=2"],
+    "KL in the reward": ["kl_reward.coef=0.1"],
+    "gspo": ["loss.name=gspo"],
+    "kahan": ["model.dtype=bfloat16", "train.optimizer.master_weights=kahan"],
+    "stochastic": ["model.dtype=bfloat16", "train.optimizer.master_weights=stochastic_rounding"],
+    "offload": ["model.dtype=bfloat16", "train.optimizer.offload=cpu"],
+    "adafactor": ["train.optimizer.name=adafactor"],
+    "correction": ["correction.token_is=2.0"],
+    "reference sync": ["loss.kl_coef=0.1", "reference.source=copy", "reference.sync_every=1"],
+    "LoRA": ["model.lora.rank=4"],
+    "critic": ["credit=gae"],
+    "top-k, min-p": ["sampling.top_k=5", "sampling.min_p=0.05"],
+}
+
+
+@pytest.mark.parametrize("options", QUICK.values(), ids=QUICK)
+def test_a_run_on_the_device_mixes_nothing(
+    options: list[str], recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "model.dtype=bfloat16" in options:
+        monkeypatch.setattr("turnwise.engines.local.fused.unsupported_reason", lambda model: "the generic pass is tried")
+    for metrics in trained(recipe, *options):
+        assert metrics["tokens/trained"] > 0
+        assert metrics["failed"] == 0
+        assert metrics["ratio/max_deviation"] < (0.3 if "model.dtype=bfloat16" in options else 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SLOW.values(), ids=SLOW)
+def test_every_way_to_train_mixes_nothing(options: list[str], recipe: Path, traffic: Traffic) -> None:
+    for metrics in trained(recipe, "train.steps=2", *options):
+        assert metrics["tokens/trained"] > 0
+        assert metrics["failed"] == 0
+
+
+def test_a_run_of_a_cpu_goes_on_on_the_device(recipe: Path) -> None:
+    trained(recipe, "checkpoint.every=1", device="cpu")
+    with fake_cuda() as traffic:
+        metrics = trained(recipe, "train.steps=2", "checkpoint.every=1", "resume=auto")
+    assert [one["step"] for one in metrics] == [1, 2]
+    assert not traffic.mixed
+
+
+def test_images_on_the_device(tmp_path: Path, traffic: Traffic) -> None:
+    picture(16, 8, seed=1).save(tmp_path / "1.png")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "<image>What is it?", "images": ["1.png"]}) + "\n")
+    recipe = save_recipe(
+        tmp_path,
+        save_vision_model(tmp_path / "model"),
+        data={"train": str(tmp_path / "rows.jsonl")},
+        environment=f"{test_vision.PLACES}:shows_another",
+        limits={"turns": 2, "tokens_per_turn": 6},
+        train={"steps": 1, "batch_size": 1, "group_size": 2, "lr": 1e-3},
+    )
+    (metrics,) = trained(recipe)
+    assert metrics["tokens/trained"] > 0
+    assert metrics["failed"] == 0
+
+
+# Optimizers
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "kahan": {"master_weights": "kahan"},
+    "stochastic rounding": {"master_weights": "stochastic_rounding"},
+    "offload": {"offload": "cpu"},
+    "adafactor": {"name": "adafactor"},
+}
+
+
+def stepped(options: dict[str, Any], state: Any = None, *, device: str = "cuda", dtype: Any = torch.bfloat16) -> Optimizer:
+    """An optimizer after a step on two parameters, which begins with the state of another one."""
+    parameters: list[Any] = [torch.nn.Parameter(torch.ones(8, 8, dtype=dtype)) for _ in range(2)]
+    if device == "cuda":
+        parameters = [on_device(one) for one in parameters]
+    optimizer = Optimizer(parameters, OptimizationSection.model_validate({"optimizer": options}))
+    if state is not None:
+        optimizer.load_state(state)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step(1e-2)
+    assert not any(bool((parameter == 1).all()) for parameter in parameters)
+    return optimizer
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_every_optimizer_steps_and_resumes_on_the_device(options: dict[str, Any], traffic: Traffic) -> None:
+    resumed = stepped(options, stepped(options).state())
+    assert resumed.steps == 2
+
+
+@pytest.mark.parametrize("source", ["cpu", "ranks"])
+def test_the_number_of_steps_is_on_the_device_whatever_has_saved_it(source: str, traffic: Traffic) -> None:
+    """AdamW's fused kernel reads it there: on a GPU, a number of the host is an illegal memory access."""
+    state = stepped({}, device="cpu").state()
+    if source == "ranks":  # `complete_state` of training/sharded/shards.py: no options
+        state["optimizer"]["param_groups"] = [{"params": [0, 1]}]
+    resumed = stepped({}, state)
+    assert resumed.steps == 2
+    group = resumed._optimizer.param_groups[0]
+    assert group["fused"] is True
+    steps = [values["step"] for values in resumed._optimizer.state.values()]
+    assert [(step.device.type, step.tolist()) for step in steps] == [("cuda", 2.0)] * 2
+
+
+# How often the host waits: each of these costs a GPU 10 to 50 us in which it computes nothing
+
+
+def tokens(engine: LocalEngine, count: int, requests: int = 4) -> int:
+    """Sample; returns the number of decode steps."""
+
+    async def main() -> None:
+        await asyncio.gather(
+            *(
+                engine.generate(
+                    Request(
+                        conversation=f"{count}-{n}", token_ids=[5 + n, 7, 9], sampling=Sampling(max_tokens=count), seed=n
+                    )
+                )
+                for n in range(requests)
+            )
+        )
+
+    before = engine.stats.decode_steps
+    asyncio.run(main())
+    return engine.stats.decode_steps - before
+
+
+def test_a_decode_step_copies_five_tensors_there_and_one_back(traffic: Traffic) -> None:
+    engine = LocalEngine(tiny_model().to("cuda"), memory_gb=0.1)
+    counts: list[np.ndarray] = []
+    for length in (10, 30):
+        traffic.clear()
+        steps = tokens(engine, length)
+        counts.append(np.array([*traffic.totals(), steps]))
+    to_device, to_host, waits, steps = (counts[1] - counts[0]).tolist()
+    assert steps == 20
+    assert to_device / steps <= 5.5  # rows that grow are indexed once more
+    assert (to_host / steps, waits / steps) == (1, 0)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_micro_batch_costs_so_many_copies_and_waits(in_chunks: bool, traffic: Traffic) -> None:
+    """As often for logits in chunks: nothing is copied for a chunk."""
+    learner = LocalLearner(tiny_model().to("cuda").to(torch.bfloat16), sampling=Sampling())
+    if in_chunks:
+        assert learner._forward._head is not None
+        learner._forward._head._max_chunk = 2
+    counts: list[np.ndarray] = []
+    for number in (1, 3):
+        needed = learner.requirements
+        batches = [
+            pack(conversations(), micro_batch_tokens=needed.micro_batch_tokens, share_prompts=needed.share_prompts)
+            for _ in range(number)
+        ]
+        traffic.clear()
+        asyncio.run(learner.update(batches, lr=1e-3))
+        counts.append(np.array([*traffic.totals(), sum(len(one.micro_batches) for one in batches)]))
+    to_device, to_host, waits, micro_batches = (counts[1] - counts[0]).tolist()
+    assert micro_batches == 2
+    assert to_device / micro_batches <= 23
+    assert to_host / micro_batches <= 2
+    assert waits / micro_batches <= 9
