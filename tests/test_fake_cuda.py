@@ -82,7 +82,9 @@ def test_a_run_on_the_device_mixes_nothing(
     options: list[str], recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "model.dtype=bfloat16" in options:
-        monkeypatch.setattr("turnwise.engines.local.fused.unsupported_reason", lambda model: "the generic pass is tried")
+        monkeypatch.setattr(
+            "turnwise.engines.local.fused.unsupported_reason", lambda model: "the generic pass is tried"
+        )
     for metrics in trained(recipe, *options):
         assert metrics["tokens/trained"] > 0
         assert metrics["failed"] == 0
@@ -133,7 +135,9 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def stepped(options: dict[str, Any], state: Any = None, *, device: str = "cuda", dtype: Any = torch.bfloat16) -> Optimizer:
+def stepped(
+    options: dict[str, Any], state: Any = None, *, device: str = "cuda", dtype: Any = torch.bfloat16
+) -> Optimizer:
     """An optimizer after a step on two parameters, which begins with the state of another one."""
     parameters: list[Any] = [torch.nn.Parameter(torch.ones(8, 8, dtype=dtype)) for _ in range(2)]
     if device == "cuda":
@@ -179,7 +183,10 @@ def tokens(engine: LocalEngine, count: int, requests: int = 4) -> int:
             *(
                 engine.generate(
                     Request(
-                        conversation=f"{count}-{n}", token_ids=[5 + n, 7, 9], sampling=Sampling(max_tokens=count), seed=n
+                        conversation=f"{count}-{n}",
+                        token_ids=[5 + n, 7, 9],
+                        sampling=Sampling(max_tokens=count),
+                        seed=n,
                     )
                 )
                 for n in range(requests)

@@ -104,7 +104,9 @@ def _note(name: str, args: tuple[Any, ...], host: list[torch.Tensor]) -> None:
         (_traffic.to_device if isinstance(args[0], _OnDevice) else _traffic.to_host)[_place()] += 1
     elif host and name in _INDEXING:
         _traffic.to_device[_place()] += 1
-    elif host and ("fused_adam" in name or any(one.dim() for one in host)):  # a number of the host is an argument of a kernel
+    elif host and (
+        "fused_adam" in name or any(one.dim() for one in host)
+    ):  # a number of the host is an argument of a kernel
         shapes = [tuple(one.shape) for one in host]
         _traffic.mixed[f"{name} with host tensors {shapes}: {_place()}"] += 1
     by_condition = name in _INDEXING and any(index is not None and index.dtype == torch.bool for index in args[1])

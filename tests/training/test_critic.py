@@ -63,7 +63,11 @@ def test_the_critic_is_trained_before_an_engine_on_the_same_gpu_wakes(tmp_path: 
 
         setattr(owner, method, call)
 
-    for owner, method in ((made.critic_step.critic, "values"), (made.critic_step.critic, "update"), (made.learner, "update")):
+    for owner, method in (
+        (made.critic_step.critic, "values"),
+        (made.critic_step.critic, "update"),
+        (made.learner, "update"),
+    ):
         noting(owner, method)
     made.publisher = Asleep(made.runner._engine)  # type: ignore[attr-defined]
     train_silently(made)

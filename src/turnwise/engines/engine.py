@@ -141,7 +141,7 @@ class WeightSource(Protocol):
         ...
 
     def free_memory(self) -> None:
-        """Give back the memory of devices that nothing needs before the next update: gradients, and freed blocks that are kept."""
+        """Give back the memory of devices that nothing needs before the next update: gradients, and freed blocks."""
         ...
 
 

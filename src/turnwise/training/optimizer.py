@@ -93,7 +93,9 @@ class Optimizer:
         norm = self._complete(norm)
         number = float(norm)
         if not math.isfinite(number):
-            _log.warning("the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", number)
+            _log.warning(
+                "the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", number
+            )
             return number
         self._steps += 1
         # the first step allocates the optimizer's state
