@@ -137,5 +137,6 @@ def test_weights_are_replaced_inside_vllms_configuration(monkeypatch: pytest.Mon
             with configuration():
                 self.model_runner.reload_weights(**options)
 
-    monkeypatch.setattr(worker, "_pack_tied_output_layers", lambda model: None)
+    for of_cpus in ("_pack_experts_again", "_pack_tied_output_layers"):
+        monkeypatch.setattr(worker, of_cpus, lambda model: None)
     Worker()._turnwise_replace({"a": torch.ones(1)})

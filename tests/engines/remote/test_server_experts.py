@@ -98,9 +98,9 @@ def test_sglang_reports_all_tokens_but_the_last() -> None:
         "routed_experts": base64.b64encode(NUMBERS.astype(np.int32).tobytes()).decode(),
     }
     event = {"output_ids": [5, 5, 5], "meta_info": meta}
-    assert api._part(SERVER, event, request(4, EXPECTED.first(2)), 0).routes == EXPECTED
+    assert api._part(SERVER, event, request(4, EXPECTED.first(2)), 0, 0).routes == EXPECTED
     going_on = {**event, "meta_info": {**meta, "finish_reason": None, "routed_experts": None}}
-    assert api._part(SERVER, going_on, request(4, EXPECTED.first(2)), 0).routes is None
+    assert api._part(SERVER, going_on, request(4, EXPECTED.first(2)), 0, 0).routes is None
 
 
 def test_a_completion_of_two_servers_has_the_experts_of_both() -> None:
