@@ -29,7 +29,7 @@ from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_ref
 from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.engines.local.fused import unsupported_reason
-from turnwise.engines.local.row_cache import RECURRENT_TYPES, bytes_kept
+from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models import cpu
@@ -38,7 +38,7 @@ from turnwise.models.cpu import packed_bytes, with_fast_layers
 from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
-from turnwise.models.model_config import KV_FACTS, context_length, kv_token_bytes
+from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 from turnwise.options.schema import Config
@@ -113,27 +113,26 @@ class TracedPass:
     """Whether the process keeps freed blocks (`models/allocator.py`): for a large model on a CPU."""
 
 
-def traced_pass(
-    source: ModelSource,
-    model_config: Any,
-    workload: Workload,
-    micro_batch_tokens: int | None,
-    *,
-    mixed: bool,
-    on_gpu: bool,
-    on_ranks: bool,
-) -> TracedPass:
-    """Run the learner's forward and backward pass on tensors without contents, once in this process for the same arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassOptions:
+    """What a pass depends on, beside the model's configuration."""
 
-    `micro_batch_tokens`: None is the learner's default. `mixed`: with autocast. `on_ranks`: the model is divided among several
-    processes.
-    """
-    arguments = (source, workload, micro_batch_tokens, mixed, on_gpu, on_ranks, cpu.uses_onednn())
-    key = (repr(arguments), model_config.to_json_string())
+    source: ModelSource
+    workload: Workload
+    micro_batch_tokens: int | None
+    """None: the learner's default."""
+    mixed: bool
+    """With autocast."""
+    on_gpu: bool
+    on_ranks: bool
+    """Whether the model is divided among several processes."""
+
+
+def traced_pass(options: PassOptions, model_config: Any) -> TracedPass:
+    """Run the learner's forward and backward pass on tensors without contents, once in this process for the same arguments."""
+    key = (repr((options, cpu.uses_onednn())), model_config.to_json_string())
     if key not in _traced:
-        _traced[key] = _trace(
-            source, model_config, workload, micro_batch_tokens, mixed=mixed, on_gpu=on_gpu, on_ranks=on_ranks
-        )
+        _traced[key] = _trace(options, model_config)
     return _traced[key]
 
 
@@ -141,26 +140,18 @@ _traced: dict[tuple[str, str], TracedPass] = {}
 """Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass."""
 
 
-def _trace(
-    source: ModelSource,
-    model_config: Any,
-    workload: Workload,
-    micro_batch_tokens: int | None,
-    *,
-    mixed: bool,
-    on_gpu: bool,
-    on_ranks: bool,
-) -> TracedPass:
-    model = empty_model(source, model_config)
+def _trace(options: PassOptions, model_config: Any) -> TracedPass:
+    model = empty_model(options.source, model_config)
     _distribute_evenly(model)
-    large = model.num_parameters() > LARGE_MODEL and not on_ranks
-    if micro_batch_tokens is None:
-        micro_batch_tokens = default_micro_batch_tokens(torch.device("cuda" if on_gpu else "cpu"), large=large)
-    row, places_N = _micro_batch(workload, micro_batch_tokens)
+    large = model.num_parameters() > LARGE_MODEL and not options.on_ranks
+    tokens = options.micro_batch_tokens
+    if tokens is None:
+        tokens = default_micro_batch_tokens(torch.device("cuda" if options.on_gpu else "cpu"), large=large)
+    row, places_N = _micro_batch(options.workload, tokens)
     with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
         for module, name, tensor, shared in _tensors(model):
             _replace(module, name, tensor, shared)
-        if not on_gpu:
+        if not options.on_gpu:
             with_fast_layers(model)
         fake.allow_non_fake_inputs = True
         parameters = list(model.parameters())
@@ -168,7 +159,7 @@ def _trace(
         with live:
             for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
                 before = live.live
-                with autocast(torch.device("cpu"), mixed):
+                with autocast(torch.device("cpu"), options.mixed):
                     hidden_TD = _body(model)(
                         input_ids=torch.from_numpy(row.token_ids[None]),
                         position_ids=torch.from_numpy(row.position[None]),
@@ -179,10 +170,10 @@ def _trace(
                 del hidden_TD
     return replace(
         _without_pass(parameters),
-        copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if mixed else _packed(model),
+        copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if options.mixed else _packed(model),
         activations=activations,
         peak=live.peak,
-        keeps_blocks=large and not on_gpu,
+        keeps_blocks=large and not options.on_gpu,
     )
 
 
@@ -379,15 +370,15 @@ def predict(
     optimizer = options.optimizer
     model_source = assembly.model_source(config)
     mixed = config.model.autocast
-    trace = traced_pass(
-        model_source,
-        model_config,
-        workload,
-        options.micro_batch_tokens,
+    of_pass = PassOptions(
+        source=model_source,
+        workload=workload,
+        micro_batch_tokens=options.micro_batch_tokens,
         mixed=mixed,
         on_gpu=on_gpu(config),
         on_ranks=on_ranks,
     )
+    trace = traced_pass(of_pass, model_config)
     step = _step_bytes(trace, optimizer)
     passes = max(trace.peak, trace.trained + step)
     embedded = section == "train" and config.engine.embedded is not None

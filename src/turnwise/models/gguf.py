@@ -48,7 +48,7 @@ def dequantized(directory: str, name: str, dtype: str) -> Path:
     digest = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:12]
     target = _cache() / f"{file.stem}-{digest}"
     if not (target / _SOURCE).is_file():
-        _log.warning("%s is converted into the model directory %s (once)", file, target)
+        _log.info("%s is converted into the model directory %s (once)", file, target)
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix="writing-") as folder:
             made = Path(folder) / "model"

@@ -1,7 +1,7 @@
 """Facts of a model's config.json that need no model: context length, vocabulary, bytes of the KV cache.
 
-Also the size of the KV cache of a server on the CPU, which follows from the bytes of a token, and how far bfloat16 rounds
-log-probabilities. Knows the names of the entries of config.json, and imports no torch.
+Also the types of layers that keep a state, the size of the KV cache of a server on the CPU, which follows from the bytes of a
+token, and how far bfloat16 rounds log-probabilities. Knows the names of the entries of config.json, and imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
+
+RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+"""Types of layers (`layer_types`) that keep a state from token to token, the last two beside keys and values."""
+TYPES_BY_TOKEN = ("mlp", "moe")
+"""Types of layers that compute each token by itself."""
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:

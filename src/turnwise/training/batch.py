@@ -336,19 +336,22 @@ def pack_sequences(
     """
     shared = [sequence for sequence in sequences if share_prompts and not sequence.media]
     separate = [sequence for sequence in sequences if not share_prompts or sequence.media]
+    keys = {id(sequence): _keys(sequence) for sequence in shared}
     return [
-        *(_flat_row(part, targets(part)) for part in _divide(shared, micro_batch_tokens, parallel=parallel)),
+        *(
+            _flat_row(part, targets(part), keys)
+            for part in _divide(shared, keys, micro_batch_tokens, parallel=parallel)
+        ),
         *(_padded_rows(part, targets(part)) for part in _by_length(separate, micro_batch_tokens)),
     ]
 
 
-def _divide(sequences: Sequence[Packed], micro_batch_tokens: int, *, parallel: int) -> list[list[Packed]]:
+def _divide(sequences: Sequence[Packed], keys: _Keys, micro_batch_tokens: int, *, parallel: int) -> list[list[Packed]]:
     """Divide sequences into micro-batches, in lexicographic order: the largest micro-batch is the first.
 
     Neighbors share the longest prefixes in this order. If micro-batches are computed in parallel, the limit is lowered as far as
     their number allows, so that they have similar sizes and no worker waits for the last one.
     """
-    keys = {id(sequence): _keys(sequence) for sequence in sequences}
     # big-endian bytes sort as the numbers themselves
     ordered = sorted(sequences, key=lambda sequence: keys[id(sequence)].astype(">u8").tobytes())
     if not ordered:
@@ -377,6 +380,10 @@ def _divide(sequences: Sequence[Packed], micro_batch_tokens: int, *, parallel: i
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C55)
+
+
+_Keys = Mapping[int, np.ndarray]
+"""The keys of each sequence, by its `id`."""
 
 
 def _keys(sequence: PackedSequence) -> np.ndarray:
@@ -438,9 +445,9 @@ def _by_length(sequences: Sequence[Packed], micro_batch_tokens: int) -> Iterator
         yield part
 
 
-def _flat_row(sequences: Sequence[PackedSequence], targets: Columns) -> MicroBatch[Columns]:
+def _flat_row(sequences: Sequence[PackedSequence], targets: Columns, keys: _Keys) -> MicroBatch[Columns]:
     """A single row, in which each common prefix is present once. The sequences are in lexicographic order."""
-    row = FlatRow.of([sequence.token_ids for sequence in sequences], [_keys(sequence) for sequence in sequences])
+    row = FlatRow.of([sequence.token_ids for sequence in sequences], [keys[id(sequence)] for sequence in sequences])
     column_N = np.concatenate([places[_columns(one)] for one, places in zip(sequences, row.places, strict=True)])
     token_N = _target_tokens(sequences)
     # one number for each pair of column and token: equal pairs are one prediction. Token ids need fewer than 32 bits

@@ -27,6 +27,7 @@ from turnwise.errors import ConfigError, TurnwiseError
 from turnwise.models.allocator import trim_kept
 from turnwise.models.distribution import sampling_logits
 from turnwise.models.experts import Choice, RouterPass, Routers
+from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
@@ -359,17 +360,7 @@ class Forward:
         return self._model(**inputs, logits_to_keep=kept).logits[micro.row_U, place_U]
 
 
-_TREE_LAYERS = {
-    "full_attention",
-    "sliding_attention",
-    "attention",
-    "linear_attention",
-    "conv",
-    "mamba",
-    "hybrid",
-    "moe",
-    "mlp",
-}
+_TREE_LAYERS = {"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES, *TYPES_BY_TOKEN}
 """Types of layers that may compute a tree: attention that depends on nothing but the keys and their distance to the query, layers
 with a state, and layers that compute each token by itself."""
 _PROBE_WINDOW = 3

@@ -404,14 +404,17 @@ def policy_loss(
 
 def measure_load(forward: Forward, micro_batches: Sequence[MicroBatch[Any]]) -> ExpertLoad:
     """The load of the experts in passes without gradients, over the micro-batches of a model that has `routers`."""
-    assert forward.routers is not None
-    loads: list[ExpertLoad] = []
-    for micro in micro_batches:
-        counter = LoadCounter(micro, forward.routers)
-        with torch.no_grad():
-            forward.logprobs(micro, on_choice=counter.note)
-        loads.append(counter.load(None))
+    with torch.no_grad():
+        loads = [load_of(forward, micro)[1] for micro in micro_batches]
     return sum(loads[1:], loads[0])
+
+
+def load_of(forward: Forward, micro: MicroBatch[Any]) -> tuple[torch.Tensor, ExpertLoad]:
+    """The log-probabilities [N] of the targets, and the load of the experts in the pass that computes them."""
+    assert forward.routers is not None
+    counter = LoadCounter(micro, forward.routers)
+    logprob_N, _ = forward.logprobs(micro, on_choice=counter.note)
+    return logprob_N, counter.load(None)
 
 
 # Gradients of micro-batches, added up over a batch

@@ -34,9 +34,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix, StateShape
-from turnwise.engines.local.row_cache import RECURRENT_TYPES, RowCache, RowView, probe_layers, unsupported
+from turnwise.engines.local.row_cache import RowCache, RowView, probe_layers, unsupported
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.experts import RouterPass
+from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
 from turnwise.models.precision import (
     Bfloat16Linears,
     autocast,
@@ -199,8 +200,8 @@ def _last_logits(model: PreTrainedModel, tokens_T: np.ndarray, device: torch.dev
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 _ATTENDS = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}
 """The attention of layers that have a state besides."""
-OTHER_TYPES = (*RECURRENT_TYPES, "mlp", "moe")
-"""Layers without a mask: recurrent ones, and those that keep nothing from token to token. Nothing else is known of other types,
+OTHER_TYPES = (*RECURRENT_TYPES, *TYPES_BY_TOKEN)
+"""Layers without a mask. Nothing else is known of other types,
 so they are refused: an attention that selects tokens may agree on the few tokens of the comparison."""
 WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 """Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""

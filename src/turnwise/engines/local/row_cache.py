@@ -35,9 +35,6 @@ _RECURRENT = (
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
 
-RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
-"""Types of layers in a model's config that keep a state."""
-
 
 @dataclass(frozen=True, slots=True)
 class KeptByLayer:

@@ -32,7 +32,6 @@ from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.expert_load import (
     Balance,
     ExpertLoad,
-    LoadCounter,
     recorded_load,
     refuse_aux_loss_without_experts,
 )
@@ -44,7 +43,7 @@ from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.reference import reference_model
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import ShardedModel, complete, like, load_sharded
-from turnwise.training.update import StopFlag, UpdateSums, policy_loss
+from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import (
     CriticSums,
@@ -332,9 +331,8 @@ class ModelShard:
             loads: list[ExpertLoad] = []
 
             def measure(micro: MicroBatch[Any]) -> torch.Tensor:
-                counter = LoadCounter(micro, routers)
-                logprob_N, _ = self._forward.logprobs(micro, on_choice=counter.note)
-                loads.append(counter.load(None))
+                logprob_N, load = load_of(self._forward, micro)
+                loads.append(load)
                 return logprob_N
 
             measure_rounds(self.ranks, mine, rounds, stop, measure)
