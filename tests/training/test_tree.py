@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from support.tiny import tiny_model
 from training.test_batch import group, targets, trajectory
-from training.test_precision import EXPERTS, FULL, SIZES, made
+from training.test_precision import EXPERTS, SIZES, made
+from turnwise.models.loading import use_complete_attention
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.tree import FlatRow, Tree, _TreeMask, shared_prefix
@@ -56,6 +57,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma": lambda: hf.GemmaConfig(**SIZES),
     "gemma2 without soft caps, with windows": lambda: hf.Gemma2Config(
         **SIZES, attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=WINDOW
+    ),
+    "soft caps and windows": lambda: hf.Gemma2Config(
+        **SIZES,
+        attn_logit_softcapping=0.5,
+        final_logit_softcapping=2.0,
+        query_pre_attn_scalar=1,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
     ),
     "gemma3 with windows": lambda: hf.Gemma3TextConfig(**SIZES, sliding_window=WINDOW, layer_types=MIXED),
     "mixtral": lambda: hf.MixtralConfig(**SIZES, **EXPERTS),
@@ -135,6 +144,7 @@ def flat_gradient(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_gradient_of_a_tree_is_that_of_separate_sequences(family: str) -> None:
     model = made(FAMILIES[family]()).double()
+    use_complete_attention(model)  # as a loaded model has it
     model.set_experts_implementation("eager")  # the others do not compute in float64
     trajectories = random_trajectories(1)
     expected = plain_gradient(model, trajectories)
@@ -244,16 +254,25 @@ def test_groups_share_a_system_prompt_and_segments_a_history() -> None:
     assert batch.sequence_tokens == 9 + 12 + 12
 
 
-def test_models_with_attention_in_chunks_or_soft_caps_share_no_prefixes() -> None:
+def test_models_with_attention_in_chunks_share_no_prefixes() -> None:
     chunks = {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
-    for config in (
-        hf.Llama4TextConfig(**SIZES, **chunks),
-        hf.Gemma2Config(**SIZES, attn_logit_softcapping=2.0, layer_types=FULL),
-    ):
-        model = made(config)
-        before = model.config._attn_implementation
-        assert not try_tree_attention(model)
-        assert model.config._attn_implementation == before
+    model = made(hf.Llama4TextConfig(**SIZES, **chunks))
+    before = model.config._attn_implementation
+    assert not try_tree_attention(model)
+    assert model.config._attn_implementation == before
+
+
+def test_soft_caps_change_what_a_tree_computes() -> None:
+    """Otherwise the test of all families would not notice that they are missing."""
+    capped, free = made(FAMILIES["soft caps and windows"]()), made(FAMILIES["soft caps and windows"]())
+    for layer in free.model.layers:
+        layer.self_attn.attn_logit_softcapping = None
+    ids = torch.arange(3, 20)[None]
+    for model in (capped, free):
+        use_complete_attention(model)
+        assert try_tree_attention(model)
+    with torch.no_grad():
+        assert (capped(ids, use_cache=False).logits - free(ids, use_cache=False).logits).abs().max() > 1e-3
 
 
 sequences = st.lists(

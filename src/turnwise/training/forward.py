@@ -362,7 +362,8 @@ class Forward:
 
 _TREE_LAYERS = {"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES, *TYPES_BY_TOKEN}
 """Types of layers that may compute a tree: attention that depends on nothing but the keys and their distance to the query, layers
-with a state, and layers that compute each token by itself."""
+with a state, and layers that compute each token by itself. Not attention in chunks: Llama 4 scales queries of its other layers by
+their place in the row, which is their position in a row of its own only."""
 _PROBE_WINDOW = 3
 """Tokens of a sliding window while the model is tested: less than the length of the test sequences."""
 _PROBE = ((11, 7, 5, 3, 2), (11, 7, 13, 17, 19, 23, 29), (11, 7, 13, 17, 31), (11, 7, 13, 17, 31, 37), (43, 41))
@@ -384,7 +385,7 @@ def shares_prefixes(model: Any, share_prompts: str, *, refusal: str) -> bool:
 def try_tree_attention(model: Any) -> bool:
     """Give a model tree attention if its logits stay the same, which is tested on a small tree. Returns whether it has it.
 
-    A model that does not support it (recurrent layers that do not continue from a state, attention in chunks, soft caps, an
+    A model that does not support it (recurrent layers that do not continue from a state, attention in chunks, an
     attention of its own) is unchanged.
     """
     config = model.config.get_text_config()

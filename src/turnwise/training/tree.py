@@ -161,9 +161,13 @@ class _Bucket:
         mask_N1RK: torch.Tensor | None,
         scaling: float | None,
         sink_H: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
-        """Attention of the runs on an accelerator, [N * R, H, D]."""
+        """Attention of the runs, [N * R, H, D], in operations of torch that have a gradient."""
         query_NHRD, key_NHKD, value_NHKD = self.heads(query_THD, key_THD, value_THD)
+        if softcap is not None:
+            output_NHRD = _with_soft_cap(query_NHRD, key_NHKD, value_NHKD, mask_N1RK, softcap, scaling)
+            return output_NHRD.transpose(1, 2).flatten(0, 1)
         if sink_H is not None:
             output_NHRD = _with_sinks(query_NHRD, key_NHKD, value_NHKD, mask_N1RK, sink_H, scaling)
             return output_NHRD.transpose(1, 2).flatten(0, 1)
@@ -265,9 +269,11 @@ class _TreeMask:
         value_HTD: torch.Tensor,
         scaling: float | None,
         sink_H: torch.Tensor | None = None,
+        softcap: float | None = None,
     ) -> torch.Tensor:
         """Attention of the flat row, [T, H, D]. Keys and values may have fewer heads than the query, and values another size of
-        heads than keys (latent attention). `sink_H` are the heads' sinks: a score of a key without a value."""
+        heads than keys (latent attention). `sink_H` are the heads' sinks: a score of a key without a value. `softcap` bounds the
+        scores."""
         size, width = query_HTD.shape[-1], value_HTD.shape[-1]
         if size != width:  # the kernels take one size: zeros change neither scores nor results
             scaling = size**-0.5 if scaling is None else scaling
@@ -275,15 +281,15 @@ class _TreeMask:
                 F.pad(heads_HTD, (0, max(size, width) - heads_HTD.shape[-1]))
                 for heads_HTD in (query_HTD, key_HTD, value_HTD)
             )
-            return self.attend(query_HTD, key_HTD, value_HTD, scaling, sink_H)[..., :width]
+            return self.attend(query_HTD, key_HTD, value_HTD, scaling, sink_H, softcap)[..., :width]
         query_THD, key_THD, value_THD = (heads_HTD.transpose(0, 1) for heads_HTD in (query_HTD, key_HTD, value_HTD))
-        if query_THD.device.type == "cpu":
+        if query_THD.device.type == "cpu" and softcap is None:
             query_THD, key_THD, value_THD = (
                 heads.to(product_dtype(heads)) for heads in (query_THD, key_THD, value_THD)
             )
             return _GatheredAttention.apply(query_THD, key_THD, value_THD, sink_H, self, scaling)
         results = [
-            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H)
+            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H, softcap)
             for bucket, mask_N1RK in zip(self.tree.buckets, self.masks, strict=True)
         ]
         return torch.cat(results)[self.tree.place_T]
@@ -400,6 +406,31 @@ def _with_sinks(
     return F.scaled_dot_product_attention(query_NHRD, key_NHKD, value_NHKD, attn_mask=bias, scale=scaling)
 
 
+def _with_soft_cap(
+    query_NHRD: torch.Tensor,
+    key_NJKD: torch.Tensor,
+    value_NJKD: torch.Tensor,
+    mask: torch.Tensor | None,
+    softcap: float,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Attention [N, H, R, D] whose scores s are `softcap * tanh(s / softcap)` (Gemma 2). No kernel of torch computes it: all
+    scores are in memory, as in transformers' own.
+
+    `mask` says which keys a token sees (bool), or is a summand of the scores; None: attention is causal.
+    """
+    (_, heads, rows, size), keys = query_NHRD.shape, key_NJKD.shape[2]
+    key_NHKD, value_NHKD = (
+        tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key_NJKD, value_NJKD)
+    )
+    if mask is None:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query_NHRD.device).tril(keys - rows)
+    scores_NHRK = query_NHRD @ key_NHKD.transpose(2, 3) * (size**-0.5 if scaling is None else scaling)
+    scores_NHRK = (scores_NHRK / softcap).tanh() * softcap
+    scores_NHRK = scores_NHRK.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores_NHRK + mask
+    return scores_NHRK.softmax(dim=-1, dtype=torch.float32).to(query_NHRD.dtype) @ value_NHKD
+
+
 _current_tree: ContextVar[Tree | None] = ContextVar("tree", default=None)
 
 
@@ -436,18 +467,22 @@ def _attention(
     attention_mask: torch.Tensor | _TreeMask | None,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
     **others: Any,  # transformers' own protocol; `s_aux` are sinks
 ) -> tuple[torch.Tensor, None]:
     if not isinstance(attention_mask, _TreeMask):
         if _current_tree.get() is not None:
             raise TypeError("the model does not pass its attention mask on to the attention function")
+        if softcap is not None:
+            output_NHRD = _with_soft_cap(query, key, value, attention_mask, softcap, scaling)
+            return output_NHRD.transpose(1, 2).contiguous(), None
         if s_aux is not None:
             output_NHRD = _with_sinks(query, key, value, attention_mask, s_aux, scaling)
             return output_NHRD.transpose(1, 2).contiguous(), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     if ignored := unsupported(others, known=("dropout", "is_causal")):
         raise TypeError(f"tree attention does not compute {', '.join(ignored)}")
-    return attention_mask.attend(query[0], key[0], value[0], scaling, s_aux).unsqueeze(0), None
+    return attention_mask.attend(query[0], key[0], value[0], scaling, s_aux, softcap).unsqueeze(0), None
 
 
 def _mask(*arguments: Any, local_size: int | None = None, **options: Any) -> torch.Tensor | _TreeMask | None:

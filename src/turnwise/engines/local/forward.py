@@ -205,8 +205,8 @@ OTHER_TYPES = (*RECURRENT_TYPES, *TYPES_BY_TOKEN)
 so they are refused: an attention that selects tokens may agree on the few tokens of the comparison."""
 WITH_4D_MASK = ("sdpa", "eager", "turnwise_tree")
 """Attention implementations that take a mask of four dimensions; turnwise_tree is the trainer's, and is sdpa here."""
-_BEYOND_SDPA = {"turnwise_tree": {"s_aux"}}
-"""What an implementation computes and sdpa ignores: attention sinks."""
+_BEYOND_SDPA = {"turnwise_tree": {"s_aux", "softcap"}}
+"""What an implementation computes and sdpa ignores: attention sinks, soft caps."""
 
 
 class GenericForward:
