@@ -287,7 +287,8 @@ class Segment:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     """Log-probability of the token when it was sampled; 0 for tokens that the model did not sample."""
     turn: array[int] = field(default_factory=lambda: array("i"))
-    """Index of the turn that sampled the token, or -1. The loss mask *is* `turn >= 0`."""
+    """Index of the turn that sampled the token, or -1. Trained on are the tokens with `turn >= 0` of turns with a
+    `Turn.weight` above 0."""
     version: array[int] = field(default_factory=lambda: array("i"))
     """Version of the weights that sampled the token, or -1."""
     media: list[Media] = field(default_factory=list)

@@ -9,9 +9,9 @@ import pytest
 
 from support import CHATML, byte_tokenizer
 from support.conversations import call, hold, scripted, spoken
-from turnwise.chat.message_format import with_short_ids
 from turnwise.chat.probes import LONGEST_TEXT, TEXTS, PriorConversation, cached_by_content
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.template import with_short_ids
 from turnwise.chat.tool_calls import by_name
 from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario
 from turnwise.engines.scripted import ScriptedEngine

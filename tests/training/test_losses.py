@@ -232,7 +232,7 @@ def test_decoupled_ratios_compare_with_the_proximal_policy_and_are_weighted() ->
     proximal, factor = values["behaviour"] + 0.3, torch.linspace(0.5, 1.5, len(values["turn"]), dtype=torch.float64)
     logprob = proximal.clone().requires_grad_(True)
     targets = targets_of(
-        values, weights(LossSection()), proximal_logprob_N=proximal, correction_N=factor, decoupled=True
+        values, weights(LossSection()), proximal_logprob_N=proximal, correction_N=factor, old_is_proximal=True
     )
     make_loss(PpoClip(), CorrectionSection(action="truncate"))(logprob, targets).loss_N.sum().backward()
     torch.testing.assert_close(logprob.grad, -factor * values["advantage"])  # the ratio to the proximal policy is 1

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.chat.message_format import MessageFormat
 from turnwise.chat.probes import PLACEHOLDER, QUESTION, PriorConversation, assistant_message, probe_call, probe_word
 from turnwise.chat.reasoning import ReasoningFormat
-from turnwise.chat.template import Template
+from turnwise.chat.template import MessageFormat, Template
 from turnwise.chat.text_encoder import decode
 from turnwise.chat.tool_calls import FromResponseTemplate, ToolFormat, by_name, find_format
 from turnwise.chat.turn_format import ParsedTurn, TurnFormat, find_turn_format, template_message

@@ -69,7 +69,7 @@ def _loss(config: Config) -> list[Any]:
         behaviour_logprob_N=torch.tensor([-1.0, -1.0, -1.0, -1.0, -3.0, -1.0, -1.0, -1.0, -3.5]),
         known_N=torch.ones_like(sequence_N, dtype=torch.bool),
         proximal_logprob_N=torch.tensor([-0.6, -5.0, -1.0, -1.0, -2.7, -1.7, -1.0, -1.2, -1.0]),
-        decoupled=loss.corrects and config.correction.decoupled,
+        old_is_proximal=loss.corrects and config.correction.decoupled,
         advantage_N=torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, -0.5, -0.5, -0.5, -0.5]),
         weight_N=torch.tensor(shares)[sequence_N],
     )

@@ -665,14 +665,6 @@ def _check_messages(messages: Sequence[Message]) -> None:
             raise ValueError(f"a message with the role {message['role']!r} cannot be encoded: {problem}")
 
 
-def turn_seed(seed: int, index: int) -> int:
-    """The seed of a turn's random stream: the finaliser of splitmix64."""
-    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return (value ^ (value >> 31)) & 0x7FFFFFFFFFFFFFFF
-
-
 def _half_character(value: Any) -> str | None:
     """`half_character`, which is imported where a value is checked: `import turnwise` for an environment needs no YAML."""
     from turnwise.json_yaml import half_character

@@ -80,6 +80,15 @@ RunnerFactory = Callable[["ConversationContext"], Runner]
 """Makes the runner of the conversations that share a context."""
 
 
+def turn_seed(seed: int, index: int) -> int:
+    """The seed of a turn's random stream, from the seed of its trajectory (`Trajectory.seed`, a hash of the run's seed and the
+    trajectory's id): the finaliser of splitmix64. The engine draws the turn's tokens from this stream, one number each."""
+    value = (seed + (index + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return (value ^ (value >> 31)) & 0x7FFFFFFFFFFFFFFF
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationContext:
     """What a conversation needs besides its row and a model: environment factory, sampling and limits.

@@ -32,9 +32,9 @@ from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.chat.turn_format import ParsedTurn
 from turnwise.engines.engine import longest_sequence
-from turnwise.environments.environment import annotate_turns, check_opening, presentable, turn_seed
+from turnwise.environments.environment import annotate_turns, check_opening, presentable
 from turnwise.errors import Failed, boundary
-from turnwise.rollout.context import RolloutContext
+from turnwise.rollout.context import RolloutContext, turn_seed
 from turnwise.types import (
     Completion,
     EarlierHistory,
@@ -62,8 +62,7 @@ from turnwise.types import (
 class SegmentHistory:
     """One segment and its messages, all roles.
 
-    The messages include those of earlier segments that this segment's prompt repeats. `encode_next` says which tokens come
-    next; nothing is appended to the segment here.
+    The messages include those of earlier segments that this segment's prompt repeats. Nothing is appended to the segment here.
     """
 
     def __init__(self, context: RolloutContext) -> None:

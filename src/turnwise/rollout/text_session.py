@@ -17,9 +17,9 @@ from typing import Any
 from turnwise.chat.media_parts import has_media, without_media
 from turnwise.chat.tool_calls.parsing import MalformedCall, arguments_of, assign_ids, malformed_call, well_formed_call
 from turnwise.chat.turn_format import call_field
-from turnwise.environments.environment import annotate_turns, check_opening, presentable, turn_seed
+from turnwise.environments.environment import annotate_turns, check_opening, presentable
 from turnwise.errors import Failed, boundary
-from turnwise.rollout.context import TextContext
+from turnwise.rollout.context import TextContext, turn_seed
 from turnwise.services.chat import ChatAnswer, ContextFullError
 from turnwise.types import Failure, Message, Opening, Reply, SamplingChange, Stop, ToolCall, Trajectory, Turn
 

@@ -3,8 +3,10 @@
 A policy loss is a pure function `(logprob_N, targets, options) -> LossTerms`. To add one, write the section of its options, and
 the function with its line in `LOSSES`.
 In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
-gradient. `old_logprob` is that of the policy that sampled, or with rollout correction that of the weights before the update.
-Invariant: the ratio of the tokens that the present weights sampled is 1 before the first optimizer step (`with_own_ratios`).
+gradient. `old_logprob` is the engine's log-probability of the token (`behaviour_logprob_N`), or the trainer's own before the
+first optimizer step (`proximal_logprob_N`): with rollout correction, and for the tokens that the present weights sampled
+(`with_own_ratios`). Invariant: the ratio of the latter is 1 before the first optimizer step, so in an update on its own samples
+with one optimizer step the engine's log-probabilities do not enter the loss.
 
 Knows columns with an entry for each of the N target tokens of a micro-batch. Does not know packing, models or ranks. How tokens
 are averaged is decided by the batch (`Targets.weight_N`), not here. Each function names its paper; the estimators of the KL
@@ -55,7 +57,7 @@ class Targets:
     """Log-probability of the token under the weights before the first optimizer step. None if nothing needs it."""
     correction_N: torch.Tensor | None = None
     """Factor of the token's policy loss (rollout correction). None: 1."""
-    decoupled: bool = False
+    old_is_proximal: bool = False
     """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
     first_step: bool = False
     """Whether the pass is that before the first optimizer step, without rollout correction: where the present weights have
@@ -71,7 +73,7 @@ class Targets:
         """The log-probabilities in the denominator of the loss's probability ratios."""
         return (
             self.proximal_logprob_N
-            if self.decoupled and self.proximal_logprob_N is not None
+            if self.old_is_proximal and self.proximal_logprob_N is not None
             else self.behaviour_logprob_N
         )
 
@@ -270,7 +272,7 @@ def with_own_ratios(targets: Targets, logprob_N: torch.Tensor) -> Targets:
     clipped.
     """
     own_N = torch.where(fresh_tokens(targets), logprob_N.detach(), targets.behaviour_logprob_N)
-    return replace(targets, proximal_logprob_N=own_N, decoupled=True)
+    return replace(targets, proximal_logprob_N=own_N, old_is_proximal=True)
 
 
 def _ratio(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:

@@ -5,6 +5,10 @@ learner in one process computes all micro-batches itself; a sharded learner shar
 compute several micro-batches at a time. Long computations run in a thread, so that the event loop can run conversations and
 react to signals.
 
+In one process, an update passes through `LearnerBase.update` here, `LocalLearner.accumulate`, `Gradients` here,
+`LocalLearner._loss_of`, and `policy_loss` here: the order of passes, the threads and the sums are in this file, and the model in
+the other.
+
 Invariant: if the asyncio task that waits is cancelled before the first optimizer step, the thread ends after its present
 micro-batch, and the weights are those of the last finished training step; later, the training step is finished first. Knows
 losses, targets and the parameters of an optimizer. Does not know models, devices or ranks.
@@ -365,7 +369,7 @@ def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss
     own_N = logprob_N.to(reported_N.device, reported_N.dtype)
     filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
     if loss.corrects:
-        filled = replace(filled, proximal_logprob_N=own_N, decoupled=loss.correction.decoupled)
+        filled = replace(filled, proximal_logprob_N=own_N, old_is_proximal=loss.correction.decoupled)
     return replace(micro, targets=filled)
 
 
