@@ -289,12 +289,12 @@ def test_a_server_that_dies_gets_the_present_weights_by_a_new_group(served: Serv
     converse(served)
 
 
-# A rollout server with a real vLLM server behind it: conversations, all weights or an adapter in flight, and
+# A rollout server with a real server behind it: conversations, all weights or an adapter in flight, and
 # versions.
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("engine", ["vllm", "vllm lora", "sglang"])
+@pytest.mark.parametrize("engine", ["sglang", "vllm lora"])  # all weights, and an adapter
 def test_training_with_a_rollout_server(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer's forward pass gives the log-probabilities of the server's tokens, with the weights of their version."""
     monkeypatch.setenv("TURNWISE_SERVER_TOKEN", TOKEN)

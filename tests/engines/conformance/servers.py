@@ -26,7 +26,7 @@ from turnwise.models.lora import save_adapter
 from turnwise.options.schema import Config
 from turnwise.types import LogprobKind
 
-SLOW = "while kill -STOP $0; do sleep 0.2; kill -CONT $0; sleep 0.005; done"
+SLOW = "while kill -STOP $0; do sleep 0.1; kill -CONT $0; sleep 0.01; done"
 """Stops a process and lets it run by turns, until it ends. In a pause vLLM's HTTP process, which needs longer for a token than
 the model, answers the requests that wait."""
 
@@ -82,8 +82,8 @@ class Server(Subject):
             return self._build(options, output="other")
 
     def _give_way(self) -> None:
-        """Let this process go first. vLLM's two processes that wait for each other busily have taken two cores for seconds (Linux
-        6.18), in which no test could do anything to the requests that ran."""
+        """Let this process go first: processes of servers that compute have taken two cores for seconds (Linux 6.18), in which no
+        test could do anything to the requests that ran."""
         with suppress(OSError):  # no automatic groups of processes, or not Linux
             Path(f"/proc/{self.process.pid}/autogroup").write_text("10", encoding="ascii")
 
@@ -101,7 +101,7 @@ class Server(Subject):
 
     @contextmanager
     def slowed(self) -> Iterator[None]:
-        """Let the model run for a fortieth of the time. The process that answers HTTP requests is as fast as before."""
+        """Let the model run for a tenth of the time. The process that answers HTTP requests is as fast as before."""
         pid = str(self._worker_pid())
         # a process, and not a thread: the answers that this process reads would delay it
         slow = subprocess.Popen(["sh", "-c", SLOW, pid], stderr=subprocess.DEVNULL)
@@ -153,7 +153,7 @@ class Vllm(Server):
     """vLLM on the CPU, without compilation, which would take longer than the cases."""
 
     name = "vllm"
-    worker = "VLLM::Worker"
+    worker = "VLLM::EngineCore"
     claims = Claims(logprob_kind=LogprobKind.SAMPLED, greedy_is_certain=False, cache_block=32, processes=True)
     arguments = ("--enforce-eager",)
 

@@ -88,6 +88,7 @@ def test_a_prompt_that_is_longer_than_the_memory_fails_alone(small: Server) -> N
 
 
 @pytest.mark.engines
+@pytest.mark.parametrize("small", [SmallVllm], indirect=True, ids=["vllm"])  # the limits of answers know no engine
 def test_a_server_that_hangs_is_started_again_and_its_requests_go_on(small: Server) -> None:
     limits = small.server.limits
     requests = [small.request(prompt(40, seed), max_tokens=300) for seed in (3, 4, 5)]

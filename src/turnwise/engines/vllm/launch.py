@@ -14,6 +14,9 @@ from turnwise.options.engines import VllmEngineSection
 HEALTH = "/health"
 _LEAST_BATCH = 4096
 """Tokens that a step on the CPU computes at most."""
+_MODEL_IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""By its name `uni`, vLLM takes another one on a CPU: a third process, which imports vLLM again for 12 seconds of CPU time, and
+for which the second waits busily with each token."""
 _EXTENSION = "turnwise.engines.vllm.worker.WeightReceiver"
 
 
@@ -63,7 +66,7 @@ def engine_arguments(options: VllmEngineSection, served: ServedModel) -> list[st
         # blocks of 128 tokens, the default on CPUs, find no common prefix in short prompts
         arguments += ["--block-size", "32"]
         if options.tensor_parallel == 1:
-            arguments += ["--distributed-executor-backend", "uni"]
+            arguments += ["--distributed-executor-backend", _MODEL_IN_ENGINE]
         # with parts of prompts, vLLM's engine dies on a CPU: it rewinds the seeded random numbers, which CPUs cannot do
         tokens = max(_LEAST_BATCH, served.context or 0)
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
