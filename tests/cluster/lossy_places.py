@@ -55,17 +55,6 @@ async def blocks_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, 
 
 
 @environment
-async def kills_its_server_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
-    """In the second turn of the first conversation, the engine's server that this process has started is killed. Once."""
-    yield Opening(messages=row.messages)
-    if _first(folder, "killed"):
-        for group in _started_servers():
-            os.killpg(group, signal.SIGKILL)
-    turn = yield user_message("And?")
-    yield Reply(reward=len(turn.text), done=True)
-
-
-@environment
 async def kills_one_of_its_servers_once(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
     """In the second turn of the first conversation, one of the servers that this process has started is killed. Once. The
     conversation then notes whether that server answers."""

@@ -37,7 +37,8 @@ from turnwise.models.loading import published_weights, token_logprobs
 from turnwise.ray_workers.rollouts import RayRollouts
 from turnwise.types import Request, Sampling
 
-# Rollout workers on Ray whose engines are real vLLM servers: started by the worker, and given by their address.
+# Rollout workers on Ray whose engines are real servers: started by the worker, and given by their address. What differs
+# between the engines is tested without Ray (tests/engines): here, each test has one of them.
 
 
 engines_mark = pytest.mark.skipif(
@@ -55,7 +56,7 @@ OPTIONS = ["--enforce-eager", "--max-model-len", "512"]
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with cluster({"engines": 1}) as started:
+    with cluster({"engines": 2}) as started:
         yield started.address
 
 
@@ -102,15 +103,21 @@ def assert_complete(trajectories: list[dict[str, Any]], metrics: list[dict[str, 
 @pytest.mark.ray
 @pytest.mark.engines
 @engines_mark
-def test_a_killed_server_of_a_worker_is_started_again_and_its_conversations_go_on(
+def test_conversations_go_on_with_the_other_server_of_their_worker_until_a_killed_one_is_started_again(
     recipe: Path, tmp_path: Path, address: str
 ) -> None:
-    lossy = overrides(address, "kills_its_server_once", tmp_path)
-    trajectories, metrics = trained(recipe, tmp_path / "run", *lossy)
-    assert_complete(trajectories, metrics)
+    killing = [*overrides(address, "kills_one_of_its_servers_once", tmp_path), "engine.replicas=2"]
+    trajectories, metrics = trained(recipe, tmp_path / "run", *killing)
+    assert_complete(
+        trajectories, metrics
+    )  # tokens of both servers are of the trainer's weights, in the second step, too
     assert sum(line["workers/lost"] for line in metrics) == 0
-    (log,) = (tmp_path / "run").glob("**/engine/vllm-0.log")
-    assert log.read_text(encoding="utf-8", errors="replace").count("[turnwise] starting the server") == 2
+    answers = [turn["info"]["answers"] for line in trajectories for turn in line["turns"] if "answers" in turn["info"]]
+    assert answers == [False]  # the next turn was sampled before the killed server was there again
+    logs = [
+        file.read_text(encoding="utf-8", errors="replace") for file in (tmp_path / "run").glob("**/engine/vllm-?.log")
+    ]
+    assert sorted(log.count("[turnwise] starting the server") for log in logs) == [1, 2]
 
 
 @pytest.fixture
@@ -124,6 +131,7 @@ def server(tmp_path: Path) -> Iterator[str]:
         *("--generation-config", "vllm", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),
         *("--worker-extension-cls", "turnwise.engines.vllm.worker.WeightReceiver"),
         *("--kv-cache-memory-bytes", str(100 << 20), "--max-num-seqs", "8", *OPTIONS),
+        *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
     ]
     environment = {**os.environ, **server_environment("")}
     del environment["VLLM_API_KEY"]
@@ -168,77 +176,32 @@ def test_the_server_of_a_killed_worker_takes_its_replacement_at_once(
     assert sum(line["workers/restarted_conversations"] for line in metrics) >= 1
 
 
-# Rollout workers with several servers of vLLM or SGLang, asynchronous training with them, and probes of their
-# weights.
-
-
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
-def engine(request: pytest.FixtureRequest) -> str:
-    if not engine_env.is_complete(request.param):
-        pytest.skip(f"no environment of {request.param}: `make test-engines` makes it")
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def replicas_address() -> Iterator[str]:
-    with cluster({"engines": 2}) as started:
-        yield started.address
-
-
-@pytest.fixture
-def replicas_recipe(engine: str, replicas_address: str, tmp_path: Path) -> Path:
-    arguments = ["--enforce-eager"] if engine == "vllm" else []
-    servers = {"name": engine, "python": str(engine_env.python(engine)), "memory_gb": 0.1, "arguments": arguments}
-    workers = {"resources": {"engines": 1}, "start_timeout": 900}
-    return save_recipe(
-        tmp_path,
-        MODEL,
-        data={"train": str(save_rows(tmp_path / "train.jsonl", 4))},
-        limits={"turns": 2, "tokens_per_turn": 64, "context": 512},
-        train={"steps": 1, "batch_size": 2, "group_size": 4, "lr": 1e-3},
-        engine={**servers, "start_timeout": 900},
-        max_concurrent=8,
-        checkpoint={"every": 100},
-        cluster={"launcher": "ray", "address": replicas_address, "workers": workers},
-    )
+# Asynchronous training with several workers that have a server each, and probes of the weights of their servers.
 
 
 @pytest.mark.cluster
 @pytest.mark.ray
 @pytest.mark.engines
-def test_conversations_go_on_with_the_other_server_of_their_worker(
-    replicas_recipe: Path, tmp_path: Path, engine: str
-) -> None:
-    killing = ["model.device=cpu", f"environment.use={PLACES}:kills_one_of_its_servers_once"]
-    killing += [f"environment.arguments={{folder: {tmp_path}}}", "engine.replicas=2"]
-    trajectories, metrics = trained(replicas_recipe, tmp_path / "run", *killing)
-    assert len({line["id"] for line in trajectories}) == 8
-    assert not [line["error"] for line in trajectories if line.get("error")]
-    assert metrics[0]["ratio/max_deviation"] < 1e-4  # tokens of both servers are of the trainer's weights
-    assert metrics[0]["workers/lost"] == 0
-    answers = [turn["info"]["answers"] for line in trajectories for turn in line["turns"] if "answers" in turn["info"]]
-    assert answers == [False]  # the next turn was sampled before the killed server was there again
-    logs = [file.read_text(encoding="utf-8", errors="replace") for file in (tmp_path / "run").rglob(f"{engine}-?.log")]
-    assert sorted(log.count("[turnwise] starting the server") for log in logs) == [1, 2]
-
-
-@pytest.mark.cluster
-@pytest.mark.ray
-@pytest.mark.engines
+@pytest.mark.skipif(
+    not engine_env.is_complete("sglang"), reason="no environment of SGLang: `make test-engines` makes it"
+)
 def test_conversations_go_on_under_new_weights_with_versions_for_each_token(
-    replicas_recipe: Path, tmp_path: Path, engine: str
+    recipe: Path, tmp_path: Path, address: str
 ) -> None:
     """Two workers. The log-probabilities of tokens are those of the weights of their version, which the checkpoints have."""
     steps = 5
     words = [
         "model.device=cpu",
+        f"cluster.address={address}",
+        f"engine={{name: sglang, python: {engine_env.python('sglang')}, memory_gb: 0.1, start_timeout: 900}}",
         f"environment.use={PLACES}:one_after_the_other",
         "environment.arguments={turns: 3}",
         "limits.turns=3",
+        "cluster.workers.start_timeout=900",
     ]
     words += ["cluster.workers.count=2", "train.max_staleness=2", f"train.steps={steps}", "limits.tokens_per_turn=120"]
     words += ["checkpoint.every=1", f"checkpoint.keep={steps}", "train.group_size=2"]
-    trajectories, _ = trained(replicas_recipe, tmp_path / "run", *words)
+    trajectories, _ = trained(recipe, tmp_path / "run", *words)
     assert Counter(line["step"] for line in trajectories) == {step + 1: 4 for step in range(steps)}
     assert not [line["error"] for line in trajectories if line.get("error")]
     models = {0: AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)}
@@ -253,9 +216,8 @@ def test_conversations_go_on_under_new_weights_with_versions_for_each_token(
             assert all(0 <= line["step"] - 1 - version <= 2 for version in versions)
             changed += len(set(versions)) > 1
             later += versions[0] > 0
-            # vLLM keeps what it has computed with the old weights: there, only the first version is exact
-            exact = set(versions) if engine == "sglang" else {versions[0]}
-            assert_sampled_by(models, segment, exact)
+            # all of them: SGLang computes the tokens before an update again with the new weights
+            assert_sampled_by(models, segment, set(versions))
     assert changed > 0
     assert later > 0
 
@@ -272,10 +234,11 @@ def assert_sampled_by(models: dict[int, Any], segment: dict[str, Any], versions:
 @pytest.mark.cluster
 @pytest.mark.ray
 @pytest.mark.engines
+@engines_mark
 def test_servers_with_other_log_probabilities_than_the_trainer_get_the_previous_weights(
-    replicas_recipe: Path, engine: str
+    recipe: Path, address: str
 ) -> None:
-    config = load(replicas_recipe, ["model.device=cpu"])[0]
+    config = load(recipe, ["model.device=cpu", f"cluster.address={address}"])[0]
     rollouts = assembly.runner(config, assembly.renderer(config), updated=True)
     assert isinstance(rollouts, RayRollouts)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
