@@ -1,4 +1,4 @@
-"""The program of each rank in test_sharded.py: rank 0 compares the critic on all ranks with a critic in one process."""
+"""For test_sharded.py, by programs.py: rank 0 compares the critic on all ranks with a critic in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from cluster.ending import end_rank
 from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelSource, load_model
@@ -172,8 +171,3 @@ def main() -> None:
         }
     OUT.write_text(json.dumps(results))
     learner.close()
-
-
-if __name__ == "__main__":
-    main()
-    end_rank()

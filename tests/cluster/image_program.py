@@ -1,4 +1,4 @@
-"""The program of each rank in test_sharded.py: an update on conversations with and without images, on all ranks and in one
+"""For test_sharded.py, by programs.py: an update on conversations with and without images, on all ranks and in one
 process. Arguments: the model's directory, the file of the results."""
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from cluster.ending import end_rank
 from cluster.tensors import difference
 from support.vision import vision_model, vision_tokenizer
 from training.test_vision import held, trajectory
@@ -98,8 +97,3 @@ def main() -> None:
     Path(sys.argv[2]).write_text(json.dumps(results))
     assert learner is not None
     learner.close()
-
-
-if __name__ == "__main__":
-    main()
-    end_rank()

@@ -1,4 +1,4 @@
-"""The program of each rank in test_sharded.py: rank 0 runs cases on all ranks and in one process, and writes results."""
+"""For test_sharded.py, by programs.py: rank 0 runs cases on all ranks and in one process, and writes results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from cluster.ending import end_rank
 from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelSource
@@ -245,8 +244,3 @@ def main() -> None:
         results["from_other_ranks"] = from_other_ranks(ranks, READ)
     OUT.write_text(json.dumps(results))
     ShardedLearner(ranks, options_of(Case())).close()
-
-
-if __name__ == "__main__":
-    main()
-    end_rank()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,25 +55,43 @@ ROUNDED = ["bfloat16", "mixed"]
 ON_ONE_RANK = ["ppo_clip", "lora_reference"]
 
 
-def run_ranks(size: int, model: Path, out: Path, written: Path | str, read: Path | str, *cases: str) -> dict[str, Any]:
-    """The results of rank_program.py on `size` ranks."""
-    program = [str(TESTS / "cluster" / "rank_program.py"), str(model), str(out), str(written), str(read), *cases]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *program]
+def run_ranks(size: int, *programs: Sequence[Path | str]) -> None:
+    """Run programs of this folder on `size` ranks."""
+    words = json.dumps([[str(word) for word in program] for program in programs])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     source = TESTS.parent / "src"
     environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    command = [*launcher, str(TESTS / "cluster" / "programs.py"), words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The results of one rank, of two ranks, and of one rank that goes on with what two ranks saved."""
-    folder = tmp_path_factory.mktemp("ranks")
+def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The results of all programs by the names of their files: of one rank, of two ranks, and of one rank that goes on with what
+    two ranks saved."""
+    out = tmp_path_factory.mktemp("ranks")
     mixture("qwen3_moe").save_pretrained(model.parent / "experts")
-    one = run_ranks(1, model, folder / "1.json", folder / "of-1", "-", *ON_ONE_RANK)
-    two = run_ranks(2, model, folder / "2.json", folder / "of-2", folder / "of-1", *EXACT, *ROUNDED)
-    return {"one": one, "two": two, "again": run_ranks(1, model, folder / "3.json", "-", folder / "of-2")}
+    head = save_head(model, out / "head")
+    vision = save_vision_model(out / "vision")
+    run_ranks(1, ["rank_program", model, out / "one.json", out / "of-1", "-", *ON_ONE_RANK])
+    run_ranks(
+        2,
+        ["rank_program", model, out / "two.json", out / "of-2", out / "of-1", *EXACT, *ROUNDED],
+        ["critic_program", model, head, out / "two-critics.json", out / "critic", "-", *CRITIC_EXACT, "bfloat16"],
+        ["image_program", vision, out / "images.json"],
+    )
+    run_ranks(
+        1,
+        ["rank_program", model, out / "again.json", "-", out / "of-2"],
+        ["critic_program", model, head, out / "one-critic.json", "-", out / "critic"],
+    )
+    return {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
+
+
+@pytest.fixture(scope="module")
+def results(of_all_programs: dict[str, Any]) -> dict[str, Any]:
+    return {name: of_all_programs[name] for name in ("one", "two", "again")}
 
 
 @pytest.mark.cluster
@@ -148,36 +167,19 @@ def test_micro_batches_are_shared_out_in_the_fewest_rounds(
 CRITIC_EXACT = ["all weights", "lora", "clip", "one micro-batch"]
 
 
-@pytest.fixture(scope="module")
-def critic_results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of two ranks, and of one rank that goes on with what two ranks saved."""
-    folder = tmp_path_factory.mktemp("critic")
+def save_head(model: Path, folder: Path) -> Path:
+    """The head of a critic, with values that differ."""
     generator = torch.Generator().manual_seed(1)
     width = AutoConfig.from_pretrained(model).hidden_size
-    (folder / "head").mkdir()
+    folder.mkdir()
     head = {"weight": torch.randn((1, width), generator=generator) * 0.3, "bias": torch.tensor([0.25])}
-    save_file(head, folder / "head" / "value_head.safetensors")
+    save_file(head, folder / "value_head.safetensors")
+    return folder
 
-    def run(size: int, name: str, written: Path | str, read: Path | str, *cases: str) -> Any:
-        program = [
-            TESTS / "cluster" / "critic_program.py",
-            model,
-            folder / "head",
-            folder / name,
-            written,
-            read,
-            *cases,
-        ]
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-        source = TESTS.parent / "src"
-        environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
-        command = [*launcher, *(str(word) for word in program)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stderr[-6000:]
-        return json.loads((folder / name).read_text())
 
-    two = run(2, "two.json", folder / "of-2", "-", *CRITIC_EXACT, "bfloat16")
-    return {"two": two, "one": run(1, "one.json", "-", folder / "of-2")}
+@pytest.fixture(scope="module")
+def critic_results(of_all_programs: dict[str, Any]) -> dict[str, Any]:
+    return {"two": of_all_programs["two-critics"], "one": of_all_programs["one-critic"]}
 
 
 @pytest.mark.cluster
@@ -217,18 +219,8 @@ def test_two_ranks_one_rank_and_one_process_go_on_with_each_others_critic(
 
 
 @pytest.fixture(scope="module")
-def images_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("images")
-    path = save_vision_model(folder / "model")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(TESTS / "cluster" / "image_program.py"), str(path), str(folder / "results.json")]
-    source = TESTS.parent / "src"
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, *program], env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return json.loads((folder / "results.json").read_text())
+def images_results(of_all_programs: dict[str, Any]) -> dict[str, Any]:
+    return of_all_programs["images"]
 
 
 @pytest.mark.cluster
