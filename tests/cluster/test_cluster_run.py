@@ -99,14 +99,6 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> 
         time.sleep(0.05)
 
 
-def test_torchrun_gives_the_metrics_of_one_process(recipe: Path, tmp_path: Path, in_one_process: Path) -> None:
-    output = run(recipe, f"output={tmp_path / 'run'}", "cluster=torchrun", torchrun=True)
-    assert len(metrics(tmp_path / "run")) == 3
-    assert compared(tmp_path / "run", 3) == pytest.approx(compared(in_one_process, 3), abs=1e-5, rel=1e-4)
-    assert "step 3" in output
-    assert (tmp_path / "run" / "checkpoint" / "model.safetensors").is_file()
-
-
 def test_a_killed_rank_is_named_and_the_run_resumes_in_one_process(
     recipe: Path, tmp_path: Path, in_one_process: Path
 ) -> None:
@@ -161,7 +153,9 @@ def test_a_critic_on_two_ranks_has_the_metrics_of_one_process_and_goes_on_there(
         assert of_two == pytest.approx(of_one, abs=1e-4, rel=1e-3)
 
 
-def test_torchrun_starts_ranks_again_after_a_loss(recipe: Path, tmp_path: Path, in_one_process: Path) -> None:
+def test_torchrun_gives_the_metrics_of_one_process_and_starts_ranks_again_after_a_loss(
+    recipe: Path, tmp_path: Path, in_one_process: Path
+) -> None:
     folder = tmp_path / "run"
     words = ["cluster=torchrun", "resume=auto", "train.steps=8"]
     process = start(recipe, f"output={folder}", *words, torchrun=True, restarts=1)
@@ -170,6 +164,9 @@ def test_torchrun_starts_ranks_again_after_a_loss(recipe: Path, tmp_path: Path, 
     output = finish(process)
     assert process.returncode == 0, output
     assert "resuming after step" in output
+    assert "step 8" in output
+    assert (folder / "checkpoint" / "model.safetensors").is_file()
+    assert len(metrics(folder)) == 8
     assert compared(folder, 8) == pytest.approx(compared(in_one_process, 8), abs=1e-5, rel=1e-4)
 
 
