@@ -19,7 +19,8 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.md")]
 NAMED = re.compile(r"turnwise\[([^\]{}]+)\]")
 LIBRARIES = {
-    "8bit": "bitsandbytes", "completion": "argcomplete", "data": "datasets", "gguf": "gguf", "gym": "gymnasium",
+    "4bit": "bitsandbytes", "8bit": "bitsandbytes",
+    "completion": "argcomplete", "data": "datasets", "gguf": "gguf", "gym": "gymnasium",
     "http": "aiohttp",
     "hybrid": "flash-linear-attention",
     "lora": "peft", "math": "math-verify", "mcp": "mcp", "mlflow": "mlflow-skinny", "pandas": "pandas",

@@ -53,6 +53,7 @@ _THREADS = "environments/test_environment.py::test_a_recipe_asks_for_threads"
 _RANKS = "cluster/test_cluster_run.py::test_"
 _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
 _WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
+_QUANTIZED = "training/test_quantization.py::test_"
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
     **{
@@ -63,6 +64,11 @@ TESTED: Mapping[str, str] = {
     **{f"trace.{name}": f"{_LOGGED}traces_in_a_file" for name in ("backend", "conversations")},
     "trace.project": f"{_LOGGED}spans_reach_an_opentelemetry_collector",
     **{f"model.{name}": _LEARNT for name in ("dtype", "autocast")},
+    "model.quantization.bits": f"{_QUANTIZED}products_use_the_weights_in_4_bits_and_only_the_adapter_is_trained",
+    **{
+        f"model.quantization.{name}": f"{_QUANTIZED}how_weights_are_quantized_changes_them"
+        for name in ("type", "double")
+    },
     "model.gguf_file": "training/test_gguf.py::test_a_gguf_file_is_dequantized_once_and_trained_and_saved_as_safetensors",
     "model.router_replay": "training/test_experts.py::test_a_run_records_experts_and_uses_them_again",
     "loss.router_aux_loss_coef": "training/test_experts.py::test_steps_on_the_loss_balance_the_experts",

@@ -10,6 +10,7 @@ from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.lora import adapter_base
+from turnwise.models.quantization import saved_quantization
 
 # the command
 
@@ -35,7 +36,12 @@ def register_merge(parser: argparse.ArgumentParser) -> None:
 def _run_merge(options: argparse.Namespace, context: Context) -> int:
 
     adapter = write_merged(options.run, options.out, dtype=options.dtype)
-    print_lines(context.console, [f"the model with the adapter {adapter} is in {options.out}"])
+    lines = [f"the model with the adapter {adapter} is in {options.out}"]
+    if saved_quantization(adapter) is not None:
+        lines.append(
+            "the adapter was trained on weights in 4 bits, and is added to these weights, dequantized (docs/memory.md)"
+        )
+    print_lines(context.console, lines)
     return 0
 
 

@@ -85,6 +85,9 @@ CALLED: dict[str, tuple[str, ...]] = {
     "model.lora.target_modules": ("target_modules", "lora_target_modules"),
     "model.lora.rslora": ("use_rslora",),
     "model.lora.dora": ("use_dora",),
+    "model.quantization.bits": ("quant_bits",),
+    "model.quantization.type": ("bnb_4bit_quant_type",),
+    "model.quantization.double": ("bnb_4bit_use_double_quant", "use_bnb_nested_quant"),
     "model.dtype": ("torch_dtype",),
     "model.autocast": ("bf16", "amp"),
     "data.train": ("dataset", "dataset_name", "train_files", "train_file", "train_dataset"),
@@ -249,10 +252,13 @@ _LOSS_TYPES = {
 ABSENT: dict[str, tuple[str, ...]] = {
     "turnwise trains an adapter without dropout, because the engine samples without dropout: leave it out": ("lora_dropout",),
     "turnwise loads an adapter by the path of its directory: set model.path to it": ("lora_adapter_path", "adapters"),
-    "turnwise trains no adapter on quantised weights: set model.lora.rank and model.dtype=bfloat16": ("qlora",),
-    "turnwise does not quantise weights; model.dtype=bfloat16 halves their memory": (
-        "load_in_4bit", "load_in_8bit", "quantization",
+    "weights in 4 bits under an adapter are model.quantization.bits=4 with model.lora.rank": (
+        "load_in_4bit", "qlora", "quantization_config", "quant_method",
     ),
+    "turnwise has no weights in 8 bits: use model.quantization.bits=4 with model.lora.rank, or model.dtype=bfloat16": (
+        "load_in_8bit",
+    ),
+    "products with weights in 4 bits are computed in model.dtype": ("bnb_4bit_compute_dtype",),
     "experiment trackers are in the section loggers: loggers=[wandb], or a list of mappings with name, project and run": (
         "report_to", "logger", "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "wandb_project", "project_name",
         "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",
@@ -521,6 +527,8 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 child = node[parent] = {key_of_text: child}
             elif child is True and parents[: depth + 1] == ["model", "lora"]:
                 child = node[parent] = LoraSection.model_validate(child).model_dump(include={"rank"})
+            elif isinstance(child, int) and parents[: depth + 1] == ["model", "quantization"]:
+                child = node[parent] = {"bits": child}
             if not isinstance(child, dict):
                 raise ConfigError(f"{shown}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
             node = child

@@ -48,6 +48,7 @@ RULES: Mapping[str, Rule] = {
     "model.router_replay": "named",
     "model.chat_template_kwargs": "named",
     **_all("fixed", "model.lora.", "rank alpha target_modules rslora dora"),
+    **_all("fixed", "model.quantization.", "bits type double"),
     # the source of the rows may change; their contents are compared
     **_all("rows", "data.", "train split subset columns system_prompt max_rows"),
     **_all("free", "data.", "eval eval_split"),

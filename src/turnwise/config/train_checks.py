@@ -11,7 +11,7 @@ from turnwise.config.engine_checks import cluster_problems, refuse_engine
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
 from turnwise.options.algorithm import AutoCredit, CreditSection, Grpo, OptimizerSection, TurnReturn
-from turnwise.options.schema import LOSS_MASKS, Config, DataSection
+from turnwise.options.schema import LOSS_MASKS, Config, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
 
 # credit
@@ -557,11 +557,56 @@ def run_problems(config: Config) -> list[Problem]:
             lora.rank is None and of_adapter is not None,
             f"model.lora.{of_adapter} has no effect without an adapter: set model.lora.rank, or remove it",
         ),
+        *_quantization_problems(config),
         (
             config.resume == "auto" and config.replace,
             "resume=auto continues the earlier run and replace=true moves it away: remove one of them",
         ),
     ]
+
+
+def _quantization_problems(config: Config) -> list[Problem]:
+    """Problems of weights in 4 bits."""
+    quantization, engine = config.model.quantization, config.engine.name
+    quantized = quantization.bits is not None
+    changed = next((name for name in changed_options(quantization) if name != "bits"), None)
+    return [
+        (
+            not quantized and changed is not None,
+            f"model.quantization.{changed} has no effect without model.quantization.bits: set bits=4, or remove it",
+        ),
+        (
+            quantized and config.model.lora.rank is None,
+            "model.quantization.bits=4 needs an adapter, because weights in 4 bits cannot be trained: set model.lora.rank (16 "
+            "is common), or remove model.quantization",
+        ),
+        (
+            quantized and config.model.lora.dora,
+            "model.quantization.bits=4 cannot be combined with model.lora.dora: remove one of them",
+        ),
+        (
+            quantized and config.model.autocast,
+            "model.quantization.bits=4 cannot be combined with model.autocast: products with quantized weights are computed in "
+            "model.dtype. Set model.dtype=bfloat16 instead of model.autocast",
+        ),
+        (
+            quantized and config.cluster.distributed,
+            f"model.quantization.bits=4 cannot be used with several ranks (cluster.launcher={config.cluster.launcher}), because "
+            f"quantized weights are not divided among them. Train in one process, or remove model.quantization",
+        ),
+        (
+            quantized and config.engine.servers is not None,
+            f"model.quantization.bits=4 cannot be combined with engine.name={engine}: its servers would sample with weights that "
+            f"are not quantized, and so from another model than the one that is trained. Use engine.name=local, or remove "
+            f"model.quantization",
+        ),
+    ]
+
+
+def refused_with_quantization(config: Config) -> bool:
+    """Whether the recipe could not train on weights in 4 bits."""
+    model = config.model.model_copy(update={"quantization": QuantizationSection(bits=4)})
+    return any(holds for holds, _ in _quantization_problems(config.model_copy(update={"model": model})))
 
 
 def refuse_without_reward(config: Config) -> None:

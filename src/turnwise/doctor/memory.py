@@ -25,7 +25,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from turnwise import assembly
 from turnwise.chat.media import has_media
 from turnwise.chat.renderer import Renderer
-from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference
+from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference, refused_with_quantization
 from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.engines.local.fused import unsupported_reason
@@ -40,6 +40,7 @@ from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
+from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 from turnwise.options.schema import Config
 from turnwise.training.batch import default_micro_batch_tokens
@@ -142,6 +143,7 @@ _traced: dict[tuple[str, str], TracedPass] = {}
 
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     model = empty_model(options.source, model_config)
+    stored, dequantized = _quantized_bytes(model, options.source)
     _distribute_evenly(model)
     large = model.num_parameters() > LARGE_MODEL and not options.on_ranks
     tokens = options.micro_batch_tokens
@@ -169,10 +171,10 @@ def _trace(options: PassOptions, model_config: Any) -> TracedPass:
                 _backward(model, hidden_TD[torch.from_numpy(places_N)])
                 del hidden_TD
     return replace(
-        _without_pass(parameters),
+        _without_pass(parameters, stored),
         copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if options.mixed else _packed(model),
         activations=activations,
-        peak=live.peak,
+        peak=live.peak + dequantized,
         keeps_blocks=large and not options.on_gpu,
     )
 
@@ -214,12 +216,30 @@ def _even_experts(
     return weighted_SD[place_S[:pairs]].view(*index_TK.shape, -1).sum(dim=1).to(hidden_TD.dtype)
 
 
-def _without_pass(parameters: Sequence[torch.nn.Parameter]) -> TracedPass:
-    """What is in memory before and after each pass."""
+def weight_bytes(model: Any, source: ModelSource) -> float:
+    """The bytes of all weights of a model without contents."""
+    saved, _ = _quantized_bytes(model, source)
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) - saved
+
+
+def _quantized_bytes(model: Any, source: ModelSource) -> tuple[float, int]:
+    """The bytes that quantized weights take less than those of the model without contents, and those of the largest of them when
+    it is dequantized for a product."""
+    if source.quantization.bits is None:
+        return 0.0, 0
+    weights = {id(layer.weight): layer.weight for layer in linear_layers(model).values()}.values()
+    full = [weight.numel() * weight.element_size() for weight in weights]
+    return sum(full) - sum(stored_bytes(source.quantization, weight.numel()) for weight in weights), max(
+        full, default=0
+    )
+
+
+def _without_pass(parameters: Sequence[torch.nn.Parameter], stored: float = 0.0) -> TracedPass:
+    """What is in memory before and after each pass. `stored`: the bytes that quantization saves."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return TracedPass(
-        weights=sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        weights=int(sum(parameter.numel() * parameter.element_size() for parameter in parameters) - stored),
         copied=0,
         trained=gradients,
         trained_count=sum(parameter.numel() for parameter in trained),
@@ -480,10 +500,12 @@ def certain_check(config: Config, path: str, *, section: str) -> Check:
     """
     try:
         with boundary("model"):
-            model = empty_model(assembly.model_source(config), read_model_config(path))
+            source = assembly.model_source(config)
+            model = empty_model(source, read_model_config(path))
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
-    parts = [part for part in _always(config, _without_pass(list(model.parameters())), section) if part.bytes >= 2**20]
+    trace = _without_pass(list(model.parameters()), _quantized_bytes(model, source)[0])
+    parts = [part for part in _always(config, trace, section) if part.bytes >= 2**20]
     needed, limit = Prediction(parts).gib, machine_gib(config)
     text = ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in parts)
     text = f"training needs at least {needed:.1f} GiB ({text}; not counted: activations, caches, engines)"
@@ -518,6 +540,8 @@ def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
         values["model.lora.rank"] = 16
         if options.optimizer.name == "adamw":
             values[f"{section}.optimizer.name"] = "adamw_8bit"
+    elif config.model.quantization.bits is None and not refused_with_quantization(config):
+        values["model.quantization.bits"] = 4
     if section == "train" and (engine := config.engine.embedded) is not None:
         values["engine.memory_gb"] = engine.memory_gb / 4
     for name, value in values.items():

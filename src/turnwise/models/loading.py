@@ -40,6 +40,7 @@ from turnwise.models.lora import (
     merged,
 )
 from turnwise.models.precision import ignored_by_sdpa, set_text_attention
+from turnwise.models.quantization import dequantized, saved_quantization, transformers_config
 from turnwise.options.schema import LoraSection, ModelSection
 
 # Recomputation of layers in the backward pass
@@ -120,7 +121,7 @@ def load_model(source: ModelSource) -> Any:
     """Load a causal language model, to train or to sample from; a vision model with its vision part.
 
     A directory with an adapter is loaded as its base model with the adapter merged into the weights. `source.lora` then adds a
-    new adapter.
+    new adapter. If the adapter was trained on quantized weights, it is merged into these weights, dequantized.
 
     Raises ConfigError if there is no model at `source.path`, if weights are missing, unexpected or not finite, if tied
     weights are not equal, if the adapter does not fit the model, or if the device does not exist.
@@ -128,11 +129,25 @@ def load_model(source: ModelSource) -> Any:
     base = adapter_base(source.path)
     if base is None:
         model = _load_base(source)
+    elif source.quantization.bits is not None:
+        raise ConfigError(
+            f"model.quantization.bits=4 needs a model directory, and {source.path} is an adapter: write the merged model first "
+            f"(turnwise merge {source.path} --out DIR), and set model.path=DIR"
+        )
     else:
-        model = merged(load_model(source.of_base(base)), source.path)
+        model = merged(_merge_base(source.of_base(base), source.path), source.path)
         model.name_or_path = source.path
     adapt(model, source)
     return with_fast_layers(model)
+
+
+def _merge_base(source: ModelSource, adapter: str | Path) -> Any:
+    """The model to which an adapter belongs, with the values of the weights on which it was trained."""
+    if (saved := saved_quantization(adapter)) is None:
+        return load_model(source)
+    quantization, dtype = saved
+    trained = source.model_copy(update={"quantization": quantization, "dtype": dtype})
+    return dequantized(load_model(trained), source.dtype)
 
 
 def adapt(model: Any, source: ModelSource) -> None:
@@ -156,10 +171,14 @@ def _load_base(source: ModelSource) -> Any:
     path, device = source.path, source.device
     refuse_other_than_model(path, error=ConfigError)
     name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    quantized: dict[str, Any] = {}
+    if source.quantization.bits is not None:
+        quantization = transformers_config(source.quantization, source.dtype)
+        quantized = {"quantization_config": quantization, "device_map": {"": name}}
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds
             model, found = model_family(path).from_pretrained(
-                path, dtype=getattr(torch, source.dtype), output_loading_info=True
+                path, dtype=getattr(torch, source.dtype), output_loading_info=True, **quantized
             )
     except Failed as failed:
         raise ConfigError(
@@ -168,7 +187,8 @@ def _load_base(source: ModelSource) -> Any:
         ) from failed
     _refuse_other_weights(path, model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
     try:
-        model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        if not quantized:
+            model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"model.device={device} cannot be used: {error}") from error
     model.eval()  # with dropout, the learner would compute another distribution than the engine samples from

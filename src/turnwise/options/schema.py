@@ -86,6 +86,26 @@ class LoraSection(Section):
         return {"rank": value} if isinstance(value, int) else value
 
 
+class QuantizationSection(Section):
+    """Weights in 4 bits under an adapter (QLoRA): the linear layers of the model are quantized by bitsandbytes when it is loaded
+    (docs/memory.md)."""
+
+    bits: Literal[4] | None = None
+    """4: the linear layers of the model have 4 bits for each weight, and an adapter (`model.lora`) is trained on them. Null: the
+    weights are not quantized."""
+    type: Literal["nf4", "fp4"] = "nf4"
+    """The kind of numbers of 4 bits: `nf4` has levels at the quantiles of a normal distribution, `fp4` is a floating-point
+    number."""
+    double: bool = True
+    """Whether the scales of the quantized weights (one for 64 weights) are quantized as well, to 8 bits."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`quantization: 4` is `{bits: 4}`."""
+        return {"bits": value} if isinstance(value, int) else value
+
+
 class ModelSection(Section):
     """The model that is trained."""
 
@@ -114,6 +134,7 @@ class ModelSection(Section):
     """For a mixture of experts: whether training uses the experts that were chosen while sampling, token by token, so that
     rounding cannot choose others (docs/losses.md). The engine then records them with each conversation."""
     lora: LoraSection = LoraSection()
+    quantization: QuantizationSection = QuantizationSection()
 
     _expand = short_for("path")
 

@@ -26,6 +26,7 @@ from turnwise.doctor.memory import (
     on_gpu,
     predict,
     read_model_config,
+    weight_bytes,
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
@@ -221,8 +222,8 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
 
 
 def _weights(config: Config, model_config: Any) -> float:
-    model = empty_model(assembly.model_source(config), model_config)
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    source = assembly.model_source(config)
+    return weight_bytes(empty_model(source, model_config), source)
 
 
 def _sum(parts: dict[str, float]) -> str:

@@ -549,7 +549,10 @@ def served_options(config: Config) -> dict[str, Any]:
     """
     plain = with_digests(config.model_dump(mode="json"), config.origins)  # they are sent
     names = [*_SECTIONS, "max_concurrent"] if config.deterministic else _SECTIONS
-    of_model = {f"model.{name}": plain["model"][name] for name in ("lora", "chat_template_kwargs", "router_replay")}
+    of_model = {
+        f"model.{name}": plain["model"][name]
+        for name in ("lora", "quantization", "chat_template_kwargs", "router_replay")
+    }
     return dict(_flat({**{name: plain[name] for name in names}, **of_model}, ""))
 
 

@@ -475,6 +475,15 @@ def test_the_options_of_experts_are_converted() -> None:
     assert left(converted(f"{FULL} --router_replay_mode R2")) == {"router_replay_mode": True}
 
 
+def test_weights_in_4_bits_are_converted() -> None:
+    qlora = f"{FULL.replace('--tuner_type full', '--tuner_type lora')} --quant_method bnb --quant_bits 4"
+    model = valid(converted(f"{qlora} --bnb_4bit_quant_type fp4 --bnb_4bit_use_double_quant false")).model
+    assert (model.quantization.bits, model.quantization.type, model.quantization.double) == (4, "fp4", False)
+    assert model.lora.rank == 8
+    assert left(converted(f"{FULL} --quant_method hqq --quant_bits 4")) == {"quant_method": True, "quant_bits": True}
+    assert left(converted(f"{FULL} --quant_method bnb --quant_bits 8")) == {"quant_method": True, "quant_bits": True}
+
+
 def test_several_data_sets_are_a_list() -> None:
     assert valid(converted(f"{FULL} --dataset a.jsonl b.jsonl")).data.train == ["a.jsonl", "b.jsonl"]
 

@@ -51,6 +51,7 @@ def convert_adapter(builder: SwiftRecipeBuilder) -> None:
     if checkpointing is not None:
         builder.set("model.gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
     _convert_experts(builder)
+    _convert_quantization(builder)
     tuner = builder.value("tuner_type")
     if tuner != "lora":
         for key in _ADAPTER:
@@ -84,6 +85,26 @@ def _convert_experts(builder: SwiftRecipeBuilder) -> None:
     for name in ("router_aux_loss_coef", "moe_aux_loss_coeff"):
         if builder.values.get(name) is not None:
             builder.set("loss.router_aux_loss_coef", float(builder.values[name]), name)
+
+
+_QUANTIZATION = ("quant_method", "quant_bits", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+
+
+def _convert_quantization(builder: SwiftRecipeBuilder) -> None:
+    """Set model.quantization: bitsandbytes with 4 bits."""
+    given = [key for key in _QUANTIZATION if builder.values.get(key) is not None]
+    if not given:
+        return
+    if (builder.values.get("quant_method"), builder.values.get("quant_bits")) != ("bnb", 4):
+        for key in given:
+            reason = "turnwise quantizes the weights under an adapter with bitsandbytes: quant_method bnb, quant_bits 4"
+            builder.reject(key, reason, changes_training=True)
+        return
+    builder.set("model.quantization.bits", 4, "quant_method", "quant_bits")
+    if (kind := builder.values.get("bnb_4bit_quant_type")) is not None:
+        builder.set("model.quantization.type", kind, "bnb_4bit_quant_type")
+    if (double := builder.values.get("bnb_4bit_use_double_quant")) is not None:
+        builder.set("model.quantization.double", bool(double), "bnb_4bit_use_double_quant")
 
 
 def _convert_targets(builder: SwiftRecipeBuilder) -> None:
@@ -494,7 +515,7 @@ COMPUTED = (
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
-    "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff",
+    "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff", *_QUANTIZATION,
     *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""

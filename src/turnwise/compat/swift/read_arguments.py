@@ -151,8 +151,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "prompts are not truncated here: a row that leaves no room for an answer ends with an error",
     ),
     "num_generations_eval": ((None, 1), "set eval.samples_per_row"),
-    "quant_method": ((None,), "models are not quantized here"),
-    "quant_bits": ((None,), "models are not quantized here"),
     "adapters": ((None, []), "training does not start from an adapter: merge the adapter into the model first"),
     "freeze_parameters": ((None, []), "all parameters are trained here"),
     "streaming": ((False,), "a data set is read into memory"),
@@ -313,7 +311,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "lora_alpha", "seed", "data_seed", "top_k", "max_length", "max_steps", "warmup_steps", "save_total_limit",
-            "soft_cache_length", "ref_model_sync_steps", "sleep_level",
+            "soft_cache_length", "ref_model_sync_steps", "sleep_level", "quant_bits",
         ),
         _integer,
     ),
@@ -333,6 +331,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
     **dict.fromkeys(
         (
             "async_generate", "dataset_shuffle", "use_gym_env", "use_hf", "use_rslora", "use_dora", "gradient_checkpointing",
+            "bnb_4bit_use_double_quant",
             "kl_in_reward", "sync_ref_model", "use_vllm", "vllm_enforce_eager", "vllm_disable_custom_all_reduce",
             "vllm_disable_cascade_attn", "vllm_enable_expert_parallel", "vllm_enable_prefix_caching", "vllm_use_async_engine",
             "vllm_enable_lora", "vllm_server_pass_dataset", "enable_thinking",
@@ -344,7 +343,8 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "deepspeed", "fsdp", "tuner_type", "target_modules", "importance_sampling_level", "loss_type", "ref_model",
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
-            "vllm_quantization", "vllm_server_base_url", "vllm_server_host", "router_replay_mode",
+            "vllm_quantization", "vllm_server_base_url", "vllm_server_host", "router_replay_mode", "quant_method",
+            "bnb_4bit_quant_type",
         ),
         _text,
     ),
