@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import engine_env
 import numpy as np
@@ -27,9 +28,19 @@ def mixture(folder: Path) -> Path:
     shutil.copytree(MODEL, folder)
     (folder / "generation_config.json").unlink()
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 3}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512}
-    experts = {
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 3,
+    }
+    heads: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+    }
+    experts: dict[str, Any] = {
         "n_routed_experts": 8,
         "num_experts_per_tok": 2,
         "first_k_dense_replace": 1,

@@ -84,7 +84,7 @@ def saved_quantization(folder: str | Path) -> tuple[QuantizationSection, str] | 
 def dequantized(model: Any, dtype: str) -> Any:
     """The model with its quantized layers as ordinary layers of this type, changed in place: the same values, without 4 bits."""
     from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Linear4bit
+    from bitsandbytes.nn.modules import Linear4bit
 
     for name, module in list(model.named_modules()):
         if isinstance(module, Linear4bit):

@@ -232,7 +232,8 @@ def _pack_experts_again(model: Any) -> None:
     if not current_platform.is_cpu():
         return
     for module in model.modules():
-        if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+        method: Any = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel = None
 
 
