@@ -13,7 +13,7 @@ from support.training import train_silently
 from turnwise import assembly
 from turnwise.commands.models import write_merged
 from turnwise.config.recipe import load
-from turnwise.doctor.memory import Workload, read_model_config, traced_pass
+from turnwise.doctor.memory import PassOptions, Workload, read_model_config, traced_pass
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model, token_logprobs
 from turnwise.models.quantization import linear_layers, stored_bytes
@@ -62,7 +62,17 @@ def test_the_prediction_of_memory_counts_4_bits(tmp_path: Path) -> None:
     model_config = read_model_config(str(MODEL))
     workload = Workload(conversations=2, tokens=40, prompt_tokens=20)
     quantized, full = (
-        traced_pass(assembly.model_source(each), model_config, workload, 64, mixed=False, on_gpu=False, on_ranks=False)
+        traced_pass(
+            PassOptions(
+                source=assembly.model_source(each),
+                workload=workload,
+                micro_batch_tokens=64,
+                mixed=False,
+                on_gpu=False,
+                on_ranks=False,
+            ),
+            model_config,
+        )
         for each in (config, plain)
     )
     model = load_model(assembly.model_source(plain))
