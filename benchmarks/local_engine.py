@@ -108,10 +108,11 @@ def qwen3_5(sizes: Sizes, common: dict[str, Any]) -> PretrainedConfig:
 def granite_hybrid(sizes: Sizes, common: dict[str, Any]) -> PretrainedConfig:
     """Mamba 2, without experts as in Granite 4 H micro."""
     head_dim = sizes["hidden_size"] // sizes["num_attention_heads"]
+    kinds: Any = {"layers_block_type": layers_of(sizes, "mamba", "attention")}  # a name that the config translates
     return GraniteMoeHybridConfig(
         **sizes,
         **common,
-        layers_block_type=layers_of(sizes, "mamba", "attention"),
+        **kinds,
         num_local_experts=0,
         shared_intermediate_size=sizes["intermediate_size"],
         mamba_n_heads=2 * sizes["num_attention_heads"],
