@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import engine_env
+import engine_families
 import numpy as np
 import pytest
 import torch
@@ -93,3 +94,13 @@ def test_the_recorded_experts_are_those_that_the_trainer_would_choose(engine: st
     own_TLK = chosen(model, prompt)
     assert len(np.unique(own_TLK)) == 8
     assert np.array_equal(np.sort(recorded_TLK, axis=-1), own_TLK)
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_update_reaches_all_experts(engine: str, tmp_path: Path) -> None:
+    """vLLM 0.32 on a CPU would copy new weights of experts, without packing them, into the place of the packed ones."""
+    engine_families.make("Qwen3-MoE", tmp_path / "model")
+    (result,) = engine_families.inside(engine, [tmp_path / "model"])
+    assert "error" not in result
+    assert [deviation < 1e-4 for deviation in result["deviations"]] == [True, True]
