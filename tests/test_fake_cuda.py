@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import test_train
 import test_vision
@@ -209,6 +210,34 @@ def test_a_decode_step_copies_five_tensors_there_and_one_back(traffic: Traffic) 
     assert steps == 20
     assert to_device / steps <= 5.5  # rows that grow are indexed once more
     assert (to_host / steps, waits / steps) == (1, 0)
+
+
+def test_a_turn_after_a_cached_one_is_read_by_a_fast_kernel(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fast kernel of GPUs takes a mask together with grouped heads, and the mask is made on the device."""
+    seen: list[Any] = []
+    plain = F.scaled_dot_product_attention
+
+    def note(*arguments: Any, **options: Any) -> torch.Tensor:
+        seen.append((options.get("attn_mask"), bool(options.get("enable_gqa"))))
+        return plain(*arguments, **options)
+
+    engine = LocalEngine(tiny_model().to("cuda"), memory_gb=0.1)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+
+    async def turn(ids: list[int]) -> list[int]:
+        request = Request(conversation="a", token_ids=ids, sampling=Sampling(max_tokens=2), seed=1)
+        return [*ids, *(await engine.generate(request)).token_ids]
+
+    async def main() -> None:
+        await turn([*await turn([5, 7, 9]), 11, 13, 15])
+
+    asyncio.run(main())
+    masked = [(mask, grouped) for mask, grouped in seen if mask is not None]
+    assert masked
+    for mask, grouped in masked:
+        assert not grouped
+        assert mask.is_cuda
+        assert mask.stride(0) % 8 == 0
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])

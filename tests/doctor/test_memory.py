@@ -28,11 +28,13 @@ from turnwise.doctor.memory import (
     memory_check,
     predict,
     refuse_too_large,
+    traced_pass,
     workload_of,
 )
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.errors import ConfigError
 from turnwise.models import cpu
+from turnwise.models.loading import ModelSource
 from turnwise.options.schema import Config
 from turnwise.runs.run_state import read_inputs
 
@@ -208,6 +210,18 @@ def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:
     assert found["gradients"] == 4 * trained
     assert found["optimizer"] == 8 * trained
     assert "reference model" not in found
+
+
+def test_on_a_gpu_the_keys_that_each_completion_gathers_are_kept() -> None:
+    """As in training: on a CPU, they are gathered again for the backward pass (training/tree.py)."""
+    source = ModelSource(path="m", dtype="bfloat16", device="cuda")
+    long = Workload(conversations=8, tokens=110, prompt_tokens=100)
+    on_cpu, on_gpu = (
+        traced_pass(source, shape(), long, 200, mixed=False, on_gpu=on_gpu, on_ranks=False) for on_gpu in (False, True)
+    )
+    # two layers; keys and values of 8 completions with their prompt, for all heads (4) of 8 numbers of 2 bytes
+    gathered = 2 * 2 * 8 * 110 * 4 * 8 * 2
+    assert on_gpu.activations - on_cpu.activations > gathered
 
 
 @pytest.mark.slow

@@ -13,15 +13,18 @@ import torch
 import transformers as hf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import turnwise.training.tree
+from support.fake_cuda import fake_cuda
 from support.tiny import tiny_model
 from training.test_batch import group, targets, trajectory
 from training.test_precision import EXPERTS, SIZES, made
 from turnwise.models.loading import use_complete_attention
 from turnwise.training.batch import pack
-from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.training.tree import FlatRow, Tree, _TreeMask, shared_prefix
+from turnwise.training.forward import Forward, _small_in_float32, _with_tree, try_tree_attention
+from turnwise.training.tree import FlatRow, Tree, _TreeMask, shared_prefix, tree_attention, use_tree_attention
 from turnwise.types import Sampling, Trajectory
 
 WINDOW = 4
@@ -273,6 +276,90 @@ def test_soft_caps_change_what_a_tree_computes() -> None:
         assert try_tree_attention(model)
     with torch.no_grad():
         assert (capped(ids, use_cache=False).logits - free(ids, use_cache=False).logits).abs().max() > 1e-3
+
+
+def enlarging(factor: float = 1000.0) -> Any:
+    """A bfloat16 model whose logits are large, so that rounding moves them far."""
+    model = tiny_model(tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(factor)
+    placed: Any = model.to("cuda")
+    return placed.to(torch.bfloat16)
+
+
+def test_rounding_in_bfloat16_does_not_keep_prompts_from_being_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other kernels compute calls with a mask on a GPU. A trained model enlarges their rounding: of SmolLM2-135M, logits move by
+    51 times the tolerance. Its architecture is tested in float32 instead."""
+    plain, mask_of = F.scaled_dot_product_attention, turnwise.training.tree.additive_mask
+
+    def other_kernel(query: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
+        if options["attn_mask"] is None:
+            return plain(query, *others, **options)
+        options["attn_mask"] = options["attn_mask"].float()
+        return plain(query.float(), *(other.float() for other in others), **options).to(query.dtype)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", other_kernel)
+    with fake_cuda():
+        model = enlarging()
+        before = model.config._attn_implementation
+        assert not _with_tree(model)
+        assert model.config._attn_implementation == before
+        assert try_tree_attention(model)
+        assert model.config._attn_implementation != before
+        # what is wrong in the architecture is found all the same
+        monkeypatch.setattr(
+            "turnwise.training.tree.additive_mask", lambda hidden, dtype: mask_of(hidden & False, dtype)
+        )
+        assert not try_tree_attention(enlarging())
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "qwen3_next", "gpt_oss"])
+def test_the_small_model_has_the_layers_of_the_large_one(family: str) -> None:
+    layers = {
+        "qwen3": hf.Qwen3Config(**{**SIZES, "num_hidden_layers": 9}),
+        "gemma3": hf.Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 13}),
+        "qwen3_next": hf.Qwen3NextConfig(**{**SIZES, "num_hidden_layers": 8}),
+        "gpt_oss": hf.GptOssConfig(**{**SIZES, "num_hidden_layers": 6}),
+    }[family]
+    model = hf.AutoModelForCausalLM.from_config(layers, dtype=torch.bfloat16)
+    small = _small_in_float32(model)
+    assert small is not None
+    assert type(small) is type(model)
+    assert {parameter.dtype for parameter in small.parameters()} == {torch.float32}
+    assert small.get_input_embeddings().num_embeddings == 64
+    types, few = getattr(layers, "layer_types", None), getattr(small.config, "layer_types", None)
+    if types is not None:
+        assert set(few) == set(types)
+        assert len(few) == small.config.num_hidden_layers <= 6
+
+
+def test_on_an_accelerator_all_layers_add_the_same_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a mask of booleans torch makes such a summand in each layer, and keeps it for the backward pass. Its rows begin at
+    multiples of eight numbers, or each layer would copy it."""
+    seen: list[torch.Tensor] = []
+    plain = F.scaled_dot_product_attention
+
+    def note(*arguments: Any, **options: Any) -> torch.Tensor:
+        if options["attn_mask"] is not None:
+            seen.append(options["attn_mask"])
+            assert not options["enable_gqa"]
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", note)
+    with fake_cuda() as traffic:
+        model: Any = tiny_model(num_hidden_layers=3).to("cuda").to(torch.bfloat16)
+        use_tree_attention(model)
+        row = FlatRow.of([np.array(one) for one in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 7, 8, 9, 10])])
+        ids, position = (torch.from_numpy(values[None]).to("cuda") for values in (row.token_ids, row.position))
+        with tree_attention(Tree.of(row.runs).to(torch.device("cuda"))):
+            model(ids, position_ids=position, use_cache=False)
+    assert not traffic.mixed
+    buckets = len(seen) // 3
+    assert buckets > 0
+    assert len({id(mask) for mask in seen}) == buckets
+    for mask in seen:
+        assert mask.dtype == torch.bfloat16
+        assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
 
 
 sequences = st.lists(

@@ -150,7 +150,9 @@ def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     if tokens is None:
         tokens = default_micro_batch_tokens(torch.device("cuda" if options.on_gpu else "cpu"), large=large)
     row, places_N = _micro_batch(options.workload, tokens)
-    with FakeTensorMode() as fake, tree_attention(Tree.of(row.runs)):
+    # the values are on the CPU, and what is kept is that of the device: an accelerator keeps the gathered keys
+    tree = replace(Tree.of(row.runs), accelerated=options.on_gpu)
+    with FakeTensorMode() as fake, tree_attention(tree):
         for module, name, tensor, shared in _tensors(model):
             _replace(module, name, tensor, shared)
         if not options.on_gpu:

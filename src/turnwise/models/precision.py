@@ -59,8 +59,9 @@ def _without_autocast(forward: Callable[[torch.Tensor], torch.Tensor], values: t
 
 
 def product_dtype(values: torch.Tensor) -> torch.dtype:
-    """The dtype in which a matrix product of these values is computed on a CPU: that of autocast, or their own."""
-    return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else values.dtype
+    """The dtype in which a matrix product of these values is computed: that of autocast, or their own."""
+    kind = values.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
 class Bfloat16Linears:
@@ -250,6 +251,18 @@ def ignored_by_sdpa(model: Any) -> list[str]:
         if model.config.get_text_config()._attn_implementation != original:
             set_text_attention(model, original)
     return sorted(names)
+
+
+_ALIGNED = 8
+"""The rows of a mask begin at a multiple of so many numbers on a GPU: its kernels would copy another mask in each layer."""
+
+
+def additive_mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A summand of attention scores [..., K]: -inf where `hidden` is true, 0 elsewhere."""
+    *rows, keys = hidden.shape
+    width = keys if hidden.device.type == "cpu" else -(-keys // _ALIGNED) * _ALIGNED
+    mask = torch.zeros((*rows, width), dtype=dtype, device=hidden.device)[..., :keys]
+    return mask.masked_fill_(hidden, -torch.inf)
 
 
 @contextmanager

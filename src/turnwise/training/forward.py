@@ -15,7 +15,9 @@ dimension, V vocabulary; also C targets of a chunk, K values of each target.
 
 from __future__ import annotations
 
+import copy
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from turnwise.errors import ConfigError, TurnwiseError
+from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.models.allocator import trim_kept
 from turnwise.models.distribution import sampling_logits
 from turnwise.models.experts import Choice, RouterPass, Routers
@@ -34,6 +36,8 @@ from turnwise.training.batch import MicroBatch
 from turnwise.training.recurrent_tree import has_recurrent_layers, use_recurrent_tree
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
+
+_log = logging.getLogger(__name__)
 
 # Inputs: the arguments of the model's forward for a micro-batch
 
@@ -364,6 +368,8 @@ _TREE_LAYERS = {"full_attention", "sliding_attention", "attention", *RECURRENT_T
 """Types of layers that may compute a tree: attention that depends on nothing but the keys and their distance to the query, layers
 with a state, and layers that compute each token by itself. Not attention in chunks: Llama 4 scales queries of its other layers by
 their place in the row, which is their position in a row of its own only."""
+_PROBE_VOCABULARY = 64
+"""Tokens of the small model that is tested in place of one in lower precision."""
 _PROBE_WINDOW = 3
 """Tokens of a sliding window while the model is tested: less than the length of the test sequences."""
 _PROBE = ((11, 7, 5, 3, 2), (11, 7, 13, 17, 19, 23, 29), (11, 7, 13, 17, 31), (11, 7, 13, 17, 31, 37), (43, 41))
@@ -388,19 +394,66 @@ def try_tree_attention(model: Any) -> bool:
     A model that does not support it (recurrent layers that do not continue from a state, attention in chunks, an
     attention of its own) is unchanged.
     """
-    config = model.config.get_text_config()
-    if not _TREE_LAYERS.issuperset(getattr(config, "layer_types", None) or []):
+    if not _TREE_LAYERS.issuperset(getattr(model.config.get_text_config(), "layer_types", None) or []):
         return False
+    # In lower precision two right ways to compute may differ by more than a wrong one: other kernels compute calls with a mask,
+    # and a trained model enlarges their rounding on sequences without sense. What is tested is the architecture, so a small
+    # model of it is compared in float32, and of the model itself only that it computes a tree at all.
+    like = None if model.dtype == torch.float32 else _small_in_float32(model)
+    shares = _with_tree(model, compares=like is None or not _with_tree(like))
+    _log.info("%s: common prompts are computed %s", type(model).__name__, "once" if shares else "for each sequence")
+    return shares
+
+
+def _small_in_float32(model: Any) -> Any | None:
+    """A model of the same class and sizes with random float32 weights, as few layers as have all types, and a small vocabulary.
+    None if its configuration does not allow that."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    try:
+        with boundary("model"), torch.random.fork_rng(devices=[]), torch.device(model.device):
+            torch.manual_seed(0)
+            _shorten(text)
+            if (vision := getattr(config, "vision_config", None)) is not None and hasattr(vision, "depth"):
+                vision.depth = 1
+            small = type(model)._from_config(config, dtype=torch.float32).eval()
+            for parameter in small.parameters():
+                if parameter.dim() > 1:  # so large that a wrong attention changes the logits as much as a right one
+                    torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    except Failed:
+        return None
+    return small
+
+
+def _shorten(config: Any) -> None:
+    """Change a text configuration to a few layers and tokens, in place."""
+    layers, types = config.num_hidden_layers, list(getattr(config, "layer_types", None) or [])
+    few = min(layers, max(2, *(types.index(kind) + 1 for kind in set(types)))) if types else min(layers, 2)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list | tuple) and len(value) == layers:
+            setattr(config, name, value[:few])
+    config.num_hidden_layers, config.vocab_size = few, _PROBE_VOCABULARY
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, None)
+
+
+def _with_tree(model: Any, *, compares: bool = True) -> bool:
+    """Give a model tree attention. Returns whether it has it: if not, it is unchanged. With `compares`, only if its logits on a
+    small tree stay the same; without, if they are finite."""
+    config = model.config.get_text_config()
     previous = config._attn_implementation
     vocabulary = model.get_input_embeddings().num_embeddings
     sequences = sorted({tuple(token % vocabulary for token in sequence) for sequence in _PROBE})
     with torch.no_grad(), narrow_window(config, _PROBE_WINDOW):
-        expected = [_logits_of(model, sequence) for sequence in sequences]
+        expected = [_logits_of(model, sequence) for sequence in sequences] if compares else []
         restore = None
         try:
             restore = use_recurrent_tree(model)
             use_tree_attention(model)
-            if _tree_gives(model, sequences, expected) and (
+            if not compares:
+                if bool(_tree_logits(model, FlatRow.of([np.array(one) for one in sequences])).isfinite().all()):
+                    return True
+            elif _tree_gives(model, sequences, expected) and (
                 not has_recurrent_layers(model) or _gradient_passes(model, sequences)
             ):
                 return True
@@ -421,15 +474,20 @@ def _logits_of(model: Any, sequence: Sequence[int]) -> torch.Tensor:
 def _tree_gives(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[torch.Tensor]) -> bool:
     """Whether the logits of the sequences in a tree, and of each sequence alone, equal those of the previous attention."""
     row = FlatRow.of([np.array(sequence) for sequence in sequences])
-    ids, position = (torch.from_numpy(values[None]).to(model.device) for values in (row.token_ids, row.position))
-    with tree_attention(Tree.of(row.runs).to(model.device)):
-        shared_TV = model(ids, position_ids=position, use_cache=False).logits[0].float()
+    shared_TV = _tree_logits(model, row)
     tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
     return all(
         torch.allclose(actual_LV, expected_LV, atol=tolerance, rtol=tolerance)
         for sequence, places, expected_LV in zip(sequences, row.places, expected, strict=True)
         for actual_LV in (shared_TV[torch.from_numpy(places)], _logits_of(model, sequence))
     )
+
+
+def _tree_logits(model: Any, row: FlatRow) -> torch.Tensor:
+    """Logits [T, V] of a flat row."""
+    ids, position = (torch.from_numpy(values[None]).to(model.device) for values in (row.token_ids, row.position))
+    with tree_attention(Tree.of(row.runs).to(model.device)):
+        return model(ids, position_ids=position, use_cache=False).logits[0].float()
 
 
 def _gradient_passes(model: Any, sequences: Sequence[Sequence[int]]) -> bool:

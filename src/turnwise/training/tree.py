@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from turnwise.models.precision import product_dtype, set_text_attention, unsupported
+from turnwise.models.precision import additive_mask, product_dtype, set_text_attention, unsupported
 
 _NAME = "turnwise_tree"
 _CALL_PAIRS = 16_384
@@ -200,6 +200,8 @@ class Tree:
     runs: Sequence[FlatRun]
     memo: dict[str, Any] = field(default_factory=dict, compare=False)
     """What layers of one kind have derived from the runs, once for all of them."""
+    accelerated: bool = False
+    """Whether attention is computed as on an accelerator, which keeps the gathered keys for the backward pass."""
 
     @classmethod
     def of(cls, runs: Sequence[FlatRun]) -> Tree:
@@ -216,7 +218,8 @@ class Tree:
 
     def to(self, device: torch.device) -> Tree:
         """The same on another device."""
-        return Tree([bucket.to(device) for bucket in self.buckets], self.place_T.to(device), self.runs, self.memo)
+        buckets = [bucket.to(device) for bucket in self.buckets]
+        return Tree(buckets, self.place_T.to(device), self.runs, self.memo, accelerated=device.type != "cpu")
 
 
 def _by_size(runs: Sequence[FlatRun]) -> Iterator[list[FlatRun]]:
@@ -256,10 +259,7 @@ class _TreeMask:
     def additive(self, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
         """The mask of each bucket as a summand of the scores: -inf where a token does not see a key, else 0."""
         if dtype not in self._additive:
-            self._additive[dtype] = [
-                None if seen is None else torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
-                for seen in self.masks
-            ]
+            self._additive[dtype] = [None if seen is None else additive_mask(~seen, dtype) for seen in self.masks]
         return self._additive[dtype]
 
     def attend(
@@ -283,14 +283,15 @@ class _TreeMask:
             )
             return self.attend(query_HTD, key_HTD, value_HTD, scaling, sink_H, softcap)[..., :width]
         query_THD, key_THD, value_THD = (heads_HTD.transpose(0, 1) for heads_HTD in (query_HTD, key_HTD, value_HTD))
-        if query_THD.device.type == "cpu" and softcap is None:
+        if not self.tree.accelerated and softcap is None:
             query_THD, key_THD, value_THD = (
                 heads.to(product_dtype(heads)) for heads in (query_THD, key_THD, value_THD)
             )
             return _GatheredAttention.apply(query_THD, key_THD, value_THD, sink_H, self, scaling)
         results = [
             bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H, softcap)
-            for bucket, mask_N1RK in zip(self.tree.buckets, self.masks, strict=True)
+            # one tensor for all layers: of a mask of booleans, each layer would make such a summand and keep it
+            for bucket, mask_N1RK in zip(self.tree.buckets, self.additive(product_dtype(query_THD)), strict=True)
         ]
         return torch.cat(results)[self.tree.place_T]
 

@@ -29,7 +29,7 @@ from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, 
 from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix, StateShape
 from turnwise.models.cpu import PackedLayers, fewest_rows, is_packed, onednn_linear, packed_bytes
 from turnwise.models.lora import LinearAdapter, linear_adapter
-from turnwise.models.precision import Bfloat16Linears
+from turnwise.models.precision import Bfloat16Linears, additive_mask
 
 # Attention: one token of each row, or a chunk of a prompt
 
@@ -56,8 +56,7 @@ class AttentionDims:
 
     def mask(self, hidden: np.ndarray) -> torch.Tensor:
         """An additive mask: -inf where `hidden` is true, 0 elsewhere."""
-        zeros = torch.zeros(hidden.shape, dtype=self.dtype, device=self.device)
-        return zeros.masked_fill_(self.tensor(hidden), -torch.inf)
+        return additive_mask(self.tensor(hidden), self.dtype)
 
 
 class DecodeAttention:
@@ -278,6 +277,10 @@ class PrefillAttention:
         queries = q_MHD.split([length for _, _, length in self._rows])
         for (row, end, _), mask_TL, q_THD in zip(self._rows, self._masks, queries, strict=True):
             keys_1KLD, values_1KLD = kv[:, row, :, :end].unsqueeze(1).unbind(0)
+            grouped = mask_TL is None or q_THD.device.type == "cpu"
+            if not grouped:  # no fast kernel of GPUs takes a mask together with grouped heads
+                repeats = q_THD.shape[1] // keys_1KLD.shape[1]
+                keys_1KLD, values_1KLD = (heads.repeat_interleave(repeats, dim=1) for heads in (keys_1KLD, values_1KLD))
             output_1HTD = F.scaled_dot_product_attention(
                 q_THD.transpose(0, 1).unsqueeze(0),
                 keys_1KLD,
@@ -285,7 +288,7 @@ class PrefillAttention:
                 attn_mask=mask_TL,
                 is_causal=mask_TL is None,
                 scale=self._scale,
-                enable_gqa=True,
+                enable_gqa=grouped,
             )
             outputs.append(output_1HTD[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
@@ -293,7 +296,10 @@ class PrefillAttention:
 
 def _causal_mask(dims: AttentionDims, start: int, end: int) -> torch.Tensor | None:
     """The additive mask [T, L] for new tokens from `start` to `end`; None if they begin the row (`is_causal` serves then)."""
-    return None if start == 0 else dims.mask(np.arange(end) > np.arange(start, end)[:, None])
+    if start == 0:
+        return None
+    key_L, query_T = torch.arange(end, device=dims.device), torch.arange(start, end, device=dims.device)
+    return additive_mask(key_L > query_T[:, None], dims.dtype)
 
 
 def _softmax(scores_JGL: torch.Tensor) -> torch.Tensor:

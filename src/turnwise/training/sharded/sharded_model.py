@@ -102,7 +102,11 @@ class ShardedModel:
         return result
 
     def probe(self, compute: Callable[[], T]) -> T:
-        """Run passes without gradients, that find out something about the model. May change options of the model."""
+        """Run passes without gradients, that find out something about the model. May change options of the model.
+
+        Inside, the root's parameters are complete and on the rank's device, also if their parts are on the CPU
+        (`cluster.fsdp.offload`): `model.device`, which is that of the embedding, is where inputs belong.
+        """
         with torch.no_grad():
             return self.run(compute)
 
