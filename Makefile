@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo install test test-slow test-engines test-cluster test-ray test-view lint check docs format wheel bench models mutants clean
+.PHONY: help demo install test test-slow test-engines test-cluster test-ray test-cuda first-contact test-view lint check docs format wheel bench models mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,12 @@ test-cluster: $(VENV)/ready-dev  ## train on two ranks and with a local Ray clus
 
 test-ray: $(VENV)/ready-dev  ## run the part of `make test-cluster` with a local Ray cluster of several nodes
 	$(BIN)/python -m pytest tests/cluster -m ray -rfEs
+
+test-cuda: $(VENV)/ready-dev  ## train and sample on a GPU; skipped, with the reason, where there is none
+	$(BIN)/python -m pytest tests/test_cuda.py -rfEs
+
+first-contact: $(VENV)/ready-dev  ## ten minutes on a new GPU machine: what is true there of what was predicted (OPTIONS="--small --device cpu")
+	$(BIN)/python scripts/first_contact.py $(OPTIONS)
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
 	$(BIN)/python -m pytest tests/view/test_browser.py -rfEs

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +42,17 @@ def words(tmp_path: Path) -> Path:
         (["train.max_staleness=1"], None),
         (["model.dtype=bfloat16"], 0.3),
         (["loss.kl_coef=0.1", "loss.entropy_coef=0.01", "train.ppo_epochs=2", "train.minibatches=2"], None),
+        (["model.autocast=true"], 0.3),
+        (["model.lora.rank=4"], 1e-3),
+        (["credit=gae"], 1e-3),
+        (["model.lora.rank=4", "credit=gae"], 1e-3),
+        (["sampling.top_p=0.9", "sampling.temperature=0.7"], 1e-3),
+        (["sampling.top_k=5"], 1e-3),
+        (["model.gradient_checkpointing=true"], 1e-3),
+        (["train.optimizer.name=adafactor"], 1e-3),
+        (["model.dtype=bfloat16", "train.optimizer.master_weights=kahan"], 0.3),
+        (["model.dtype=bfloat16", "train.optimizer.master_weights=stochastic_rounding"], 0.3),
+        (["model.dtype=bfloat16", "train.optimizer.offload=cpu"], 0.3),
     ],
 )
 def test_trainer_and_engine_agree_on_every_token(
@@ -63,6 +77,36 @@ def test_a_run_goes_on_from_its_checkpoint(words: Path, tmp_path: Path) -> None:
     test_train.run(words, "train.steps=2", "checkpoint.every=1")
     test_train.run(words, "train.steps=4", "checkpoint.every=1", "resume=auto")
     assert [one["step"] for one in test_train.lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("options", [[], ["cluster.launcher=local", "cluster.trainers=1"]])
+def test_a_run_goes_on_on_another_device(words: Path, tmp_path: Path, options: list[str]) -> None:
+    """What a CPU, or a rank, has saved: AdamW's number of steps must come to the GPU."""
+    before = options or ["model.device=cpu"]
+    command = [sys.executable, "-m", "turnwise", "train", str(words), "train.steps=1", "checkpoint.every=1", *before]
+    source = str(Path(test_train.__file__).parents[1] / "src")
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": source})
+    test_train.run(words, "train.steps=3", "checkpoint.every=1", "resume=auto")
+    assert [one["step"] for one in test_train.lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_adamw_in_8_bits(words: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    test_train.run(words, "train.optimizer.name=adamw_8bit")
+    assert all(one["failed"] == 0 for one in test_train.lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_the_generic_pass_of_the_engine(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("turnwise.engines.local.fused.unsupported_reason", lambda model: "the generic pass is tried")
+    test_train.run(words)
+    for metrics in test_train.lines(tmp_path / "run" / "metrics.jsonl"):
+        assert metrics["ratio/max_deviation"] < 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prompts_are_shared(words: Path, dtype: str) -> None:
+    made = test_train.run(words, f"model.dtype={dtype}", "train.steps=1")
+    assert made.learner.requirements.share_prompts
 
 
 def test_images_are_learnt_from(tmp_path: Path) -> None:
