@@ -21,6 +21,7 @@ from turnwise.cli import main
 from turnwise.doctor import memory
 from turnwise.doctor.examine import examine
 from turnwise.doctor.memory import (
+    PassOptions,
     Prediction,
     Workload,
     longest_prompt,
@@ -217,7 +218,13 @@ def test_on_a_gpu_the_keys_that_each_completion_gathers_are_kept() -> None:
     source = ModelSource(path="m", dtype="bfloat16", device="cuda")
     long = Workload(conversations=8, tokens=110, prompt_tokens=100)
     on_cpu, on_gpu = (
-        traced_pass(source, shape(), long, 200, mixed=False, on_gpu=on_gpu, on_ranks=False) for on_gpu in (False, True)
+        traced_pass(
+            PassOptions(
+                source=source, workload=long, micro_batch_tokens=200, mixed=False, on_gpu=on_gpu, on_ranks=False
+            ),
+            shape(),
+        )
+        for on_gpu in (False, True)
     )
     # two layers; keys and values of 8 completions with their prompt, for all heads (4) of 8 numbers of 2 bytes
     gathered = 2 * 2 * 8 * 110 * 4 * 8 * 2
