@@ -70,7 +70,7 @@ SLOW = {
     "stochastic": ["model.dtype=bfloat16", "train.optimizer.master_weights=stochastic_rounding"],
     "offload": ["model.dtype=bfloat16", "train.optimizer.offload=cpu"],
     "adafactor": ["train.optimizer.name=adafactor"],
-    "correction": ["correction.action=truncate", "correction.high=2.0"],
+    "correction": ["correction.action=truncate", "train.max_staleness=1"],
     "reference sync": ["loss.kl_coef=0.1", "reference.source=copy", "reference.sync_every=1"],
     "LoRA": ["model.lora.rank=4"],
     "critic": ["credit=gae"],
