@@ -367,9 +367,9 @@ def refuse_other_nccl(where: GroupAddress) -> None:
 
 def nccl_version() -> str:
     """The version of NCCL that torch uses here, such as `2.29.7`."""
-    import torch
+    from torch.cuda import nccl
 
-    return ".".join(map(str, torch.cuda.nccl.version()))
+    return ".".join(map(str, nccl.version()))
 
 
 class TrainerGroup:
