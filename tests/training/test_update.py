@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from support.hybrids import hybrid
 from support.tiny import tiny_model
 from training.test_batch import group
-from training.test_precision import CONFIGS, made
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import OptimizationSection, PpoClip
@@ -129,9 +129,8 @@ def test_rates() -> None:
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
         load_model(ModelSource(path=f"{tmp_path}/nothing", device="cpu"))
-    capped = made(CONFIGS["soft cap"](), attn_implementation="eager")
-    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: Gemma2ForCausalLM does not"):
-        LocalLearner(capped, sampling=Sampling(), share_prompts="always")
+    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: JambaForCausalLM does not"):
+        LocalLearner(hybrid("jamba"), sampling=Sampling(), share_prompts="always")
 
 
 def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
