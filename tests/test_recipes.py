@@ -1,9 +1,12 @@
-"""The recipes that come with the repository run as they are, and the demo learns what it promises."""
+"""The recipes of the repository run, and mistakes that users often make are told."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
+import logging
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,18 +15,29 @@ from typing import Any
 
 import pytest
 
+from support.conversations import Says, hold
+from support.recipes import save_recipe
 from support.servers import Answer, serving
+from turnwise import Opening, Reply, assembly, environment, user_message
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.data.gsm8k import main as preprocess
+from turnwise.environments.tools.schema import FromSchema, schema_of
+from turnwise.errors import ConfigError, DataError, RunError
 from turnwise.options.schema import Config
+from turnwise.training.checkpoint import Checkpoints
+from turnwise.types import Row
 from turnwise.user_code.references import resolve
 
+# The recipes that come with the repository run as they are, and the demo learns what it promises.
+
+
 ROOT = Path(__file__).parent.parent
+
 SHARED = ROOT.parent / "shared"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def from_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes name files relative to where one runs them, as the README does."""
     monkeypatch.chdir(ROOT)
@@ -33,6 +47,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
 def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, notes = load(ROOT / "recipes" / recipe)
@@ -40,6 +55,7 @@ def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert notes == []
 
 
+@pytest.mark.usefixtures("from_the_root")
 def test_the_calculator_recipe_takes_two_steps(tmp_path: Path) -> None:
     out = tmp_path / "run"
     small = ["train.steps=2", "train.batch_size=4", "train.group_size=4", "eval.max_rows=2"]
@@ -66,6 +82,7 @@ def gsm8k(folder: Path, source: Path | None) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("from_the_root")
 def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = SHARED / "gsm8k"
     monkeypatch.setenv("GSM8K", str(gsm8k(tmp_path, real if real.is_dir() else None)))
@@ -92,6 +109,7 @@ def test_gsm8k_runs_on_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
             )
 
 
+@pytest.mark.usefixtures("from_the_root")
 def test_gsm8k_runs_in_a_clone_as_it_is_and_without_held_out_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,6 +149,7 @@ def two_steps(recipe: str, out: Path, *options: str) -> list[dict[str, Any]]:
     return [one for one in conversations if one["error"] is None]
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["parquet", "jsonl"])
 def test_gsm8k_with_an_interaction_runs_on_the_rows_of_its_command(
@@ -148,6 +167,7 @@ def test_gsm8k_with_an_interaction_runs_on_the_rows_of_its_command(
         assert one["stop"] in ("done", "max_turns", "length")
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 def test_gsm8k_with_a_tool_runs_on_the_rows_of_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = tmp_path / "data"
@@ -159,6 +179,7 @@ def test_gsm8k_with_a_tool_runs_on_the_rows_of_its_command(tmp_path: Path, monke
         assert [tool["function"]["name"] for tool in one["tools"]] == ["calc_gsm8k_reward"]
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 def test_the_mcp_recipe_takes_two_steps(tmp_path: Path) -> None:
     conversations = two_steps("mcp", tmp_path / "run", "limits.tokens_per_turn=64", "eval.max_rows=2")
@@ -167,6 +188,7 @@ def test_the_mcp_recipe_takes_two_steps(tmp_path: Path) -> None:
     assert any(outcome["error"] is None and (outcome["content"] or "").lstrip("-").isdigit() for outcome in outcomes)
 
 
+@pytest.mark.usefixtures("from_the_root")
 def test_the_gym_recipe_takes_two_steps(tmp_path: Path) -> None:
     conversations = two_steps("gym", tmp_path / "run", "limits.tokens_per_turn=64")
     assert all(one["messages"][0]["content"].endswith("?") for one in conversations)
@@ -175,12 +197,14 @@ def test_the_gym_recipe_takes_two_steps(tmp_path: Path) -> None:
     assert any(text.startswith(("Right.", "No, it is ")) for text in told)
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 def test_the_recipe_of_a_modelled_user_takes_two_steps(tmp_path: Path) -> None:
     conversations = two_steps("modelled_user", tmp_path / "run", "limits.tokens_per_turn=64", "eval.max_rows=2")
     assert any(sum(message["role"] == "user" for message in one["messages"]) == 2 for one in conversations)
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 def test_a_modelled_user_behind_an_endpoint_takes_two_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the overrides that the page tells."""
@@ -196,6 +220,7 @@ def test_a_modelled_user_behind_an_endpoint_takes_two_steps(tmp_path: Path, monk
     assert {headers["Authorization"] for headers in server.headers} == {"Bearer swordfish"}
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.parametrize("recipe", ["gsm8k_tool", "gsm8k_interaction", "mcp", "gym", "modelled_user"])
 def test_a_recipe_has_a_page_that_tells_its_command(recipe: str) -> None:
     page = (ROOT / "recipes" / f"{recipe}.md").read_text(encoding="utf-8")
@@ -203,6 +228,7 @@ def test_a_recipe_has_a_page_that_tells_its_command(recipe: str) -> None:
     assert page.count("\n") <= 60
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 @pytest.mark.skipif(not SHARED.joinpath("gsm8k").is_dir(), reason="the whole data set is not here")
 def test_every_row_of_gsm8k_can_be_answered_right_and_wrong(tmp_path: Path) -> None:
@@ -225,6 +251,7 @@ def test_every_row_of_gsm8k_can_be_answered_right_and_wrong(tmp_path: Path) -> N
     assert {one["template_mismatch"] for one in done} == {None}
 
 
+@pytest.mark.usefixtures("from_the_root")
 @pytest.mark.slow
 def test_the_demo_learns_what_it_promises(tmp_path: Path) -> None:
     out = tmp_path / "demo"
@@ -241,6 +268,7 @@ def test_the_demo_learns_what_it_promises(tmp_path: Path) -> None:
     assert (out / "curve.png").stat().st_size > 10_000
 
 
+@pytest.mark.usefixtures("from_the_root")
 def test_the_modelled_user_loads_its_model_once_and_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     module = resolve("recipes/modelled_user.py:user", key="chat_model").__globals__
     load, threads = module["_load"], []
@@ -261,3 +289,150 @@ def test_the_modelled_user_loads_its_model_once_and_in_a_thread(monkeypatch: pyt
     assert all(answers)
     assert len(threads) == 1
     assert threads[0] is not threading.main_thread()
+
+
+# Mistakes that many users make, each with the message that says what to write.
+
+
+CODE = """
+from turnwise import Opening, Reply, environment
+
+async def forgotten(row):
+    turn = yield Opening(messages=row.messages)
+    yield Reply(done=True)
+
+async def forgotten_too(**options):
+    yield None
+
+def trl(completions, answer, **kwargs):
+    return [1.0 for _ in completions]
+
+def trl_prompts(prompts, **kwargs):
+    return [1.0 for _ in prompts]
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> str:
+    (tmp_path / "code.py").write_text(CODE)
+    return str(tmp_path / "code.py")
+
+
+@pytest.mark.parametrize("name", ["forgotten", "forgotten_too"])
+def test_a_generator_without_decorator_is_told_to_have_one(model: Path, tmp_path: Path, place: str, name: str) -> None:
+    recipe = save_recipe(tmp_path, model, environment=f"{place}:{name}")
+    with pytest.raises(ConfigError, match=r"generator function.*write @environment above it"):
+        assembly.environment_factory(load(recipe)[0], encode=None)
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "told"),
+    [
+        ("trajectory", "trl", "turnwise.compat.trl:TrlReward"),
+        ("trajectory", "trl_prompts", "turnwise.compat.trl:TrlReward"),
+        ("batch", "trl_prompts", "turnwise.compat.trl:TrlReward"),
+        ("trajectory", "compute_score", "turnwise.compat.verl:CustomScore"),
+        ("batch", "compute_score", "turnwise.compat.verl:CustomScore"),
+    ],
+)
+def test_a_reward_function_of_another_system_is_told_its_adapter(
+    model: Path, tmp_path: Path, place: str, form: str, name: str, told: str
+) -> None:
+    config, _ = load(save_recipe(tmp_path, model, reward={form: [f"{place}:{name}"]}))
+    with pytest.raises(ConfigError) as caught:
+        assembly.scorer(config).refuse_unknown_columns(assembly.rows(config))
+    assert told in str(caught.value)
+
+
+def test_a_row_says_where_the_prompt_and_the_columns_are() -> None:
+    row = Row(id="7", messages=[{"role": "user", "content": "?"}], fields={"answer": "4"})
+    for read in (lambda: row["prompt"], lambda: row["messages"]):
+        with pytest.raises(KeyError, match=r"the messages of the prompt are row\.messages"):
+            read()
+    with pytest.raises(
+        AttributeError, match=r"a row has no attribute 'answer': the column 'answer' is row\['answer'\]"
+    ):
+        row.answer  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(AttributeError, match=r"the messages of the prompt are row\.messages"):
+        row.prompt  # type: ignore[attr-defined]  # noqa: B018
+    assert copy.deepcopy(row) == copy.copy(row) == pickle.loads(pickle.dumps(row)) == row
+
+
+def test_a_prompt_that_ends_with_the_answer_is_refused(
+    model: Path, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"prompt": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}\n{"prompt": "3+3?"}\n'
+    )
+    single = "turnwise.environments.environment:SingleTurn"
+    with pytest.raises(
+        DataError, match=r"the prompt of 1 of 2 rows ends with a message of the assistant \(row '1': '4'\)"
+    ):
+        assembly.rows(load(save_recipe(tmp_path, model, data={"train": str(rows)}, environment=single))[0])
+    own = load(save_recipe(tmp_path, model, data={"train": str(rows)}, environment=f"{place}:forgotten"))[0]
+    with caplog.at_level(logging.WARNING):
+        assert len(assembly.rows(own)) == 2
+    assert "forgotten takes it out" in caplog.text
+
+
+def test_a_docstring_that_describes_no_parameter_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    def weather(city: str) -> str:
+        """Tell the weather.
+
+        Args:
+            town: The town.
+        """
+        return city
+
+    with caplog.at_level(logging.WARNING):
+        schema_of(weather)
+    assert "describes town under Args, and the tool has no such parameter" in caplog.text
+
+
+@pytest.mark.parametrize("schema", [-1, [], {}, True])
+def test_a_schema_whose_dialect_is_no_text_is_refused(schema: Any) -> None:
+    with pytest.raises(ConfigError, match=r"the parameters of the tool 't' are not a JSON Schema: \$schema: "):
+        FromSchema({"$schema": schema, "type": "object"}, "t")
+
+
+def test_half_a_character_of_an_environment_is_named() -> None:
+    @environment
+    async def cut(row: Row):  # type: ignore[no-untyped-def]
+        yield Opening(messages=row.messages)
+        yield user_message("cut \ud83d")
+        yield Reply(done=True)
+
+    one = hold(Says("a", "b"), cut)
+    assert one.error is not None
+    assert one.error.kind == "environment"
+    assert "a message with the role 'user' cannot be encoded" in one.error.message
+    assert r"contains '\ud83d' at position 4, which is half of a surrogate pair" in one.error.message
+
+
+def test_checkpoints_are_refused_before_training_where_they_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    with pytest.raises(RunError, match=r"checkpoint is a directory, and the run would write a link"):
+        Checkpoints(tmp_path).refuse_other_files()
+    (tmp_path / "checkpoint").rmdir()
+    (tmp_path / "checkpoint").symlink_to("checkpoint")  # a link to itself
+    Checkpoints(tmp_path).refuse_other_files()
+    with pytest.raises(RunError, match="points to no checkpoint"):
+        Checkpoints(tmp_path).find()
+    (tmp_path / "checkpoint").unlink()
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(RunError, match="checkpoints is a file"):
+        Checkpoints(tmp_path).refuse_other_files()
+
+
+def test_a_folder_in_the_way_of_the_link_stops_a_run_before_its_first_step(model: Path, tmp_path: Path) -> None:
+    from turnwise.train import assemble
+
+    (tmp_path / "run" / "checkpoint").mkdir(parents=True)
+    recipe = save_recipe(tmp_path, model, train={"steps": 1, "batch_size": 1, "group_size": 2, "lr": 0.01})
+    for override in ("replace=false", "replace=true", "resume=auto"):
+        with pytest.raises(RunError, match="checkpoint is a directory"):
+            assemble(load(recipe, [override])[0])

@@ -23,7 +23,7 @@ What the estimators converge to (large groups; p and q are the probabilities of 
   0.2 + 0.4 * 0.5 + 0.16 * 0.3 = 0.448 (q = 1). At the start (q = 1/2) this is 0.384, so the first dig becomes less likely until
   q is above 0.625. With a parameter for each decision, p recovers: 1.0. In a model, p and q share parameters.
 
-`tests/test_learning_benchmark.py` checks these statements with the exact expected gradient for groups of 8.
+`tests/test_scripts.py` checks these statements with the exact expected gradient for groups of 8.
 """
 
 from __future__ import annotations

@@ -1,20 +1,29 @@
-"""Rows: read from every kind of source, refused with the number of the bad one, used in an order that is found again."""
+"""Rows: read from every kind of file, and values that are absent."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from turnwise.data.conversations import read_conversations
 from turnwise.data.order import Order
 from turnwise.data.rows import read_rows
 from turnwise.errors import DataError
 from turnwise.types import Row
+from turnwise.user_code.references import reference_to
+
+# Rows: read from every kind of source, refused with the number of the bad one, used in an order that is found again.
+
 
 THREE: list[dict[str, Any]] = [{"prompt": f"{n}+1?", "answer": n + 1} for n in range(3)]
 
@@ -26,7 +35,7 @@ def jsonl(path: Path, *records: Any, name: str = "rows.jsonl") -> str:
     return str(path / name)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _caches(tmp_path: Path) -> None:
     # `datasets` keeps an arrow copy of every parquet file
     datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
@@ -41,6 +50,7 @@ def refused(source: str, **options: Any) -> str:
 # sources
 
 
+@pytest.mark.usefixtures("_caches")
 def test_jsonl(tmp_path: Path) -> None:
     source = jsonl(tmp_path, THREE[0], "", THREE[1], "   ", THREE[2])
     assert read_rows(source) == [
@@ -50,16 +60,19 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("_caches")
 @pytest.mark.parametrize("name", ["rows.json", "rows.ndjson"])
 def test_other_names_of_jsonl(tmp_path: Path, name: str) -> None:
     assert [row["answer"] for row in read_rows(jsonl(tmp_path, *THREE, name=name))] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("_caches")
 def test_jsonl_with_characters_that_look_like_line_breaks(tmp_path: Path) -> None:
     text = "a\u2028b\x85c\x0bd"
     assert read_rows(jsonl(tmp_path, {"prompt": text}))[0].messages[0]["content"] == text
 
 
+@pytest.mark.usefixtures("_caches")
 def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(THREE).to_parquet(str(path))
@@ -71,6 +84,7 @@ def test_parquet(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.usefixtures("_caches")
 def test_parquet_messages_have_only_their_own_keys(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     prompt = [
@@ -81,6 +95,7 @@ def test_parquet_messages_have_only_their_own_keys(tmp_path: Path) -> None:
     assert read_rows(str(path))[0].messages == prompt
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_directory_saved_by_datasets_with_and_without_splits(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     table = datasets.Dataset.from_list(THREE)
@@ -96,6 +111,7 @@ def test_a_directory_saved_by_datasets_with_and_without_splits(tmp_path: Path) -
 # columns, messages, the system prompt
 
 
+@pytest.mark.usefixtures("_caches")
 def test_columns_are_mapped_and_the_others_kept(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"question": "1+1?", "solution": "2", "level": 3})
     (row,) = read_rows(source, columns={"prompt": "question", "answer": "solution"})
@@ -105,12 +121,14 @@ def test_columns_are_mapped_and_the_others_kept(tmp_path: Path) -> None:
     assert (row.id, row.fields) == ("3", {"solution": "2"})
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_prompt_is_a_text_or_messages(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     rows = read_rows(jsonl(tmp_path, {"prompt": "Hi"}, {"prompt": messages}))
     assert [row.messages for row in rows] == [[messages[1]], messages]
 
 
+@pytest.mark.usefixtures("_caches")
 def test_the_system_prompt_is_put_before_prompts_that_have_none(tmp_path: Path) -> None:
     own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "Hi"}]
     rows = read_rows(jsonl(tmp_path, {"prompt": "Hi"}, {"prompt": own}), system="Yours.")
@@ -118,12 +136,14 @@ def test_the_system_prompt_is_put_before_prompts_that_have_none(tmp_path: Path) 
     assert [len(row.messages) for row in rows] == [2, 2]
 
 
+@pytest.mark.usefixtures("_caches")
 def test_only_the_first_rows(tmp_path: Path) -> None:
     source = jsonl(tmp_path, *THREE[:2], "this is never read")
     assert [row.id for row in read_rows(source, limit=2)] == ["1", "2"]
     assert len(read_rows(jsonl(tmp_path, *THREE), limit=99)) == 3
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_missing_column_of_a_row_is_told_when_it_is_asked_for(tmp_path: Path) -> None:
     (row,) = read_rows(jsonl(tmp_path, {"prompt": "Hi", "b": 1, "a": 2}))
     with pytest.raises(KeyError, match=r"row '1' has no column 'answer'; its columns are: a, b\. Add the column"):
@@ -133,6 +153,7 @@ def test_a_missing_column_of_a_row_is_told_when_it_is_asked_for(tmp_path: Path) 
 # what is refused
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path: Path) -> None:
     source = jsonl(tmp_path, THREE[0], "", '{"prompt": "x"')
     assert refused(source) == (
@@ -142,6 +163,7 @@ def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path: Path) -> None:
     assert refused(source) == f"{source}:2: a row must be a JSON object; this is a list"
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "caf\xe9"}\n')
@@ -151,6 +173,7 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
     assert f"'{broken}' could not be loaded" in refused(str(broken))
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_missing_file_or_directory_is_told_with_its_whole_path(tmp_path: Path) -> None:
     for name in ("no.jsonl", "no.parquet"):
         assert refused(str(tmp_path / name)) == (
@@ -160,6 +183,7 @@ def test_a_missing_file_or_directory_is_told_with_its_whole_path(tmp_path: Path)
     assert refused("./nowhere").startswith(f"there is no directory {Path.cwd() / 'nowhere'}")
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_directory_that_is_none_of_datasets_is_told(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     message = refused(str(tmp_path / "rows"))
@@ -167,11 +191,13 @@ def test_a_directory_that_is_none_of_datasets_is_told(tmp_path: Path) -> None:
     assert "a directory saved by `datasets`" in message
 
 
+@pytest.mark.usefixtures("_caches")
 def test_empty_data_is_told(tmp_path: Path) -> None:
     source = jsonl(tmp_path, "", "  ")
     assert refused(source) == f"{source} has no rows; at least one is needed"
 
 
+@pytest.mark.usefixtures("_caches")
 def test_a_missing_column_is_told_with_the_nearest_and_the_fix(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"question": "1+1?", "answers": 2})
     assert refused(source) == (
@@ -184,6 +210,7 @@ def test_a_missing_column_is_told_with_the_nearest_and_the_fix(tmp_path: Path) -
     )
 
 
+@pytest.mark.usefixtures("_caches")
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
@@ -202,6 +229,7 @@ def test_a_prompt_that_is_none_is_told_with_its_line(tmp_path: Path, prompt: Any
     assert refused(source).startswith(f"{source}:2: {problem}")
 
 
+@pytest.mark.usefixtures("_caches")
 def test_rows_of_one_id_are_told_with_both_places(tmp_path: Path) -> None:
     source = jsonl(tmp_path, {"prompt": "a", "key": 7}, {"prompt": "b", "key": 8}, {"prompt": "c", "key": "7"})
     assert refused(source, columns={"id": "key"}) == (
@@ -216,6 +244,7 @@ def indices(order: Order, position: int, count: int) -> list[int]:
     return [index for _, index in order.take(position, count)]
 
 
+@pytest.mark.usefixtures("_caches")
 def test_every_row_is_used_once_an_epoch_and_epochs_are_shuffled_anew() -> None:
     order = Order(10, seed=3)
     first, second = order.take(0, 10), order.take(10, 10)
@@ -225,16 +254,19 @@ def test_every_row_is_used_once_an_epoch_and_epochs_are_shuffled_anew() -> None:
     assert [index for _, index in first] != list(range(10))
 
 
+@pytest.mark.usefixtures("_caches")
 def test_the_order_depends_on_the_seed_alone() -> None:
     assert indices(Order(50, seed=1), 0, 120) == indices(Order(50, seed=1), 0, 120)
     assert indices(Order(50, seed=1), 0, 50) != indices(Order(50, seed=2), 0, 50)
     assert indices(Order(5, seed=0), 0, 10) == [2, 3, 1, 0, 4, 3, 0, 2, 4, 1]
 
 
+@pytest.mark.usefixtures("_caches")
 def test_without_shuffling_rows_come_as_they_are() -> None:
     assert Order(3, seed=9, shuffle=False).take(2, 5) == [(0, 2), (1, 0), (1, 1), (1, 2), (2, 0)]
 
 
+@pytest.mark.usefixtures("_caches")
 @given(length=st.integers(1, 7), position=st.integers(0, 30), count=st.integers(0, 20), step=st.integers(1, 5))
 def test_the_order_is_gone_on_with_from_one_number(length: int, position: int, count: int, step: int) -> None:
     whole = Order(length, seed=5).take(0, position + count)
@@ -243,3 +275,129 @@ def test_the_order_is_gone_on_with_from_one_number(length: int, position: int, c
     for start in range(0, position + count, step):
         pieces += order.take(start, min(step, position + count - start))
     assert pieces == whole
+
+
+# Nulls that Arrow puts into tool calls and schemas: no model is trained on a null that nobody wrote.
+
+
+WEATHER = {
+    "city": {"type": "string"},
+    "unit": {"type": "string"},
+    "day": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "near": {"type": "object", "properties": {"lake": {"type": "string"}, "sea": {"type": "string"}}},
+}
+
+
+def tool(name: str, properties: Mapping[str, Any], required: list[str]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": "Says.", "parameters": parameters}}
+
+
+def called(arguments: Any, name: str = "weather") -> list[dict[str, Any]]:
+    calls = [{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}]
+    return [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "1", "content": "20"},
+        {"role": "assistant", "content": "20"},
+    ]
+
+
+def arguments(row: Row) -> Any:
+    return row.messages[1]["tool_calls"][0]["function"]["arguments"]
+
+
+def parquet(path: Path, *rows: Mapping[str, Any]) -> str:
+    pq.write_table(pa.Table.from_pylist(list(rows)), path / "rows.parquet")
+    return str(path / "rows.parquet")
+
+
+def on_disk(path: Path, *rows: Mapping[str, Any]) -> str:
+    datasets.Dataset.from_list(list(rows)).save_to_disk(str(path / "rows"))
+    return str(path / "rows")
+
+
+TOOLS = [tool("weather", WEATHER, ["city"])]
+
+OSLO = {"city": "Oslo", "near": {"sea": "Skagerrak"}}
+
+ROME = {"city": "Rome", "unit": "F", "day": 3, "near": {"lake": "Albano"}}
+
+
+@pytest.mark.parametrize("save", [parquet, on_disk])
+@pytest.mark.parametrize(
+    ("tools", "count"),
+    [({}, 4), ({"tools": json.dumps(TOOLS)}, 4), ({"tools": TOOLS}, None)],
+    ids=["no tools", "tools as text", "tools"],
+)
+def test_calls_have_the_arguments_that_were_written(
+    tmp_path: Path, save: Any, tools: dict[str, Any], count: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = save(tmp_path, {"messages": called(OSLO), **tools}, {"messages": called(ROME), **tools})
+    with caplog.at_level(logging.WARNING):
+        assert [arguments(row) for row in read_conversations(source)] == [OSLO, ROME]
+    (message,) = caplog.messages
+    if count is not None:  # in a column of schemas, Arrow adds nulls too
+        assert message.startswith(f"{count} nulls in tool calls and tool schemas were dropped")
+        assert ", row 1, weather." in message
+
+
+@pytest.mark.parametrize("save", [parquet, on_disk])
+def test_the_history_of_a_prompt_has_the_arguments_that_were_written(tmp_path: Path, save: Any) -> None:
+    source = save(tmp_path, {"prompt": called(OSLO)[:3]}, {"prompt": called(ROME)[:3]})
+    assert [arguments(row) for row in read_rows(source)] == [OSLO, ROME]
+
+
+def test_a_data_set_in_memory_is_arrow_too_and_a_list_of_rows_is_not() -> None:
+    written = [OSLO, {"city": "Rome", "unit": None}]
+    rows = [{"prompt": called(one)[:3]} for one in written]
+    table = reference_to(datasets.Dataset.from_list(rows), name="arrow_rows")
+    assert [arguments(row) for row in read_rows(table)] == [OSLO, {"city": "Rome"}]
+    assert [arguments(row) for row in read_rows(reference_to(rows, name="plain_rows"))] == written
+
+
+def test_a_null_that_the_schema_requires_and_allows_was_written(tmp_path: Path) -> None:
+    needed = [tool("weather", WEATHER, ["city", "day"])]
+    rows = [
+        {"messages": called({"city": "Oslo", "day": None}), "tools": needed},
+        {"messages": called(ROME), "tools": needed},
+    ]
+    first, _ = read_conversations(parquet(tmp_path, *rows))
+    assert arguments(first) == {"city": "Oslo", "day": None}
+
+
+def test_lines_of_json_lose_only_nulls_that_the_schema_does_not_allow(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"city": "Oslo", "unit": None, "day": None, "other": None, "near": {"lake": None, "sea": "x"}}
+    path = tmp_path / "rows.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps(row) + "\n" for row in [{"messages": called(given), "tools": TOOLS}, {"messages": called(given)}]
+        )
+    )
+    with caplog.at_level(logging.WARNING):
+        with_schema, without = read_conversations(str(path))
+    assert arguments(with_schema) == {"city": "Oslo", "day": None, "other": None, "near": {"sea": "x"}}
+    assert arguments(without) == given
+    assert caplog.messages[0].startswith("2 nulls in tool calls and tool schemas were dropped")
+    assert caplog.messages[0].endswith(f"(the first: {path}:1, weather.unit)")
+
+
+def test_schemas_have_the_keys_that_were_written(tmp_path: Path) -> None:
+    two = [tool("add", {"a": {"type": "integer", "default": 3}}, ["a"])]
+    source = parquet(
+        tmp_path, {"messages": called(OSLO), "tools": TOOLS}, {"messages": called({"a": 1}, "add"), "tools": two}
+    )
+    assert [row["tools"] for row in read_conversations(source)] == [TOOLS, two]
+    prompts = parquet(tmp_path, {"prompt": "Hi", "tools": TOOLS}, {"prompt": "Hi", "tools": two})
+    assert [row["tools"] for row in read_rows(prompts)] == [TOOLS, two]
+
+
+def test_lists_keep_their_nulls_and_a_data_set_without_nulls_says_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = parquet(tmp_path, {"messages": called({"cities": ["Oslo", None]})})
+    with caplog.at_level(logging.WARNING):
+        assert arguments(read_conversations(source)[0]) == {"cities": ["Oslo", None]}
+    assert caplog.messages == []

@@ -1,4 +1,4 @@
-"""Experiment trackers and traces: the real libraries, offline, read back with their own readers."""
+"""Experiment trackers get what a run measures; Weave gets its conversations."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import re
 import socket
 import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,9 @@ from turnwise.loggers.trackers import Start, start_tracker
 from turnwise.record.reader import read, read_lines
 from turnwise.types import Failure, Row, Stop, ToolOutcome, Trajectory, Turn
 
-pytestmark = pytest.mark.filterwarnings("default")  # of the trackers' own libraries
+# Experiment trackers and traces: the real libraries, offline, read back with their own readers.
+
+
 LINE = {"step": 3, "reward/mean": 0.5, "rewards/a b/mean": 0.25, "kl": None}
 
 
@@ -70,6 +75,7 @@ def scalars(folder: Path) -> Any:
     return events
 
 
+@pytest.mark.filterwarnings("default")
 def test_tensorboard(tmp_path: Path) -> None:
     send(start_tracker("tensorboard", start(tmp_path)))
     events = scalars(tmp_path / "tensorboard")
@@ -80,6 +86,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert sorted(texts) == ["conversations/0/text_summary", "eval/conversations/0/text_summary"]
 
 
+@pytest.mark.filterwarnings("default")
 @pytest.mark.slow
 def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -95,6 +102,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: p
     assert json.loads((tmp_path / "loggers.json").read_text())["wandb"] == first
 
 
+@pytest.mark.filterwarnings("default")
 def test_mlflow(tmp_path: Path) -> None:
     import mlflow
 
@@ -114,6 +122,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert run.info.status == "FINISHED"
 
 
+@pytest.mark.filterwarnings("default")
 def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio.utils", reason="trackio is not installed: pip install trackio", exc_type=ImportError)
@@ -128,11 +137,13 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(step == 3 and metrics.get("reward/mean") == 0.5 for step, metrics in found), found
 
 
+@pytest.mark.filterwarnings("default")
 def test_swanlab(tmp_path: Path) -> None:
     send(start_tracker("swanlab", start(tmp_path, arguments={"mode": "offline"})))
     assert [path for path in (tmp_path / "swanlab").rglob("*") if path.is_file()]
 
 
+@pytest.mark.filterwarnings("default")
 def test_the_options_reach_the_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Start] = []
 
@@ -155,6 +166,7 @@ def test_the_options_reach_the_tracker(tmp_path: Path, monkeypatch: pytest.Monke
     assert (seen[1].project, seen[1].run, seen[1].conversations, seen[1].step) == ("turnwise", "my-run", 8, 2)
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_run_with_tensorboard(tmp_path: Path) -> None:
     from turnwise.api import Recipe, train
 
@@ -166,6 +178,7 @@ def test_a_run_with_tensorboard(tmp_path: Path) -> None:
     assert values == pytest.approx([line["reward/mean"] for line in result.metrics])
 
 
+@pytest.mark.filterwarnings("default")
 def test_traces_in_a_file(tmp_path: Path) -> None:
     from turnwise.api import Recipe, train
 
@@ -181,6 +194,7 @@ def test_traces_in_a_file(tmp_path: Path) -> None:
     assert [child["name"] for child in traces[0]["children"]] == [f"turn {n}" for n in range(len(expected[0].turns))]
 
 
+@pytest.mark.filterwarnings("default")
 def test_the_spans_of_a_conversation() -> None:
     span = spans_of(a_trajectory())
     assert span is not None
@@ -224,6 +238,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
     server.server_close()
 
 
+@pytest.mark.filterwarnings("default")
 def test_spans_reach_an_opentelemetry_collector(tmp_path: Path, collector: list[bytes]) -> None:
     import gzip
 
@@ -246,6 +261,7 @@ def test_spans_reach_an_opentelemetry_collector(tmp_path: Path, collector: list[
     assert (engine.start_time_unix_nano, engine.end_time_unix_nano) == (100 * 10**9, 101 * 10**9)
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_tracker_that_fails_costs_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         name, conversations = "broken", 1
@@ -266,6 +282,7 @@ def test_a_tracker_that_fails_costs_a_warning_once(caplog: pytest.LogCaptureFixt
     assert "the run goes on" in messages[0]
 
 
+@pytest.mark.filterwarnings("default")
 def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
@@ -288,6 +305,7 @@ def closed_port() -> str:
         return f"http://127.0.0.1:{free.getsockname()[1]}"
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_service_that_is_down_at_the_start_costs_one_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -304,6 +322,7 @@ def test_a_service_that_is_down_at_the_start_costs_one_warning(
     assert "The run goes on" in messages[0]
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_service_that_comes_back_gets_the_metrics_of_earlier_steps(caplog: pytest.LogCaptureFixture) -> None:
     received: list[tuple[str, int, dict[str, float], int]] = []
 
@@ -346,6 +365,7 @@ def test_a_service_that_comes_back_gets_the_metrics_of_earlier_steps(caplog: pyt
     assert len(caplog.records) == 1
 
 
+@pytest.mark.filterwarnings("default")
 def test_messages_that_differ_in_an_address_only_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         name, conversations = "broken", 1
@@ -362,6 +382,7 @@ def test_messages_that_differ_in_an_address_only_are_one_warning(caplog: pytest.
     assert len(caplog.records) == 1
 
 
+@pytest.mark.filterwarnings("default")
 def test_a_collector_that_is_down_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,3 +393,104 @@ def test_a_collector_that_is_down_does_not_end_the_run(
     # whether the exporter finds time for a second attempt, and warns of it, depends on its random pause
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(errors) == 1, errors
+
+
+# Traces with the real weave library. A local server stands for its two services: wandb and the trace server.
+
+
+weave_mark = pytest.mark.skipif(find_spec("weave") is None, reason="needs weave: pip install 'turnwise[weave]'")
+
+PROGRAM = """
+import sys
+from pathlib import Path
+
+sys.path[:0] = {path!r}
+from test_loggers import send
+from turnwise.loggers.tracers import start_tracer
+
+send(start_tracer("weave", conversations=1, project="team/project", directory=Path({folder!r})))
+"""
+
+
+class Services(BaseHTTPRequestHandler):
+    """Answers as wandb and the trace server do, as far as weave needs it."""
+
+    protocol_version = "HTTP/1.1"
+    calls: list[dict[str, Any]]
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        value: dict[str, Any] = {"digest": "d"}
+        if self.path == "/graphql":
+            viewer = {"id": "1", "username": "me", "entity": "team", "defaultEntity": {"name": "team"}}
+            value = {"data": {"viewer": viewer, "project": {"id": "1", "name": "project"}}}
+        elif self.path == "/server_info":
+            value = {"min_required_weave_python_version": "0.0.1", "trace_server_version": "99.0.0"}
+        elif self.path.endswith("/calls/complete"):
+            self.calls += json.loads(body)["batch"]
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def services() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    calls: list[dict[str, Any]] = []
+    handler = type("Handler", (Services,), {"calls": calls})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", calls
+    server.shutdown()
+    server.server_close()
+
+
+def traced(folder: Path, url: str) -> str:
+    """Trace two conversations with weave in a process of its own, because weave changes the state of its process."""
+    environment = {
+        "WANDB_BASE_URL": url, "WF_TRACE_SERVER_URL": url, "WANDB_API_KEY": "a" * 40, "HOME": str(folder),
+        "PATH": "/usr/bin:/bin",
+        "WANDB_ERROR_REPORTING": "false", "WEAVE_SENTRY_ENV": "off", "WEAVE_PRINT_CALL_LINK": "false",
+    }  # fmt: skip
+    program = PROGRAM.format(path=[str(Path(__file__).parent), *sys.path], folder=str(folder))
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@weave_mark
+def test_a_conversation_is_a_tree_of_calls(tmp_path: Path, services: tuple[str, list[dict[str, Any]]]) -> None:
+    url, calls = services
+    traced(tmp_path, url)
+    (root,) = [call for call in calls if call["parent_id"] is None]
+    assert root["op_name"].startswith("weave:///team/project/op/conversation")
+    children = [call for call in calls if call["parent_id"] == root["id"]]
+    assert sorted(call["display_name"] for call in children) == ["turn 0", "turn 1"]
+    (turn,) = [call for call in children if call["display_name"] == "turn 0"]
+    inside = {call["display_name"]: call for call in calls if call["parent_id"] == turn["id"]}
+    assert set(inside) == {"generate", "environment"}
+    engine = inside["generate"]
+    (tool,) = [call for call in calls if call["parent_id"] == inside["environment"]["id"]]
+    assert tool["display_name"] == "add"
+    assert (engine["started_at"], engine["ended_at"]) == ("1970-01-01T00:01:40Z", "1970-01-01T00:01:41Z")
+    assert engine["output"] == "add"
+    assert tool["exception"] is not None  # the outcome has an error
+    assert tool["inputs"]["step"] == 3
+    assert {call["trace_id"] for call in calls} == {root["trace_id"]}
+
+
+@pytest.mark.slow
+@weave_mark
+def test_a_trace_server_that_is_down_does_not_end_the_run(tmp_path: Path) -> None:
+    text = traced(tmp_path, "http://127.0.0.1:9")
+    assert text.count("trace.backend=weave: its service cannot be reached") == 1

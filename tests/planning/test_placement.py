@@ -1,4 +1,4 @@
-"""The memory that a rank needs, and the fewest devices of a recipe, for training and fine-tuning."""
+"""The memory that a rank needs, the fewest devices of a recipe, and the command that says them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from turnwise.errors import ConfigError
 from turnwise.planning.memory import engine_memory_lines, number_of_ranks, rank_memory, refuse_impossible
 from turnwise.planning.placement import ConversationTokens, fine_tuning_lines, placement_lines
 from turnwise.sft.fine_tune import conversation_tokens
+
+# The memory that a rank needs, and the fewest devices of a recipe, for training and fine-tuning.
+
 
 # The plan of a run on several ranks: memory of a rank, numbers, and combinations that are refused.
 
@@ -227,3 +230,26 @@ def test_the_command_prints_the_plan_of_fine_tuning(
         assert main(["plan", str(fine_tuning_recipe), *arguments]) == 1
         captured = capsys.readouterr()
         assert message in " ".join((captured.out + captured.err).split())
+
+
+# The plan of a recipe for training: batch arithmetic, and a memory that is too small.
+
+
+def test_the_command_prints_the_plan(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train = {"steps": 3, "batch_size": 2, "group_size": 4, "minibatches": 2}
+    recipe = save_recipe(tmp_path, model, train=train, limits={"tokens": 24, "turns": 1})
+    assert main(["plan", str(recipe)]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "conversations of a step 2 rows x 4 = 8" in text
+    assert "2 minibatches x 1 epochs = 2, each on 4 conversations" in text
+    assert "at most 192" in text
+    assert "memory predicted peak of a training step" in text
+    assert "ready for training" not in text
+
+
+def test_the_command_refuses_a_plan_that_does_not_fit(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = save_recipe(tmp_path, model)
+    assert main(["plan", str(recipe), "--memory-gb", "0.1"]) == 1
+    assert "and there are 0.1 GiB" in capsys.readouterr().out

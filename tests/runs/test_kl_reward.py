@@ -17,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from rewards.credit.test_credit_peers import verl_tokens
+from rewards.credit.test_credit_invariance import verl_tokens
 from support.recipes import save_recipe
 from support.tiny import save_model, tiny_model
 from test_train import lines, run, timeless

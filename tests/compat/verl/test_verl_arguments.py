@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from compat.verl.verl_files import an_interaction, written
-from rewards.credit.test_credit_peers import source
+from rewards.credit.test_credit_invariance import source
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.commands.convert import converted as convert_command

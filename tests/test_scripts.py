@@ -1,0 +1,316 @@
+"""The project's own programs: measures of the code, the table of models, the benchmark of learning."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from credit_toy import Action, Problem, expected_gradient
+from learning_tasks import digging
+from learning_tasks.report import Curve, Point, markdown
+from learning_tasks.setups import TASKS
+
+from turnwise.rewards.credit.critic import turn_gae
+from turnwise.rewards.credit.outcome import grpo
+from turnwise.rewards.credit.turns import gigpo, igpo, kevin, mt_grpo, turn_return
+
+# scripts/measure.py counts what it says, and reports what is over its bound.
+
+
+MEASURE = runpy.run_path(str(Path(__file__).parent.parent / "scripts" / "measure.py"))
+
+
+def figures(tree: Path, **files: str) -> dict[str, Any]:
+    """The figures of a small tree with these files."""
+    for name, text in files.items():
+        (tree / f"{name}.py").write_text(text, encoding="utf-8")
+    return {one.name: one for one in MEASURE["source_figures"](tree)}
+
+
+def test_a_small_file_that_one_neighbour_alone_imports_is_listed(tmp_path: Path) -> None:
+    root = tmp_path / "pkg"
+    root.mkdir()
+    text = {
+        "a": "from pkg.b import x\nfrom pkg import c\n",
+        "b": "from pkg.c import y\n",
+        "c": "y = 1\n",
+        "d": "x\n" * 200,
+    }
+    found = figures(root, **text, e="from pkg.d import x\n")
+    assert (found["modules"].value, found["median length of a module"].value) == (5, 1)
+    assert (found["small files with one neighbour"].value, found["small files with one neighbour"].details) == (
+        1,
+        ("    1 b.py",),
+    )
+
+
+def test_the_longest_function_is_named(tmp_path: Path) -> None:
+    body = "    x = 1\n" * 70
+    found = figures(tmp_path, small="def f():\n    return 1\n", large=f"class A:\n  @property\n  def g(self):\n{body}")
+    assert found["longest function"].value == 71
+    assert found["longest function"].details[0].split() == ["71", "large.py:3", "g"]
+
+
+def test_private_attributes_and_cached_properties_are_hidden_state(tmp_path: Path) -> None:
+    text = """
+class A:
+    _annotated: int = 0
+    _shared: ClassVar[int] = 0
+    public: int = 0
+
+    def __init__(self):
+        self._a, self.b = 1, 2
+        self._a = 3
+        self.__name__ = "c"
+        other._d = 4
+
+    @cached_property
+    def question(self):
+        self._e += self._read
+"""
+    found = figures(tmp_path, a=text)["hidden state of one class"]
+    assert (found.value, found.details[0].split(": ")[1]) == (4, "_a _annotated _e question()")
+
+
+def test_a_class_name_that_is_defined_in_two_files_is_counted_once(tmp_path: Path) -> None:
+    found = figures(
+        tmp_path, a="class A: pass\nclass B: pass\n", b="class A: pass\n", c="def f():\n    class A: pass\n"
+    )
+    assert found["class names defined more than once"].value == 1
+    assert found["class names defined more than once"].details == ("A: a.py:1, b.py:1, c.py:2",)
+
+
+def test_a_class_with_the_name_of_another_systems_class_is_listed_and_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "compat" / "verl").mkdir(parents=True)
+    found = figures(
+        tmp_path,
+        **{
+            "a": "class ToolResponse: pass\nclass B: pass\n",
+            "compat/verl/base": "class ToolResponse: pass\nclass B: pass\n",
+        },
+    )
+    assert found["class names defined more than once"].value == 1
+    assert found["class names defined more than once"].details == (
+        "B: a.py:2, compat/verl/base.py:2",
+        "ToolResponse (as in another system, not counted): compat/verl/base.py:1",
+    )
+
+
+def test_unclear_words_are_counted_in_prose_and_not_in_names_or_code_blocks(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Nobody is told of `the whole`.\n\n```\ntold\n```\nUntold.\n", encoding="utf-8")
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "a.py").write_text('"""It hears."""\ntold = "told"  # anew\nx = f"{told} was heard"\n', encoding="utf-8")
+    found = MEASURE["unclear_words"](source, (page,))
+    assert {word: dict(places) for word, places in found.items()} == {
+        "hears": {"a.py": 1},
+        "anew": {"a.py": 1},
+        "heard": {"a.py": 1},
+        "nobody": {"page.md": 1},
+        "told": {"page.md": 1},
+    }
+
+
+def test_what_is_over_its_bound_is_reported_with_the_value_the_bound_and_what_to_do(tmp_path: Path) -> None:
+    found = figures(tmp_path, a="def f():\n" + "    x = 1\n" * 80)
+    bounds = dict.fromkeys(found, 100)
+    assert list(MEASURE["problems"](found.values(), bounds)) == []
+    (text,) = MEASURE["problems"](found.values(), {**bounds, "longest function": 80})
+    assert "longest function: 81, and at most 80 is allowed" in text
+    assert "a.py:1 f" in text
+    assert MEASURE["ADVICE"].keys() == MEASURE["BOUNDS"].keys()
+
+
+@pytest.mark.slow
+def test_a_training_step_passes_through_the_loop_and_neither_through_the_record_nor_the_terminal() -> None:
+    ran = MEASURE["trace_step"]()
+    assert {"train.py", "data/order.py", "rollout/rollout.py", "rollout/session.py", "types.py"} <= ran.keys()
+    assert {"training/batch.py", "training/forward.py", "engines/local/engine.py"} <= ran.keys()
+    assert not any(name.startswith(("terminal/", "record/", "config/", "commands/", "doctor/")) for name in ran)
+
+
+# scripts/model_table.py: a dozen families work as docs/models.md says; `make models` tries all.
+
+
+ROOT = Path(__file__).parent.parent
+
+DOZEN = [
+    *("llama", "qwen3", "gemma3_text", "gpt2"),
+    *("qwen3_moe", "gpt_oss", "deepseek_v3"),  # experts, sinks, latent attention
+    *("qwen3_5_text", "lfm2", "granitemoehybrid", "falcon_h1", "llama4_text"),  # recurrent states, chunks
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    """The script, which imports all that trains."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import model_table
+
+    return model_table
+
+
+def test_the_page_has_all_families(table: ModuleType) -> None:
+    page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    tried = re.findall(r"^\| `([\w-]+)` \|", page, re.MULTILINE)
+    assert sorted(tried) == sorted(table.families())
+    assert len(tried) >= 60
+
+
+def test_the_tiny_model_has_all_kinds_of_layers(table: ModuleType) -> None:
+    assert table.each_kind(["a", "a", "b", "a", "a", "b"]) == ["a", "b", "a", "b"]
+    assert table.each_kind(["a", "b", "b", "b", "b"]) == ["a", "b", "b", "b"]
+    assert table.each_kind([48] * 40, 4) == [4] * 4
+    config = table.tiny_config("qwen3_5_text")
+    assert (config.layer_types, config.hidden_size) == (["linear_attention", "full_attention"] * 2, 64)
+
+
+@pytest.mark.slow
+def test_a_dozen_families_work(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    subprocess.run(
+        [sys.executable, ROOT / "scripts" / "model_table.py", *DOZEN, "--results", file], check=True, timeout=600
+    )
+    results = json.loads(file.read_text())
+    assert {family: results[family]["problems"] for family in DOZEN} == {family: {} for family in DOZEN}
+    # the next turn computes its new tokens only
+    assert {results[family]["values"]["engine"]["cached"] for family in DOZEN} == {1.0}
+
+
+def test_a_refused_family_says_why_and_does_not_recommend_what_nobody_tried(table: ModuleType, tmp_path: Path) -> None:
+    result = table.try_family("deepseek_v32", tmp_path)
+    assert list(result.problems) == ["engine"]
+    assert "it has layers of the type indexed_attention" in result.problems["engine"]
+    assert "docs/models.md lists the families that were tried" in result.problems["engine"]
+
+
+# benchmarks/learning.py: what its task `digging` says of the estimators, its figures, and a short run.
+
+
+LEARNING_ROOT = Path(__file__).resolve().parents[1]
+
+GROUP = 8
+
+DOORS, DIGGING, GUESSING = TASKS
+
+
+def digging_problem(first, second):
+    """The task `digging` with a logit for each of its two decisions: dig if sigmoid says so."""
+
+    def decision(logit, place):
+        dig, scores = 1 / (1 + math.exp(-logit)), np.zeros((2, 2))
+        scores[:, place] = -dig, 1 - dig
+        return (1 - dig, dig), scores
+
+    (p, p_scores), (q, q_scores) = decision(first, 0), decision(second, 1)
+    return Problem(
+        decisions={
+            "first": (Action(digging.AT_ONCE), Action(digging.PAY[0], next="second")),
+            "second": (Action(digging.LATER), Action(digging.PAY[1], next="third")),
+            "third": (Action(digging.LATER),),
+        },
+        start="first",
+        probabilities={"first": p, "second": q, "third": (1.0,)},
+        scores={"first": p_scores, "second": q_scores, "third": np.zeros((1, 2))},
+    )
+
+
+def end_of(estimator):
+    """The expected reward after gradient ascent with the estimator's expected gradient, from probabilities of 1/2."""
+    logits = np.zeros(2)
+    for _ in range(120):
+        gradient = expected_gradient(digging_problem(*logits), estimator, size=GROUP)
+        logits = np.clip(logits + 0.5 * gradient / (np.abs(gradient).max() + 1e-9), -6, 6)
+    return digging_problem(*logits).value("first")
+
+
+def test_the_numbers_of_digging_are_those_of_its_problem():
+    assert digging_problem(0, 0).value("first") == pytest.approx(DIGGING.start)
+    assert digging_problem(50, 50).value("first") == pytest.approx(DIGGING.optimum)
+    assert digging_problem(-50, 0).value("first") == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("estimator", [grpo, turn_return, gigpo, turn_gae])
+def test_unbiased_estimators_learn_to_dig(estimator):
+    assert end_of(estimator) == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("estimator", [mt_grpo, igpo])
+def test_estimators_that_centre_rewards_first_learn_to_stop_at_once(estimator):
+    assert end_of(estimator) == pytest.approx(0.4, abs=0.01)
+
+
+def test_kevin_follows_the_discounted_return():
+    """The first dig becomes less likely at the start, and more likely when the second dig is likely."""
+    at_start = expected_gradient(digging_problem(0, 0), kevin, size=GROUP)
+    later = expected_gradient(digging_problem(0, 3), kevin, size=GROUP)
+    assert at_start[0] < 0 < at_start[1]
+    assert later[0] > 0
+
+
+def curve(task, setup, seed, rewards, tokens=100):
+    points = [Point(step, step * tokens, reward) for step, reward in enumerate(rewards)]
+    return Curve(task, setup, seed, points, seconds=1.0)
+
+
+def test_the_table_has_the_range_of_the_seeds_and_the_median_step_at_the_level():
+    # the mean of five steps reaches 0.8 at step 4, at step 6 and never
+    curves = [
+        curve("doors", "grpo", 0, [0, 1, 1, 1, 1, 1, 1, 1, 1, 1]),
+        curve("doors", "grpo", 1, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1]),
+        curve("doors", "grpo", 2, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0.3]),
+    ]
+    assert "| grpo | 3 | 0.77 | 0.30 to 1.00 | 6 steps |" in markdown(TASKS, curves, {})
+    assert "| grpo | 2 | 0.65 | 0.30 to 1.00 | no |" in markdown(TASKS, curves[1:], {})
+
+
+def test_curves_over_tokens_are_compared_at_equal_tokens():
+    # the second has twice the tokens of a step: the first is cut at its middle
+    curves = [
+        curve("guessing", "single-turn grpo", 0, [0.2, 0.4, 0.6, 0.8, 1.0]),
+        curve("guessing", "multi-turn grpo", 0, [0.2, 0.9], tokens=200),
+    ]
+    page = markdown(TASKS, curves, {("doors", "turn_gae"): "no critic"})
+    assert "| single-turn grpo | 1 | 0.60 | 0.60 to 0.60 | no |" in page
+    assert "| multi-turn grpo | 1 | 0.90 | 0.90 to 0.90 | 160 tokens |" in page
+    assert "- doors, turn_gae: no critic" in page
+
+
+@pytest.mark.slow
+def test_a_short_run_shows_the_wrong_sign_of_mt_grpo(tmp_path):
+    setups = ("grpo", "mt_grpo")  # what the other estimators converge to is computed above, with the exact gradient
+    command = [
+        sys.executable,
+        LEARNING_ROOT / "benchmarks" / "learning.py",
+        "--quick",
+        "--tasks",
+        "digging",
+        "--out",
+        tmp_path,
+    ]
+    command += ["--only", *setups]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    results = {}
+    for file in (tmp_path / "results").glob("*.json"):
+        result = json.loads(file.read_text())
+        results[result["setup"]] = [point["reward"] for point in result["points"]]
+    assert set(results) == set(setups)
+    for rewards in results.values():
+        assert len(rewards) == DIGGING.setups[0].quick_steps
+        assert all(0.4 - 1e-9 <= reward <= 1.0 + 1e-9 for reward in rewards)
+    last = {setup: np.mean(rewards[-5:]) for setup, rewards in results.items()}
+    assert last["grpo"] > DIGGING.start + 0.15
+    assert last["mt_grpo"] < DIGGING.start - 0.05
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "learning.md").read_text().count("| mt_grpo |") == 1
+    assert "learning_unbiased_minus_biased" in printed
