@@ -190,7 +190,7 @@ TESTED: Mapping[str, str] = {
         )
     },
     **{
-        f"sft.optimizer.{name}": "training/test_optimizer.py::test_the_optimizer_of_fine_tuning_is_that_of_the_recipe"
+        f"sft.optimizer.{name}": "training/test_update.py::test_the_optimizer_of_fine_tuning_is_that_of_the_recipe"
         for name in ("name", "master_weights", "offload")
     },
     "sft.micro_batch_tokens": _effects("the_size_of_a_micro_batch_of_fine_tuning_is_that_of_the_recipe"),
