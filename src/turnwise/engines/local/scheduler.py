@@ -469,9 +469,8 @@ def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B:
 
     The log-probabilities of a row whose logits are not finite are NaN; its token means nothing.
     """
-    raw_BV = logits_BV.log_softmax(
-        dim=-1
-    )  # one value that is NaN or infinite makes the sum over the row, and so the row, NaN
+    # one value that is NaN or infinite makes the sum over the row, and so the row, NaN
+    raw_BV = logits_BV.log_softmax(dim=-1)
     if options.unfiltered:
         tokens_B1 = _inverse_cdf(raw_BV.exp(), uniforms_B)
         raw_B1 = raw_BV.gather(1, tokens_B1)

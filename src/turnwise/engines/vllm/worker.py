@@ -224,13 +224,14 @@ def _pack_experts_again(model: Any) -> None:
     It packs them when the kernel of a layer is made. With a kernel, vLLM 0.32 copies the weights of an update without packing
     into the place of the packed ones.
     """
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # type: ignore[import-not-found]
-        UnquantizedFusedMoEMethod,
-    )
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     if not current_platform.is_cpu():
         return
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (  # type: ignore[import-not-found]
+        UnquantizedFusedMoEMethod,
+    )
+
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedFusedMoEMethod):
