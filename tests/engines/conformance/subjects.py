@@ -72,8 +72,8 @@ class Subject(ABC):
         self._asked = 0
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the engine's event loop. A case may take five minutes at most."""
-        return self.runner.run(asyncio.wait_for(coroutine, 300))
+        """Run a coroutine in the engine's event loop. A case may take fifteen minutes at most, on a machine that does other work."""
+        return self.runner.run(asyncio.wait_for(coroutine, 900))
 
     def request(
         self, token_ids: Sequence[int], *, conversation: str | None = None, seed: int = 0, **sampling: Any
