@@ -72,7 +72,7 @@ class Subject(ABC):
         self._asked = 0
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the engine's event loop. A case may take fifteen minutes at most, on a machine that does other work."""
+        """Run a coroutine in the engine's event loop. A case may take fifteen minutes at most, on a busy machine."""
         return self.runner.run(asyncio.wait_for(coroutine, 900))
 
     def request(

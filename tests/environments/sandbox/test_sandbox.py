@@ -277,6 +277,7 @@ def test_unsandboxed_is_never_said_by_accident(almost: object) -> None:
 @pytest.mark.slow
 def test_unsandboxed_runs_in_bounds_of_time_memory_and_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNWISE_TEST_SECRET", "swordfish")
+
     def result_text(code: str, seconds: float = 60) -> str:
         bounds = {"seconds": seconds, "memory_mb": 512, "output_bytes": 200}
         return asyncio.run(Sandbox(unsandboxed=True, bounds=bounds).code_interpreter(code))
