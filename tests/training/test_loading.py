@@ -20,10 +20,12 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from support.hybrids import hybrid
 from support.tiny import save_model, tiny_model
 from turnwise.cli import main
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.loading import ModelSource, load_model, of_model
+from turnwise.models.loading import save_model as save_loaded
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
 from turnwise.options.schema import LoraSection
 
@@ -278,3 +280,44 @@ def test_a_directory_without_safetensors_is_not_read_part_by_part(tmp_path: Path
     for file in folder.glob("*.safetensors*"):
         file.unlink()
     assert open_staged(ModelSource(path=str(folder), device="cpu")) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [("qwen3_next", "full_attention_interval", 2), ("nemotron_h", "hybrid_override_pattern", "M*-E")],
+)
+def test_a_saved_model_keeps_the_keys_that_servers_read_and_transformers_turns_into_others(
+    tmp_path: Path, name: str, key: str, value: object
+) -> None:
+    made = hybrid(name)
+    made.save_pretrained(tmp_path / "published")
+    file = tmp_path / "published" / "config.json"
+    published = {**json.loads(file.read_text()), key: value, "torch_dtype": "float64"}
+    del published["layer_types" if name == "qwen3_next" else "layers_block_type"]
+    file.write_text(json.dumps(published))
+    loaded = load_model(ModelSource(path=str(tmp_path / "published"), device="cpu"))
+    (tmp_path / "saved").mkdir()
+    save_loaded(loaded, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved[key] == value
+    assert saved["dtype"] == "float32"
+    assert "torch_dtype" not in saved
+    again = load_model(ModelSource(path=str(tmp_path / "saved"), device="cpu"))
+    assert again.config.layer_types == loaded.config.layer_types == made.config.layer_types
+    assert of_model(again) == of_model(made)
+
+
+def test_a_key_that_changes_what_is_read_is_not_kept(tmp_path: Path) -> None:
+    hybrid("nemotron_h").save_pretrained(tmp_path / "published")
+    loaded = load_model(ModelSource(path=str(tmp_path / "published"), device="cpu"))
+    file = tmp_path / "published" / "config.json"
+    changed = {
+        "mamba_n_groups": 7,
+        "mamba_d_conv": loaded.config.conv_kernel,
+    }  # the first is not that of the saved model
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changed}))
+    (tmp_path / "saved").mkdir()
+    save_loaded(loaded, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "mamba_n_groups" not in saved
+    assert saved["mamba_d_conv"] == loaded.config.conv_kernel

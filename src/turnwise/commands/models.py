@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.loading import ModelSource, load_model, save_model
 from turnwise.models.lora import adapter_base
 from turnwise.models.quantization import saved_quantization
 
@@ -79,7 +79,7 @@ def write_merged(source: Path, out: Path, *, dtype: str | None = None) -> Path:
     # of any type, also of one in which nothing is trained
     model = load_model(loaded.model_copy(update={"dtype": dtype or _base_dtype(adapter)}))
     out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
+    save_model(model, out)
     for file in adapter.iterdir():
         if file.is_file() and file.name not in _ADAPTER_FILES:
             shutil.copy2(file, out / file.name)

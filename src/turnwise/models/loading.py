@@ -15,11 +15,15 @@ and buffers are the same, bit by bit. Does not know training steps or engines.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import copy
 import functools
 import hashlib
+import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from turnwise.models.lora import (
     has_adapter,
     load_adapter,
     merged,
+    save_adapter,
 )
 from turnwise.models.precision import ignored_by_sdpa, set_text_attention
 from turnwise.models.quantization import dequantized, saved_quantization, transformers_config
@@ -286,6 +291,78 @@ def use_complete_attention(model: Any) -> None:
         type(model).__name__,
         ", ".join(ignored),
     )
+
+
+# Saving
+
+
+def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write a model into a directory as transformers loads it; of a model with an adapter, the adapter. `weights` are those to
+    write, if the model's own tensors are not complete."""
+    if has_adapter(model):
+        save_adapter(model, folder, weights)
+    else:
+        model.save_pretrained(folder, state_dict=weights)
+    _keep_dropped_keys(model, folder)
+
+
+_OF_WEIGHTS = frozenset(
+    {"torch_dtype", "dtype", "quantization_config", "transformers_version", "auto_map", "architectures"}
+)
+"""Keys of config.json that describe the files that a model was loaded from, and not the model."""
+
+
+def _keep_dropped_keys(model: Any, folder: Path) -> None:
+    """Write into the config.json of a saved model what transformers has read from the original one and does not write.
+
+    transformers turns some keys into others: `full_attention_interval` of Qwen3-Next and Qwen3.5 into `layer_types`. Servers
+    such as SGLang read the original ones, and could not serve the checkpoint without them. A key is kept if transformers reads
+    the same configuration with it, apart from the key itself.
+    """
+    from transformers.utils.hub import cached_file
+
+    found = None
+    with contextlib.suppress(OSError, ValueError):  # the directory is gone, or the model was made here and has no name
+        found = cached_file(
+            model.name_or_path, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
+        )
+    file = folder / "config.json"
+    if found is None or not file.is_file():
+        return
+    given, saved = (json.loads(Path(path).read_text(encoding="utf-8")) for path in (found, file))
+    kept = copy.deepcopy(saved)
+
+    def read(config: Mapping[str, Any], place: Sequence[str], name: str) -> Any:
+        # from a file, since only there some numbers are read: infinity is an object in JSON
+        with tempfile.TemporaryDirectory() as trials:
+            (trial := Path(trials) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            known = type(model.config).from_json_file(trial).to_dict()
+        _section(known, place).pop(name, None)
+        return known
+
+    for place, name in _dropped(given, saved):
+        trial = copy.deepcopy(kept)
+        _section(trial, place)[name] = _section(given, place)[name]
+        with contextlib.suppress(Failed), boundary("model"):  # each class checks and converts its keys as it likes
+            if read(trial, place, name) == read(kept, place, name):
+                kept = trial
+    if kept != saved:
+        file.write_text(json.dumps(kept, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _dropped(given: Mapping[str, Any], saved: Mapping[str, Any], *place: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The places and names of what is in the first configuration and not in the second."""
+    for name, value in given.items():
+        if name in _OF_WEIGHTS or name.startswith("_"):
+            continue
+        if name not in saved:
+            yield place, name
+        elif isinstance(value, dict) and isinstance(saved[name], dict) and name.endswith("_config"):
+            yield from _dropped(value, saved[name], *place, name)
+
+
+def _section(config: dict[str, Any], place: Sequence[str]) -> dict[str, Any]:
+    return functools.reduce(lambda part, name: part[name], place, config)
 
 
 # Weights as other programs load them, and the log-probabilities with which they are compared

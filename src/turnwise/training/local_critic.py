@@ -13,8 +13,8 @@ import torch
 
 from turnwise.models.allocator import is_large
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.loading import of_model
-from turnwise.models.lora import has_adapter, save_adapter, without_adapter
+from turnwise.models.loading import of_model, save_model
+from turnwise.models.lora import has_adapter, without_adapter
 from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
@@ -119,10 +119,7 @@ class LocalCritic(CriticBase):
         )
 
     def save(self, folder: Path) -> None:
-        if has_adapter(self._model):
-            save_adapter(self._model, folder)
-        else:
-            self._model.save_pretrained(folder)
+        save_model(self._model, folder)
         save_head(self._head.state_dict(), folder)
 
     def state(self) -> dict[str, Any]:

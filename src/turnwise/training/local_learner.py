@@ -14,8 +14,16 @@ import torch
 
 from turnwise.models.allocator import free_device_blocks, is_large, keep_freed_blocks
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.loading import ModelSource, largest_logit, load_model, of_model, published_weights, token_logprobs
-from turnwise.models.lora import has_adapter, save_adapter, without_adapter
+from turnwise.models.loading import (
+    ModelSource,
+    largest_logit,
+    load_model,
+    of_model,
+    published_weights,
+    save_model,
+    token_logprobs,
+)
+from turnwise.models.lora import has_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection, PpoClip, ReferenceSection
@@ -223,10 +231,7 @@ class LocalLearner(LearnerBase):
         return self._reference
 
     def save(self, folder: Path) -> None:
-        if has_adapter(self._model):
-            save_adapter(self._model, folder)
-        else:
-            self._model.save_pretrained(folder)
+        save_model(self._model, folder)
 
     def free_memory(self) -> None:
         self._optimizer.zero_grad()

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from turnwise.errors import RunError
-from turnwise.models.loading import published_weights
-from turnwise.models.lora import save_adapter
+from turnwise.models.loading import published_weights, save_model
 from turnwise.training.batch import MicroBatch
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
@@ -229,10 +228,7 @@ class ShardedLearner(LearnerBase):
 
     def save(self, folder: Path) -> None:
         model, gathered = self.leader.rank.built.model, self.leader.run(GatherWeights())
-        if self.trains_adapter:
-            save_adapter(model, folder, gathered)
-        else:
-            model.save_pretrained(folder, state_dict=gathered)
+        save_model(model, folder, gathered)
 
     def free_memory(self) -> None:
         self.leader.run(FreeMemory())
@@ -298,10 +294,7 @@ class ShardedCritic(CriticBase):
         shard, gathered = self._leader.rank.critic, self._leader.run(GatherWeights(part="critic"))
         weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
         head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
-        if shard.trains_adapter:
-            save_adapter(shard.model, folder, weights)
-        else:
-            shard.model.save_pretrained(folder, state_dict=weights)
+        save_model(shard.model, folder, weights)
         save_head(head, folder)
 
     def state(self) -> dict[str, Any]:
