@@ -176,7 +176,26 @@ def _set_up_logging(console: Console, errors: Console) -> bool:
     )
     if levels[level] < logging.INFO:
         logging.getLogger("turnwise").setLevel(level)
+    _log_warnings()
     return True
+
+
+def _log_warnings() -> None:
+    """Make Python's warnings log messages: on stderr, they would break the live display, and show a line of code without context.
+
+    Those of expressions that a tool parses with `ast` are dropped: the model wrote the text, such as `2if`, and nobody can mend
+    it.
+    """
+    import logging
+    import warnings
+
+    log = logging.getLogger("py.warnings")
+
+    def show(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        log.warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+
+    warnings.showwarning = show  # pyright: ignore[reportAttributeAccessIssue]  # Python's documentation allows it
+    warnings.filterwarnings("ignore", module="<unknown>")
 
 
 def _complete() -> None:

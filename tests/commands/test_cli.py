@@ -10,6 +10,7 @@ import resource
 import shlex
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -366,6 +367,22 @@ def test_help(words: list[str], told: list[str], capsys: pytest.CaptureFixture[s
     assert leaving.value.code == 0
     out = " ".join(capsys.readouterr().out.split())
     assert [words for words in told if words not in out] == []
+
+
+def test_warnings_of_python_are_log_messages_and_those_of_a_models_expressions_are_dropped(
+    place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "user.py").write_text(f'{USER}\nPATTERN = "\\d"\n')  # Python warns when the file is imported
+    wrong = call("calculator", '{"expression": "2if 3 else 4"}')
+    script(place, [wrong, "#### 42"], ["#### 49"], ["#### 56"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        assert roll(place, f"reward.trajectory=['{place / 'user.py'}:short']") == 0
+    assert capsys.readouterr().err == ""
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "py.warnings"]
+    line = USER.count("\n") + 2
+    assert message.startswith(f"{place / 'user.py'}:{line}: ")
+    assert message.endswith(r"Warning: invalid escape sequence '\d'")
 
 
 @pytest.mark.parametrize("command", ["", *cli._COMMANDS])

@@ -24,7 +24,7 @@ from turnwise.record.writer import write_trajectories
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places
 from turnwise.terminal.tables import evaluations_table, number, sparkline
-from turnwise.types import MismatchKind, Opening, Reply, TemplateMismatch, Trajectory
+from turnwise.types import LogprobKind, MismatchKind, Opening, Reply, TemplateMismatch, Trajectory
 
 
 def text(what: Any) -> str:
@@ -110,13 +110,24 @@ def test_the_tokens_of_a_conversation(run: Path) -> None:
     assert ["segment", "0:", "25", "tokens"] in rows
     assert ["token_ids", "turn", "weight", "logprobs", "version"] in rows
     at = rows.index(["token_ids", "turn", "weight", "logprobs", "version"]) + 1
-    assert rows[at] == ["1", "-1", "0", "0.0000", "-1"]
+    assert rows[at] == ["1", "0"]  # a token of the context: id and weight
+    assert "0.0000" not in out
     assert rows[at + 21 : at + 25] == [
         ["42", "0", "1", "-0.1250", "0"],
         ["79", "0", "1", "-0.2500", "0"],
         ["16", "0", "1", "-0.3750", "0"],
         ["2", "0", "1", "-0.5000", "0"],
     ]
+
+
+def test_given_answers_have_no_log_probabilities_and_no_version(tmp_path: Path) -> None:
+    given = scored(hold(Says("Hm."), row=a_row(id="given")), 1.0)
+    given.logprob_kind = LogprobKind.NONE
+    write_trajectories(tmp_path / "trajectories.jsonl", [given])
+    rows = [line.strip("│ ").split() for line in shown(tmp_path, id="given/0", tokens=True).splitlines()]
+    at = rows.index(["token_ids", "turn", "weight"]) + 1
+    assert rows[at] == ["1", "0"]
+    assert rows[at + 21 : at + 25] == [["42", "0", "1"], ["79", "0", "1"], ["16", "0", "1"], ["2", "0", "1"]]
 
 
 def test_the_weights_of_turns_are_shown_where_they_are_not_1(tmp_path: Path) -> None:
@@ -184,7 +195,7 @@ def test_the_text_of_every_token_stands_beside_its_id(run: Path) -> None:
     byte_tokenizer().save_pretrained(run / "checkpoint")
     rows = [line.strip("│ ").split() for line in shown(run, id="low/0", tokens=True).splitlines()]
     at = rows.index(["token_ids", "turn", "weight", "logprobs", "version", "text"]) + 1
-    assert rows[at] == ["1", "-1", "0", "0.0000", "-1", '"<|im_start|>"']
+    assert rows[at] == ["1", "0", '"<|im_start|>"']
     assert [row[-1] for row in rows[at + 21 : at + 25]] == ['"H"', '"m"', '"."', '"<|im_end|>"']
 
 
@@ -322,6 +333,10 @@ def test_a_curve_in_one_line() -> None:
     long = sparkline([n / 999 for n in range(1000)])
     assert (len(long.split()[0]), long[0], long.split()[0][-1]) == (40, "▁", "█")
     assert [number(None), number(0.12345), number(2)] == ["-", "0.123", "2.000"]
+    assert [number(0.00012), number(-0.0004), number(0.0006), number(0.0), number(1e-17)] == [
+        "1.2e-04", "-4.0e-04", "0.001", "0.000", "0.000",
+    ]  # fmt: skip
+    assert sparkline([0.5, 0.0012]) == "█▁ 0.50 → 1.2e-03"
 
 
 def test_a_run_of_rollouts_has_a_summary_too(tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ from turnwise.record.evaluation import (
 )
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress
-from turnwise.terminal.tables import print_results
+from turnwise.terminal.tables import _p_value, print_results
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
-from turnwise.types import Failure, Segment, Stop, ToolCall, ToolOutcome, Trajectory, Turn
+from turnwise.types import Failure, LogprobKind, Segment, Stop, ToolCall, ToolOutcome, Trajectory, Turn
 
 # What a person sees during a long step and in `turnwise show`: at 80 columns on a terminal, and as plain text
 # elsewhere.
@@ -361,8 +361,22 @@ def a_trajectory(id: str = "2.0:17/0") -> Trajectory:
     )
     return Trajectory(
         id=id, group="2.0:17", row=a_row(answer="2"), turns=turns, segments=[segment], stop=Stop.MAX_TURNS,
-        reward=1.5, rewards={"turns": 1.5}, advantages=[0.25, -0.5], seconds=1.25,
+        reward=1.5, rewards={"turns": 1.5}, advantages=[0.25, -0.5], seconds=1.25, logprob_kind=LogprobKind.SAMPLED,
     )  # fmt: skip
+
+
+def test_a_small_p_value_is_not_printed_as_0() -> None:
+    small = paired_test([1.0 + n / 1000 for n in range(40)], [n % 2 / 1000 for n in range(40)])
+    assert [_p_value(p) for p in (small.p_t, small.p_sign_flip)] == ["<1e-15", "5.0e-05"]
+    assert [_p_value(p) for p in (None, 0.0412, 1.0, 3.2e-9, 0.0)] == ["-", "0.0412", "1.0000", "3.2e-09", "<1e-15"]
+
+
+def test_the_story_of_given_answers_has_no_log_probabilities() -> None:
+    given = a_trajectory()
+    given.logprob_kind = LogprobKind.NONE
+    lines = story(given, decode=None)
+    assert "turn 0: tokens 3 to 4, 2 tokens without log-probabilities, weight 1: trained on; ids 10 11" in lines
+    assert "mean log-probability" not in "\n".join(lines)
 
 
 def test_the_story_has_all_parts_in_the_order_of_the_tokens() -> None:

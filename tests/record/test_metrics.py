@@ -30,6 +30,7 @@ from turnwise.record.evaluation import (
     sign_flip_p,
     t_cdf,
     t_quantile,
+    t_tail,
 )
 from turnwise.record.metric_names import METRICS, metric_hint, metric_of
 from turnwise.record.metrics import conversation_metrics, failures
@@ -347,6 +348,16 @@ def test_the_sign_flip_test_of_many_rows_is_sampled() -> None:
     assert sign_flip_p(differences) == pytest.approx(exact, abs=0.02)
     assert sign_flip_p(differences) == sign_flip_p(differences)
     assert sign_flip_p([1.0] * 40) == pytest.approx(1 / 20_001)
+
+
+def test_a_small_p_value_is_not_rounded_to_0() -> None:
+    assert t_tail(50.0, 30) == pytest.approx(stats.t.sf(50.0, 30), rel=1e-9)
+    first = [1.0 + n / 1000 for n in range(40)]
+    second = [n % 2 / 1000 for n in range(40)]
+    p = paired_test(first, second).p_t
+    assert p == pytest.approx(stats.ttest_rel(first, second).pvalue, rel=1e-6)
+    assert p is not None
+    assert 0.0 < p < 1e-40
 
 
 def test_equal_models_and_models_that_always_differ() -> None:

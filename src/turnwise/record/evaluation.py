@@ -145,7 +145,7 @@ def _paired_t_p(differences: Sequence[float]) -> float | None:
     if deviation <= _TINY:
         return 1.0 if abs(mean) <= _TINY else 0.0
     t = mean / (deviation / math.sqrt(len(differences)))
-    return 2.0 * (1.0 - t_cdf(abs(t), len(differences) - 1))
+    return 2.0 * t_tail(abs(t), len(differences) - 1)
 
 
 def sign_flip_p(differences: Sequence[float], *, flips: int = _FLIPS, seed: int = 0) -> float | None:
@@ -172,10 +172,15 @@ def sign_flip_p(differences: Sequence[float], *, flips: int = _FLIPS, seed: int 
 
 def t_cdf(t: float, degrees: int) -> float:
     """The distribution function of Student's t with `degrees` degrees of freedom."""
+    return 1.0 - t_tail(t, degrees) if t >= 0 else t_tail(-t, degrees)
+
+
+def t_tail(t: float, degrees: int) -> float:
+    """The probability of a value above `t`, which is at least 0. Exact also where 1 minus the distribution function is rounded
+    to 0: `t_tail(50.0, 30)` is about 5e-31."""
     if t * t < degrees:  # near 0 the tail is 1/2 less a small number
-        return 0.5 + math.copysign(0.5 * _incomplete_beta(t * t / (degrees + t * t), 0.5, degrees / 2), t)
-    tail = 0.5 * _incomplete_beta(degrees / (degrees + t * t), degrees / 2, 0.5)
-    return 1.0 - tail if t >= 0 else tail
+        return 0.5 - 0.5 * _incomplete_beta(t * t / (degrees + t * t), 0.5, degrees / 2)
+    return 0.5 * _incomplete_beta(degrees / (degrees + t * t), degrees / 2, 0.5)
 
 
 def t_quantile(p: float, degrees: int) -> float:

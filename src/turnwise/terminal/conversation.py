@@ -23,7 +23,7 @@ from rich.text import Text
 from turnwise.record.reader import turns_of_messages
 from turnwise.terminal.report import printable
 from turnwise.terminal.tables import number
-from turnwise.types import Message, Segment, ToolSchema, Trajectory, Turn
+from turnwise.types import LogprobKind, Message, Segment, ToolSchema, Trajectory, Turn
 
 # the short form
 
@@ -48,8 +48,7 @@ def conversation(
     if trajectory.template_mismatch:
         parts.append(Text(f"template mismatch: {trajectory.template_mismatch}", style="red"))
     if tokens:
-        weights = [turn.weight for turn in trajectory.turns]
-        parts += [_tokens(segment, number, weights, decode) for number, segment in enumerate(trajectory.segments)]
+        parts += [_tokens(trajectory, segment, number, decode) for number, segment in enumerate(trajectory.segments)]
     reward = "none" if trajectory.reward is None else f"{trajectory.reward:.3g}"
     step = "" if trajectory.step is None else f"step {trajectory.step}, "
     title = f"{trajectory.id}  ({step}reward {reward}, stop: {trajectory.stop}, {trajectory.seconds:.2f} s)"
@@ -97,18 +96,23 @@ def _heading(message: Message, turn: Turn | None, advantages: Sequence[float | S
 
 
 def _tokens(
-    segment: Segment, number: int, weights: Sequence[float], decode: Callable[[int], str] | None
+    trajectory: Trajectory, segment: Segment, number: int, decode: Callable[[int], str] | None
 ) -> RenderableType:
+    """A row for each token. What the model did not sample has no log-probability and no version. These columns are left out where
+    no log-probability can be used: the turns were given, as in fine-tuning, or are of several kinds."""
+    sampled = trajectory.logprob_kind is not LogprobKind.NONE
     table = Table(title=f"segment {number}: {len(segment)} tokens", title_justify="left", box=None)
-    for name in ("token_ids", "turn", "weight", "logprobs", "version"):
+    for name in ("token_ids", "turn", "weight", *(("logprobs", "version") if sampled else ())):
         table.add_column(name, justify="right")
     if decode is not None:
         table.add_column("text", overflow="fold")
     for column in zip(segment.token_ids, segment.turn, segment.logprobs, segment.version, strict=True):
         token, turn, logprob, version = column
-        weight = weights[turn] if turn >= 0 else 0.0
+        weight = trajectory.turns[turn].weight if turn >= 0 else 0.0
         style = "green" if weight else "yellow" if turn >= 0 else "dim"
-        cells = [str(token), str(turn), f"{weight:g}", f"{logprob:.4f}", str(version)]
+        cells = [str(token), str(turn) if turn >= 0 else "", f"{weight:g}"]
+        if sampled:
+            cells += [f"{logprob:.4f}", str(version)] if turn >= 0 else ["", ""]
         texts = [] if decode is None else [Text(json.dumps(decode(token), ensure_ascii=False))]
         table.add_row(*cells, *texts, style=style)
     return table
@@ -179,16 +183,21 @@ def _segment(
         else:
             turn = trajectory.turns[index]
             trained = f"weight {turn.weight:g}: " + ("trained on" if turn.weight else "not trained on")
-            mean = sum(segment.logprobs[begin:end]) / (end - begin)
-            versions = sorted(set(segment.version[begin:end]))
-            yield (
-                f"turn {index}: {where}, {_count(ids)} sampled in {turn.seconds_engine:.2f} s with weights of version "
-                f"{', '.join(map(str, versions))}, mean log-probability {mean:.3f}, {trained}; ids {_ids(ids)}"
-            )
+            yield f"turn {index}: {where}, {_count(ids)} {_sampled(trajectory, segment, begin, end)}, {trained}; ids {_ids(ids)}"
             if index not in described:
                 described.add(index)
                 yield from _turn(trajectory, turn)
         begin = end
+
+
+def _sampled(trajectory: Trajectory, segment: Segment, begin: int, end: int) -> str:
+    """How the tokens from `begin` to `end`, which are of one turn, came about."""
+    if trajectory.logprob_kind is LogprobKind.NONE:
+        return "without log-probabilities"
+    seconds = trajectory.turns[segment.turn[begin]].seconds_engine
+    versions = ", ".join(map(str, sorted(set(segment.version[begin:end]))))
+    mean = sum(segment.logprobs[begin:end]) / (end - begin)
+    return f"sampled in {seconds:.2f} s with weights of version {versions}, mean log-probability {mean:.3f}"
 
 
 def _turn(trajectory: Trajectory, turn: Turn) -> Iterator[str]:

@@ -17,6 +17,8 @@ from turnwise.record.evaluation import Comparison, Estimate, EvaluationResult, M
 # metrics
 
 _LEVELS = "▁▂▃▄▅▆▇█"
+_ROUNDING = 1e-12
+"""Numbers up to this size are rounding errors of 0."""
 
 
 def steps_table(metrics: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
@@ -56,8 +58,14 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def number(value: Any) -> str:
-    """A figure in a table; a dash where there is none."""
-    return f"{value:.3f}" if isinstance(value, int | float) else "-"
+    """A figure in a table; a dash where there is none. Example: 0.12345 is `0.123`, and 0.00012 is `1.2e-04`."""
+    return _figure(value, 3) if isinstance(value, int | float) else "-"
+
+
+def _figure(value: float, digits: int) -> str:
+    """A number with `digits` decimal places, or with an exponent where these would all be 0 and the number is not."""
+    text = f"{value:.{digits}f}"
+    return f"{value:.1e}" if abs(value) > _ROUNDING and float(text) == 0.0 else text
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -68,7 +76,10 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     shown[-1] = values[-1]
     low, high = min(shown), max(shown)
     scale = (len(_LEVELS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_LEVELS[round((value - low) * scale)] for value in shown) + f" {values[0]:.2f} → {values[-1]:.2f}"
+    return (
+        "".join(_LEVELS[round((value - low) * scale)] for value in shown)
+        + f" {_figure(values[0], 2)} → {_figure(values[-1], 2)}"
+    )
 
 
 # results of an evaluation
@@ -104,6 +115,8 @@ _PART = ["conversations", "reward", "pass rate"]
 _FEW_ROWS = 30
 """Below this number of rows, a number is marked: its interval is rough, because it assumes that means of rows are nearly
 normal."""
+_SMALLEST_P = 1e-15
+"""Smaller p-values are not told apart: the distribution of the mean is not known so exactly."""
 _COMPARED = ["first", "second", "rows", "difference", "better/equal/worse", "p (t-test)", "p (sign flips)"]
 
 
@@ -139,8 +152,8 @@ def _comparison(comparison: Comparison) -> list[str]:
         str(test.difference.rows),
         _interval(test.difference, sign=True),
         f"{test.better}/{test.equal}/{test.worse}",
-        _number(test.p_t, 4),
-        _number(test.p_sign_flip, 4),
+        _p_value(test.p_t),
+        _p_value(test.p_sign_flip),
     ]
 
 
@@ -162,7 +175,16 @@ def _mean(value: Estimate | None) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    return "-" if value is None else _figure(value, digits)
+
+
+def _p_value(value: float | None) -> str:
+    """`0.0412`, `5.0e-05`; a p-value is never 0, so the smallest are `<1e-15`."""
+    if value is None:
+        return "-"
+    if value < _SMALLEST_P:
+        return f"<{_SMALLEST_P:.0e}"
+    return f"{value:.4f}" if value >= 1e-3 else f"{value:.1e}"
 
 
 def _table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
