@@ -197,9 +197,8 @@ def make(name: str, folder: Path) -> None:
     logprobs: list[list[float]] = []
     for round_ in range(2):
         with torch.no_grad():
-            for (
-                parameter
-            ) in model.parameters():  # different values everywhere, also where a fresh model has zeros or ones
+            # different values everywhere, also where a fresh model has zeros or ones
+            for parameter in model.parameters():
                 if parameter.ndim < 2:
                     parameter.add_(0.05 * torch.randn_like(parameter))
                 else:

@@ -271,10 +271,12 @@ def take_effect(config: Config) -> Check:
         return wrong(name, error)
     options = options_of(config)
     compared = {option: without for option, without in options.items() if option in EFFECTS}
+    # once for all options whose effect the same function computes: some make the model without its weights
+    own = {compute: _data(compute, config) for compute in {EFFECTS[option] for option in compared}}
     idle = [
         option
         for option, without in compared.items()
-        if without != config and _data(EFFECTS[option], config) == _data(EFFECTS[option], without)
+        if without != config and own[EFFECTS[option]] == _data(EFFECTS[option], without)
     ]
     summary = (
         f"{len(options)} are set: {len(compared) - len(idle)} change what is built from the recipe; the test suite of "

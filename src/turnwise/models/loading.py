@@ -215,12 +215,14 @@ def model_family(path: str) -> Any:
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
-def model_without_weights(path: str) -> Any:
+def model_without_weights(path: str, dtype: torch.dtype = torch.float32) -> Any:
     """The model at `path` on torch's meta device: its modules and the shapes of its weights."""
     from transformers import AutoConfig
 
+    config = AutoConfig.from_pretrained(path)
+    config.name_or_path = path
     with torch.device("meta"):
-        return model_family(path).from_config(AutoConfig.from_pretrained(path))
+        return model_family(path).from_config(config, dtype=dtype)
 
 
 def _refuse_other_weights(path: str, model: Any, *, missing: Collection[str], unexpected: Collection[str]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from turnwise.errors import Failed, boundary
 from turnwise.models.cpu import with_fast_layers
-from turnwise.models.loading import ModelSource, adapt, model_family
+from turnwise.models.loading import ModelSource, adapt, model_without_weights
 from turnwise.models.lora import adapter_base, initialize_magnitudes
 
 
@@ -187,13 +187,10 @@ class _WeightReader:
 
 def _without_weights(path: str, dtype: torch.dtype) -> Any | None:
     """The model on the meta device, with the values of buffers that are not in checkpoints; None if they are not known."""
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
     from transformers.utils.hub import cached_file
 
-    config = AutoConfig.from_pretrained(path)
-    config.name_or_path = path
-    with torch.device("meta"):
-        model: Any = model_family(path).from_config(config, dtype=dtype)
+    model: Any = model_without_weights(path, dtype)
     saved = model.state_dict().keys()
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""

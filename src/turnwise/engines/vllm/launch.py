@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 from turnwise.engines.remote.launch import ServedModel, interpreter, replicas_of
 from turnwise.engines.remote.server_process import ServerCommand, python_path, visible
@@ -22,28 +23,20 @@ _EXTENSION = "turnwise.engines.vllm.worker.WeightReceiver"
 
 def servers(options: VllmEngineSection, served: ServedModel) -> tuple[ServerApi, list[Replica]]:
     """The requests of vLLM, and the servers, or the engine in this process. Raises ConfigError."""
+    known: dict[str, Any] = {
+        "vocab_size": served.vocab_size,
+        "labels": served.trained,
+        "adapter": served.adapter,
+        "sending": served.sending,
+        "owner": served.owner,
+        "experts": served.experts,
+    }
     if options.mode == "in_process":
         from turnwise.engines.vllm.in_process import InProcessApi, InProcessServer
 
-        api = InProcessApi(
-            vocab_size=served.vocab_size,
-            labels=served.trained,
-            adapter=served.adapter,
-            sending=served.sending,
-            owner=served.owner,
-            experts=served.experts,
-        )
         arguments = [*engine_arguments(options, served), *options.arguments]
-        return api, [Replica(InProcessServer(arguments, visible(served.devices(), 0)), "")]
-    api = VllmApi(
-        vocab_size=served.vocab_size,
-        labels=served.trained,
-        adapter=served.adapter,
-        sending=served.sending,
-        owner=served.owner,
-        experts=served.experts,
-    )
-    return api, replicas_of(options, HEALTH, partial(server_command, options, served))
+        return InProcessApi(**known), [Replica(InProcessServer(arguments, visible(served.devices(), 0)), "")]
+    return VllmApi(**known), replicas_of(options, HEALTH, partial(server_command, options, served))
 
 
 def engine_arguments(options: VllmEngineSection, served: ServedModel) -> list[str]:
