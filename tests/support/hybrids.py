@@ -94,6 +94,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "kimi_linear": lambda: hf.KimiLinearConfig(
         **{**_SIZES, "num_key_value_heads": 4},
         layer_types=_LINEAR["layer_types"],
+        linear_num_heads=4,
+        linear_head_dim=16,
         head_dim=16,
         kv_lora_rank=16,
         q_lora_rank=None,
