@@ -504,14 +504,14 @@ def test_a_run_records_experts_and_uses_them_again(recipe: Path, tmp_path: Path)
 @pytest.mark.parametrize("replay", ["true", "false"])
 def test_two_ranks_compute_what_one_process_computes(replay: str, recipe: Path, tmp_path: Path) -> None:
     options = (f"model.router_replay={replay}", "loss.router_aux_loss_coef=0.05", "model.device=cpu")
-    lines: list[list[dict[str, float]]] = []
-    for name, launcher in (("one", ()), ("two", ("cluster=local", "cluster.trainers=2"))):
-        # several micro-batches for each rank: the load of the experts is measured before, unless it is recorded
-        words = [*options, *launcher, "train.micro_batch_tokens=40", f"output={tmp_path / name}"]
-        command = [sys.executable, "-m", "turnwise", "train", str(recipe), *words]
-        subprocess.run(command, check=True, timeout=600, capture_output=True)
-        text = (tmp_path / name / "metrics.jsonl").read_text(encoding="utf-8")
-        lines.append([json.loads(line) for line in text.splitlines()])
+    # several micro-batches for each rank: the load of the experts is measured before, unless it is recorded
+    options = (*options, "train.micro_batch_tokens=40")
+    _, one_process, _ = train_run(recipe, tmp_path / "one", *options)
+    words = [*options, "cluster=local", "cluster.trainers=2", f"output={tmp_path / 'two'}"]
+    command = [sys.executable, "-m", "turnwise", "train", str(recipe), *words]
+    subprocess.run(command, check=True, timeout=600, capture_output=True)
+    text = (tmp_path / "two" / "metrics.jsonl").read_text(encoding="utf-8")
+    lines = (one_process, [json.loads(line) for line in text.splitlines()])
     names = ("loss", "grad_norm", "experts/max_share", "experts/min_share", "experts/entropy", "experts/aux_loss")
     for one, two in zip(*lines, strict=True):
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-5)
