@@ -295,7 +295,7 @@ def _finish_step(
     line = run.finish_step(metrics, trajectories, seconds=seconds, started=started)
     problems = run.watch.problems(line, groups)
     for problem in problems:
-        _log.warning("step %d: %s", run.step, problem.text)
+        run.warn(run.step, problem.name, problem.text)
     report.step(line, failures(groups))
     _stop_if_asked(run, problems)
 
@@ -311,13 +311,12 @@ def _warn_of_disagreement(run: TrainingRun, update: UpdateStats | None, groups: 
         largest = run.learner.largest_logit(sampled[:_MEASURED_TOKENS]) / (run.config.sampling.temperature or 1.0)
         tolerance = max(tolerance, rounding_of_ratios(largest))
     if update.fresh_deviation > tolerance:
-        _log.warning(
-            "step %d: trainer and engine disagree: before the first optimizer step the probability ratio of a token differs from "
-            "1 by %.3g, in a turn that the present weights sampled (up to %.2g is rounding; see ratio/max_deviation). The tokens "
-            "that are trained on are not those that were sampled: please report it",
+        run.warn(
             run.step + 1,
-            update.fresh_deviation,
-            tolerance,
+            "disagreement",
+            f"trainer and engine disagree: before the first optimizer step the probability ratio of a token differs from 1 by "
+            f"{update.fresh_deviation:.3g}, in a turn that the present weights sampled (up to {tolerance:.2g} is rounding; see "
+            f"ratio/max_deviation). The tokens that are trained on are not those that were sampled: please report it",
         )
 
 

@@ -352,6 +352,8 @@ def test_the_sign_flip_test_of_many_rows_is_sampled() -> None:
 
 def test_a_small_p_value_is_not_rounded_to_0() -> None:
     assert t_tail(50.0, 30) == pytest.approx(stats.t.sf(50.0, 30), rel=1e-9)
+    assert t_tail(10.6, 255) == pytest.approx(stats.t.sf(10.6, 255), rel=1e-9)  # many rows, and t below their root
+    assert t_tail(0.25, 255) == pytest.approx(stats.t.sf(0.25, 255), rel=1e-9)
     first = [1.0 + n / 1000 for n in range(40)]
     second = [n % 2 / 1000 for n in range(40)]
     p = paired_test(first, second).p_t

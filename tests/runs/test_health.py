@@ -16,6 +16,7 @@ from turnwise.config.train_checks import refuse_without_effect, refuse_without_r
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics, duplicate_share, lowest_correlation
+from turnwise.record.summary import summarize_run
 from turnwise.runs.health import HealthMonitors, LearningWatch
 from turnwise.train import assemble
 from turnwise.types import Failure, Group, Row, Stop, Trajectory, Turn
@@ -216,9 +217,15 @@ def test_a_monitor_stops_the_run_with_a_checkpoint(tmp_path: Path, capsys: pytes
     )
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "model").is_dir()
+    summary = summarize_run(tmp_path / "run")
+    assert (summary.state, summary.step) == ("stopped", 2)
+    assert summary.reason is not None
+    assert summary.reason.startswith("health.stop=zero_std stopped the run after step 2")
+    assert [(warning.step, warning.name) for warning in summary.warnings] == [(2, "zero_std")]
     # the resumed run has its first steps in the record: it stops again after one step, unless zero_std only warns
     assert main(["train", str(recipe), "resume=auto"]) == 1
     assert main(["train", str(recipe), "resume=auto", "health.stop=[]"]) == 0
+    assert summarize_run(tmp_path / "run").state == "finished"
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 4
 
 

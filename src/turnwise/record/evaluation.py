@@ -178,7 +178,7 @@ def t_cdf(t: float, degrees: int) -> float:
 def t_tail(t: float, degrees: int) -> float:
     """The probability of a value above `t`, which is at least 0. Exact also where 1 minus the distribution function is rounded
     to 0: `t_tail(50.0, 30)` is about 5e-31."""
-    if t * t < degrees:  # near 0 the tail is 1/2 less a small number
+    if t < 1.0:  # near 0 the tail is 1/2 less a small number
         return 0.5 - 0.5 * _incomplete_beta(t * t / (degrees + t * t), 0.5, degrees / 2)
     return 0.5 * _incomplete_beta(degrees / (degrees + t * t), degrees / 2, 0.5)
 

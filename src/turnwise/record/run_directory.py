@@ -17,23 +17,35 @@ import logging
 import os
 import shutil
 import socket
+import struct
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.options.schema import Config
 from turnwise.record.lines import SUFFIX, LineFile
+from turnwise.record.reader import read_lines
 from turnwise.record.trajectory_json import encode_line
 from turnwise.record.writer import AppendedFile, replace_file, trajectory_lines, write_config, writing
 from turnwise.types import Trajectory
 
+if TYPE_CHECKING:
+    from turnwise.options.schema import (
+        Config,
+    )  # takes half a second to load, which commands that only read runs do not need
+
 # the lock
 
 _log = logging.getLogger(__name__)
+_LOCK = ".lock"
+_HELD: set[tuple[int, int]] = set()
+"""The lock files that this process holds, by device and inode."""
+_FLOCK = "@qqihh" if sys.platform == "darwin" else "@hhqqi"
+"""The fields of the kernel's `struct flock`: type, whence, start, length and process, in the order of the system."""
 
 
 class RunLock:
@@ -44,9 +56,9 @@ class RunLock:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._path = directory / ".lock"
+        self._path = directory / _LOCK
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close = weakref.finalize(self, _close, descriptor, identity := _identity(os.fstat(descriptor)))
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -62,12 +74,43 @@ class RunLock:
             raise RunError(
                 f"another process ({holder}) is writing {directory}: wait until it has ended, or choose another directory"
             ) from None
+        _HELD.add(identity)
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others write the directory. A second call does nothing."""
         self._close()
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _close(descriptor: int, identity: tuple[int, int]) -> None:
+    _HELD.discard(identity)
+    os.close(descriptor)
+
+
+def is_being_written(directory: Path) -> bool:
+    """Whether a process holds the lock of a directory, this process included. Takes no lock, and changes nothing."""
+    path = directory / _LOCK
+    try:
+        # a process that closes any descriptor of a file loses its own locks on it: a file that this process holds stays closed
+        if _identity(path.stat()) in _HELD:
+            return True
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    exclusive = {"hhqqi": (fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0), "qqihh": (0, 0, 0, fcntl.F_WRLCK, os.SEEK_SET)}
+    layout = _FLOCK.lstrip("@")
+    try:
+        answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, struct.pack(_FLOCK, *exclusive[layout]))
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return struct.unpack(_FLOCK, answer)[layout.index("h")] != fcntl.F_UNLCK
 
 
 # the directory
@@ -86,13 +129,14 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.curve = self.path / "curve.png"
         self.about = self.path / "run.json"
-        """Kind of the run, and the step of its newest checkpoint."""
+        """Kind of the run, the step of its newest checkpoint, and how it ended."""
         self.metrics = self.path / "metrics.jsonl"
         suffix = SUFFIX if compressed else ""
         self.trajectories = self.path / f"trajectories.jsonl{suffix}"
         self.evaluations = self.path / "evaluations.jsonl"
         self.eval_trajectories = self.path / f"eval_trajectories.jsonl{suffix}"
         self.timeline = self.path / "timeline.jsonl"
+        self.warnings = self.path / "warnings.jsonl"
         paths = (self.metrics, self.trajectories, self.evaluations, self.eval_trajectories, self.timeline)
         self.appended = {path.name: AppendedFile(path) for path in paths}
         """The files that are only appended to, by name."""
@@ -185,8 +229,22 @@ class RunDirectory:
 
         Raises RunError if it cannot be written.
         """
+        self._write_about(step, {})
+
+    def note_end(self, how: str, *, step: int, reason: str | None = None) -> None:
+        """Note how the run ended after `step` steps: `finished`, `stopped` (by a signal, a callback or a monitor) or `failed`.
+
+        A run that goes on removes the note (`note_checkpoint`), and a process that is killed writes none.
+
+        Raises RunError if it cannot be written.
+        """
+        about = self._read_about() or {"checkpoint": None}
+        ended = {"how": how, "step": step, "time": round(time.time(), 3), "reason": reason}
+        self._write_about(about["checkpoint"], {"ended": ended})
+
+    def _write_about(self, checkpoint: int | None, more: Mapping[str, Any]) -> None:
         with writing(self.path):
-            replace_file(self.about, json.dumps({"kind": self.kind, "checkpoint": step}) + "\n")
+            replace_file(self.about, json.dumps({"kind": self.kind, "checkpoint": checkpoint, **more}) + "\n")
 
     def write_step(self, metrics: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
         """Append the metrics and trajectories of a step; `metrics["step"]` becomes the step of each trajectory.
@@ -210,6 +268,22 @@ class RunDirectory:
         """Append the timeline of a step. Raises RunError if it cannot be written."""
         with writing(self.path):
             self.appended[self.timeline.name].append([encode_line(entry)])
+
+    def write_warning(self, *, step: int, name: str, text: str) -> None:
+        """Append a warning of a step to warnings.jsonl. Raises RunError if it cannot be written."""
+        with writing(self.path), self.warnings.open("ab") as file:
+            file.write(encode_line({"step": step, "name": name, "text": text}))
+
+    def cut_warnings(self, step: int) -> None:
+        """Remove the warnings of the steps after `step`. They are written behind the checkpoint of their step, so the mark of a
+        checkpoint says nothing of them.
+
+        Raises RunError if the file cannot be read or written.
+        """
+        if self.warnings.is_file():
+            kept = [line for line in read_lines(self.warnings, damaged=[]) if line.get("step", 0) <= step]
+            with writing(self.path):
+                replace_file(self.warnings, "".join(encode_line(line).decode() for line in kept))
 
     def marks(self) -> dict[str, dict[str, Any]]:
         """Length in bytes and checksum of each appended file, once its contents are on the disk."""

@@ -13,15 +13,17 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from turnwise.errors import RunError
-from turnwise.options.schema import Config
 from turnwise.record.lines import compressed_parts, is_compressed
 from turnwise.record.trajectory_json import MediaStore, trajectory_line
 from turnwise.types import Trajectory
+
+if TYPE_CHECKING:
+    from turnwise.options.schema import Config
 
 # appending
 

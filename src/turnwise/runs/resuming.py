@@ -157,6 +157,7 @@ class OpenedRun:
             if critic is not None and "critic" in state:
                 critic.load_state(state["critic"], self.saved.critic_shards)
             self.notes += self.directory.cut_back(self.saved.about["marks"])
+            self.directory.cut_warnings(self.step)
         self.notes += self.directory.prepare(self.config, resuming=resuming)
         self.checkpoints.refuse_other_files()
         if self.saved is not None:
@@ -164,6 +165,7 @@ class OpenedRun:
             self.notes.append(f"resuming after step {self.step}")
         else:
             self.directory.cut_back({})
+            self.directory.cut_warnings(-1)
 
     def about(self, place: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The contents of checkpoint.json. `place` is the position in the data."""

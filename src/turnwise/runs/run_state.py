@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from turnwise.chat.media import process_row_media
 from turnwise.chat.renderer import Renderer
 from turnwise.data.order import RowOrder
 from turnwise.doctor.template import preflight, preflight_rows, unread_columns
-from turnwise.errors import RunError
+from turnwise.errors import HealthError, RunError, TurnwiseError, text_of
 from turnwise.loggers.logger import Loggers
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
@@ -324,7 +325,12 @@ class RunState:
         """Log once in a run that tokens differ from the chat template's."""
         if not self.mismatch_reported and (warning := template_mismatches(trajectories)) is not None:
             self.mismatch_reported = True
-            _log.warning("step %d: %s", self.step + 1, warning)
+            self.warn(self.step + 1, "template_mismatch", warning)
+
+    def warn(self, step: int, name: str, text: str) -> None:
+        """Log a warning of a step, and record it. `name` says which monitor or check warns."""
+        _log.warning("step %d: %s", step, text)
+        self.directory.write_warning(step=step, name=name, text=text)
 
     def stopped_text(self, resume: str) -> str:
         """How far a stopped run is, its newest checkpoint, and the command that resumes it. Two lines.
@@ -344,21 +350,38 @@ class RunState:
 
         A KeyboardInterrupt, which ends the process at once, writes no checkpoint.
         """
+        planned = self.steps
         try:
             yield
         except KeyboardInterrupt:
             raise
-        except BaseException:  # a signal stopped the run, or there is an error that a person can put right
+        except BaseException as problem:  # a signal stopped the run, or there is an error that a person can put right
             if not self.updating and self.step > self.saved:
                 try:
                     self.save()
                 except RunError as error:
                     _log.error("%s", error)
+            how = "stopped" if isinstance(problem, CancelledError | HealthError) else "failed"
+            self._note_end(how, None if isinstance(problem, CancelledError) else reason_of(problem))
             raise
+        else:
+            # a callback ends a run by a smaller number of steps
+            self._note_end("finished" if self.step >= planned else "stopped", None)
         finally:
             self.learner.close()
             self.loggers.close()
             self.directory.release()
+
+    def _note_end(self, how: str, reason: str | None) -> None:
+        try:
+            self.directory.note_end(how, step=self.step, reason=reason)
+        except RunError as error:
+            _log.error("%s", error)
+
+
+def reason_of(problem: BaseException) -> str:
+    """Why a run failed: the message of an error that a person can put right; of another exception, its type too."""
+    return str(problem) if isinstance(problem, TurnwiseError) else f"{type(problem).__name__}: {text_of(problem)}"
 
 
 # loggers

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,8 +107,6 @@ async def recipe_tools(config: Config, renderer: Renderer) -> Sequence[ToolSchem
 
 # the loop
 
-_log = logging.getLogger(__name__)
-
 
 async def fine_tune(run: SftRun, report: SftReport) -> None:
     """Train until `run.steps` steps are finished.
@@ -200,7 +197,7 @@ def _finish_step(
     }
     if trained and not batch.tokens:
         rule = run.config.loss_mask.use
-        _log.warning("step %d: loss_mask=%s and the weights in the rows leave no turn to train on", run.step + 1, rule)
+        run.warn(run.step + 1, "loss_mask", f"loss_mask={rule} and the weights in the rows leave no turn to train on")
     recorded = trajectories[: max(run.config.sft.max_recorded_rows - run.recorded, 0)]
     run.recorded += len(recorded)
     line = run.finish_step(metrics, trajectories, recorded=recorded, seconds=seconds, started=started)

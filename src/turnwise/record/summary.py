@@ -1,0 +1,444 @@
+"""What a person wants to know first of a run, and of several runs side by side.
+
+That is: how a run ended, its warnings with their steps, what its metrics came to, and the options that differ from the defaults
+or between runs.
+
+Reads `run.json`, `config.yaml`, `metrics.jsonl`, `evaluations.jsonl` and `warnings.jsonl` of a run, and no conversations (except
+`held_out_change`, which reads those of two evaluations): fifty runs take less than a second. Metrics of evaluations on held-out
+rows have the prefix `eval/`, as in experiment trackers. This module prints nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from turnwise.errors import RunError
+from turnwise.json_yaml import PlainLoader, parse_json, parse_yaml, read_text
+from turnwise.record.lines import existing_file
+from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read_lines
+from turnwise.record.run_directory import is_being_written
+
+if TYPE_CHECKING:
+    from turnwise.options.section import Section
+    from turnwise.record.evaluation import Estimate, PairedTest
+
+EVALUATION = "eval/"
+"""The prefix of metrics on held-out rows."""
+_PLACE = ("output", "resume", "resume_changes", "replace")
+"""Options that say where a run is written and how it begins, and not what it does."""
+_TRAINED = ("train", "sft")
+_DOWN = re.compile(r"(^|/)(loss|failed|tool_errors|template_mismatch|left_out)(/|$)|^seconds/|zero_std|duplicates")
+"""The metrics of which a low value is the better one."""
+
+# one run
+
+
+@dataclass(slots=True)
+class MetricValues:
+    """What a metric came to in a run: its last, lowest and highest value, and the steps of the lowest and the highest."""
+
+    last: float
+    lowest: float
+    lowest_step: int | None
+    highest: float
+    highest_step: int | None
+
+    def add(self, value: float, step: int | None) -> None:
+        """Count the value of a further step. Of equal values, the first step counts."""
+        self.last = value
+        if value < self.lowest:
+            self.lowest, self.lowest_step = value, step
+        if value > self.highest:
+            self.highest, self.highest_step = value, step
+
+    def best(self, name: str) -> tuple[float, int | None]:
+        """The best value of the metric `name` and its step: the lowest of losses and failures, otherwise the highest."""
+        return (self.lowest, self.lowest_step) if lower_is_better(name) else (self.highest, self.highest_step)
+
+
+def lower_is_better(name: str) -> bool:
+    """Whether a low value of a metric is the better one, as of `loss` and `failed`."""
+    return _DOWN.search(name.removeprefix(EVALUATION)) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWarning:
+    """A line of warnings.jsonl."""
+
+    step: int
+    name: str
+    """The monitor, by its name in the section `health`, or another name for checks that have no option."""
+    text: str
+    """The problem, its likely cause and the fix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary:
+    """One run. `metrics` has those with a finite number in any step; `options` are those of its recipe, as `train.lr`."""
+
+    path: Path
+    kind: str
+    """The command: `train`, `sft`, `eval` (one model of an evaluation) or `rollout`."""
+    state: str
+    """`running` (a process holds the lock of the directory), `finished`, `stopped` (by a person, a signal, a callback or
+    `health.stop`), `failed` (an error ended it: `reason`) or `killed` (the process ended without a word)."""
+    reason: str | None = None
+    """Why a run failed, or which monitor stopped it."""
+    ended: float | None = None
+    """When it ended, in Unix seconds; None while it is running, of killed runs, and of runs of an earlier version."""
+    step: int | None
+    """The number of finished steps; None without training."""
+    steps: int | None
+    """The number of steps of the complete run; None if the number of rows decides."""
+    metrics: Mapping[str, MetricValues]
+    options: Mapping[str, Any]
+    warnings: Sequence[RunWarning] = ()
+    damaged: Sequence[str] = field(default=())
+    """Lines that could not be read and are left out."""
+
+
+def summarize_run(path: Path) -> RunSummary:
+    """Read the summary of a run directory. Raises RunError if it is none, or if its recipe cannot be read."""
+    about = _about(path)
+    kind = about.get("kind") if about.get("kind") in _TRAINED else None
+    if kind is None and not existing_file(path / "trajectories.jsonl").is_file():
+        raise RunError(
+            f"{path.absolute()} is not a run: it contains neither run.json of a training run nor trajectories.jsonl. "
+            f"`turnwise train`, `sft`, `rollout` and `eval` write runs"
+        )
+    damaged: list[str] = []
+    options = recorded_values(path)
+    lines = list(read_lines(path / "metrics.jsonl", damaged=damaged))
+    evaluations = list(read_lines(path / "evaluations.jsonl", damaged=damaged))
+    note = about.get("ended") if isinstance(about.get("ended"), dict) else {}
+    if kind is not None:
+        step = next((line["step"] for line in reversed(lines) if isinstance(line.get("step"), int)), 0)
+        metrics = _values(lines) | _values(evaluations, EVALUATION)
+        steps = _number_of_steps(kind, options)
+        state = _state(note, about, step, steps, lines, options.get(f"{kind}.epochs"))
+    else:
+        step = steps = None
+        kind = "eval" if (path / "evaluation.json").is_file() else "rollout"
+        metrics = _values(lines, EVALUATION if kind == "eval" else "")
+        state = "finished" if lines else "killed"  # the metrics are written at the end
+    if is_being_written(path) or (kind == "eval" and not lines and is_being_written(path.parent)):
+        state, note = "running", {}
+    return RunSummary(
+        path=path,
+        kind=kind,
+        state=state,
+        reason=note.get("reason"),
+        ended=note.get("time"),
+        step=step,
+        steps=steps,
+        metrics=metrics,
+        options=options,
+        warnings=recorded_warnings(path, damaged=damaged),
+        damaged=damaged,
+    )
+
+
+def recorded_warnings(path: Path, *, damaged: list[str] | None = None) -> list[RunWarning]:
+    """The warnings of a run in their order; empty for a run of an earlier version. Errors as `read_lines`."""
+    return [
+        RunWarning(step=line["step"], name=line["name"], text=line["text"])
+        for line in read_lines(path / "warnings.jsonl", damaged=damaged)
+        if isinstance(line.get("step"), int) and isinstance(line.get("name"), str) and isinstance(line.get("text"), str)
+    ]
+
+
+def _about(path: Path) -> Mapping[str, Any]:
+    """`run.json`; empty where there is none, or where it is damaged: the other files are shown all the same."""
+    file = path / "run.json"
+    if not file.is_file():
+        return {}
+    try:
+        about = parse_json(read_text(file, error=RunError), where=str(file), error=RunError)
+    except RunError:
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _values(lines: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, MetricValues]:
+    found: dict[str, MetricValues] = {}
+    for line in lines:
+        step = line.get("step")
+        for name, value in line.items():
+            if type(value) not in (int, float) or not math.isfinite(value) or name == "step":
+                continue
+            values = found.get(name)
+            if values is None:
+                found[name] = MetricValues(value, value, step, value, step)
+            else:
+                values.add(value, step)
+    return {f"{prefix}{name}": values for name, values in found.items()} if prefix else found
+
+
+def _number_of_steps(kind: str, options: Mapping[str, Any]) -> int | None:
+    steps = options.get(f"{kind}.steps")
+    if steps is None and kind == "train" and "train.epochs" in options and options["train.epochs"] is None:
+        from turnwise.options.algorithm import TrainSection  # takes long to load, and few recipes rely on the default
+
+        return TrainSection().total_steps
+    return steps if type(steps) is int else None
+
+
+def _state(
+    note: Mapping[str, Any],
+    about: Mapping[str, Any],
+    step: int,
+    steps: int | None,
+    lines: Sequence[Mapping[str, Any]],
+    epochs: Any,
+) -> str:
+    """The state of a run that no process writes. Runs of earlier versions have no note of their end."""
+    if note.get("how") in ("finished", "stopped", "failed"):
+        return note["how"]
+    if steps is None and lines and type(epochs) in (int, float):
+        passes = lines[-1].get("epoch")
+        if type(passes) in (int, float) and passes >= epochs - 1e-4:  # metrics have four places
+            return "finished"
+    return "finished" if steps is not None and step >= steps else "killed"
+
+
+# options
+
+
+class _FastLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):
+    """Reads a recipe that turnwise has written ten times as fast as the loader that explains the defects of users' files."""
+
+
+_FastLoader.yaml_implicit_resolvers = PlainLoader.yaml_implicit_resolvers
+
+
+def recorded_values(path: Path) -> dict[str, Any]:
+    """The options of a run's config.yaml by their dotted names, such as `train.lr`; empty where there is none. Values of
+    environment variables stay references: `${NAME}`.
+
+    Raises RunError if the file cannot be read.
+    """
+    file = path / "config.yaml"
+    if not file.is_file():
+        return {}
+    tree = parse_yaml(read_text(file, error=RunError), where=str(file), error=RunError, loader=_FastLoader)
+    return dict(_flat(tree)) if isinstance(tree, dict) else {}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def changed_from_defaults(options: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The options of a run (`RunSummary.options`) that differ from the defaults: value and default, in the order of the recipe.
+
+    An option without a default, such as `model.path`, is left out, and so are those that say where the run is written. The
+    defaults are those of the installed version. Example: `{"train.lr": (1e-4, 1e-6)}`.
+    """
+    from turnwise.options.schema import Config  # takes half a second to load
+
+    defaults = dict(_defaults(Config, options, ""))
+    return {
+        name: (value, default)
+        for name, value in options.items()
+        if name not in _PLACE
+        and (default := defaults.get(name, _MISSING)) is not _MISSING
+        and not _same(value, default)
+    }
+
+
+_MISSING = object()
+
+
+def _defaults(section: type[Section], options: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The defaults of a section by dotted names. The class of a section with several is the one that the run has chosen."""
+    from turnwise.options.section import name_of, section_classes
+
+    for name, field_ in section.model_fields.items():
+        key = f"{prefix}{name}"
+        classes = section_classes(field_)
+        chosen = [cls for cls in classes if "name" in cls.model_fields and name_of(cls) == options.get(f"{key}.name")]
+        if chosen or (len(classes) == 1 and any(option.startswith(f"{key}.") for option in options)):
+            yield from _defaults((chosen or classes)[0], options, f"{key}.")
+            if chosen:
+                default = field_.get_default(call_default_factory=True)
+                yield f"{key}.name", getattr(default, "name", _MISSING)
+        elif not field_.is_required():
+            default = field_.get_default(call_default_factory=True)
+            if hasattr(default, "model_dump"):
+                default = default.model_dump(mode="json")
+            yield key, default
+
+
+def _same(value: Any, default: Any) -> bool:
+    return json.dumps(value, default=str, sort_keys=True) == json.dumps(default, default=str, sort_keys=True) or (
+        type(value) in (int, float) and type(default) in (int, float) and value == default
+    )
+
+
+def differing_options(runs: Sequence[RunSummary]) -> list[str]:
+    """The options with different values, in the order of the recipes. Those that some recipe lacks, as an older one does, are
+    last."""
+    names = [
+        name
+        for name in dict.fromkeys(name for run in runs for name in run.options)
+        if name not in _PLACE and len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1
+    ]
+    return sorted(names, key=lambda name: not all(name in run.options for run in runs))
+
+
+# evaluations on held-out rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldOutChange:
+    """The rewards of the first and the last evaluation of a training run, on the rows that both have. A row counts once, with the
+    mean of its conversations."""
+
+    first_step: int
+    last_step: int
+    before: Estimate
+    after: Estimate
+    test: PairedTest
+    """After minus before."""
+
+
+def held_out_change(path: Path) -> HeldOutChange | None:
+    """How training changed the reward on held-out rows. Reads the conversations of two evaluations.
+
+    None if there are not two evaluations, or no rewards. Raises RunError if the file of their conversations cannot be read.
+    """
+    from turnwise.record.evaluation import estimate, paired_test  # loads pydantic
+
+    file = existing_file(path / "eval_trajectories.jsonl")
+    steps = [
+        line["step"] for line in read_lines(path / "evaluations.jsonl", damaged=[]) if type(line.get("step")) is int
+    ]
+    if len(set(steps)) < 2 or not file.is_file():
+        return None
+    recorded = RecordedTrajectories(file, damaged=[])
+    means: list[dict[str, float]] = []
+    for step in (steps[0], steps[-1]):
+        rewards: dict[str, list[float]] = {}
+        for trajectory in recorded.of_step(step):
+            if trajectory.reward is not None and trajectory.error is None:
+                rewards.setdefault(trajectory.row.id, []).append(trajectory.reward)
+        means.append({row: fmean(values) for row, values in rewards.items()})
+    first, last = means
+    rows = [row for row in first if row in last]
+    if not rows:
+        return None
+    before, after = [first[row] for row in rows], [last[row] for row in rows]
+    return HeldOutChange(
+        first_step=steps[0],
+        last_step=steps[-1],
+        before=estimate(before),
+        after=estimate(after),
+        test=paired_test(after, before),
+    )
+
+
+def evaluations_of(path: Path) -> list[Path]:
+    """The directories of `turnwise eval` beside a run that evaluated its model, such as `runs/demo-eval`, by name."""
+    place = path.resolve()
+    beside = place.parent
+    folders = sorted(file.parent for file in beside.glob("*/run.json")) if beside.is_dir() else []
+    return [
+        path.parent / folder.name
+        for folder in folders
+        if _about(folder).get("kind") == "eval" and any(_evaluates(model, place) for model in evaluated_runs(folder))
+    ]
+
+
+def _evaluates(model: Path, run: Path) -> bool:
+    """Whether the model of an evaluation is one of the checkpoints of a run."""
+    try:
+        evaluated = recorded_values(model).get("model.path")
+    except RunError:
+        return False
+    if not isinstance(evaluated, str):
+        return False
+    given = Path(evaluated)
+    # a relative path is one of the working directory of the evaluation, which is often a directory above
+    places = [given] if given.is_absolute() else [Path.cwd() / given, *(above / given for above in run.parents)]
+    return any(place.resolve().is_relative_to(run) for place in places)
+
+
+# failures
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureGroup:
+    """Failures with the same message, numbers and quoted texts apart."""
+
+    kind: str
+    """What failed, such as `environment` or `reward`."""
+    message: str
+    """The message of the latest."""
+    count: int
+    step: int | None
+    """The step of the latest."""
+    id: str
+    """The id of the latest conversation."""
+
+
+_VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
+
+
+def group_failures(failures: Iterable[tuple[int | None, str, str, str]]) -> list[FailureGroup]:
+    """Group failures (step, id of the conversation, kind and message, in the order of the record); the most frequent first.
+
+    Example: `timeout after 30.1 s` and `timeout after 30.4 s` are one group.
+    """
+    groups: dict[tuple[str, str], FailureGroup] = {}
+    for step, id, kind, message in failures:
+        key = kind, _VARYING.sub("#", message)
+        group = groups.get(key)
+        if group is None:
+            groups[key] = FailureGroup(kind=kind, message=message, count=1, step=step, id=id)
+        else:
+            group.message, group.step, group.id, group.count = message, step, id, group.count + 1
+    return sorted(groups.values(), key=lambda group: -group.count)
+
+
+# several runs
+
+
+def find_summaries(paths: Sequence[Path]) -> tuple[list[RunSummary], list[str]]:
+    """The runs among `paths`, the models of evaluations, and the runs directly below a directory that is neither (a sweep).
+    Also what is wrong with the other paths, a line for each: these do not hide the runs."""
+    found: list[RunSummary] = []
+    problems: list[str] = []
+    for path in paths:
+        places = evaluated_runs(path) or ([path] if may_be_run(path) else _below(path)) or [path]
+        for place in places:
+            try:
+                found.append(summarize_run(place))
+            except RunError as error:
+                problems.append(" ".join(str(error).split()))
+    return found, problems
+
+
+def _below(path: Path) -> list[Path]:
+    """The runs in a directory of runs, by name."""
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
+    return [run for folder in folders for run in (evaluated_runs(folder) or ([folder] if may_be_run(folder) else []))]
+
+
+def may_be_run(path: Path) -> bool:
+    """Whether a directory looks like a run: it has conversations, or a `run.json` that is not that of an evaluation."""
+    return existing_file(path / "trajectories.jsonl").is_file() or (
+        (path / "run.json").is_file() and _about(path).get("kind") in _TRAINED
+    )
