@@ -75,6 +75,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("turnwise show runs/demo", "print the summary of a run"),
         ("turnwise show runs/demo --worst 3 --tokens", "the conversations with the lowest rewards, with every token"),
         ("turnwise show runs/demo --metric reward/mean", "the value of a metric in every step"),
+        ("turnwise show runs/* --sort reward/mean", "several runs as a table, with the options that differ"),
     ),
     "view": (
         ("turnwise view runs", "show runs in the browser: curves, conversations, tokens"),

@@ -427,7 +427,7 @@ def test_the_commands_of_examples_can_be_parsed() -> None:
         (["plan", "r.yaml", "--ranks", "0"], "argument --ranks: '0' is not a number of at least 1"),
         (["doctor", "m", "--memory-gb", "nan"], "argument --memory-gb: 'nan' is not a number above 0"),
         (["serve", "r.yaml", "--queue", "-1"], "argument --queue: '-1' is not a number of at least 0"),
-        (["show", "runs/x", "seed=1"], "unrecognized arguments: seed=1"),
+        (["merge", "runs/x", "--out", "y", "seed=1"], "unrecognized arguments: seed=1"),
     ],
 )
 def test_words_that_are_no_command_are_told_with_status_2(

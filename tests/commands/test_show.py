@@ -74,11 +74,11 @@ def run(tmp_path: Path) -> Path:
 
 def test_the_summary_counts_and_names_one(run: Path) -> None:
     lines = shown(run).splitlines()
-    assert lines[0].endswith(": 2 steps, reward ▁█ 0.25 → 0.50")
+    assert lines[0] == "2 steps, reward ▁█ 0.25 → 0.50"
     assert lines[1].split()[:3] == ["step", "reward", "±"]
     assert [line.split()[:3] for line in lines[2:4]] == [["1", "0.250", "0.100"], ["2", "0.500", "0.100"]]
     assert "4 conversations; done 3, error 1" in lines
-    assert "  1 x engine: RuntimeError: dead" in lines
+    assert "  1 x engine: RuntimeError: dead (latest in step 2)" in lines
     evaluations = [{"step": n, "reward/mean": n / 4} for n in (0, 2)]
     (run / "evaluations.jsonl").write_text("\n".join(map(json.dumps, evaluations)) + "\n")
     assert "held-out questions" in shown(run)

@@ -44,7 +44,7 @@ from turnwise.record.evaluation import (
 )
 from turnwise.terminal.conversation import CHOICE, log_conversation, story
 from turnwise.terminal.report import Activity, Heartbeat, Terminal, activity_line, printable, progress
-from turnwise.terminal.tables import _p_value, print_results
+from turnwise.terminal.tables import p_value, print_results
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 from turnwise.types import Failure, LogprobKind, Segment, Stop, ToolCall, ToolOutcome, Trajectory, Turn
@@ -367,8 +367,8 @@ def a_trajectory(id: str = "2.0:17/0") -> Trajectory:
 
 def test_a_small_p_value_is_not_printed_as_0() -> None:
     small = paired_test([1.0 + n / 1000 for n in range(40)], [n % 2 / 1000 for n in range(40)])
-    assert [_p_value(p) for p in (small.p_t, small.p_sign_flip)] == ["<1e-15", "5.0e-05"]
-    assert [_p_value(p) for p in (None, 0.0412, 1.0, 3.2e-9, 0.0)] == ["-", "0.0412", "1.0000", "3.2e-09", "<1e-15"]
+    assert [p_value(p) for p in (small.p_t, small.p_sign_flip)] == ["<1e-15", "5.0e-05"]
+    assert [p_value(p) for p in (None, 0.0412, 1.0, 3.2e-9, 0.0)] == ["-", "0.0412", "1.0000", "3.2e-09", "<1e-15"]
 
 
 def test_the_story_of_given_answers_has_no_log_probabilities() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import yaml
 
 from support.conversations import Says, a_row, hold
+from support.runs import a_run
 from turnwise.environments.environment import SingleTurn
 from turnwise.errors import RunError
 from turnwise.record.run_directory import RunDirectory, RunLock, is_being_written
@@ -27,21 +27,6 @@ from turnwise.record.summary import (
     summarize_run,
 )
 from turnwise.record.writer import write_trajectories
-
-
-def a_run(path: Path, *, options: dict[str, Any] | None = None, kind: str = "train", **about: Any) -> Path:
-    """A run of four of five steps, with two evaluations."""
-    path.mkdir(parents=True)
-    (path / "run.json").write_text(json.dumps({"kind": kind, "checkpoint": 4, **about}))
-    recipe = {"model": {"path": "m"}, "output": str(path), "train": {"steps": 5, "lr": 1e-4}, **(options or {})}
-    (path / "config.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-    steps = [
-        {"step": n, "reward/mean": reward, "loss": -reward} for n, reward in ((1, 0.2), (2, 0.8), (3, 0.5), (4, 0.6))
-    ]
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
-    held = [{"step": n, "reward/mean": reward} for n, reward in ((0, 0.25), (4, 0.75))]
-    (path / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held))
-    return path
 
 
 def test_best_and_final_values_have_their_steps(tmp_path: Path) -> None:

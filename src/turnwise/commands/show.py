@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import webbrowser
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +18,30 @@ from rich.text import Text
 
 from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
 from turnwise.errors import ConfigError, RunError
-from turnwise.record.evaluation import read_results
 from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_hint, metric_of
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
+from turnwise.record.summary import (
+    FailureGroup,
+    evaluations_of,
+    find_summaries,
+    group_failures,
+    held_out_change,
+    may_be_run,
+    summarize_run,
+)
 from turnwise.terminal.conversation import conversation
-from turnwise.terminal.tables import evaluations_table, print_results, sparkline, steps_table
+from turnwise.terminal.runs import (
+    change_line,
+    option_lines,
+    print_left_out,
+    print_runs,
+    records_as_csv,
+    run_records,
+    state_line,
+    warning_lines,
+)
+from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
 from turnwise.types import Trajectory
 
 # `turnwise show`
@@ -52,10 +69,14 @@ _SFT_COLUMNS = {
 
 def register_show(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
-    parser.description = "Print the summary of a run, single conversations, or one metric, as text (docs/record.md)."
-    parser.add_argument(
-        "run", type=Path, help="the directory of a run, such as runs/demo; without options, its summary is printed"
+    parser.description = (
+        "Print the summary of a run, single conversations, or one metric, as text (docs/record.md). Several runs, and "
+        "directories of runs such as a sweep, are printed as a table: final and best values, and the options that differ."
     )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN",
+        help="the directory of a run, such as runs/demo, of an evaluation, or of several runs",
+    )  # fmt: skip
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument("--step", type=step_number, metavar="N", help="the conversations of step N")
     parser.add_argument(
@@ -78,18 +99,38 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         help="also print every token: id, text, turn, weight, log-probability, version of the weights",
     )
     parser.add_argument(
-        "--metric", metavar="NAME", help="the value of one metric in every step, such as reward/mean (docs/metrics.md)"
+        "--metric", metavar="NAME", action="append", default=[],
+        help="the value of a metric in every step, such as reward/mean (docs/metrics.md); of several runs, a column of the "
+        "table, also eval/NAME on held-out rows; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--sort", metavar="COLUMN", help="sort the table of runs by a metric, from its best value, or by an option"
     )
+    parser.add_argument("--json", action="store_true", help="print the table of runs as JSON")
+    parser.add_argument("--csv", action="store_true", help="print the table of runs as CSV")
     parser.set_defaults(command=_run_show)
 
 
+_SELECTING = ("id", "step", "worst", "best", "last", "failed", "tokens")
+
+
 def _run_show(options: argparse.Namespace, context: Context) -> int:
-    if options.metric is not None:
-        selecting = ("id", "step", "worst", "best", "last", "failed", "tokens")
-        selectors = [f"--{name}" for name in selecting if vars(options)[name]]
+    selectors = [f"--{name}" for name in _SELECTING if vars(options)[name] not in (None, False, 0) or name == "step"]
+    selectors = [name for name in selectors if name != "--step" or options.step is not None]
+    run: Path = options.runs[0]
+    one = len(options.runs) == 1 and (_is_one(run) or not run.is_dir())
+    if not one or options.sort or options.json or options.csv:
+        if selectors:
+            raise ConfigError(f"{selectors[0]} prints conversations of one run: give the directory of one run")
+        if options.json and options.csv:
+            raise ConfigError("--json and --csv are both given: give one of them")
+        show_runs(context.console, options)
+        return 0
+    if options.metric:
         if selectors:
             raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
-        show_metric(context.console, options.run, options.metric, evaluation=options.evaluation)
+        for name in options.metric:
+            show_metric(context.console, run, name, evaluation=options.evaluation)
         return 0
     selection = Selection(
         id=options.id,
@@ -99,8 +140,31 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
         last=options.last,
         failed=options.failed,
     )
-    show(context.console, options.run, selection, evaluation=options.evaluation, tokens=options.tokens)
+    show(context.console, run, selection, evaluation=options.evaluation, tokens=options.tokens)
     return 0
+
+
+def _is_one(path: Path) -> bool:
+    """Whether a directory is a run or an evaluation, and not a directory of runs."""
+    return may_be_run(path) or (path / "metrics.jsonl").is_file() or bool(evaluated_runs(path))
+
+
+def show_runs(console: Console, options: argparse.Namespace) -> None:
+    """Print several runs as a table, as JSON or as CSV. A path that is no run is named. Raises RunError if none is a run."""
+    runs, problems = find_summaries(options.runs)
+    if not runs:
+        raise RunError(problems[0] if problems else f"{options.runs[0].absolute()} contains no runs")
+    problems += damage_notes([line for run in runs for line in run.damaged])
+    metrics = [
+        f"eval/{name}" if options.evaluation and not name.startswith("eval/") else name for name in options.metric
+    ]
+    records = run_records(runs, metrics=metrics, by=options.sort)
+    if options.json or options.csv:
+        text = json.dumps(records, indent=1, default=str) if options.json else records_as_csv(records).rstrip("\n")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        return
+    print_runs(console, records)
+    print_left_out(console, problems)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +271,9 @@ def _show_evaluation(console: Console, run: Path, models: Sequence[Path], select
             )
         return False
     if (run / "eval.json").is_file():
+        from turnwise.record.evaluation import read_results
+        from turnwise.terminal.tables import print_results
+
         print_results(console, read_results(run / "eval.json"))
         text = f"\nthe conversations of each model:\n{names}"
     else:
@@ -245,38 +312,60 @@ def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = Fa
 
 
 def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
-    """The steps, the evaluations, and the conversations of `path`: how they ended, and the most frequent errors."""
-    damaged: list[str] = []
+    """How the run ended and its warnings, the options that differ from the defaults, the steps, the evaluations, and the
+    conversations of `path`: how they ended, and their errors."""
+    summary = summarize_run(run)
+    damaged = list(summary.damaged)
     metrics = list(read_lines(run / "metrics.jsonl", damaged=damaged))
+    if summary.step is not None or summary.state == "running":
+        yield state_line(summary)
+        yield from warning_lines(summary)
+        yield from option_lines(summary)
     if metrics:
         # fine-tuning has a loss and no reward
         curve = "reward/mean" if "reward/mean" in metrics[0] else "loss"
         values = [line[curve] for line in metrics if isinstance(line.get(curve), int | float)]
-        yield Text(f"{run}: {len(metrics)} steps, {curve.partition('/')[0]} {sparkline(values)}")
+        yield Text(f"{len(metrics)} steps, {curve.partition('/')[0]} {sparkline(values)}")
         yield steps_table(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS)
     evaluations = list(read_lines(run / "evaluations.jsonl", damaged=damaged))
     if evaluations:
         yield evaluations_table(evaluations)
+        if (change := held_out_change(run)) is not None:
+            yield change_line(change)
+    for folder in evaluations_of(run):
+        yield Text(f"evaluated by turnwise eval: turnwise show {folder}")
+    yield from _conversations(run, path, damaged)
+
+
+def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
+    """How the conversations of a file ended, and their errors, grouped by message."""
     stops: Counter[str] = Counter()
-    errors: Counter[str] = Counter()
+    failed: list[tuple[int | None, str, str, str]] = []
     last = ""
     for trajectory in read(path, damaged=damaged):
         last = trajectory.id
         stops[str(trajectory.stop)] += 1
-        if trajectory.error is not None:
-            errors[f"{trajectory.error.kind}: {trajectory.error.message}"] += 1
+        if (error := trajectory.error) is not None:
+            failed.append((trajectory.step, trajectory.id, str(error.kind), error.message))
     yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {times}" for stop, times in stops.most_common()))
-    if dropped := sum(line.get("record/dropped") or 0 for line in metrics):
+    if dropped := sum(line.get("record/dropped") or 0 for line in read_lines(run / "metrics.jsonl", damaged=[])):
         yield Text(
             f"  {dropped} conversations are not recorded (record.every, record.best_and_worst); metrics are of all"
         )
     for note in damage_notes(damaged):
         yield Text(f"  {note}", style="yellow")
-    for error, times in errors.most_common(5):
-        yield Text(f"  {times} x {error}", style="red")
+    held_out = "" if path.name.startswith("trajectories") else " --eval"
+    for group in group_failures(failed)[:5]:
+        yield Text(f"  {_failure(group)}", style="red")
+    if failed:
+        yield Text(f"  the latest failure: turnwise show {run}{held_out} --id {failed[-1][1]}", style="dim")
     if last:
-        held_out = "" if path.name.startswith("trajectories") else " --eval"
         yield Text(f"show one: turnwise show {run}{held_out} --id {last}", style="dim")
+
+
+def _failure(group: FailureGroup) -> str:
+    latest = "" if group.step is None else f" (latest in step {group.step})"
+    return f"{group.count} x {group.kind}: {group.message}{latest}"
 
 
 # `turnwise view`
@@ -322,6 +411,8 @@ def _run_view(options: argparse.Namespace, context: Context) -> int:
             size = export(runs, options.export, most=options.most, ids=options.id)
             print_lines(context.console, [f"{options.export}: {size / 1e6:.1f} MB; open it in a browser"])
             return 0
+        import webbrowser
+
         from turnwise.view.server import ViewServer
 
         server = ViewServer(runs, port=options.port)

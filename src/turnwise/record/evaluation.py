@@ -17,8 +17,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from pydantic import TypeAdapter, ValidationError
-
 from turnwise.errors import RunError
 from turnwise.json_yaml import read_text
 from turnwise.types import Trajectory
@@ -369,6 +367,8 @@ def compare(first: ModelResult, second: ModelResult) -> Comparison:
 
 def read_results(path: Path) -> EvaluationResult:
     """The results in an `eval.json`. Raises RunError if the file is missing or damaged."""
+    from pydantic import TypeAdapter, ValidationError  # takes long to load, and the statistics do not need it
+
     try:
         return TypeAdapter(EvaluationResult).validate_json(read_text(path, error=RunError))
     except ValidationError as error:

@@ -122,13 +122,13 @@ def summarize_run(path: Path) -> RunSummary:
     note = about.get("ended") if isinstance(about.get("ended"), dict) else {}
     if kind is not None:
         step = next((line["step"] for line in reversed(lines) if isinstance(line.get("step"), int)), 0)
-        metrics = _values(lines) | _values(evaluations, EVALUATION)
+        metrics = RunMetrics(lines, evaluations)
         steps = _number_of_steps(kind, options)
         state = _state(note, about, step, steps, lines, options.get(f"{kind}.epochs"))
     else:
         step = steps = None
         kind = "eval" if (path / "evaluation.json").is_file() else "rollout"
-        metrics = _values(lines, EVALUATION if kind == "eval" else "")
+        metrics = RunMetrics([], lines) if kind == "eval" else RunMetrics(lines)
         state = "finished" if lines else "killed"  # the metrics are written at the end
     if is_being_written(path) or (kind == "eval" and not lines and is_being_written(path.parent)):
         state, note = "running", {}
@@ -168,19 +168,42 @@ def _about(path: Path) -> Mapping[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _values(lines: Sequence[Mapping[str, Any]], prefix: str = "") -> dict[str, MetricValues]:
-    found: dict[str, MetricValues] = {}
-    for line in lines:
-        step = line.get("step")
-        for name, value in line.items():
-            if type(value) not in (int, float) or not math.isfinite(value) or name == "step":
-                continue
-            values = found.get(name)
-            if values is None:
-                found[name] = MetricValues(value, value, step, value, step)
-            else:
-                values.add(value, step)
-    return {f"{prefix}{name}": values for name, values in found.items()} if prefix else found
+class RunMetrics(Mapping[str, MetricValues]):
+    """The metrics with a finite number in any step, by name. Each is computed when it is asked for: a table shows a few of two
+    hundred."""
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]], evaluations: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._sources = {"": lines, EVALUATION: evaluations}
+        self._known: dict[str, MetricValues | None] = {}
+
+    def __getitem__(self, name: str) -> MetricValues:
+        if name not in self._known:
+            prefix = EVALUATION if name.startswith(EVALUATION) else ""
+            self._known[name] = _values(self._sources[prefix], name.removeprefix(prefix))
+        values = self._known[name]
+        if values is None:
+            raise KeyError(name)
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        names = (f"{prefix}{name}" for prefix, lines in self._sources.items() for line in lines for name in line)
+        return (name for name in dict.fromkeys(names) if name in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _values(lines: Sequence[Mapping[str, Any]], name: str) -> MetricValues | None:
+    found: MetricValues | None = None
+    for line in lines if name != "step" else ():
+        value, step = line.get(name), line.get("step")
+        if type(value) not in (int, float) or not math.isfinite(value):
+            continue
+        if found is None:
+            found = MetricValues(value, value, step, value, step)
+        else:
+            found.add(value, step)
+    return found
 
 
 def _number_of_steps(kind: str, options: Mapping[str, Any]) -> int | None:
@@ -323,9 +346,9 @@ def held_out_change(path: Path) -> HeldOutChange | None:
     from turnwise.record.evaluation import estimate, paired_test  # loads pydantic
 
     file = existing_file(path / "eval_trajectories.jsonl")
-    steps = [
-        line["step"] for line in read_lines(path / "evaluations.jsonl", damaged=[]) if type(line.get("step")) is int
-    ]
+    lines = [line for line in read_lines(path / "evaluations.jsonl", damaged=[]) if type(line.get("step")) is int]
+    # a run that was resumed with other held-out rows has evaluations that cannot be compared
+    steps = [line["step"] for line in lines if line.get("conversations") == lines[-1].get("conversations")]
     if len(set(steps)) < 2 or not file.is_file():
         return None
     recorded = RecordedTrajectories(file, damaged=[])

@@ -6,13 +6,14 @@ The tables of an evaluation have lines and colours on a terminal, and are aligne
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from turnwise.record.evaluation import Comparison, Estimate, EvaluationResult, ModelResult, ResultPart
+if TYPE_CHECKING:
+    from turnwise.record.evaluation import Comparison, Estimate, EvaluationResult, ModelResult, ResultPart
 
 # metrics
 
@@ -53,7 +54,8 @@ def evaluations_table(evaluations: Sequence[Mapping[str, Any]]) -> Table:
     names = ["conversations", *names] if count is not None else names
     names += [name for name in last if name.startswith("stop/") and (first.get(name) or last.get(name))]
     for name in names:
-        table.add_row(name, *(number(evaluation.get(name)) for evaluation in shown))
+        whole = name == "conversations"
+        table.add_row(name, *(str(one.get(name)) if whole else number(one.get(name)) for one in shown))
     return table
 
 
@@ -96,19 +98,21 @@ def print_results(console: Console, result: EvaluationResult) -> None:
     if any(part.reward.rows < _FEW_ROWS for part in [*result.models, *parts_of_models]):
         title += f"; *: of fewer than {_FEW_ROWS} rows, so the interval is rough"
     _line(console, title)
-    _table(console, _models(result))
+    print_table(console, _models(result))
     if result.comparisons:
         _line(console, "\nthe first model minus the second, on the same rows and seeds (paired):")
-        _table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
+        print_table(console, [_COMPARED, *(_comparison(comparison) for comparison in result.comparisons)], keys=2)
     if any(model.sources for model in result.models):
         _line(console, "\nby data source:")
         parts = [(model, source, part) for model in result.models for source, part in model.sources.items()]
-        _table(
+        print_table(
             console, [["model", "source", *_PART], *([m.name, name, *_part(part)] for m, name, part in parts)], keys=2
         )
     _line(console, "\nby number of turns:")
     by_turns = [(model, number, part) for model in result.models for number, part in model.turns.items()]
-    _table(console, [["model", "turns", *_PART], *([m.name, str(n), *_part(part)] for m, n, part in by_turns)], keys=2)
+    print_table(
+        console, [["model", "turns", *_PART], *([m.name, str(n), *_part(part)] for m, n, part in by_turns)], keys=2
+    )
 
 
 _PART = ["conversations", "reward", "pass rate"]
@@ -135,8 +139,8 @@ def _model(model: ModelResult, ks: Sequence[int]) -> list[str]:
     failed = f"{model.failed} of {model.conversations}" if model.failed else "0"
     return [
         model.name,
-        _interval(model.reward),
-        _interval(model.pass_rate),
+        interval(model.reward),
+        interval(model.pass_rate),
         *passes,
         _number(model.turns_mean, 2),
         *cost,
@@ -150,18 +154,18 @@ def _comparison(comparison: Comparison) -> list[str]:
         comparison.first,
         comparison.second,
         str(test.difference.rows),
-        _interval(test.difference, sign=True),
+        interval(test.difference, sign=True),
         f"{test.better}/{test.equal}/{test.worse}",
-        _p_value(test.p_t),
-        _p_value(test.p_sign_flip),
+        p_value(test.p_t),
+        p_value(test.p_sign_flip),
     ]
 
 
 def _part(part: ResultPart) -> list[str]:
-    return [str(part.conversations), _interval(part.reward), _interval(part.pass_rate)]
+    return [str(part.conversations), interval(part.reward), interval(part.pass_rate)]
 
 
-def _interval(value: Estimate, *, sign: bool = False) -> str:
+def interval(value: Estimate, *, sign: bool = False) -> str:
     """`0.412 [0.351, 0.473]`; with a star if there are few rows; a dash without rows."""
     if value.mean is None:
         return "-"
@@ -178,7 +182,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else _figure(value, digits)
 
 
-def _p_value(value: float | None) -> str:
+def p_value(value: float | None) -> str:
     """`0.0412`, `5.0e-05`; a p-value is never 0, so the smallest are `<1e-15`."""
     if value is None:
         return "-"
@@ -187,7 +191,7 @@ def _p_value(value: float | None) -> str:
     return f"{value:.4f}" if value >= 1e-3 else f"{value:.1e}"
 
 
-def _table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
+def print_table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
     """A table whose first row is the header, and whose first `keys` columns say what a row is about.
 
     On a terminal that is too narrow, the other columns are divided into several tables. Elsewhere, aligned text that is never cut

@@ -1,0 +1,129 @@
+"""Several runs as a table, and what is said first of one run."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from support.conversations import Says, a_row, hold
+from support.runs import a_run
+from turnwise.cli import main
+from turnwise.environments.environment import SingleTurn
+from turnwise.record.run_directory import RunDirectory
+from turnwise.record.writer import write_trajectories
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A directory with two runs of other learning rates and seeds, and a directory that is no run."""
+    for name, lr, reward in (("slow", 1e-6, 0.3), ("fast", 1e-4, 0.9)):
+        run = a_run(tmp_path / name, options={"train": {"steps": 5, "lr": lr}, "seed": int(name == "fast")})
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 5, "reward/mean": reward}) + "\n")
+    (tmp_path / "notes").mkdir()
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:
+    assert main(["show", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_runs_are_a_table_with_the_options_that_differ(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, runs / "slow", runs / "fast", runs / "notes", "--sort", "reward/mean")
+    rows = [line.split() for line in out.splitlines()]
+    assert rows[0] == ["run", "state", "step", "reward/mean", "eval/reward/mean", "lr", "seed"]
+    assert rows[1] == [
+        str(runs / "fast"),
+        "finished",
+        "5",
+        "0.900",
+        "0.750",
+        "0.0001",
+        "1",
+    ]  # the last value is the best
+    assert rows[2] == [str(runs / "slow"), "finished", "5", "0.300", "(0.800", "@2)", "0.750", "1e-06", "0"]
+    assert f"left out: {runs / 'notes'} is not a run" in out
+    assert printed(capsys, runs, "--sort", "train.lr").splitlines()[1].startswith(str(runs / "slow"))
+    assert "loss" in printed(capsys, runs, "--metric", "loss").splitlines()[0]
+
+
+def test_the_table_is_also_json_and_csv(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = json.loads(printed(capsys, runs, "--json", "--metric", "reward/mean"))
+    assert [record["run"] for record in records] == [str(runs / "fast"), str(runs / "slow")]
+    assert (records[1]["reward/mean"], records[1]["reward/mean.best"], records[1]["reward/mean.best_step"]) == (
+        0.3,
+        0.8,
+        2,
+    )
+    assert records[0]["train.lr"] == 1e-4
+    rows = list(csv.DictReader(io.StringIO(printed(capsys, runs, "--csv"))))
+    assert [row["train.lr"] for row in rows] == ["0.0001", "1e-06"]
+    assert list(rows[0])[:7] == ["run", "kind", "state", "reason", "step", "steps", "warnings"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--metric", "reward"], "reward is not a metric of these runs"),
+        (["--sort", "nothing"], "--sort=nothing is not a column of the table; the columns are: run, kind"),
+        (["--json", "--csv"], "--json and --csv are both given"),
+        (["--last", "3"], "--last prints conversations of one run"),
+        (["--step", "0"], "--step prints conversations of one run"),
+    ],
+)
+def test_what_the_table_cannot_show_is_refused(
+    runs: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["show", str(runs), *words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_says_first_how_it_ended_what_it_warned_of_and_what_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(a_run(tmp_path / "demo"))
+    run.write_warning(step=3, name="kl", text="the KL divergence of the policy is 4. Lower train.lr")
+    run.note_end("failed", step=4, reason="no space left")
+    for step, reward in ((0, 0.0), (4, 1.0)):
+        held_out = [hold(Says("x"), SingleTurn, row=a_row(id=str(n))) for n in range(3)]
+        for trajectory in held_out:
+            trajectory.reward = reward
+        write_trajectories(run.eval_trajectories, held_out, step=step)
+    broken = hold(Says("a", RuntimeError("dead")), SingleTurn, row=a_row(id="broken"))
+    broken.fail(broken.error) if broken.error else None
+    write_trajectories(run.trajectories, [held_out[0], broken], step=4)
+    model = tmp_path / "demo-eval" / "m"
+    model.mkdir(parents=True)
+    (model.parent / "run.json").write_text('{"kind": "eval", "checkpoint": null}')
+    (model / "evaluation.json").write_text("{}")
+    (model / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(run.path / "checkpoint")}}))
+    (model / "trajectories.jsonl").write_text("")
+    lines = printed(capsys, run.path).splitlines()
+    assert lines[0].startswith(f"{run.path}: failed after step 4 of 5, ")
+    assert lines[1:3] == ["  no space left", "  warning in step 3: kl: the KL divergence of the policy is 4"]
+    assert [line.split() for line in lines[4:6]] == [
+        ["train.steps", "5", "(default", "null)"],
+        ["train.lr", "0.0001", "(default", "1e-06)"],
+    ]
+    assert any(
+        line.startswith("held-out reward 0.000 [0.000, 0.000]* → 1.000 [1.000, 1.000]* (steps 0 and 4)")
+        for line in lines
+    )
+    assert f"evaluated by turnwise eval: turnwise show {tmp_path / 'demo-eval'}" in lines
+
+
+def test_reading_runs_loads_neither_the_schema_nor_torch() -> None:
+    """Fifty runs in less than a second: half of it would be these imports."""
+    code = (
+        "import sys, turnwise.commands.show; print({'pydantic', 'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (shown.stdout, shown.stderr) == ("set()\n", "")
