@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import tarfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support.viewed_run import conversation
 from turnwise.view.runs import ViewedRun
 from turnwise.view.server import ViewServer, export
 
@@ -22,17 +24,17 @@ pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIEWS = {
     "curves": "#/curves",
-    "curves of one run": "#/curves?shown=0",
+    "curves of one run": "#/curves?smooth=0.6&shown={first}",
     "conversations": "#/conversations",
-    "conversation": "#/conversation?number=3",
-    "tokens": "#/conversation?number=3&show=tokens&color=advantage",
-    "trainer and engine": "#/conversation?number=3&show=tokens&color=ratio",
-    "image": "#/conversation?number=0",
-    "hostile text": "#/conversation?number=23",
-    "group": "#/group?number=3",
+    "conversation": "#/conversation?id=1.0:0/3",
+    "tokens": "#/conversation?id=1.0:0/3&show=tokens&color=advantage",
+    "trainer and engine": "#/conversation?id=1.0:0/3&show=tokens&color=ratio",
+    "image": "#/conversation?id=1.0:0/0",
+    "hostile text": "#/conversation?id=3.0:1/3",
+    "group": "#/group?id=1.0:0/3",
     "timeline": "#/timeline",
-    "comparison of runs": "#/compare?left=0&right=1&kind=train",
-    "pair": "#/pair?left=0&right=1&kind=train&first=3&second=3",
+    "comparison of runs": "#/compare?kind=train",
+    "pair": "#/pair?kind=train&row=0",
     "evaluations": "#/evaluations",
 }
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
@@ -66,7 +68,7 @@ def page(browser: Any) -> Iterator[Any]:
             problems.append(message.text) if message.type == "error" and ended not in message.text else None
         ),
     )
-    page.set_default_timeout(60_000)
+    page.set_default_timeout(float(os.environ.get("PAGE_TIMEOUT", "60000")))
     yield page
     context.close()
     assert problems == []
@@ -75,7 +77,7 @@ def page(browser: Any) -> Iterator[Any]:
 @pytest.fixture
 def address(run: Path, other: Path, evaluation: Path) -> Iterator[str]:
     runs = [ViewedRun(run), ViewedRun(other)]
-    server = ViewServer(runs)
+    server = ViewServer(runs, paths=[run.parent])
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield server.address
@@ -96,6 +98,145 @@ def test_curves(page: Any, address: str) -> None:
     assert label == "reward/mean: first 0.3, second 0.35"
     page.uncheck("label:has-text('second') input")
     page.wait_for_selector("[role=img][aria-label^='reward/mean: first 0.3, 90 %']")  # one run: with quantiles
+
+
+def write_other_kind(path: Path) -> None:
+    """A run of fine-tuning: it shares no metric with the others, and its answers have no log-probabilities."""
+    path.mkdir()
+    (path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "epoch": 0.5}\n{"step": 2, "loss": 1.5, "epoch": 1.0}\n')
+    record = {**conversation(0), "id": "0/0", "logprob_kind": "none"}
+    (path / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_runs_of_another_kind_appear_and_are_chosen(page: Any, address: str, run: Path) -> None:
+    open_view(page, address, "#/curves")
+    page.wait_for_selector("section[aria-label='reward/mean'] canvas")
+    write_other_kind(run.parent / "tuned")
+    page.wait_for_selector("label:has-text('tuned') input")  # found while the page is open
+    page.wait_for_selector("section[aria-label='loss'] canvas")
+    for name in ("first", "second"):
+        page.uncheck(f"label:has-text('{name}') input")
+    page.wait_for_selector("section[aria-label='loss'] [role=img][aria-label='loss: tuned 1.5']")
+    assert page.locator("section[aria-label='reward/mean']").count() == 0
+    page.uncheck("label:has-text('tuned') input")
+    page.wait_for_selector("text=No run is chosen.")
+    for shown in ("first", "tuned", "second"):
+        page.evaluate("path => { location.hash = `#/curves?shown=${path}` }", str(run.parent / shown))
+        page.wait_for_selector(f"[role=img][aria-label*=': {shown} ']")
+    page.evaluate("path => { location.hash = `#/conversations?run=${path}` }", str(run.parent / "gone"))
+    page.wait_for_selector("text=The address names a run that is not shown here")
+    page.evaluate("path => { location.hash = `#/conversation?run=${path}&id=0/0&show=tokens` }", str(run.parent / "tuned"))
+    page.hover(".token >> nth=5")
+    page.wait_for_selector(".detail:has-text('turn 0')")
+    assert "log-probability" not in page.inner_text("main")  # neither a colour nor a number: there are none
+
+
+def test_curves_show_what_was_measured(page: Any, address: str, run: Path) -> None:
+    open_view(page, address, f"#/curves?shown={run}&smooth=0.9")
+    page.wait_for_selector("[role=img][aria-label^='reward/mean: first 0.3, 90 %']")  # the last value, not the smoothed one
+    legend = page.inner_text("section[aria-label='reward/mean'] .u-legend")
+    assert "first, smoothed" in legend
+    heights = page.evaluate("import('./static/curves.js').then(({ heightOf }) => heightOf(1e-9, 3e-9, 1e-3))")
+    assert heights == [0, 1e-3]  # a divergence of 3e-9 is a line at the bottom
+    page.click("section[aria-label='reward/mean'] .u-over", position={"x": 3, "y": 60})
+    page.wait_for_selector("text=8 of 24")  # the conversations of step 1
+    assert page.input_value("label:has-text('Step') input") == "1"
+
+
+def test_a_part_of_the_curves_stays_chosen_while_the_run_goes_on(page: Any, address: str, run: Path) -> None:
+    open_view(page, address, f"#/curves?shown={run}")
+    chart = "section[aria-label='reward/mean']"
+    page.wait_for_selector(f"{chart} canvas")
+    page.wait_for_timeout(300)
+    box = page.locator(f"{chart} .u-over").bounding_box()
+    page.mouse.move(box["x"] + 20, box["y"] + 40)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 40, steps=3)
+    page.mouse.up()
+    page.mouse.move(5, 5)
+    page.wait_for_timeout(200)
+    chosen = page.locator(f"{chart} canvas").screenshot()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward/mean": 0.4, "stop/done": 1.0, "seconds/step": 2.0}) + "\n")
+    page.wait_for_selector("[role=img][aria-label^='reward/mean: first 0.4']")
+    page.wait_for_timeout(200)
+    assert page.locator(f"{chart} canvas").screenshot() == chosen
+
+
+def test_links_lead_to_the_conversation_that_they_name(page: Any, address: str, other: Path) -> None:
+    failed = {**conversation(1, step=0), "reward": 0.75}
+    (other / "eval_trajectories.jsonl").write_text(json.dumps(failed) + "\n")
+    open_view(page, address, f"#/conversations?run={other}&kind=eval")
+    page.wait_for_selector("text=1 of 1")
+    with page.context.expect_page() as opened:
+        page.click(".body .row >> nth=0", modifiers=["Control"])
+    tab = opened.value
+    tab.wait_for_selector("b:has-text('0.0:0/1')")
+    tab.wait_for_selector("text=reward 0.75")
+    assert tab.title() == "0.0:0/1 · second · turnwise"
+    assert page.locator(".body .row").count() == 1  # the list is still there
+    tab.click("text=Group")
+    tab.wait_for_selector("b:has-text('group 0.0:0')")
+    tab.click(".pane h2 a")
+    tab.wait_for_selector("b:has-text('0.0:0/1')")
+    assert f"run={other}" in tab.url and "kind=eval" in tab.url
+
+
+def test_a_list_keeps_its_place(page: Any, address: str, run: Path) -> None:
+    page.set_viewport_size({"width": 1300, "height": 400})
+    open_view(page, address, "#/conversations")
+    page.wait_for_selector("text=24 of 24")
+    top = "document.querySelector('main .scroll').scrollTop"
+    page.evaluate(f"{top} = 260")
+    page.wait_for_selector(".body .row:has-text('2.0:1/1')")
+    page.click(".body .row:has-text('2.0:1/1')")
+    page.wait_for_selector("b:has-text('2.0:1/1')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".body .row[aria-selected=true]:has-text('2.0:1/1')")
+    assert page.evaluate(top) == 260
+    before = page.locator(".body .row:has-text('2.0:0/2')").bounding_box()
+    page.mouse.move(before["x"] + 300, before["y"] + 10)
+    with (run / "trajectories.jsonl").open("a") as file:
+        for place in range(5):
+            file.write(json.dumps({**conversation(place, step=4), "id": f"4.0:0/{place}"}) + "\n")
+    page.wait_for_selector("text=29 of 29")
+    page.wait_for_timeout(200)
+    assert page.locator(".body .row:has-text('2.0:0/2')").bounding_box()["y"] == before["y"]
+
+
+def test_a_filter_says_what_it_does_not_understand(page: Any, address: str) -> None:
+    open_view(page, address, "#/conversations")
+    page.wait_for_selector("text=24 of 24")
+    for label, text in (("Reward from", "0,5"), ("Step", "abc"), ("Step", "5-2")):
+        page.fill(f"label:has-text('{label}') input", text)
+        page.keyboard.press("Tab")
+        page.wait_for_selector(f"[role=alert]:has-text('“{text}”')")
+        assert page.get_attribute(f"label:has-text('{label}') input", "aria-invalid") == "true"
+        page.wait_for_selector("text=24 of 24")  # and it hides nothing
+        page.click("text=Reset")
+    page.check("label:has-text('failed') input")
+    page.wait_for_selector("text=1 of 24")
+    page.keyboard.press("?")  # the key of the page, although a checkbox has the focus
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("3")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog:not([open])", state="attached")
+    assert page.url.split("#/")[1].startswith("conversations")
+
+
+def test_the_colours_of_a_group_have_one_scale(page: Any, address: str, run: Path) -> None:
+    with (run / "trajectories.jsonl").open("a") as file:
+        for number, advantage in enumerate((0.13, 1.13, -0.5, -2.0)):
+            line = conversation(number, step=4)
+            for turn in line["turns"]:
+                turn["advantage"] = advantage
+            file.write(json.dumps(line) + "\n")
+    open_view(page, address, "#/group?id=4.0:0/0&show=tokens&color=advantage")
+    page.wait_for_selector(".legend:has-text('-2 … +2') >> nth=3")
+    small, large = (
+        page.get_attribute(f".pane[aria-label='4.0:0/{n}'] .token >> nth=5", "style") for n in (0, 1)
+    )
+    assert small is not None and large is not None and small != large
 
 
 def test_filter_sort_open_by_keyboard(page: Any, address: str) -> None:
@@ -139,7 +280,7 @@ KEYS_WITHOUT_A_FRAME = """async (keys) => {
 
 def test_keys_that_follow_each_other_within_a_frame(page: Any, address: str) -> None:
     """Each page answers from its first rendering on: two pages are left before the browser has drawn one."""
-    open_view(page, address, "#/group?number=2")
+    open_view(page, address, "#/group?id=1.0:0/2")
     page.wait_for_selector(".pane")
     page.evaluate(KEYS_WITHOUT_A_FRAME, ["Escape", "Escape"])
     page.wait_for_selector("text=24 of 24", timeout=20_000)
@@ -147,7 +288,7 @@ def test_keys_that_follow_each_other_within_a_frame(page: Any, address: str) -> 
 
 
 def test_tokens_say_what_they_are(page: Any, address: str) -> None:
-    open_view(page, address, "#/conversation?number=0&show=tokens&color=logprob")
+    open_view(page, address, "#/conversation?id=1.0:0/0&show=tokens&color=logprob")
     page.wait_for_selector(".token")
     assert page.locator(".token").count() == 12
     assert page.locator(".token.sampled").count() == 6
@@ -164,9 +305,9 @@ def test_tokens_say_what_they_are(page: Any, address: str) -> None:
 
 
 def test_texts_of_the_model_are_texts(page: Any, address: str) -> None:
-    open_view(page, address, "#/conversation?number=23")
+    open_view(page, address, "#/conversation?id=3.0:1/3")
     page.wait_for_selector("pre:has-text('</script><script>')")
-    assert page.title() == "turnwise"
+    assert page.title() == "3.0:1/3 · first · turnwise"
     assert page.locator("img[src=x]").count() == 0
 
 
@@ -181,17 +322,24 @@ def test_the_page_follows_the_run(page: Any, address: str, run: Path) -> None:
 
 
 def test_compare_puts_the_same_row_beside_the_same_row(page: Any, address: str) -> None:
-    open_view(page, address, "#/compare?left=0&right=1&kind=train&from=1&to=1")
+    open_view(page, address, "#/compare?kind=train&from=1&to=1")
     page.wait_for_selector(".body .row")
     assert page.locator(".body .row").count() == 2
     assert "2 better, 0 worse" in page.inner_text(".bar")
+    row = page.inner_text(".body .row >> nth=0").split()[1]
     page.click(".body .row >> nth=0")
     page.wait_for_selector(".pane >> nth=1")
     assert [text.split()[0] for text in page.locator(".pane h2").all_inner_texts()] == ["first", "second"]
+    samples = page.locator("[aria-label='Sample of second'] button")
+    assert samples.all_inner_texts() == [f"{n + 1}: {0.19 + n / 100:.4g}" for n in range(4)]  # all of the row
+    samples.nth(3).click()
+    page.wait_for_selector(f".pane[aria-label=second] [aria-label='Messages of 1.0:{row}/3']")
+    page.keyboard.press("Escape")
+    page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
 
 
 def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
-    open_view(page, address, "#/compare?left=0&right=1&kind=train&from=1&to=1")
+    open_view(page, address, "#/compare?kind=train&from=1&to=1")
     page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
     page.keyboard.press("j")
     second = page.wait_for_selector(".body .row[aria-rowindex='3'][aria-selected=true]").inner_text().split()[1]
@@ -207,7 +355,7 @@ def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
     page.wait_for_url(re.compile("step=3"))
     for key, view in (("1", "curves"), ("2", "conversations"), ("4", "compare"), ("5", "evaluations")):
         page.keyboard.press(key)
-        page.wait_for_selector(f"nav a[aria-current=page][href='#/{view}']")
+        page.wait_for_selector(f"nav a[aria-current=page][data-view={view}]")
     page.wait_for_selector("main .scroll")
     for _ in range(40):  # the focus reaches the content of each view
         page.keyboard.press("Tab")
@@ -227,20 +375,37 @@ def test_the_exported_file_needs_nothing_else(page: Any, run: Path, other: Path,
     page.wait_for_selector("section[aria-label='reward/mean'] canvas")
     page.evaluate("location.hash = '#/conversations?query=owned'")
     page.wait_for_selector("text=1 of 24")
-    page.evaluate("location.hash = '#/conversation?number=23&show=tokens'")
+    for query, found in (('"answer is"', 23), ('"is answer"', 0), ("answ", 23), ("answ is", 0), ("role", 0)):
+        page.evaluate("query => { location.hash = `#/conversations?query=${encodeURIComponent(query)}` }", query)
+        page.wait_for_selector(f"text={found} of 24")
+    page.evaluate("location.hash = '#/conversation?id=3.0:1/3&show=tokens'")
     page.wait_for_selector(".token")
     page.evaluate("location.hash = '#/timeline'")
     page.wait_for_selector("svg .engine")
-    assert page.title() == "turnwise"
+    assert page.title() == "timeline · first · turnwise"
     assert {url.partition(":")[0] for url in requests} <= {"file", "data"}
 
 
+def test_an_exported_part_is_said_to_be_a_part(page: Any, run: Path, tmp_path: Path) -> None:
+    """The latest 3 conversations come with the 4th of their group, and their step's timeline is that of all 8."""
+    file = tmp_path / "page.html"
+    export([ViewedRun(run)], file, most=3)
+    page.goto(f"{file.as_uri()}#/conversations")
+    page.wait_for_selector("text=4 of 4")
+    page.wait_for_selector("text=this file has 4 of the 24 conversations of the run")
+    page.evaluate("location.hash = '#/group?id=3.0:1/1'")
+    page.wait_for_selector("text=4 conversations, mean reward 0.4875")
+    page.evaluate("location.hash = '#/timeline?step=3'")
+    page.wait_for_selector("text=8 conversations in")
+    assert page.locator("svg a[href]").count() == 4
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_page_fits_its_window(page: Any, address: str, scheme: str) -> None:
+def test_every_page_fits_its_window(page: Any, address: str, run: Path, scheme: str) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.emulate_media(color_scheme=scheme)
     for name, view in VIEWS.items():
-        open_view(page, address, view)
+        open_view(page, address, view.format(first=run))
         page.wait_for_selector("main :is(section, article, .body .row, .token, svg, table)")
         page.wait_for_timeout(500)
         page.screenshot(path=SCREENSHOTS / f"{name.replace(' ', '-')}-{scheme}.png")
@@ -254,7 +419,7 @@ def test_every_page_fits_its_window(page: Any, address: str, scheme: str) -> Non
 
 
 def test_the_ratio_of_trainer_and_engine(page: Any, address: str) -> None:
-    open_view(page, address, "#/conversation?number=0&show=tokens&color=ratio")
+    open_view(page, address, "#/conversation?id=1.0:0/0&show=tokens&color=ratio")
     page.hover(".token >> nth=5")
     page.wait_for_selector("text=trainer/engine 1.105")  # exp(0.1)
     assert page.get_attribute(".token >> nth=5", "style") is not None
@@ -262,7 +427,7 @@ def test_the_ratio_of_trainer_and_engine(page: Any, address: str) -> None:
 
 
 def test_images_are_shown(page: Any, address: str) -> None:
-    open_view(page, address, "#/conversation?number=0")
+    open_view(page, address, "#/conversation?id=1.0:0/0")
     image = page.wait_for_selector("img[alt='image in the message']")
     assert image.evaluate("image => image.decode().then(() => image.naturalWidth)") == 8
 
@@ -304,7 +469,7 @@ def test_lines_differ_without_colour(page: Any, address: str) -> None:
     assert len(set(dashes)) == len(dashes) == 2
 
 
-def test_accessible_in_both_themes(browser: Any, address: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_accessible_in_both_themes(browser: Any, address: str, run: Path) -> None:
     try:
         with urllib.request.urlopen(AXE, timeout=30) as answer:
             package = answer.read()
@@ -318,7 +483,7 @@ def test_accessible_in_both_themes(browser: Any, address: str, tmp_path_factory:
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
         for view in VIEWS.values():
-            open_view(page, address, view)
+            open_view(page, address, view.format(first=run))
             page.wait_for_timeout(1500)
             page.evaluate(script)
             found = page.evaluate("axe.run()")["violations"]

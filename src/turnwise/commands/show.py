@@ -378,7 +378,7 @@ def register_view(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="*", type=Path, default=[Path("runs")], metavar="RUN",
         help="directories of runs, or a directory that contains runs; default: runs",
     )  # fmt: skip
-    parser.add_argument("--port", type=port, default=0, help="the port; default: any free port")
+    parser.add_argument("--port", type=port, help="the port; default: that of the last time, or any free port")
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
     parser.add_argument(
         "--export",
@@ -413,9 +413,13 @@ def _run_view(options: argparse.Namespace, context: Context) -> int:
             return 0
         import webbrowser
 
-        from turnwise.view.server import ViewServer
+        from turnwise.view.server import Access, ViewServer, keep_access, kept_access
 
-        server = ViewServer(runs, port=options.port)
+        access = kept_access()
+        server = ViewServer(
+            runs, port=access.port if options.port is None else options.port, token=access.token, paths=options.runs
+        )
+        keep_access(Access(access.token, server.port))
         print_lines(context.console, [f"{len(runs)} runs at {server.address}", "stop with Ctrl-C"])
         if not options.no_browser:
             webbrowser.open(server.address)

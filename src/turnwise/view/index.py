@@ -113,6 +113,20 @@ class ConversationIndex:
         """Numbers of the conversations of a training step."""
         return [] if self._file is None else self._file.numbers_of_step(step)
 
+    def number_of(self, id: str, step: int | None) -> int:
+        """The number of the conversation with this id; in a file of several evaluations, of the one of this step, or the last.
+
+        Raises RunError if there is none.
+        """
+        file = self._file or self._open_lines()
+        numbers = [] if file is None else file.numbers_of_id(id)
+        if file is not None and step is not None and len(numbers) > 1:
+            numbers = sorted(set(numbers) & set(file.numbers_of_step(step)))
+        if not numbers:
+            of_step = "" if step is None else f" of step {step}"
+            raise RunError(f"{self.path} has no conversation {id!r}{of_step}")
+        return numbers[-1]
+
     def search(self, query: str) -> list[int]:
         """Numbers of the conversations that contain all words of `query`, in messages, sampled texts or columns of the row.
 

@@ -32,24 +32,49 @@ _METRICS = {"train": "metrics.jsonl", "eval": "evaluations.jsonl"}
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
-    """The run directories among `paths` and directly below them, the newest last.
+    """The run directories among `paths` and directly below them, the newest first, and the models of the evaluations there.
 
-    Raises RunError if a path is neither a run nor a directory that contains runs.
+    A run comes with its evaluation (`turnwise eval` writes `RUN-eval`). Raises RunError if a path is neither a run nor a directory
+    that contains runs.
     """
     runs: list[Path] = []
     for path in paths:
-        if _is_run(path):
-            found = [path]
-        else:
-            below = sorted(path.iterdir()) if path.is_dir() else []
-            found = sorted((p for p in below if p.is_dir() and _is_run(p)), key=lambda p: p.stat().st_mtime)
-        if not found:
+        if not (found := runs_at(path)):
             raise RunError(
                 f"{path.absolute()} is not a run and contains none: a run has the file trajectories.jsonl. Give the directory "
                 f"of a run, such as runs/demo, or a directory of runs, such as runs"
             )
-        runs += [run for run in found if run.resolve() not in {other.resolve() for other in runs}]
+        known = {run.resolve() for run in runs}
+        runs += [run for run in found if run.resolve() not in known]
     return runs
+
+
+def runs_at(path: Path) -> list[Path]:
+    """The run directories of one path; empty if there are none."""
+    if _is_run(path):
+        beside = path.with_name(f"{path.name}-eval") if path.name else path
+        return [path, *_runs_below(beside)] if (beside / "eval.json").is_file() else [path]
+    found: list[Path] = []
+    for folder in _folders(path):
+        found += [folder] if _is_run(folder) else _runs_below(folder) if _is_evaluation(folder) else []
+    return found
+
+
+def _runs_below(path: Path) -> list[Path]:
+    return [folder for folder in _folders(path) if _is_run(folder)]
+
+
+def _folders(path: Path) -> list[Path]:
+    """The directories in a directory, the newest first."""
+    try:
+        below = [(entry.stat().st_mtime, entry) for entry in sorted(path.iterdir()) if entry.is_dir()]
+    except OSError:  # not a directory, or a run that is being moved away
+        return []
+    return [entry for _, entry in sorted(below, key=lambda one: one[0], reverse=True)]
+
+
+def _is_evaluation(path: Path) -> bool:
+    return (path / "eval.json").is_file() or next(path.glob("*/evaluation.json"), None) is not None
 
 
 def _is_run(path: Path) -> bool:
@@ -65,8 +90,9 @@ class ViewedRun:
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
         self.problem: str | None = None
         """Why a file of the run, or a part of it, cannot be read; None if there is no problem."""
-        evaluated = (path / "evaluation.json").is_file()
-        self.name = f"{path.absolute().parent.name}/{path.name}" if evaluated else path.absolute().name
+        self.evaluated = (path / "evaluation.json").is_file()
+        """Whether it is a model of an evaluation (`turnwise eval`): there are conversations, and no curves."""
+        self.name = f"{path.absolute().parent.name}/{path.name}" if self.evaluated else path.absolute().name
         """The name of the directory; of a model of an evaluation, with the name of the evaluation."""
 
     def update(self, seconds: float | None = None) -> bool:
@@ -94,6 +120,7 @@ class ViewedRun:
                 problem = str(error)
         return {
             "name": self.name,
+            "evaluated": self.evaluated,
             "path": str(self.path.absolute()),
             "problem": problem,
             "recorded": self._recorded,

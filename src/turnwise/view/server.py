@@ -18,12 +18,13 @@ import contextlib
 import hashlib
 import json
 import mimetypes
+import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from turnwise.errors import ConfigError, RunError
 from turnwise.services.http_server import (
@@ -35,7 +36,7 @@ from turnwise.services.http_server import (
     refuse_foreign_host,
     uvicorn_server,
 )
-from turnwise.view.runs import FILES, ViewedRun, evaluations, times
+from turnwise.view.runs import FILES, ViewedRun, evaluations, runs_at
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -73,6 +74,7 @@ def page() -> str:
 # the server
 
 _COOKIE = "turnwise_token"
+_YEAR = 365 * 24 * 3600  # seconds for which a browser keeps the token, so that a bookmark is right also after it was closed
 _SECONDS = 1.0  # between two looks at the files of the runs
 _SLICE = 0.1  # seconds for which one file is indexed before another one
 _QUIET = 0.05  # the index waits until no request was answered for this time,
@@ -84,18 +86,22 @@ _NAME = "the viewer"
 
 
 class ViewServer:
-    """The viewer on 127.0.0.1. `port` 0 selects a free port; `address` is the address to open, with the token.
+    """The viewer on 127.0.0.1. `port` 0 selects a free port; `address` is the address to open, with the token. Runs that appear
+    in `paths` later are added to `runs`.
 
     Raises ConfigError if the port is in use, or a library is not installed.
     """
 
-    def __init__(self, runs: Sequence[ViewedRun], *, port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self, runs: list[ViewedRun], *, port: int = 0, token: str | None = None, paths: Sequence[Path] = ()
+    ) -> None:
         token = token or secrets.token_urlsafe(16)
         self._socket = listen(port, server=_NAME)
         self.port: int = self._socket.getsockname()[1]
         self.token = token
         self.address = f"http://127.0.0.1:{self.port}/?token={token}"
-        self._server = uvicorn_server(application(runs, token=token), server=_NAME, extra="view", seconds_to_finish=1)
+        app = application(runs, token=token, paths=paths)
+        self._server = uvicorn_server(app, server=_NAME, extra="view", seconds_to_finish=1)
 
     def serve_forever(self) -> None:
         """Answer requests until `stop`, or Ctrl-C."""
@@ -109,7 +115,51 @@ class ViewServer:
         self._server.should_exit = True
 
 
-def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
+class Access(NamedTuple):
+    """What the addresses of the page depend on. Both are kept, so that a bookmark is still right after the viewer was started again."""
+
+    token: str
+    port: int
+    """0: any free port."""
+
+
+def kept_access(file: Path | None = None) -> Access:
+    """The token and the port of the last viewer of this user, from a file that only the user can read; a new token if there is no
+    such file, or if others can read it. The port is 0 if it is in use.
+    """
+    file = file or _access_file()
+    access = Access(secrets.token_urlsafe(16), 0)
+    try:
+        if not file.stat().st_mode & 0o077:
+            kept = json.loads(file.read_text(encoding="utf-8"))
+            access = Access(str(kept["token"]), int(kept["port"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return access
+    if access.port:
+        try:
+            listen(access.port, server=_NAME).close()
+        except ConfigError:  # such as another viewer
+            return access._replace(port=0)
+    return access
+
+
+def _access_file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "turnwise" / "view.json"
+
+
+def keep_access(access: Access, file: Path | None = None) -> None:
+    """Keep token and port for the next viewer. Where the file cannot be written, the next viewer has other addresses."""
+    file = file or _access_file()
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(f".{secrets.token_hex(4)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(access._asdict()))
+        os.replace(temporary, file)
+
+
+def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()) -> Starlette:
     """The viewer as an ASGI application. Raises ConfigError if starlette is not installed."""
     try:
         from starlette.applications import Starlette
@@ -131,7 +181,7 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         app.state.last_request = 0.0
-        watching = asyncio.create_task(_watch(runs, app))
+        watching = asyncio.create_task(_watch(runs, app, paths))
         yield
         watching.cancel()
 
@@ -144,6 +194,7 @@ def application(runs: Sequence[ViewedRun], *, token: str) -> Starlette:
         json_route("/api/runs/{run}/columns/{kind}", answers.columns),
         json_route("/api/runs/{run}/search/{kind}", answers.search),
         json_route("/api/runs/{run}/conversations/{kind}/{number}", answers.conversation),
+        json_route("/api/runs/{run}/conversation/{kind}", answers.conversation_of_id),
         json_route("/api/runs/{run}/timeline/{step}", answers.timeline),
         Route("/api/runs/{run}/media/{name}", answers.image),
     ]
@@ -158,9 +209,11 @@ def _page_path(token: str) -> str:
     return f"/{hashlib.sha256(f'the path of the page: {token}'.encode()).hexdigest()[:32]}"
 
 
-async def _watch(runs: Sequence[ViewedRun], app: Starlette) -> None:
-    """Index what the runs append, for as long as the server runs. Requests of the page go first."""
+async def _watch(runs: list[ViewedRun], app: Starlette, paths: Sequence[Path]) -> None:
+    """Index what the runs append, and add runs that appear, for as long as the server runs. Requests of the page go first."""
     while True:
+        # at the end of the list: the numbers of the runs stay as they are
+        runs += await asyncio.to_thread(_new_runs, list(runs), paths)
         complete = True
         for run in runs:  # in turns, so that no run waits for the index of another one
             complete &= await asyncio.to_thread(run.update, _SLICE)
@@ -170,6 +223,12 @@ async def _watch(runs: Sequence[ViewedRun], app: Starlette) -> None:
                 waited += _QUIET
         if complete:
             await asyncio.sleep(_SECONDS)
+
+
+def _new_runs(runs: Sequence[ViewedRun], paths: Sequence[Path]) -> list[ViewedRun]:
+    known = {run.path.resolve() for run in runs}
+    found = {place.resolve(): place for path in paths for place in runs_at(path)}
+    return [ViewedRun(place) for resolved, place in found.items() if resolved not in known]
 
 
 class _Answers:
@@ -201,6 +260,14 @@ class _Answers:
 
     def conversation(self, request: Request) -> Any:
         return self._run(request).conversation(_kind(request), _path_number(request, "number"))
+
+    def conversation_of_id(self, request: Request) -> Any:
+        given, run, kind = request.query_params, self._run(request), _kind(request)
+        step = given.get("step")
+        number = run.indexes[kind].number_of(
+            given.get("id", "")[:_LONGEST_PATH], None if step is None else _whole_number("step", step)
+        )
+        return run.conversation(kind, number)
 
     def timeline(self, request: Request) -> Any:
         return self._run(request).timeline(_path_number(request, "step"))
@@ -303,7 +370,9 @@ def _guard(token: str) -> Any:
                 if not equal_secrets(given, token):
                     return PlainTextResponse("the token is wrong; open the address that turnwise view printed", 401)
                 answer = RedirectResponse(f"{home}/", 303)
-                answer.set_cookie(_COOKIE, token, path=f"{home}/", httponly=True, samesite="strict")
+                answer.set_cookie(
+                    _COOKIE, token, path=f"{home}/", max_age=_YEAR, httponly=True, samesite="strict"
+                )
                 return answer
             held = request.cookies.get(_COOKIE, "")
             if not (equal_secrets(held, token) or equal_secrets(bearer_token(request), token)):
@@ -322,8 +391,9 @@ _RELATIVE = re.compile(r'(\bfrom\s*|\bimport\s*|\bimport\()"(\./[^"]+)"')
 def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Sequence[str] = ()) -> int:
     """Write the page with these runs to `file`. Returns its size in bytes.
 
-    It has the latest `most` conversations of each run, or those with the given ids. Raises ConfigError if `most` is not positive
-    or the file cannot be written, RunError if there is no conversation with one of the ids, or a record cannot be read.
+    It has the latest `most` conversations of each run, or those with the given ids, with the other conversations of their groups.
+    Raises ConfigError if `most` is not positive or the file cannot be written, RunError if there is no conversation with one of the
+    ids, or a record cannot be read.
     """
     if most < 1:
         raise ConfigError(f"--most is {most}; it must be at least 1")
@@ -348,36 +418,56 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     conversations: dict[str, dict[int, Any]] = {}
     images: dict[str, str] = {}
+    places: dict[int, int] = {}
     for kind in FILES:
         every = run.indexes[kind].columns()
-        numbers = [n for n, name in enumerate(every["id"]) if name in ids] if ids else range(len(every["id"]))[-most:]
+        numbers = _exported(every, most, ids)
         columns[kind] = {name: [values[n] for n in numbers] for name, values in every.items()}
-        conversations[kind] = {place: run.conversation(kind, n) for place, n in enumerate(numbers)}
+        conversations[kind] = {place: {**run.conversation(kind, n), "number": place} for place, n in enumerate(numbers)}
+        if kind == "train":
+            places = {n: place for place, n in enumerate(numbers)}
         for name in set(_IMAGE.findall(json.dumps([c.get("messages") for c in conversations[kind].values()]))):
             if (path := run.image(name)) is not None:
                 images[name] = "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode()
+    summary = run.summary()
     counts = {kind: len(found) for kind, found in conversations.items()}
     indexed = {kind: {"start": 0, "stop": count, "generation": 0, "ready": True} for kind, count in counts.items()}
-    summary = {**run.summary(), "path": run.name, "conversations": counts, "lines": counts, "indexed": indexed}
     return {
-        "summary": summary,
+        "summary": {
+            **summary,
+            "path": run.name,
+            "conversations": counts,
+            "lines": counts,
+            "indexed": indexed,
+            "left_out": {kind: summary["lines"][kind] - count for kind, count in counts.items()},
+        },
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
         "columns": columns,
         "conversations": conversations,
-        "timelines": _timelines(run, conversations["train"]),
+        "timelines": _timelines(run, columns["train"]["step"], places),
         "images": images,
     }
 
 
-def _timelines(run: ViewedRun, conversations: dict[int, Any]) -> dict[str, dict[str, Any]]:
-    """The timeline of each step of which a conversation is exported."""
-    steps: dict[str, dict[str, Any]] = {}
-    for number, record in conversations.items():
-        step = record.get("step")
-        if str(step) not in steps:
-            steps[str(step)] = {"conversations": [], "steps": run.steps_until(step)}
-        steps[str(step)]["conversations"].append(times(record, number))
-    return steps
+def _exported(columns: Mapping[str, Sequence[Any]], most: int, ids: Sequence[str]) -> list[int]:
+    """The numbers of the conversations to export: the latest `most`, or those with the `ids`, and all others of their groups: the
+    page of a group is wrong without them."""
+    names = columns["id"]
+    wanted = [n for n, name in enumerate(names) if name in ids] if ids else range(len(names))[-most:]
+    groups = {(columns["step"][n], columns["group"][n]) for n in wanted if columns["group"][n] is not None}
+    chosen = set(wanted)
+    pairs = zip(columns["step"], columns["group"], strict=True)
+    return [n for n, group in enumerate(pairs) if n in chosen or group in groups]
+
+
+def _timelines(run: ViewedRun, steps: Sequence[Any], places: Mapping[int, int]) -> dict[str, dict[str, Any]]:
+    """The timeline of each step of which a conversation is exported, with the times of all its conversations. Those that are not
+    exported have the number null."""
+    lines = {step: run.timeline(int(step)) for step in dict.fromkeys(steps) if step is not None}
+    for line in lines.values():
+        for entry in line["conversations"]:
+            entry["number"] = places.get(entry["number"])
+    return {str(step): line for step, line in lines.items()}
 
 
 def _html(data: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 // The page: which view is shown, which runs it shows, and what all views have in common. The address holds the state.
-import { Choice, html, Problem, render, useEffect, useKeys, useLayoutEffect, useRef, useState } from "./ui.js";
+import { Choice, Component, html, Problem, render, useEffect, useKeys, useLayoutEffect, useRef, useState } from "./ui.js";
+import { addressOf, parse, withNumbers } from "./address.js";
 import * as data from "./data.js";
 import { Curves } from "./curves.js";
 import { Conversations } from "./conversations.js";
@@ -15,25 +16,30 @@ const KEYS = [
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
 ];
 
-/** The address as {view, ...parameters}, and a function that changes some of them. Null removes a parameter. */
-function useAddress() {
-  const read = () => {
-    const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
-    return { view: view || "curves", ...Object.fromEntries(new URLSearchParams(query || "")) };
-  };
-  const [address, setAddress] = useState(read);
+/** The address, and a function that changes it. */
+function useHash() {
+  const [address, setAddress] = useState(() => parse(location.hash));
   useLayoutEffect(() => { // before the first frame: a change of the address is not missed
-    const listen = () => setAddress(read());
+    const listen = () => setAddress(parse(location.hash));
     window.addEventListener("hashchange", listen);
     return () => window.removeEventListener("hashchange", listen);
   }, []);
-  const go = (changes) => {
-    const { view, ...rest } = { ...read(), ...changes };
-    const query = new URLSearchParams(Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== ""));
-    location.hash = `#/${view}${String(query) ? `?${query}` : ""}`;
-    setAddress(read()); // at once: the event comes later
+  const change = (hash) => {
+    location.hash = hash;
+    setAddress(parse(location.hash)); // at once: the event comes later
   };
-  return [address, go];
+  return [address, change];
+}
+
+/** Shows what went wrong in a view instead of an empty page. Another address is tried afresh. */
+class Boundary extends Component {
+  static getDerivedStateFromError(error) { return { error }; }
+  componentDidUpdate(before) { if (before.at !== this.props.at && this.state.error) this.setState({ error: null }); }
+  render() {
+    const { error } = this.state;
+    if (!error) return this.props.children;
+    return html`<${Problem} text=${`This view has an error: ${error.message || error}\nThe other views are not affected. Please report it, with the address of the page.`} />`;
+  }
 }
 
 /** The runs, asked for again every second and a half while the page is open, and more often until their first conversations are there. */
@@ -91,33 +97,43 @@ function Indexing({ runs }) {
 
 const VIEWS = [["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"]];
 const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
+const VIEW = { curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, evaluations: Evaluations, pair: PairPage };
+
+/** The title of the tab: what is shown first, since a narrow tab shows no more. */
+function title(view, address, run) {
+  const what = ["conversation", "group"].includes(view) && address.id ? address.id : view;
+  return [what, run?.name, "turnwise"].filter(Boolean).join(" · ");
+}
 
 function App() {
-  const [address, go] = useAddress();
+  const [raw, change] = useHash();
   const { runs, problem } = useRuns();
   const [help, setHelp] = useState(false);
   const [dark, toggleTheme] = useTheme();
+  // of the present address, not of the one that was rendered: keys may follow each other within a frame
+  const link = (changes) => addressOf(withNumbers(parse(location.hash), runs)[0], changes, runs);
+  const go = (changes) => change(link(changes));
   useKeys((event) => {
     if (event.key === "?") setHelp(true);
     else if (event.key === "d") toggleTheme();
-    else if ("12345".includes(event.key)) go({ view: VIEWS[Number(event.key) - 1][0] });
+    else if (VIEWS[Number(event.key) - 1]) go({ view: VIEWS[Number(event.key) - 1][0] });
   });
+  const [address, missing] = runs ? withNumbers(raw, runs) : [raw, []];
+  const run = address.run ?? 0;
+  const view = VIEW[address.view] ? address.view : VIEWS[0][0];
+  useEffect(() => { document.title = title(view, address, runs?.[run]); });
   if (!runs) return problem ? html`<${Problem} text=${problem} />` : html`<p class="loading">Loading…</p>`;
-  const run = Math.min(Number(address.run) || 0, runs.length - 1);
   const kind = address.kind === "eval" ? "eval" : "train";
-  const section = SECTION[address.view] || address.view;
-  const shared = { runs, run, kind, address, go, dark };
-  const views = { curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, evaluations: Evaluations, pair: PairPage };
-  const View = views[address.view] || Curves;
+  const section = SECTION[view] || view;
+  const shared = { runs, run, kind, address: { ...address, view }, go, link, dark };
   return html`
     <header>
       <h1>turnwise</h1>
-      <nav aria-label="Views">${VIEWS.map(([name, text]) => html`<a key=${name} href=${`#/${name}`} aria-current=${section === name ? "page" : undefined}
-        onClick=${(event) => { event.preventDefault(); go({ view: name }); }}>${text}</a>`)}</nav>
+      <nav aria-label="Views">${VIEWS.map(([name, text]) => html`<a key=${name} href=${link({ view: name, id: null, at: null, number: null })} data-view=${name} aria-current=${section === name ? "page" : undefined}>${text}</a>`)}</nav>
       ${["conversations", "timeline"].includes(section) && html`
-        <label>Run <select value=${run} onChange=${(event) => go({ run: event.target.value, number: null, view: section })}>
+        <label>Run <select value=${run} onChange=${(event) => go({ run: Number(event.target.value), number: null, id: null, at: null, view: section })}>
           ${runs.map((item, place) => html`<option key=${place} value=${place}>${item.name}</option>`)}</select></label>
-        <${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}
+        <${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null, id: null, at: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}
       <span class="spacer"></span>
       <${Indexing} runs=${runs} />
       ${runs.filter((item) => item.problem).map((item) => html`<span key=${item.path} class="bad" role="alert" title=${item.problem}>${item.name}: a file cannot be read</span>`)}
@@ -126,7 +142,9 @@ function App() {
       <button onClick=${toggleTheme}>${dark ? "Light" : "Dark"}</button>
       <button onClick=${() => setHelp(true)} aria-label="Keys">?</button>
     </header>
-    <main><${View} ...${shared} /></main>
+    <main>${missing.length
+      ? html`<${Problem} text=${`The address names a run that is not shown here: ${missing.join(", ")}\nStart the viewer with it (turnwise view ${missing[0]}), or choose one of the runs above.`} />`
+      : html`<${Boundary} at=${location.hash}><${VIEW[view]} ...${shared} /></${Boundary}>`}</main>
     <${Help} open=${help} onClose=${() => setHelp(false)} />`;
 }
 

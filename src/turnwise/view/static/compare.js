@@ -1,7 +1,8 @@
 // Two runs, the same row beside the same row.
 import { html, number, signed, useKeys, useMemo, useRef, useState } from "./ui.js";
+import { Link } from "./address.js";
 import { useColumns } from "./columns.js";
-import { useVirtual } from "./virtual.js";
+import { usePlace, useVirtual } from "./virtual.js";
 
 /** The latest conversations of each row: {row: {reward: mean, numbers}}. Of an evaluation, only the last one counts. */
 export function byRow(columns, step) {
@@ -21,8 +22,11 @@ export function byRow(columns, step) {
 
 function mean(values) { return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; }
 
-export function Compare({ runs, address, go }) {
-  const left = Math.min(Number(address.left) || 0, runs.length - 1), right = Math.min(address.right === undefined ? 1 : Number(address.right), runs.length - 1);
+/** Where the list was left, by its address: {scroll, picked}. */
+const places = new Map();
+
+export function Compare({ runs, address, go, link }) {
+  const left = address.left ?? 0, right = address.right ?? Math.min(1, runs.length - 1);
   const evaluated = runs[left].conversations.eval && runs[right].conversations.eval;
   const kind = address.kind || (evaluated ? "eval" : "train");
   const a = useColumns(left, kind, runs), b = useColumns(right, kind, runs);
@@ -40,16 +44,17 @@ export function Compare({ runs, address, go }) {
   const scroll = useRef();
   const virtual = useVirtual(scroll, pairs.length, 26);
   const [pickedPlace, setPicked] = useState(0);
+  usePlace(scroll, places, JSON.stringify([left, right, kind, from, to]), pairs.length > 0, { picked: pickedPlace }, (place) => setPicked(place.picked));
   const picked = Math.min(pickedPlace, pairs.length - 1);
   const pick = (place) => { const next = Math.max(0, Math.min(pairs.length - 1, place)); setPicked(next); virtual.scrollToIndex(next); };
-  const open = (pair) => go({ view: "pair", kind, left, right, first: pair.x.numbers[0], second: pair.y.numbers[0] });
+  const pairAt = (pair) => ({ view: "pair", kind, left, right, row: pair.row, from, to, a: null, b: null });
   useKeys((event) => {
     if (event.key === "j" || event.key === "ArrowDown") { event.preventDefault(); pick(picked + 1); }
     else if (event.key === "k" || event.key === "ArrowUp") { event.preventDefault(); pick(picked - 1); }
-    else if (event.key === "Enter" && !event.target.closest("button, a, input") && pairs.length) open(pairs[picked]);
+    else if (event.key === "Enter" && !event.target.closest("button, a, input") && pairs.length) go(pairAt(pairs[picked]));
   });
   const scored = pairs.filter((pair) => pair.change !== null);
-  const select = (name, value, change) => html`<label>${name} <select value=${value} onChange=${(event) => go({ [change]: event.target.value })}>${runs.map((run, place) => html`<option key=${place} value=${place}>${run.name}</option>`)}</select></label>`;
+  const select = (name, value, change) => html`<label>${name} <select value=${value} onChange=${(event) => go({ [change]: Number(event.target.value) })}>${runs.map((run, place) => html`<option key=${place} value=${place}>${run.name}</option>`)}</select></label>`;
   const stepSelect = (name, columns, value) => html`<label>step <select value=${value ?? ""} onChange=${(event) => go({ [name]: event.target.value })}><option value="">latest of each row</option>${steps(columns).map((step) => html`<option key=${step}>${step}</option>`)}</select></label>`;
   return html`
     <div class="bar">${select("Run", left, "left")}${stepSelect("from", a, from)} against ${select("run", right, "right")}${stepSelect("to", b, to)}
@@ -62,8 +67,8 @@ export function Compare({ runs, address, go }) {
         <div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>${virtual.getVirtualItems().map((item) => {
           const pair = pairs[item.index];
           if (!pair) return null;
-          return html`<div key=${pair.row} class="row" role="row" aria-rowindex=${item.index + 2} aria-selected=${item.index === picked} style=${{ transform: `translateY(${item.start}px)` }} onClick=${() => open(pair)}>
-            <span role="gridcell"><a href="#/pair" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); open(pair); }}>row ${pair.row}</a></span>
+          return html`<div key=${pair.row} class="row" role="row" aria-rowindex=${item.index + 2} aria-selected=${item.index === picked} style=${{ transform: `translateY(${item.start}px)` }} onClick=${() => setPicked(item.index)}>
+            <span role="gridcell"><${Link} class="whole" to=${link(pairAt(pair))} tabindex="-1">row ${pair.row}</${Link}></span>
             <span role="gridcell" class="num">${pair.x.numbers.length}, ${pair.y.numbers.length}</span><span role="gridcell" class="num">${number(pair.x.reward)}</span><span role="gridcell" class="num">${number(pair.y.reward)}</span>
             <span role="gridcell" class=${`num ${pair.change < 0 ? "bad" : ""}`}>${pair.change === null ? "" : signed(pair.change)}</span></div>`;
         })}</div>

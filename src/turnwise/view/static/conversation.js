@@ -1,9 +1,11 @@
 // One conversation as chat or token by token; a group side by side; two conversations side by side.
-import { Choice, contentParts, harmless, html, number, Problem, seconds as duration, signed, useKeys, useLoaded } from "./ui.js";
+import { Choice, contentParts, harmless, html, number, Problem, seconds as duration, signed, useKeys, useLoaded, useMemo, useReducer } from "./ui.js";
 import * as data from "./data.js";
+import { conversationAt, Link } from "./address.js";
 import { useColumns } from "./columns.js";
+import { byRow } from "./compare.js";
 import { neighbour } from "./conversations.js";
-import { Tokens } from "./tokens.js";
+import { joined, Tokens } from "./tokens.js";
 
 function advantage(value) {
   if (value === null || value === undefined) return null;
@@ -79,12 +81,27 @@ export function Chat({ conversation, run }) {
   </div>`;
 }
 
-export function ConversationPage({ runs, run, kind, address, go }) {
-  const n = Number(address.number) || 0;
-  const count = runs[run].lines[kind];
-  const [conversation, problem] = useLoaded(() => data.conversation(run, kind, n), `${run} ${kind} ${n}`);
+/** The number of the conversation that an address names, if its row is loaded. */
+function numberAt(columns, { id, at, number: n }) {
+  if (id === undefined) return Number(n) || 0;
+  const step = at === undefined ? null : Number(at);
+  const found = columns ? columns.id.findLastIndex((other, place) => other === id && (step === null || columns.step[place] === step)) : -1;
+  return found < 0 ? undefined : found;
+}
+
+export function ConversationPage({ runs, run, kind, address, go, link }) {
+  const key = `${run} ${kind} ${address.id} ${address.at} ${address.number}`;
+  const columns = useColumns(run, kind, runs);
+  const [conversation, problem] = useLoaded(() => data.conversationOf(run, kind, address), key);
+  const n = useMemo(() => conversation?.number ?? numberAt(columns, address), [conversation, columns, key]);
+  const count = runs[run].conversations[kind] && runs[run].lines[kind];
   const mode = address.show === "tokens" ? "tokens" : "chat";
-  const move = (by) => { const next = neighbour(run, kind, n, by); if (next !== undefined && next >= 0 && next < count) go({ number: next, segment: null }); };
+  const move = (by) => {
+    const next = n === undefined ? undefined : neighbour(run, kind, n, by);
+    if (next === undefined || next < 0 || next >= count) return;
+    if (columns?.id[next] !== undefined) go({ ...conversationAt(columns, next), segment: null });
+    else data.conversation(run, kind, next).then((other) => go({ id: other.id, at: other.step, number: null, segment: null }), () => {});
+  };
   useKeys((event) => {
     if (event.key === "t") go({ show: mode === "chat" ? "tokens" : "chat" });
     else if (event.key === "n" || event.key === "j") move(1);
@@ -94,55 +111,77 @@ export function ConversationPage({ runs, run, kind, address, go }) {
   });
   return html`
     <div class="bar">
-      <button onClick=${() => go({ view: "conversations" })}>← List</button>
+      <${Link} class="button" to=${link({ view: "conversations" })}>← List</${Link}>
       <button onClick=${() => move(-1)} aria-label="Previous conversation">‹</button><button onClick=${() => move(1)} aria-label="Next conversation">›</button>
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
-      <button onClick=${() => go({ view: "group" })}>Group</button>
+      <${Link} class="button" to=${link({ view: "group" })}>Group</${Link}>
       <b>${conversation?.id}</b>
       ${conversation && html`<span>reward ${conversation.reward === null ? "none" : number(conversation.reward)}</span>`}
     </div>
     ${problem && html`<${Problem} text=${problem} />`}
-    ${conversation && (mode === "tokens" ? html`<${Tokens} key=${`${run} ${kind} ${n}`} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}`;
+    ${conversation && (mode === "tokens" ? html`<${Tokens} key=${key} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}`;
 }
 
-function Pane({ run, kind, number: n, title, mode, address, go }) {
+/** A conversation beside others. `scale` is that of the colours of all of them; `onScale` receives the conversation's own. */
+function Pane({ run, kind, number: n, title, to, mode, address, go, scale, onScale, children }) {
   const [conversation, problem] = useLoaded(() => data.conversation(run, kind, n), `${run} ${kind} ${n}`);
-  return html`<section class="pane" aria-label=${title}><h2>${title} ${conversation && html`<span class="muted">reward ${conversation.reward === null ? "none" : number(conversation.reward)}, advantage ${[...new Set(conversation.turns.map((turn) => advantage(turn.advantage) ?? "none"))].join("; ")}</span>`}</h2>
+  return html`<section class="pane" aria-label=${title}><h2>${to ? html`<${Link} to=${to}>${title}</${Link}>` : title} ${conversation && html`<span class="muted">reward ${conversation.reward === null ? "none" : number(conversation.reward)}, advantage ${[...new Set(conversation.turns.map((turn) => advantage(turn.advantage) ?? "none"))].join("; ")}</span>`}</h2>
+    ${children}
     ${problem && html`<${Problem} text=${problem} />`}
-    ${conversation && (mode === "tokens" ? html`<${Tokens} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}</section>`;
+    ${conversation && (mode === "tokens" ? html`<${Tokens} conversation=${conversation} address=${address} go=${go} scale=${scale} onScale=${onScale} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}</section>`;
 }
 
-export function GroupPage({ runs, run, kind, address, go }) {
-  const n = Number(address.number) || 0;
+/** The common scale of the colours of several panes, and a function for each that takes its own. */
+function useCommonScale(key) {
+  const [scales, add] = useReducer((before, [of, name, scale]) => ({ of, scales: { ...(before.of === of ? before.scales : {}), [name]: scale } }), { of: key, scales: {} });
+  const common = useMemo(() => joined(scales.of === key ? Object.values(scales.scales) : []), [scales, key]);
+  return [common, (name) => (scale) => add([key, name, scale])];
+}
+
+const MOST_PANES = 32;
+
+export function GroupPage({ runs, run, kind, address, go, link }) {
   const columns = useColumns(run, kind, runs);
+  const n = useMemo(() => numberAt(columns, address), [columns, address.id, address.at, address.number]);
   const mode = address.show === "tokens" ? "tokens" : "chat";
+  const [scale, onScale] = useCommonScale(`${run} ${kind} ${n}`);
   useKeys((event) => {
     if (event.key === "Escape" || event.key === "g") go({ view: "conversation" });
     else if (event.key === "t") go({ show: mode === "chat" ? "tokens" : "chat" });
   });
-  if (!columns || columns.id[n] === undefined) return html`<p class="loading">Loading…</p>`;
+  if (!columns || n === undefined || columns.id[n] === undefined) return html`<p class="loading">Loading…</p>`;
   const group = columns.group[n], step = columns.step[n];
   const numbers = columns.group.flatMap((other, place) => (other === group && columns.step[place] === step ? [place] : []));
   const rewards = numbers.map((place) => columns.reward[place]).filter((value) => value !== null);
   const mean = rewards.length ? number(rewards.reduce((a, b) => a + b, 0) / rewards.length) : "none";
   numbers.sort((a, b) => (columns.reward[b] ?? -Infinity) - (columns.reward[a] ?? -Infinity) || a - b);
   return html`
-    <div class="bar"><button onClick=${() => go({ view: "conversation" })}>← Conversation</button>
+    <div class="bar"><${Link} class="button" to=${link({ view: "conversation" })}>← Conversation</${Link}>
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
-      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${mean}, highest first</span>
+      <b>group ${group}</b><span>${numbers.length} conversations, mean reward ${mean}, highest first${numbers.length > MOST_PANES ? `; the first ${MOST_PANES} are shown` : ""}</span>
       ${runs[run].recorded?.best_and_worst && html`<span class="muted">the run records a part of each group (record.best_and_worst=${runs[run].recorded.best_and_worst}), so this is not the mean of the group</span>`}</div>
-    <div class="columns" tabindex="0" role="region" aria-label="Group">${numbers.slice(0, 32).map((place) => html`<${Pane} key=${place} run=${run} kind=${kind} number=${place} title=${columns.id[place]} mode=${mode} address=${address} go=${go} />`)}</div>`;
+    <div class="columns" tabindex="0" role="region" aria-label="Group">${numbers.slice(0, MOST_PANES).map((place) => html`<${Pane} key=${place} run=${run} kind=${kind} number=${place} title=${columns.id[place]} to=${link({ view: "conversation", ...conversationAt(columns, place) })} mode=${mode} address=${address} go=${go} scale=${scale} onScale=${onScale(place)} />`)}</div>`;
 }
 
-export function PairPage({ runs, address, go }) {
-  const kind = address.kind === "eval" ? "eval" : "train";
+/** The same row in two runs: a conversation of each, of which all samples can be chosen. */
+export function PairPage({ runs, kind, address, go, link }) {
+  const left = address.left ?? 0, right = address.right ?? Math.min(1, runs.length - 1);
+  const a = useColumns(left, kind, runs), b = useColumns(right, kind, runs);
   const mode = address.show === "tokens" ? "tokens" : "chat";
+  const [scale, onScale] = useCommonScale(`${left} ${right} ${address.row} ${address.a} ${address.b}`);
   useKeys((event) => {
     if (event.key === "Escape") go({ view: "compare" });
     else if (event.key === "t") go({ show: mode === "chat" ? "tokens" : "chat" });
   });
-  const sides = [[Number(address.left) || 0, Number(address.first) || 0], [Number(address.right) || 0, Number(address.second) || 0]];
-  return html`<div class="bar"><button onClick=${() => go({ view: "compare" })}>← Comparison</button>
-      <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} /></div>
-    <div class="columns">${sides.map(([run, n], side) => html`<${Pane} key=${`${side} ${run} ${n}`} run=${run} kind=${kind} number=${n} title=${runs[run]?.name} mode=${mode} address=${address} go=${go} />`)}</div>`;
+  const stepOf = (text) => (text === undefined ? null : Number(text));
+  const sides = useMemo(() => [[left, a, stepOf(address.from), "a"], [right, b, stepOf(address.to), "b"]].map(([run, columns, step, name]) => ({ run, columns, name, entry: columns && byRow(columns, step).get(address.row) })), [left, right, a, b, address.from, address.to, address.row]);
+  if (sides.some(({ columns }) => !columns)) return html`<p class="loading">Loading…</p>`;
+  return html`<div class="bar"><${Link} class="button" to=${link({ view: "compare" })}>← Comparison</${Link}>
+      <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} /><b>row ${address.row}</b></div>
+    <div class="columns">${sides.map(({ run, columns, name, entry }) => {
+      if (!entry) return html`<section key=${name} class="pane" aria-label=${runs[run].name}><h2>${runs[run].name}</h2><p class="loading">There is no conversation of this row.</p></section>`;
+      const sample = Math.min(Number(address[name]) || 0, entry.numbers.length - 1), n = entry.numbers[sample];
+      return html`<${Pane} key=${`${name} ${run} ${n}`} run=${run} kind=${kind} number=${n} title=${runs[run].name} to=${link({ view: "conversation", run, ...conversationAt(columns, n) })} mode=${mode} address=${address} go=${go} scale=${scale} onScale=${onScale(name)}>
+        ${entry.numbers.length > 1 && html`<div class="bar"><${Choice} label=${`Sample of ${runs[run].name}`} value=${sample} onChange=${(value) => go({ [name]: value })} options=${entry.numbers.map((other, place) => [place, `${place + 1}: ${columns.reward[other] === null ? "none" : number(columns.reward[other])}`])} /><span class="muted">samples with their rewards</span></div>`}</${Pane}>`;
+    })}</div>`;
 }

@@ -1,8 +1,9 @@
 // The table of conversations: filters, order, search, and the keyboard.
-import { html, number, sequential, useEffect, useKeys, useLoaded, useMemo, useRef, useState } from "./ui.js";
+import { html, number, sequential, useEffect, useKeys, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
 import * as data from "./data.js";
 import { loadedCount, useColumns } from "./columns.js";
-import { useVirtual } from "./virtual.js";
+import { conversationAt, Link } from "./address.js";
+import { usePlace, useVirtual } from "./virtual.js";
 
 const COLUMNS = [
   ["id", "conversation"], ["step", "step"], ["reward", "reward"], ["stop", "stop"], ["turns", "turns"], ["calls", "calls"],
@@ -10,9 +11,24 @@ const COLUMNS = [
 ];
 const TEXTS = new Set(["id", "stop", "error"]);
 const last = new Map();
+/** Where the list was left, by its address: {scroll, chosen}. */
+const places = new Map();
+const ROW = 26; // pixels
+
+/** What is wrong with the text of a filter, or null. */
+export function wrong(name, text) {
+  if (!text) return null;
+  if (name === "step") {
+    const ends = text.trim().match(/^(\d+)(?:\s*-\s*(\d+))?$/);
+    if (!ends) return `“${text}” is not a step such as 5, or steps such as 5-9`;
+    return ends[2] !== undefined && Number(ends[2]) < Number(ends[1]) ? `“${text}”: the first step is after the last` : null;
+  }
+  return text.trim() !== "" && Number.isFinite(Number(text)) ? null : `“${text}” is not a number such as 0.5`;
+}
 
 /** The numbers of the conversations that pass the filters, in their order. `found` are those of the search, or null. */
-export function select(columns, { step, stop, group, failed, errors, least, most, sort, down }, found) {
+export function select(columns, { stop, group, failed, errors, sort, down, ...texts }, found) {
+  const [step, least, most] = ["step", "least", "most"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
   const wanted = found && new Set(found);
   const numbers = [];
   const from = step ? Number(step.split("-")[0]) : null, to = step ? Number(step.split("-").at(-1)) : null;
@@ -45,7 +61,27 @@ export function neighbour(run, kind, n, by) {
   return place < 0 ? n + by : numbers[place + by];
 }
 
-export function Conversations({ runs, run, kind, address, go }) {
+/** A live list gets rows at its beginning: the row under the pointer, or the first visible one of a list that was scrolled, stays
+ *  where it is. */
+function useSteadyRows(scroll, numbers, key) {
+  const before = useRef({}), pointer = useRef(null);
+  useLayoutEffect(() => {
+    const element = scroll.current, { numbers: old, key: oldKey } = before.current;
+    before.current = { numbers, key };
+    if (!old || oldKey !== key || old === numbers || !old.length) return;
+    const height = element.querySelector(".head").offsetHeight;
+    const at = pointer.current === null ? (element.scrollTop > 0 ? element.scrollTop : null) : element.scrollTop + pointer.current - height;
+    if (at === null) return;
+    const place = Math.max(0, Math.min(old.length - 1, Math.floor(at / ROW))), now = numbers.indexOf(old[place]);
+    if (now >= 0 && now !== place) element.scrollTop += (now - place) * ROW;
+  }, [numbers, key]);
+  return {
+    onMouseMove: (event) => { pointer.current = event.clientY - scroll.current.getBoundingClientRect().top; },
+    onMouseLeave: () => { pointer.current = null; },
+  };
+}
+
+export function Conversations({ runs, run, kind, address, go, link }) {
   const columns = useColumns(run, kind, runs);
   const [typed, setTyped] = useState(address.query || "");
   useEffect(() => setTyped(address.query || ""), [address.query]); // the address was changed elsewhere
@@ -65,23 +101,36 @@ export function Conversations({ runs, run, kind, address, go }) {
   const stops = useMemo(() => [...new Set(columns?.stop ?? [])].filter(Boolean).sort(), [columns]);
   last.set(`${run} ${kind}`, numbers);
   const scroll = useRef(), search = useRef();
-  const virtual = useVirtual(scroll, numbers.length, 26);
-  const [chosen, setChosen] = useState(address.number === undefined ? null : Number(address.number));
+  const virtual = useVirtual(scroll, numbers.length, ROW);
+  const listed = `${run} ${kind} ${key}`;
+  const [chosen, setChosen] = useState(null);
   const picked = useMemo(() => Math.max(0, numbers.indexOf(chosen)), [numbers, chosen]);
-  const open = (n) => go({ view: "conversation", number: n });
+  usePlace(scroll, places, listed, numbers.length > 0, { chosen }, (place) => setChosen(place.chosen));
+  const steady = useSteadyRows(scroll, numbers, listed);
+  useEffect(() => { // the conversation that was open, also if others were opened from it
+    const place = address.id === undefined ? -1 : numbers.findIndex((n) => columns.id[n] === address.id && (address.at === undefined || columns.step[n] === Number(address.at)));
+    if (place < 0) return;
+    setChosen(numbers[place]);
+    const { scrollTop, clientHeight } = scroll.current, top = place * ROW;
+    if (top < scrollTop || top > scrollTop + clientHeight - 2 * ROW) virtual.scrollToIndex(place, { align: "center" });
+  }, [listed, numbers.length > 0]);
+  const at = (n) => ({ view: "conversation", ...conversationAt(columns, n) });
   const pick = (place) => { const next = Math.max(0, Math.min(numbers.length - 1, place)); setChosen(numbers[next]); virtual.scrollToIndex(next); };
   useKeys((event) => {
     if (event.key === "j" || event.key === "ArrowDown") { event.preventDefault(); pick(picked + 1); }
     else if (event.key === "k" || event.key === "ArrowUp") { event.preventDefault(); pick(picked - 1); }
     else if (event.key === "PageDown") { event.preventDefault(); pick(picked + 20); }
     else if (event.key === "PageUp") { event.preventDefault(); pick(picked - 20); }
-    else if (event.key === "Enter" && !event.target.closest("button, a, input") && numbers.length) open(numbers[picked]);
+    else if (event.key === "Enter" && !event.target.closest("button, a, input") && numbers.length) go(at(numbers[picked]));
     else if (event.key === "/") { event.preventDefault(); search.current.focus(); }
     else if (event.key === "Escape") event.target.blur?.();
-    else if (event.key === "g" && numbers.length) go({ view: "group", number: numbers[picked] });
+    else if (event.key === "g" && numbers.length) go({ ...at(numbers[picked]), view: "group" });
   });
   const sortBy = (name) => go(address.sort === name ? { down: address.down === "0" ? null : "0" } : { sort: name, down: TEXTS.has(name) ? "0" : null });
-  const field = (name, label, extra) => html`<label>${label} <input size="6" value=${address[name] || ""} onChange=${(event) => go({ [name]: event.target.value })} ...${extra} /></label>`;
+  const field = (name, label, extra) => {
+    const problem = wrong(name, address[name]);
+    return html`<label class=${problem ? "wrong" : ""}>${label} <input size="6" value=${address[name] || ""} aria-invalid=${problem ? "true" : undefined} onChange=${(event) => go({ [name]: event.target.value.trim() })} ...${extra} />${problem && html`<span class="bad" role="alert">${problem}</span>`}</label>`;
+  };
   const check = (name, label) => html`<label><input type="checkbox" checked=${address[name] === "1"} onChange=${(event) => go({ [name]: event.target.checked ? "1" : null })} />${label}</label>`;
   return html`
     <div class="bar" role="search">
@@ -91,15 +140,16 @@ export function Conversations({ runs, run, kind, address, go }) {
       ${check("failed", "failed")} ${check("errors", "tool errors")}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
+      ${runs[run].left_out?.[kind] > 0 && html`<span class="muted">this file has ${total.toLocaleString("en")} of the ${(total + runs[run].left_out[kind]).toLocaleString("en")} conversations of the run</span>`}
       ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
       ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
-    <div class="scroll" ref=${scroll} tabindex="0" aria-label="Conversations">
+    <div class="scroll" ref=${scroll} tabindex="0" role="region" aria-label="Conversations" ...${steady}>
       <div class="table" role="grid" aria-label="Conversations" aria-rowcount=${numbers.length + 1}>
         <div role="rowgroup"><div class="row head" role="row">${COLUMNS.map(([name, text]) => html`<span key=${name} role="columnheader" class=${TEXTS.has(name) ? "" : "num"}
           aria-sort=${address.sort === name ? (address.down === "0" ? "ascending" : "descending") : "none"}><button onClick=${() => sortBy(name)}>${text}${address.sort === name ? (address.down === "0" ? " ▲" : " ▼") : ""}</button></span>`)}</div></div>
         ${columns && html`<div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>
-          ${virtual.getVirtualItems().map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} selected=${item.index === picked} rewards=${rewards} onOpen=${open} />`)}
+          ${virtual.getVirtualItems().map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} selected=${item.index === picked} rewards=${rewards} to=${link(at(numbers[item.index]))} onPick=${setChosen} />`)}
         </div>`}
       </div>
       ${!columns && html`<p class="loading">Loading…</p>`}
@@ -107,12 +157,12 @@ export function Conversations({ runs, run, kind, address, go }) {
     </div>`;
 }
 
-function Row({ n, columns, top, place, selected, rewards, onOpen }) {
+function Row({ n, columns, top, place, selected, rewards, to, onPick }) {
   if (n === undefined || columns.id[n] === undefined) return null;
   const reward = columns.reward[n];
   const share = reward === null ? 0 : (reward - rewards[0]) / (rewards[1] - rewards[0]);
-  return html`<div class="row" role="row" aria-rowindex=${place + 2} aria-selected=${selected} style=${{ transform: `translateY(${top}px)` }} onClick=${() => onOpen(n)}>
-    <span role="gridcell"><a href=${`#/conversation?number=${n}`} tabindex="-1" onClick=${(event) => { event.preventDefault(); event.stopPropagation(); onOpen(n); }}>${columns.id[n]}</a></span>
+  return html`<div class="row" role="row" aria-rowindex=${place + 2} aria-selected=${selected} style=${{ transform: `translateY(${top}px)` }} onClick=${() => onPick(n)}>
+    <span role="gridcell"><${Link} class="whole" to=${to} tabindex="-1">${columns.id[n] ?? "(damaged)"}</${Link}></span>
     <span role="gridcell" class="num">${number(columns.step[n])}</span>
     <span role="gridcell" class="num"><i class="meter" style=${{ width: `${Math.round(share * 34)}px`, background: sequential(1) }}></i>${reward === null ? "–" : number(reward)}</span>
     <span role="gridcell" class=${columns.error[n] === null ? "" : "bad"}>${columns.stop[n]}</span>

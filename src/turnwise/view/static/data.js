@@ -37,14 +37,45 @@ export async function conversation(run, kind, number) {
   return found;
 }
 
-/** The numbers of the conversations that contain the query. */
+/** The conversation with an id: of an evaluation, that of a step. */
+export async function conversationOf(run, kind, { id, at, number }) {
+  if (id === null || id === undefined) return conversation(run, kind, Number(number) || 0);
+  if (!exported) return get(`api/runs/${run}/conversation/${kind}?id=${encodeURIComponent(id)}${at === undefined || at === null ? "" : `&step=${at}`}`);
+  const columns = exported.runs[run].columns[kind];
+  const found = columns.id.findLastIndex((other, n) => other === id && (at === undefined || at === null || columns.step[n] === Number(at)));
+  return conversation(run, kind, found);
+}
+
+/** The words of a text as the full-text index of the server takes them: letters and digits, without case and diacritics. */
+const wordsOf = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase().match(/[\p{L}\p{N}\p{Co}]+/gu) ?? [];
+
+/** All texts in a value, as the index takes them. */
+function* textsIn(value, depth = 0) {
+  if (typeof value === "string") yield value;
+  else if (depth < 8 && value && typeof value === "object") for (const item of Object.values(value)) yield* textsIn(item, depth + 1);
+}
+
+/** Whether the words contain a phrase: its words one behind the other, of which the last may be the beginning of a word. */
+function contains(words, phrase, beginning) {
+  const same = (word, wanted, n) => (beginning && n === phrase.length - 1 ? word?.startsWith(wanted) : word === wanted);
+  return phrase.length > 0 && words.some((_, place) => phrase.every((wanted, n) => same(words[place + n], wanted, n)));
+}
+
+/** The numbers of the conversations that contain all words and "phrases" of the query. */
 export async function search(run, kind, query) {
   if (!exported) return get(`api/runs/${run}/search/${kind}?query=${encodeURIComponent(query)}`);
-  const words = query.toLowerCase().split(/\s+/).filter(Boolean);
+  const parts = query.split('"'), phrases = [];
+  parts.forEach((part, place) => {
+    if (place % 2) { phrases.push([wordsOf(part), false]); return; }
+    const words = part.split(/\s+/).filter(Boolean);
+    words.forEach((word, n) => phrases.push([wordsOf(word), place === parts.length - 1 && n === words.length - 1 && !query.endsWith(" ")]));
+  });
+  const wanted = phrases.filter(([words]) => words.length);
+  if (!wanted.length) return [];
   return Object.entries(exported.runs[run].conversations[kind])
     .filter(([, found]) => {
-      const text = JSON.stringify([found.messages, found.row, found.row_columns, found.turns.map((turn) => turn.text)]).toLowerCase();
-      return words.every((word) => text.includes(word));
+      const words = wordsOf([...textsIn([found.messages, found.row, found.row_columns, found.error]), ...found.turns.map((turn) => turn.text ?? "")].join(" \n "));
+      return wanted.every(([phrase, beginning]) => contains(words, phrase, beginning));
     })
     .map(([number]) => Number(number));
 }

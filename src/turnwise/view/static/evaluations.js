@@ -18,14 +18,14 @@ function Whisker({ estimate, low, high }) {
     ${estimate.low !== null && html`<line class="whisker" x1=${x(estimate.low)} x2=${x(estimate.high)} y1="7" y2="7" />`}<circle class="point" cx=${x(estimate.mean)} cy="7" r="4" /></svg>`;
 }
 
-function Models({ evaluation, go }) {
+function Models({ evaluation, link }) {
   const { models, runs } = evaluation;
   const bounds = models.flatMap(({ reward }) => [reward.low ?? reward.mean, reward.high ?? reward.mean]).filter((value) => value !== null);
   const low = Math.min(0, ...bounds), high = Math.max(1e-9, ...bounds);
   return html`<table class="pairs"><caption>Models: means over ${evaluation.rows} rows, with ${100 * evaluation.confidence} % confidence intervals</caption>
     <thead><tr><th>model</th><th>reward</th><td></td><th>pass rate</th><th>turns</th><th>failed</th><th>tokens</th><th>seconds</th></tr></thead>
     <tbody>${models.map((model) => html`<tr key=${model.name}>
-      <td>${runs[model.name] === undefined ? model.name : html`<a href=${`#/conversations?run=${runs[model.name]}`} onClick=${(event) => { event.preventDefault(); go({ view: "conversations", run: runs[model.name], kind: null }); }}>${model.name}</a>`}${model.single_turn ? html` <span class="muted">one turn</span>` : ""}</td>
+      <td>${runs[model.name] === undefined ? model.name : html`<a href=${link({ view: "conversations", run: runs[model.name], kind: null })}>${model.name}</a>`}${model.single_turn ? html` <span class="muted">one turn</span>` : ""}</td>
       <td>${interval(model.reward)}</td><td><${Whisker} estimate=${model.reward} low=${low} high=${high} /></td><td>${interval(model.pass_rate, percent)}</td>
       <td>${number(model.turns_mean)}</td><td class=${model.failed ? "bad" : ""}>${model.failed} of ${model.conversations}</td><td>${number(model.cost.tokens_per_conversation)}</td><td>${number(model.cost.seconds_per_conversation)}</td></tr>`)}</tbody></table>`;
 }
@@ -63,8 +63,8 @@ function Parts({ evaluation, part, title }) {
     <tbody>${evaluation.models.map((model) => html`<tr key=${model.name}><td>${model.name}</td>${names.map((name) => html`<td key=${name}>${model[part][name] ? `${number(model[part][name].reward.mean)} (${model[part][name].conversations})` : "–"}</td>`)}</tr>`)}</tbody></table>`;
 }
 
-export function Evaluations({ address, go }) {
-  const [evaluations, problem] = useLoaded(() => data.evaluations(), "evaluations");
+export function Evaluations({ runs, address, go, link }) {
+  const [evaluations, problem] = useLoaded(() => data.evaluations(), `evaluations of ${runs.length}`);
   if (problem) return html`<${Problem} text=${problem} />`;
   if (!evaluations) return html`<p class="loading">Loading…</p>`;
   if (!evaluations.length) return html`<p class="loading">There is no evaluation among these runs. “turnwise eval RECIPE --model A --model B --out DIR” writes one; then open it with “turnwise view DIR”.</p>`;
@@ -74,7 +74,7 @@ export function Evaluations({ address, go }) {
       <b>${evaluation.name}</b>${!evaluation.problem && html`<span>${evaluation.rows} rows of ${evaluation.data}, ${evaluation.samples_per_row} ${evaluation.samples_per_row === 1 ? "conversation" : "conversations"} on each row, seed ${evaluation.seed}, passed from reward ${number(evaluation.pass_reward)}</span>`}</div>
     <div class="scroll" tabindex="0" role="region" aria-label="Evaluation">
       ${evaluation.problem ? html`<${Problem} text=${evaluation.problem} />` : html`
-        <${Models} evaluation=${evaluation} go=${go} /><${Comparisons} evaluation=${evaluation} go=${go} /><${PassAt} evaluation=${evaluation} />
+        <${Models} evaluation=${evaluation} link=${link} /><${Comparisons} evaluation=${evaluation} go=${go} /><${PassAt} evaluation=${evaluation} />
         <${Parts} evaluation=${evaluation} part="turns" title="By number of turns" /><${Parts} evaluation=${evaluation} part="sources" title="By data source" />`}
     </div>`;
 }

@@ -6,7 +6,7 @@ import { useColumns } from "./columns.js";
 
 const ROW = 14, LEFT = 190, TOP = 24;
 
-export function Timeline({ runs, run, kind, address, go }) {
+export function Timeline({ runs, run, kind, address, go, link }) {
   const columns = useColumns(run, "train", runs);
   const steps = useMemo(() => [...new Set(columns?.step ?? [])].filter((step) => typeof step === "number").sort((a, b) => a - b), [columns]);
   const step = address.step && steps.includes(Number(address.step)) ? Number(address.step) : steps.at(-1);
@@ -25,7 +25,7 @@ export function Timeline({ runs, run, kind, address, go }) {
     ${problem && html`<${Problem} text=${problem} />`}
     ${kind !== "train" && html`<p class="loading">Only training steps have a timeline. Choose “training” above.</p>`}
     ${recorded?.best_and_worst && html`<p class="loading">The run records ${recorded.best_and_worst} best and ${recorded.best_and_worst} worst conversations of each group: the others are not shown.</p>`}
-    ${loaded && html`<${Chart} key=${`${run} ${step}`} timeline=${loaded} step=${step} go=${go} />`}
+    ${loaded && html`<${Chart} key=${`${run} ${step}`} timeline=${loaded} step=${step} link=${link} />`}
     ${kind === "train" && columns && !steps.length && html`<p class="loading">No training steps yet.</p>`}`;
 }
 
@@ -73,7 +73,7 @@ function Waited({ line, entries }) {
     ${line.running > 0 && html`<span>${line.running} further groups were running.</span>`}</p>`;
 }
 
-function Chart({ timeline, step, go }) {
+function Chart({ timeline, step, link }) {
   const [width] = useState(() => Math.max(600, window.innerWidth - 30));
   const entries = timeline.conversations.filter((entry) => entry.started !== null && entry.started !== undefined).sort((a, b) => a.started - b.started);
   const steps = timeline.steps ?? [];
@@ -100,8 +100,8 @@ function Chart({ timeline, step, go }) {
         ${x(other.trained) - x(other.taken) > 46 && html`<text class="inside" x=${(x(other.taken) + x(other.trained)) / 2} y=${TOP + 12} text-anchor="middle">step ${other.step}</text>`}</g>`)}`}
       ${tracks.map(([name, text, intervals], place) => { const y = TOP + (steps.length ? 22 : 0) + place * 16; return html`<g key=${name}><text x="4" y=${y + 11}>${text} busy</text>${intervals.map((interval, n) => bar(name, interval, y + 2, 10, n))}</g>`; })}
       <line class="axis" x1="0" x2=${width} y1=${first - 6} y2=${first - 6} />
-      ${entries.map((entry, place) => { const y = first + place * ROW; return html`<a key=${entry.number} href=${`#/conversation?number=${entry.number}`} onClick=${(event) => { event.preventDefault(); go({ view: "conversation", number: entry.number }); }} aria-label=${`${entry.id}: ${number(entry.seconds)} seconds`}>
-        <title>${entry.id}: ${duration(entry.seconds)}, ${entry.turns.length} turns, stop ${entry.stop}, reward ${number(entry.reward)}</title>
+      ${entries.map((entry, place) => { const y = first + place * ROW; return html`<a key=${entry.id} href=${entry.number === null ? undefined : link({ view: "conversation", kind: "train", id: entry.id, at: step, number: null })} aria-label=${`${entry.id}: ${number(entry.seconds)} seconds`}>
+        <title>${entry.id}${entry.number === null ? " (not in this file)" : ""}: ${duration(entry.seconds)}, ${entry.turns.length} turns, stop ${entry.stop}, reward ${number(entry.reward)}</title>
         <text x="4" y=${y + 10}>${entry.id.length > 26 ? `${entry.id.slice(0, 25)}…` : entry.id}</text>
         ${bar("wait", [entry.started, entry.started + (entry.seconds || 0)], y + 4, 4)}
         ${entry.turns.map(([started, engine, environment, tools = 0], turn) => started && html`<g key=${turn}>${bar("engine", [started, started + engine], y + 1, 10)}${tools > 0 && bar("tools", [started + engine, started + engine + tools], y + 6, 5)}${environment > tools && bar("environment", [started + engine + tools, started + engine + environment], y + 1, 5)}</g>`)}

@@ -1,9 +1,9 @@
 // What all parts of the page share: HTML templates, formats, colours, hooks.
-import { h, render } from "preact";
+import { Component, h, render } from "preact";
 import { useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "preact/hooks";
 import htm from "htm";
 
-export { h, render, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState };
+export { Component, h, render, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState };
 export const html = htm.bind(h);
 
 /** A number in at most four significant digits; an empty text for null. */
@@ -76,7 +76,11 @@ export function useKeys(handler) {
   useLayoutEffect(() => {
     const listen = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;
-      if (event.target.closest("input, select, textarea") && event.key !== "Escape") return;
+      if (document.querySelector("dialog[open]")) return; // the keys are those of the dialog
+      const field = event.target.closest("input, select, textarea"), moves = ["ArrowLeft", "ArrowRight", "ArrowUp", "ArrowDown", " "];
+      // a checkbox takes the space bar, and a slider the arrows: other keys are those of the page
+      const typed = field && !["checkbox", "radio", "range"].includes(field.type);
+      if (event.key !== "Escape" && (typed || (field && moves.includes(event.key)))) return;
       latest.current(event);
     };
     window.addEventListener("keydown", listen);
