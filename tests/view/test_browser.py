@@ -103,7 +103,9 @@ def test_curves(page: Any, address: str) -> None:
 def write_other_kind(path: Path) -> None:
     """A run of fine-tuning: it shares no metric with the others, and its answers have no log-probabilities."""
     path.mkdir()
-    (path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "epoch": 0.5}\n{"step": 2, "loss": 1.5, "epoch": 1.0}\n')
+    (path / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.5, "epoch": 0.5}\n{"step": 2, "loss": 1.5, "epoch": 1.0}\n'
+    )
     record = {**conversation(0), "id": "0/0", "logprob_kind": "none"}
     (path / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
 
@@ -125,7 +127,9 @@ def test_runs_of_another_kind_appear_and_are_chosen(page: Any, address: str, run
         page.wait_for_selector(f"[role=img][aria-label*=': {shown} ']")
     page.evaluate("path => { location.hash = `#/conversations?run=${path}` }", str(run.parent / "gone"))
     page.wait_for_selector("text=The address names a run that is not shown here")
-    page.evaluate("path => { location.hash = `#/conversation?run=${path}&id=0/0&show=tokens` }", str(run.parent / "tuned"))
+    page.evaluate(
+        "path => { location.hash = `#/conversation?run=${path}&id=0/0&show=tokens` }", str(run.parent / "tuned")
+    )
     page.hover(".token >> nth=5")
     page.wait_for_selector(".detail:has-text('turn 0')")
     assert "log-probability" not in page.inner_text("main")  # neither a colour nor a number: there are none
@@ -133,7 +137,9 @@ def test_runs_of_another_kind_appear_and_are_chosen(page: Any, address: str, run
 
 def test_curves_show_what_was_measured(page: Any, address: str, run: Path) -> None:
     open_view(page, address, f"#/curves?shown={run}&smooth=0.9")
-    page.wait_for_selector("[role=img][aria-label^='reward/mean: first 0.3, 90 %']")  # the last value, not the smoothed one
+    page.wait_for_selector(
+        "[role=img][aria-label^='reward/mean: first 0.3, 90 %']"
+    )  # the last value, not the smoothed one
     legend = page.inner_text("section[aria-label='reward/mean'] .u-legend")
     assert "first, smoothed" in legend
     heights = page.evaluate("import('./static/curves.js').then(({ heightOf }) => heightOf(1e-9, 3e-9, 1e-3))")
@@ -179,7 +185,8 @@ def test_links_lead_to_the_conversation_that_they_name(page: Any, address: str, 
     tab.wait_for_selector("b:has-text('group 0.0:0')")
     tab.click(".pane h2 a")
     tab.wait_for_selector("b:has-text('0.0:0/1')")
-    assert f"run={other}" in tab.url and "kind=eval" in tab.url
+    assert f"run={other}" in tab.url
+    assert "kind=eval" in tab.url
 
 
 def test_a_list_keeps_its_place(page: Any, address: str, run: Path) -> None:
@@ -233,10 +240,9 @@ def test_the_colours_of_a_group_have_one_scale(page: Any, address: str, run: Pat
             file.write(json.dumps(line) + "\n")
     open_view(page, address, "#/group?id=4.0:0/0&show=tokens&color=advantage")
     page.wait_for_selector(".legend:has-text('-2 … +2') >> nth=3")
-    small, large = (
-        page.get_attribute(f".pane[aria-label='4.0:0/{n}'] .token >> nth=5", "style") for n in (0, 1)
-    )
-    assert small is not None and large is not None and small != large
+    small, large = (page.get_attribute(f".pane[aria-label='4.0:0/{n}'] .token >> nth=5", "style") for n in (0, 1))
+    assert None not in (small, large)
+    assert small != large
 
 
 def test_filter_sort_open_by_keyboard(page: Any, address: str) -> None:

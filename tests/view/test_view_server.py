@@ -6,6 +6,7 @@ import gzip
 import http.client
 import json
 import logging
+import os
 import re
 import socket
 import threading
@@ -16,12 +17,13 @@ from typing import Any
 
 import pytest
 
+from support.viewed_run import conversation, write_run
 from turnwise.cli import main
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.writer import AppendedFile
 from turnwise.view.index import ConversationIndex
 from turnwise.view.runs import ViewedRun, evaluations, find_runs
-from turnwise.view.server import ViewServer, export
+from turnwise.view.server import Access, ViewServer, export, keep_access, kept_access
 
 # The viewer's server: what it answers, whom it refuses, and files that are not as they should be.
 
@@ -246,9 +248,53 @@ def test_a_link_among_the_images_of_a_run_is_not_followed(server: ViewServer, ru
 
 
 def test_find_runs(run: Path, other: Path, tmp_path: Path) -> None:
+    """A run comes with its evaluation, and a directory of runs with the models of all evaluations in it, the newest first."""
+    os.utime(other, (1, 1))
     assert find_runs([run, tmp_path, run]) == [run, other]
+    evaluated = [write_run(tmp_path / "first-eval" / name) for name in ("base", "trained")]
+    for place, model in enumerate(evaluated):
+        (model / "evaluation.json").write_text("{}")
+        os.utime(model, (place, place))
+    assert find_runs([run]) == [run]  # not finished
+    (tmp_path / "first-eval" / "eval.json").write_text("{}")
+    assert find_runs([run]) == [run, *reversed(evaluated)]
+    assert set(find_runs([tmp_path])) == {run, other, *evaluated}
+    assert ViewedRun(evaluated[0]).summary()["evaluated"] is True
     with pytest.raises(RunError, match="is not a run and contains none"):
         find_runs([tmp_path / "missing"])
+
+
+def test_a_bookmark_outlives_the_viewer(run: Path, tmp_path: Path) -> None:
+    """Token and port are kept in a file that only the user can read."""
+    file = tmp_path / "cache" / "view.json"
+    first = kept_access(file)
+    assert first.port == 0
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    keep_access(Access(first.token, port), file)
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert kept_access(file) == Access(first.token, port)
+    with socket.create_server(("127.0.0.1", port)):  # another viewer
+        assert kept_access(file) == Access(first.token, 0)
+    file.chmod(0o644)  # others may have read the token
+    assert kept_access(file).token != first.token
+    file.write_text("[]")
+    file.chmod(0o600)
+    assert kept_access(file).port == 0
+
+
+def test_a_conversation_by_its_id(server: ViewServer, run: Path) -> None:
+    found = get_json(server, "/api/runs/0/conversation/train?id=2.0:0/1&step=2")
+    assert isinstance(found, dict)
+    assert (found["id"], found["number"]) == ("2.0:0/1", 9)
+    status, _, body = get(server, "/api/runs/0/conversation/train?id=nothing")
+    assert status == 404
+    assert b"has no conversation 'nothing'" in body
+    evaluations = [conversation(0, step=0, reward=reward) for reward in (0.25, 0.75)]
+    lines = [json.dumps({**line, "step": step, "id": "0/0"}) + "\n" for step, line in enumerate(evaluations)]
+    (run / "eval_trajectories.jsonl").write_text("".join(lines))
+    index = ViewedRun(run).indexes["eval"]
+    assert [index.number_of("0/0", step) for step in (0, 1, None)] == [0, 1, 1]
 
 
 def test_a_port_in_use(server: ViewServer) -> None:

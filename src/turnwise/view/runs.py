@@ -34,8 +34,8 @@ _METRICS = {"train": "metrics.jsonl", "eval": "evaluations.jsonl"}
 def find_runs(paths: Sequence[Path]) -> list[Path]:
     """The run directories among `paths` and directly below them, the newest first, and the models of the evaluations there.
 
-    A run comes with its evaluation (`turnwise eval` writes `RUN-eval`). Raises RunError if a path is neither a run nor a directory
-    that contains runs.
+    A run comes with its evaluation (`turnwise eval` writes `RUN-eval`). Raises RunError if a path is neither a run nor a
+    directory that contains runs.
     """
     runs: list[Path] = []
     for path in paths:

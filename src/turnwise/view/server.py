@@ -74,7 +74,9 @@ def page() -> str:
 # the server
 
 _COOKIE = "turnwise_token"
-_YEAR = 365 * 24 * 3600  # seconds for which a browser keeps the token, so that a bookmark is right also after it was closed
+_YEAR = (
+    365 * 24 * 3600
+)  # seconds for which a browser keeps the token, so that a bookmark is right also after it was closed
 _SECONDS = 1.0  # between two looks at the files of the runs
 _SLICE = 0.1  # seconds for which one file is indexed before another one
 _QUIET = 0.05  # the index waits until no request was answered for this time,
@@ -116,7 +118,7 @@ class ViewServer:
 
 
 class Access(NamedTuple):
-    """What the addresses of the page depend on. Both are kept, so that a bookmark is still right after the viewer was started again."""
+    """What the addresses of the page depend on. Both are kept: a bookmark is right also after the viewer was started again."""
 
     token: str
     port: int
@@ -370,9 +372,7 @@ def _guard(token: str) -> Any:
                 if not equal_secrets(given, token):
                     return PlainTextResponse("the token is wrong; open the address that turnwise view printed", 401)
                 answer = RedirectResponse(f"{home}/", 303)
-                answer.set_cookie(
-                    _COOKIE, token, path=f"{home}/", max_age=_YEAR, httponly=True, samesite="strict"
-                )
+                answer.set_cookie(_COOKIE, token, path=f"{home}/", max_age=_YEAR, httponly=True, samesite="strict")
                 return answer
             held = request.cookies.get(_COOKIE, "")
             if not (equal_secrets(held, token) or equal_secrets(bearer_token(request), token)):
@@ -391,9 +391,10 @@ _RELATIVE = re.compile(r'(\bfrom\s*|\bimport\s*|\bimport\()"(\./[^"]+)"')
 def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Sequence[str] = ()) -> int:
     """Write the page with these runs to `file`. Returns its size in bytes.
 
-    It has the latest `most` conversations of each run, or those with the given ids, with the other conversations of their groups.
-    Raises ConfigError if `most` is not positive or the file cannot be written, RunError if there is no conversation with one of the
-    ids, or a record cannot be read.
+    It has the latest `most` conversations of each run, or those with the given ids, and the other conversations of their groups.
+
+    Raises ConfigError if `most` is not positive or the file cannot be written, RunError if there is no conversation with one of
+    the ids, or a record cannot be read.
     """
     if most < 1:
         raise ConfigError(f"--most is {most}; it must be at least 1")
