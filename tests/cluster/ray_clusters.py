@@ -25,9 +25,9 @@ _STORE = 100 << 20
 
 
 @contextlib.contextmanager
-def cluster(*nodes: dict[str, float], cpus: int = 0, client_port: int | None = None) -> Iterator[Any]:
-    """A cluster with a head of `cpus` CPUs, and a node with the custom resources of each of `nodes`. With `client_port`, the
-    head takes connections from machines outside of the cluster (`ray://`)."""
+def cluster(*nodes: dict[str, float], cpus: int = 0, gpus: int = 0, client_port: int | None = None) -> Iterator[Any]:
+    """A cluster with a head of `cpus` CPUs and `gpus` GPUs, which do not exist, and a node with the custom resources of each of
+    `nodes`. With `client_port`, the head takes connections from machines outside of the cluster (`ray://`)."""
     before = dict(os.environ)
     os.environ.update(ENVIRONMENT)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -36,7 +36,7 @@ def cluster(*nodes: dict[str, float], cpus: int = 0, client_port: int | None = N
             warnings.simplefilter("ignore")
             from ray.cluster_utils import Cluster
 
-            head = {"num_cpus": cpus, "object_store_memory": _STORE, "include_dashboard": False}
+            head = {"num_cpus": cpus, "num_gpus": gpus, "object_store_memory": _STORE, "include_dashboard": False}
             started = Cluster(
                 initialize_head=True,
                 head_node_args=head if client_port is None else {**head, "ray_client_server_port": client_port},

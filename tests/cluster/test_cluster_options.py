@@ -6,23 +6,27 @@ import functools
 import os
 import shlex
 import shutil
+import signal
 import subprocess
+import time
 import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
 from turnwise import assembly
 from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
 from turnwise.assembly.learners import rank_device
+from turnwise.commands.ranks import _Launcher
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.engines import ClusterSection, FsdpSection, RanksSection, WorkersSection
 from turnwise.options.schema import Config
 from turnwise.ray_workers.ray_api import connect, needs_text
 from turnwise.ray_workers.rollouts import choose_worker
@@ -271,7 +275,32 @@ def test_a_client_server_that_cannot_start_is_refused_with_its_reason(monkeypatc
     with pytest.raises(
         ConfigError, match=r"from server: RuntimeError: Starting Ray client server failed\. See ray_client"
     ):
-        connect("ray://head:10001")
+        connect("ray://head:10001", WorkersSection())
+
+
+def test_directories_that_ray_cannot_copy_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray copies directories when it connects: an actor may name addresses only."""
+    ray = pytest.importorskip("ray")
+    given: list[Any] = []
+
+    def fails(*, runtime_env: Any, **_: object) -> None:
+        given.append(runtime_env)
+        raise ray.exceptions.RuntimeEnvSetupError("Package size (600MiB) exceeds the limit (512MiB)")
+
+    monkeypatch.setattr(ray, "init", fails)
+    monkeypatch.chdir(tmp_path)
+    copied = {"working_dir": ".", "excludes": ["*.pt"], "py_modules": ["s3://bucket/a.zip"], "env_vars": {"A": "b"}}
+    with pytest.raises(ConfigError, match=r"cluster\.workers\.runtime_env: .*exceeds.*runtime_env\.excludes="):
+        connect(None, WorkersSection(runtime_env=copied))
+    assert given == [{"working_dir": str(tmp_path), "excludes": ["*.pt"]}]
+    with pytest.raises(
+        ConfigError, match=r"cluster\.ranks\.runtime_env\.working_dir: there is no directory or file nowhere"
+    ):
+        connect(None, RanksSection(runtime_env={"working_dir": "nowhere"}))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match="this process is connected already"):
+        connect(None, WorkersSection(runtime_env=copied))
+    assert connect(None, WorkersSection(runtime_env={"working_dir": "s3://bucket/a.zip"})) is False
 
 
 # The files in deploy/: scripts that bash accepts, manifests with the keys of KubeRay, and commands that turnwise
@@ -288,9 +317,17 @@ needs_ray = pytest.mark.skipif(not RAY, reason="cluster.launcher=ray is not part
 
 COMMANDS = {
     "scontrol": "printf 'node1\\nnode2\\n'",
-    "getent": "echo '10.0.0.1 node1'",
-    "srun": 'echo "$@" >> "$CALLS"',
+    "srun": """
+case "$*" in
+*hostname*) echo '10.0.0.1 172.17.0.1' ;;
+*) echo "$SRUN_CPUS_PER_TASK $@" >> "$CALLS" ;;
+esac
+case "$*" in
+*SECONDS_OF_A_STEP*) trap 'touch "$CALLS.saved"; exit 143' TERM; touch "$CALLS.started"; while true; do /bin/sleep 0.05; done ;;
+esac
+""",
     "sleep": "true",
+    "torchrun": "echo '[--shutdown-timeout SHUTDOWN_TIMEOUT]'",
 }
 """Stand-ins for commands of a Slurm cluster."""
 
@@ -307,23 +344,46 @@ def test_bash_accepts_the_script(script: Path) -> None:
     assert all(lines.index(option) < first for option in options)  # Slurm ignores those after the first command
 
 
-def calls(script: str, tmp_path: Path, *words: str) -> list[list[str]]:
-    """The words of each call of `srun` by a script."""
+def job(tmp_path: Path) -> dict[str, str]:
+    """The environment of a job of two nodes, with the stand-ins."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name, text in COMMANDS.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    job = {
+    of_job = {
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "7",
         "SLURM_GPUS_ON_NODE": "4",
+        "SLURM_CPUS_PER_TASK": "12",
     }
-    environment = {**os.environ, **job, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+    return {**os.environ, **of_job, "PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(tmp_path / "calls")}
+
+
+def calls(script: str, tmp_path: Path, *words: str) -> list[list[str]]:
+    """The words of each call of `srun` by a script."""
     # reads to the end of the output, which the commands in the background share
-    subprocess.run(["bash", str(SLURM / script), *words], env=environment, check=True, capture_output=True, timeout=60)
-    return [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    command = ["bash", str(SLURM / script), *words]
+    subprocess.run(command, env=job(tmp_path), check=True, capture_output=True, timeout=60)
+    made = [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert {words[0] for words in made} == {"12"}  # CPUs of each step
+    return [words[1:] for words in made]
+
+
+@pytest.mark.parametrize("script", ["train.sbatch", "ray.sbatch"])
+def test_before_the_time_limit_the_training_is_asked_to_end_and_the_script_waits_for_it(
+    script: str, tmp_path: Path
+) -> None:
+    assert "#SBATCH --signal=B:USR1@900" in (SLURM / script).read_text().splitlines()
+    command = ["bash", str(SLURM / script), "recipe.yaml", "note=SECONDS_OF_A_STEP"]
+    with subprocess.Popen(command, env=job(tmp_path), stdout=subprocess.DEVNULL) as started:
+        while not (tmp_path / "calls.started").exists():
+            assert started.poll() is None
+            time.sleep(0.01)
+        started.send_signal(signal.SIGUSR1)
+        assert started.wait(timeout=60) == 143
+    assert (tmp_path / "calls.saved").exists()
 
 
 def checked(words: list[str], recipe: Path) -> Config:
@@ -342,6 +402,7 @@ def test_the_script_starts_torchrun_on_all_nodes(tmp_path: Path) -> None:
     options = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
     assert (options.nnodes, options.nproc_per_node, options.rdzv_backend) == ("2", "4", "c10d")
     assert (options.rdzv_endpoint, options.rdzv_id, options.max_restarts) == ("node1:29500", "7", 3)
+    assert options.shutdown_timeout == 600
     assert (options.module, options.training_script) == (True, "turnwise")
     config = checked(options.training_script_args, recipe)
     assert (config.cluster.launcher, config.resume, config.train.steps) == ("torchrun", "auto", 5)
@@ -390,3 +451,37 @@ def test_the_manifest_is_a_job_of_kuberay_whose_pods_share_a_volume() -> None:
         assert "nvidia.com/gpu" in container["resources"]["limits"]
     for group in cluster["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+# The exit status of the command that starts ranks.
+
+
+class EndedRanks:
+    """Ranks that have ended with these statuses."""
+
+    def __init__(self, *statuses: int | None) -> None:
+        self.statuses = statuses
+
+    def start(self, words: object) -> None: ...
+
+    def poll(self, seconds: float) -> tuple[int | None, ...]:
+        return self.statuses
+
+    def place(self, rank: int) -> str:
+        return "here"
+
+    def reason(self, rank: int) -> None: ...
+
+    def send_signal(self, number: int) -> None: ...
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"), [((0, 0), 0), ((1, 1), 1), ((-9, 0), 1), ((1, -9), 1), ((143, 0), 143)]
+)
+def test_the_status_of_a_lost_rank_does_not_depend_on_its_number(statuses: tuple[int, ...], expected: int) -> None:
+    launcher = _Launcher(EndedRanks(*statuses), 0, Console(quiet=True), shares_terminal=True)
+    assert launcher.run() == expected

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,7 +29,9 @@ from support.training import save_short_recipe, train_run
 from support.vision import image_part, picture
 from turnwise.data.images import load_image
 from turnwise.engines.remote.server_process import free_port
-from turnwise.errors import EngineError
+from turnwise.errors import ConfigError, EngineError
+from turnwise.options.engines import WorkersSection
+from turnwise.ray_workers import ray_api, rollouts
 from turnwise.ray_workers.rollout_worker import ImageFile, pickled, unpickled, with_files
 from turnwise.types import Row, Trajectory
 
@@ -91,6 +94,83 @@ def test_two_workers_give_the_conversations_of_one_process(recipe: Path, tmp_pat
     rewards = {line["id"]: line["rewards"] for line in alone}
     assert any(of_line["LengthOfAnswer"] for of_line in rewards.values())
     assert {line["id"]: line["rewards"] for line in together} == rewards
+
+
+# Files of the user that only the machine of the command has.
+
+_GAME = """
+import os
+from collections.abc import AsyncGenerator
+
+from rules import points
+from turnwise.environments.environment import environment, user_message
+from turnwise.types import Opening, Reply, Row, Turn
+
+
+@environment
+async def game(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
+    turn = yield Opening(messages=row.messages)
+    turn = yield user_message(os.getcwd())
+    yield Reply(reward=points(turn.text), done=True)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+def test_workers_get_the_directory_of_the_command_with_helpers_and_say_what_their_machine_lacks(
+    recipe: Path, tmp_path: Path, started: Any
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "game.py").write_text(_GAME, encoding="utf-8")
+    (project / "rules.py").write_text("def points(text):\n    return float(len(text))\n", encoding="utf-8")
+    words = [*on_ray(started.address), "cluster.workers.runtime_env={working_dir: .}", "environment=game.py:game"]
+    words = [word for word in words if word != "cluster.workers.count=2"] + ["train.steps=1", "limits.turns=2"]
+    command = [sys.executable, "-m", "turnwise", "train", str(recipe), *words]
+    done = subprocess.run(
+        [*command, f"output={tmp_path / 'run'}"], cwd=project, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text("utf-8").splitlines()]
+    assert [line["error"] for line in lines if line.get("error")] == []
+    places = {
+        message["content"] for line in lines for message in line["messages"] if "runtime_resources" in str(message)
+    }
+    assert len(places) == 1
+    assert str(project) not in places
+
+    lacking = "import os\nif 'runtime_resources' in os.getcwd():\n    import not_on_that_machine\npoints = len\n"
+    (project / "rules.py").write_text(lacking, encoding="utf-8")
+    done = subprocess.run(
+        [*command, f"output={tmp_path / 'failed'}"],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    reason = "environment: game.py could not be imported: ModuleNotFoundError: No module named 'not_on_that_machine'"
+    assert f"turnwise: rollout worker 0 on {socket.gethostname()}: {reason}" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+def test_the_gpu_of_a_command_that_trains_is_given_to_no_worker() -> None:
+    """GPUs that do not exist, which Ray gives away all the same."""
+    with cluster(cpus=2, gpus=3) as started:
+        assert ray_api.connect(started.address, WorkersSection()) is True
+        import ray
+
+        held = ray_api.hold_gpu("1", 60)
+        worker = ray.remote(num_gpus=1, num_cpus=0)(lambda: ray.get_gpu_ids())
+        given = sorted(ray.get([worker.remote() for _ in range(6)]))
+        assert [1] not in given
+        with pytest.raises(ConfigError, match="GPU 1 of this machine, on which the model is trained, is reserved"):
+            ray_api.hold_gpu("1", 1)
+        ray_api.kill(held)
+        ray_api.kill(ray_api.hold_gpu("1", 60))  # those that were held meanwhile are given back, too
 
 
 # Images of rows and of environments in rollout workers: the trainer has the pixels that the model of the worker has
@@ -310,11 +390,15 @@ def test_a_lost_node_ends_neither_the_run_nor_its_conversations(
 @pytest.mark.cluster
 @pytest.mark.ray
 def test_without_a_worker_conversations_fail_in_time_and_the_reason_is_told(
-    faults_recipe: Path, tmp_path: Path, started: Any
+    faults_recipe: Path, tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(rollouts, "_NOTICE", 1.0)
     nowhere = ["cluster.workers.resources={gold: 1}", "cluster.workers.start_timeout=5"]
     with pytest.raises(EngineError, match=r"was not ready after cluster\.workers\.start_timeout=5 s.*gold=1"):
         trained(faults_recipe, tmp_path / "run", *overrides(started, "slow", folder=str(tmp_path)), *nowhere)
+    assert re.search(
+        r"waiting for 2 of 2 rollout workers \(0, 1\), at most .*=5 s: .*gold=1.* has free: CPU=4", caplog.text
+    )
 
 
 @pytest.mark.cluster

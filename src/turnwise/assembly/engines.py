@@ -517,11 +517,12 @@ def _adapter_loader(config: Config, engine: Engine, model: Any | None) -> LoadAd
 # rollout workers on a Ray cluster
 
 
-def ray_rollouts(config: Config, renderer: Renderer) -> RayRollouts:
-    """The rollout workers of a recipe with `cluster.launcher: ray`. They are started by `Engine.start`."""
+def ray_rollouts(config: Config, renderer: Renderer, *, trains: bool = False) -> RayRollouts:
+    """The rollout workers of a recipe with `cluster.launcher: ray`. They are started by `Engine.start`. `trains`: this process
+    trains, too."""
     trainer = trainer_name(config.output)
     return RayRollouts(
-        ray_options(config, renderer),
+        ray_options(config, renderer, trains=trains),
         lambda number: functools.partial(
             rollout_worker, worker_recipe(config, number), f"{trainer}, rollout worker {number}"
         ),
@@ -540,12 +541,24 @@ def worker_recipe(config: Config, number: int) -> Config:
     return config.model_copy(update=changes)
 
 
-def ray_options(config: Config, renderer: Renderer) -> RayOptions:
+def ray_options(config: Config, renderer: Renderer, *, trains: bool = False) -> RayOptions:
     """Which cluster is used, what each worker needs, and what it must have loaded."""
     # a rank on the Ray cluster may be reached by another address than the command
     address = os.environ.get(RAY_ADDRESS) or config.cluster.address
     info, probe = worker_info(config, renderer), _probe_options(config)
-    return RayOptions(address=address, cluster=config.cluster, info=info, probe=probe)
+    gpu = _gpu_beside_workers(config) if trains else None
+    return RayOptions(address=address, cluster=config.cluster, info=info, probe=probe, gpu=gpu)
+
+
+def _gpu_beside_workers(config: Config) -> str | None:
+    """The GPU of a command that trains on a machine of the Ray cluster, which does not know of it. A rank's GPU is reserved, and
+    the machine of a command with `ray://` is outside of the cluster."""
+    outside = (config.cluster.address or "").startswith("ray://")
+    if outside or RAY_ADDRESS in os.environ or on_cpu(config.model.device):
+        return None
+    number, names = config.model.device.partition(":")[2], visible_devices()
+    index = int(number) if number.isdecimal() else 0
+    return names[index] if index < len(names) else None
 
 
 # the runner of a run
@@ -568,5 +581,5 @@ def runner(
     if scripts is None and config.rollout_server.url is not None:
         return rollout_client(config, config.rollout_server.url, renderer)
     if scripts is None and config.cluster.launcher == "ray":
-        return ray_rollouts(config, renderer)
+        return ray_rollouts(config, renderer, trains=updated)
     return EngineRunner(engine(config, renderer, model, scripts=scripts, version=version, updated=updated))

@@ -222,7 +222,7 @@ class _Launcher:
                     *(word for word in sys.argv[1:] if not word.startswith(("resume=", "replace="))),
                     "resume=auto",
                 ]
-        return abs(status) or 1
+        return max(status, 1)  # a lost rank is an error of the run, whichever rank it was
 
     def _run_once(self, words: Sequence[str]) -> tuple[int, str | None]:
         """Run all ranks to their end. Returns the exit status of rank 0, and a text about a rank that was lost."""

@@ -69,7 +69,7 @@ class RayRanks:
 
     def start(self, words: Sequence[str]) -> None:
         """Reserve the resources of all ranks, and start their processes. Raises ConfigError or EngineError."""
-        ray_api.connect(self._address)
+        ray_api.connect(self._address, self._needs)
         deadline = time.monotonic() + self._needs.start_timeout
         needs = self._needs
         if self._gpus and ray_api.has_gpus():

@@ -37,8 +37,10 @@ MakeWorker = Callable[[], contextlib.AbstractAsyncContextManager[RolloutWorker]]
 class WorkerActor:
     """The methods of the actor. They run in one event loop, which the conversations use, too."""
 
-    def __init__(self, make: MakeWorker, directory: str | None) -> None:
-        """`directory` is the directory to which the recipe's paths are relative; None: that of the runtime environment."""
+    def __init__(self, name: str, make: MakeWorker, directory: str | None) -> None:
+        """`name` is that of the worker, for messages. `directory` is the directory to which the recipe's paths are relative;
+        None: that of the runtime environment."""
+        self._name = name
         self._make = make
         self._directory = directory
         self._worker: RolloutWorker | None = None
@@ -47,7 +49,13 @@ class WorkerActor:
         self._life: asyncio.Task[None] | None = None
 
     async def start(self) -> WorkerInfo:
-        """Build the worker. Raises TurnwiseError."""
+        """Build the worker. Raises TurnwiseError, which names the worker and its machine."""
+        try:
+            return await self._start()
+        except TurnwiseError as error:
+            raise type(error)(f"{self._name} on {socket.gethostname()}: {error}") from error
+
+    async def _start(self) -> WorkerInfo:
         if self._directory is not None:
             enter_directory(self._directory, "a rollout worker", "cluster.workers.runtime_env.working_dir")
         ready = asyncio.create_task(self._ready.wait())
@@ -243,11 +251,40 @@ def needs_text(needs: WorkersSection | RanksSection) -> str:
     return f"num_cpus={needs.num_cpus:g}, num_gpus={needs.num_gpus or 0:g}{of_custom}"
 
 
-def connect(address: str | None) -> bool:
+_COPIED = ("working_dir", "py_modules")
+
+
+def _copied(runtime_env: Mapping[str, Any], option: str) -> dict[str, Any]:
+    """The part of a runtime environment with directories of this machine. Ray takes it when it connects, copies the directories
+    to the cluster, and gives it to all actors of the connection; of an actor, it takes addresses only. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for name in _COPIED:
+        value = runtime_env.get(name)
+        paths = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+        if not any(_is_local(path) for path in paths):
+            continue
+        for path in filter(_is_local, paths):
+            if not os.path.exists(os.path.expanduser(path)):
+                raise ConfigError(f"{option}.{name}: there is no directory or file {path}; correct the path")
+        local = [os.path.abspath(os.path.expanduser(path)) if _is_local(path) else path for path in paths]
+        found[name] = local if isinstance(value, list) else local[0]
+    if found and "excludes" in runtime_env:
+        found["excludes"] = runtime_env["excludes"]
+    return found
+
+
+def _is_local(path: str) -> bool:
+    return "://" not in path
+
+
+def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
     """Connect this process with a Ray cluster, unless it is connected. Returns whether it was not.
 
-    Without an address: the cluster of RAY_ADDRESS, or one that runs on this machine, or a new one. Raises ConfigError.
+    Without an address: the cluster of RAY_ADDRESS, or one that runs on this machine, or a new one. The directories of
+    `needs.runtime_env` are copied to the cluster. Raises ConfigError.
     """
+    option = f"cluster.{'workers' if isinstance(needs, WorkersSection) else 'ranks'}.runtime_env"
+    copied = _copied(needs.runtime_env, option)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _own_handlers():
         try:
@@ -255,12 +292,29 @@ def connect(address: str | None) -> bool:
         except ImportError:
             raise ConfigError("cluster.launcher=ray needs the package `ray`: pip install 'turnwise[ray]'") from None
         if ray.is_initialized():
+            if copied:
+                raise ConfigError(
+                    f"{option}.{next(iter(copied))}: Ray copies directories when it connects, and this process is connected "
+                    f"already: give it to your ray.init(runtime_env=...) and remove it here, or do not connect before"
+                )
             return False
         dashboard = None if address is not None or os.environ.get("RAY_ADDRESS") else False
         for attempt in range(1, _CONNECTIONS + 1):
             try:
-                ray.init(address=address, include_dashboard=dashboard, log_to_driver=False, logging_level=logging.ERROR)
+                ray.init(
+                    address=address,
+                    include_dashboard=dashboard,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    runtime_env=copied or None,
+                )
                 return True
+            except ray.exceptions.RuntimeEnvSetupError as error:
+                reason = str(error).strip().splitlines()[-1].rstrip(".")  # the first line is a heading
+                raise ConfigError(
+                    f"{option}: Ray could not copy the directory to the cluster: {reason}. Leave large files out "
+                    f"with {option}.excludes=[...], or share the directory among the machines and remove the option"
+                ) from error
             except ConnectionAbortedError as error:
                 # the client server is there, but not its process for this client
                 if attempt == _CONNECTIONS:
@@ -299,7 +353,7 @@ def disconnect() -> None:
     ray.shutdown()
 
 
-def create_actor(make: MakeWorker, needs: WorkersSection) -> Any:
+def create_actor(name: str, make: MakeWorker, needs: WorkersSection) -> Any:
     """A new actor, as soon as the cluster has its resources. Ray does not restart it, and spreads actors over the machines."""
     import ray
 
@@ -311,19 +365,68 @@ def create_actor(make: MakeWorker, needs: WorkersSection) -> Any:
             max_concurrency=needs.max_concurrent + _CONTROL_CALLS,
             scheduling_strategy="SPREAD",
         )
-        .remote(make, directory)
+        .remote(name, make, directory)
     )
 
 
 def _reserving(needs: WorkersSection | RanksSection) -> dict[str, Any]:
-    """Ray's options of an actor that it does not restart."""
+    """Ray's options of an actor that it does not restart. It has the directories of the connection."""
+    copied = {*_copied(needs.runtime_env, "runtime_env"), "excludes"}
     return {
         "num_cpus": needs.num_cpus,
         "num_gpus": needs.num_gpus or 0,
         "resources": dict(needs.resources),
-        "runtime_env": dict(needs.runtime_env),
+        "runtime_env": {name: value for name, value in needs.runtime_env.items() if name not in copied},
         "max_restarts": 0,
     }
+
+
+class _GpuHolder:
+    """An actor that has a GPU of a machine reserved, and does not use it."""
+
+    def gpus(self) -> list[str]:
+        import ray
+
+        return [str(number) for number in ray.get_gpu_ids()]
+
+
+def hold_gpu(name: str, seconds: float) -> Any:
+    """Reserve the GPU that this process uses on its machine, so that Ray gives it to no worker.
+
+    `name` is that in CUDA_VISIBLE_DEVICES, or its number. Returns the handle of what holds it until it is killed or this process
+    ends; None if Ray gives away no GPUs of this machine. Raises ConfigError if another actor has it.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    count = sum(
+        int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here and node["Alive"]
+    )
+    holder = ray.remote(_GpuHolder).options(
+        num_cpus=0, num_gpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
+    )
+    holders: dict[str, Any] = {}  # Ray chooses the GPU: others are held until it is this one
+    try:
+        for _ in range(count):
+            actor = holder.remote()
+            holders[""] = actor
+            (found,) = ray.get(actor.gpus.remote(), timeout=seconds)
+            holders[found] = holders.pop("")
+            if found == name:
+                return holders.pop(found)
+    except ray.exceptions.GetTimeoutError:
+        pass  # all others are reserved
+    finally:
+        for actor in holders.values():
+            kill(actor)
+    if count == 0:
+        return None
+    raise ConfigError(
+        f"GPU {name} of this machine, on which the model is trained, is reserved by another actor of the Ray cluster, which has "
+        f"{count} GPUs of this machine: set model.device=cuda:N to another one, start Ray without this GPU, or train in ranks on "
+        f"the cluster (cluster.trainers)"
+    )
 
 
 def has_gpus() -> bool:

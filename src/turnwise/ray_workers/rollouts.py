@@ -61,6 +61,8 @@ _FIRST_STARTS = 3
 """How often a worker is started at the beginning of a run."""
 _MAX_STARTS = 5
 """Successful starts of a worker without a finished conversation in between."""
+_NOTICE = 10.0
+"""Seconds of silence while a run waits for its workers."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 2.0, 60.0
 """Seconds after a failed start: the pause is doubled after each further failure."""
 _SIGNS = 4
@@ -118,12 +120,15 @@ class WorkerPool:
         """Start all workers and wait until they are ready. Raises EngineError or ConfigError."""
         if self._tasks:
             return
+        notices = asyncio.create_task(self._tell_what_is_missing())
         try:
             async with asyncio.TaskGroup() as starts:
                 for worker in self.workers:
                     starts.create_task(self._start_first(worker))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
+        finally:
+            notices.cancel()
         self._tasks = [asyncio.create_task(self._keep(worker)) for worker in self.workers]
 
     @contextlib.asynccontextmanager
@@ -252,6 +257,24 @@ class WorkerPool:
                 waiting.set_result(None)
                 count -= 1
 
+    async def _tell_what_is_missing(self) -> None:
+        """Say from time to time which workers a run waits for."""
+        pause = _NOTICE
+        while True:
+            await asyncio.sleep(pause)
+            missing = [str(worker.number) for worker in self.workers if not worker.ready]
+            _log.warning(
+                "waiting for %d of %d rollout workers (%s), at most cluster.workers.start_timeout=%g s: each needs %s, and the "
+                "cluster has free: %s",
+                len(missing),
+                len(self.workers),
+                ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else ""),
+                self.needs.start_timeout,
+                ray_api.needs_text(self.needs),
+                ray_api.free_resources(),
+            )
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
     async def _start_first(self, worker: Worker) -> None:
         """Start a worker at the beginning of a run. Its machine may be lost meanwhile: then it is started on another one."""
         for attempt in range(_FIRST_STARTS):
@@ -277,7 +300,7 @@ class WorkerPool:
                 try:
                     await self._start(worker)
                 except (EngineError, ConfigError) as error:
-                    _log.warning("%s cannot be started: %s", worker.name, error)
+                    _log.warning("%s was not started, and is tried again in %g s: %s", worker.name, pause, error)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
 
@@ -300,7 +323,7 @@ class WorkerPool:
         """Start an actor, and give it the present weights. Raises EngineError or ConfigError."""
         worker.lost.clear()
         started = False
-        actor = worker.actor = ray_api.create_actor(self._make(worker.number), self.needs)
+        actor = worker.actor = ray_api.create_actor(worker.name, self._make(worker.number), self.needs)
         try:
             async with asyncio.timeout(self.needs.start_timeout):
                 self._check(await answer(actor.start.remote()))
@@ -324,6 +347,8 @@ class WorkerPool:
 
 # conversations and requests
 
+_GPU_SECONDS = 60.0
+"""How long Ray may take to reserve the GPU of this process."""
 _ATTEMPTS = 3
 """How often a conversation is started whose worker is lost."""
 
@@ -339,6 +364,9 @@ class RayOptions:
     """What a worker must have loaded."""
     probe: ProbeOptions | None = None
     """How the workers' servers are probed after an update; None: not at all."""
+    gpu: str | None = None
+    """The GPU on which this process trains, by its name in CUDA_VISIBLE_DEVICES: Ray gives it to no worker. None: there is none,
+    or it belongs to Ray already."""
 
 
 class RayRollouts:
@@ -354,13 +382,17 @@ class RayRollouts:
         self._options = options
         self._connected = False
         """Whether this object has made the connection with Ray."""
+        self._gpu: Any = None
+        """What holds the GPU of this process."""
         self._suspects = asyncio.Lock()
         """Held by a conversation whose workers were lost more than once: if it is the reason, it takes no other such
         conversation with it."""
 
     async def start(self) -> None:
         """Connect with Ray and start the workers. Raises EngineError or ConfigError."""
-        self._connected = ray_api.connect(self._options.address) or self._connected
+        self._connected = ray_api.connect(self._options.address, self._options.cluster.workers) or self._connected
+        if self._options.gpu is not None and self._gpu is None:
+            self._gpu = await asyncio.to_thread(ray_api.hold_gpu, self._options.gpu, _GPU_SECONDS)
         await self.pool.start()
 
     async def generate(self, request: Request) -> Completion:
@@ -396,6 +428,9 @@ class RayRollouts:
     async def close(self) -> None:
         """End the workers, and the connection with Ray if this object has made it."""
         await self.pool.close()
+        if self._gpu is not None:
+            ray_api.kill(self._gpu)
+            self._gpu = None
         if self._connected:
             self._connected = False
             ray_api.disconnect()
