@@ -289,6 +289,7 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
     with _own_handlers():
         try:
             import ray
+            from ray.exceptions import RuntimeEnvSetupError
         except ImportError:
             raise ConfigError("cluster.launcher=ray needs the package `ray`: pip install 'turnwise[ray]'") from None
         if ray.is_initialized():
@@ -309,7 +310,7 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
                     runtime_env=copied or None,
                 )
                 return True
-            except ray.exceptions.RuntimeEnvSetupError as error:
+            except RuntimeEnvSetupError as error:
                 reason = str(error).strip().splitlines()[-1].rstrip(".")  # the first line is a heading
                 raise ConfigError(
                     f"{option}: Ray could not copy the directory to the cluster: {reason}. Leave large files out "
@@ -397,13 +398,14 @@ def hold_gpu(name: str, seconds: float) -> Any:
     ends; None if Ray gives away no GPUs of this machine. Raises ConfigError if another actor has it.
     """
     import ray
+    from ray.exceptions import GetTimeoutError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = ray.get_runtime_context().get_node_id()
     count = sum(
         int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["NodeID"] == here and node["Alive"]
     )
-    holder = ray.remote(_GpuHolder).options(
+    holder: Any = ray.remote(_GpuHolder).options(
         num_cpus=0, num_gpus=1, scheduling_strategy=NodeAffinitySchedulingStrategy(here, soft=False)
     )
     holders: dict[str, Any] = {}  # Ray chooses the GPU: others are held until it is this one
@@ -411,11 +413,11 @@ def hold_gpu(name: str, seconds: float) -> Any:
         for _ in range(count):
             actor = holder.remote()
             holders[""] = actor
-            (found,) = ray.get(actor.gpus.remote(), timeout=seconds)
+            found: str = ray.get(actor.gpus.remote(), timeout=seconds)[0]
             holders[found] = holders.pop("")
             if found == name:
                 return holders.pop(found)
-    except ray.exceptions.GetTimeoutError:
+    except GetTimeoutError:
         pass  # all others are reserved
     finally:
         for actor in holders.values():
