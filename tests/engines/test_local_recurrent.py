@@ -16,9 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from support.hybrids import CONFIGS, TOKEN_BY_TOKEN, VOCABULARY, hybrid
 from turnwise.engines.local import LocalEngine
-from turnwise.engines.local.cache import BLOCK, SNAPSHOTS, KVCache, KVShape, PrefixCache, StateShape
+from turnwise.engines.local.cache import BLOCK, NOTHING_SHARED, SNAPSHOTS, KVCache, KVShape, PrefixCache, StateShape
+from turnwise.engines.local.forward import choose_forward
+from turnwise.engines.local.fused import FusedForward
 from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import EngineError
+from turnwise.models.lora import add_adapter
+from turnwise.options.schema import LoraSection
 from turnwise.types import Request, Sampling
 
 QUICK = ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1", "jamba", "llama4"]
@@ -122,6 +126,64 @@ def test_greedy_equals_generate(family: str) -> None:
     assert asyncio.run(ask()) == own[0, len(prompt) :].tolist()
 
 
+def fused_hybrid(name: str) -> PreTrainedModel:
+    """A model that the fused pass runs. `granite`: without experts, with all factors of Granite, and several groups of states."""
+    if name != "granite":
+        return hybrid(name)
+    torch.manual_seed(0)
+    config = CONFIGS["granite_hybrid"]()
+    config.num_local_experts, config.mamba_n_groups = 0, 2
+    config.embedding_multiplier, config.residual_multiplier, config.logits_scaling = 2.0, 0.7, 3.0
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(3)
+    return model
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite"])
+def test_sequences_of_different_lengths_are_computed_together_and_padding_changes_no_state(
+    name: str, adapted: bool
+) -> None:
+    model = fused_hybrid(name)
+    if adapted:
+        add_adapter(model, LoraSection(rank=4, alpha=8.0))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if "lora_B" in parameter_name:
+                    parameter.normal_(std=0.1)
+    forward = choose_forward(model)
+    assert isinstance(forward, FusedForward)
+    kv = KVCache(
+        forward.kv_shapes, forward.state_shapes, dtype=torch.float32, device=torch.device("cpu"), budget_bytes=1 << 30
+    )
+    kv.resize(6, 256)
+    random, rows = np.random.default_rng(0), np.array([4, 0, 2])
+    # shorter than a window, and longer than a chunk; the second part continues from a state; row 3 lies between and is not run
+    parts = [
+        [random.integers(3, VOCABULARY, length) for length in lengths]
+        for lengths in ((2, 90, 17), (33, 1, 70), (1, 1, 1))
+    ]
+    for states in kv.states:
+        states[:, 3] = 7.0
+    starts = np.zeros(3, dtype=np.int64)
+    with forward.inference():
+        for part in parts[:-1]:
+            forward.prefill(kv, rows, starts, part)
+            starts = starts + np.array([len(tokens) for tokens in part])
+        order = rows.argsort()
+        last = np.array([tokens[0] for tokens in parts[-1]])
+        logits_BV = forward.decode(kv, rows[order], starts[order], last[order], NOTHING_SHARED)
+    assert all(bool((states[:, 3] == 7.0).all()) for states in kv.states)
+    for place, number in enumerate(order):
+        ids = torch.from_numpy(np.concatenate([part[number] for part in parts]))[None]
+        with torch.no_grad():
+            own_V = model(input_ids=ids, use_cache=False).logits[0, -1]
+        assert float((logits_BV[place] - own_V).abs().max()) < 1e-5 * max(1.0, float(own_V.abs().max()))
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1"])
 def test_evicted_and_preempted_conversations_are_computed_again(family: str) -> None:
     model = hybrid(family)
@@ -155,7 +217,7 @@ def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> No
 
 
 def test_models_that_do_not_continue_from_a_state_are_run_token_by_token() -> None:
-    for family in ("qwen3_5", "jamba"):
+    for family in ("qwen3_next", "jamba"):
         engine = LocalEngine(hybrid(family), threads=1)
         assert engine._core.forward.token_by_token == (family in TOKEN_BY_TOKEN)  # type: ignore[attr-defined]
 

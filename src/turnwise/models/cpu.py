@@ -363,7 +363,11 @@ def packed_bytes(model: Any) -> int:
     return total if total <= MOST_BYTES else 0
 
 
-_TOGETHER = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+_TOGETHER = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "in"),
+}
 """Linear layers that the fused pass computes as one, unless they have an adapter."""
 
 

@@ -1,17 +1,18 @@
 """The model's forward pass over the rows of the KV cache: the interface, the choice, and the generic pass with images.
 
 The engine passes tokens, positions and rows, and receives logits. The fused pass (`fused.py`) reads the parameters of
-Llama-like models; the generic pass runs any decoder of transformers through the model's own forward, and the vision pass models
-with images. The generic pass is the reference of the fused one. Invariant: before a pass is used, its logits are compared with
-those of the model's own forward without a cache, and a pass that differs is refused.
+Llama-like models and of some hybrids; the generic pass runs any decoder of transformers through the model's own forward, and the
+vision pass models with images. The generic pass is the reference of the fused one. Invariant: before a pass is used, its logits
+are compared with those of the model's own forward without a cache, and a pass that differs is refused.
 
 The generic pass knows masks of four dimensions, and leaves what a layer keeps to `row_cache.py`. It refuses models that keep
 something else from token to token, and encoder-decoder models. Does not know requests, sampling, or which sequence lies in which
 row.
 
-Recurrent layers (linear attention, Mamba, short convolutions) take no padding: a padded token would change the state. So prompts
-of different lengths are run in several passes, each with as many tokens of all its rows. Some models do not continue from a state
-with more than one token at a time; they are found by comparison, and continued token by token.
+Recurrent layers (linear attention, Mamba, short convolutions) of transformers take no padding on the right: a padded token would
+change the state. So the generic pass runs prompts of different lengths in several passes, each with as many tokens of all its
+rows. Some models do not continue from a state with more than one token at a time; they are found by comparison, and continued
+token by token.
 
 The prefix cache compares tokens only. So each placeholder of an image is replaced by a negative key, computed from the contents
 of the image: two conversations share a prefix only where both tokens and images are the same. The model's own forward computes

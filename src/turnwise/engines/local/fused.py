@@ -1,13 +1,13 @@
-"""The forward pass of Llama, Mistral, Qwen2 and Qwen3, written out over the rows of the KV cache.
+"""The forward pass of Llama, Mistral, Qwen2, Qwen3, Qwen3.5, LFM2 and Granite 4 hybrid, written out over the rows of the cache.
+
+The recurrent layers of the last three are in `recurrent.py`.
 
 It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states and
-the output layer stay in float32) and in oneDNN's layout where that is faster (`models/cpu.py`), and of the norms of queries and
-keys, which are joined. `reload_parameters` makes the copies again. A linear layer may have a LoRA adapter. Its product is added
-to that of the layer, as in the model's own forward; the weights are not merged, because a merged bfloat16 weight would lose
-most of a small adapter by rounding.
+the output layer stay in float32) and in oneDNN's layout where that is faster (`models/cpu.py`), and of small ones that are joined
+or computed. `reload_parameters` makes the copies again.
 
-Supports these four architectures without variations (`unsupported_reason`); the generic pass runs all others, and is the
-reference to which this pass is compared (`forward.py`). Does not know requests or sampling.
+Supports these architectures without variations (`unsupported_reason`); the generic pass runs all others, and is the reference to
+which this pass is compared (`forward.py`). Does not know requests or sampling.
 
 Axes: R rows from the first to the last that is decoded, H query heads, K key-value heads, G = H / K query heads for each of
 them, J = R * K, L tokens of a row, P tokens of a shared prefix, D head dimension.
@@ -15,7 +15,7 @@ them, J = R * K, L tokens of a row, P tokens of a shared prefix, D head dimensio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +24,30 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    GraniteMoeHybridForCausalLM,
+    Lfm2ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix, StateShape
-from turnwise.models.cpu import PackedLayers, fewest_rows, is_packed, onednn_linear, packed_bytes
-from turnwise.models.lora import LinearAdapter, linear_adapter
+from turnwise.engines.local.linears import FusedLinear, FusedLinears, RMSNorm
+from turnwise.engines.local.recurrent import (
+    GatedDeltaRule,
+    Mamba2,
+    ManyTokens,
+    OneToken,
+    Recurrent,
+    ShortConvolution,
+    Tokens,
+)
+from turnwise.models.cpu import PackedLayers, packed_bytes
+from turnwise.models.lora import linear_adapter
 from turnwise.models.precision import Bfloat16Linears, additive_mask
 
 # Attention: one token of each row, or a chunk of a prompt
@@ -312,75 +331,55 @@ def _softmax(scores_JGL: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class FusedLinear:
-    """A linear layer, with or without an adapter."""
+class _Family:
+    """Where the layers of an architecture have their parts."""
 
-    weight_IO: torch.Tensor
-    """The weight [O, I], transposed: a view, or a copy of several weights."""
-    bias: torch.Tensor | None
-    adapter: LinearAdapter | None
-    onednn_rows: int
-    """The number of rows from which on oneDNN is faster."""
-    onednn_weight: torch.Tensor
-    """The weight for oneDNN: in its own layout, or as it is."""
+    qk_norms: tuple[str, str] | None = None
+    """The norms of queries and keys."""
+    gated: bool = False
+    """Whether the output of attention is multiplied by a gate, which the projection of queries computes too."""
+    centred: bool = False
+    """Whether the factor of a norm is 1 + its weight."""
+    recurrent: tuple[str, Callable[[Any, PackedLayers | None, torch.dtype], Recurrent]] | None = None
+    """The module of a recurrent layer, and what computes it."""
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    last_norm: str = "norm"
+    output: str = "o_proj"
+    feed_forward: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    """The projection of gate and values may be one layer."""
 
-    @classmethod
-    def of(cls, module: Any, packed: PackedLayers | None) -> FusedLinear:
-        """The parameters of `nn.Linear`, or of peft's layer around it."""
-        adapter = linear_adapter(module)
-        base = module if adapter is None else module.get_base_layer()
-        weight = base.weight
-        rows = fewest_rows(weight, packed=packed is not None)
-        onednn_weight = packed.of(weight) if packed is not None and is_packed(weight) else weight
-        return cls(weight.t(), base.bias, adapter, rows, onednn_weight)
 
-    def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
-        if values_MD.size(0) >= self.onednn_rows:
-            result_MF = onednn_linear(values_MD, self.onednn_weight, self.bias)
-        elif self.bias is None:  # as F.linear, in fewer operations
-            result_MF = torch.mm(values_MD, self.weight_IO)
-        else:
-            result_MF = torch.addmm(self.bias, values_MD, self.weight_IO)
-        adapter = self.adapter
-        if adapter is None:
-            return result_MF
-        low_MR = F.linear(values_MD.to(adapter.down.dtype), adapter.down)
-        return (result_MF + F.linear(low_MR, adapter.up) * adapter.scale).to(result_MF.dtype)
+_QK = ("q_norm", "k_norm")
+FAMILIES: dict[type[PreTrainedModel], _Family] = {
+    LlamaForCausalLM: _Family(),
+    MistralForCausalLM: _Family(),
+    Qwen2ForCausalLM: _Family(),
+    Qwen3ForCausalLM: _Family(qk_norms=_QK),
+    Qwen3_5ForCausalLM: _Family(qk_norms=_QK, gated=True, centred=True, recurrent=("linear_attn", GatedDeltaRule)),
+    Lfm2ForCausalLM: _Family(
+        qk_norms=("q_layernorm", "k_layernorm"),
+        recurrent=("conv", ShortConvolution),
+        norms=("operator_norm", "ffn_norm"),
+        last_norm="embedding_norm",
+        output="out_proj",
+        feed_forward=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    ),
+    GraniteMoeHybridForCausalLM: _Family(
+        recurrent=("mamba", Mamba2), feed_forward=("shared_mlp.input_linear", "shared_mlp.output_linear")
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
-class FusedLinears:
-    """Linear layers with the same input. Packed weights are one matrix, because one large product is faster than several."""
+class FusedAttention:
+    """The parameters of an attention layer."""
 
-    parts: Sequence[FusedLinear]
-    """The layers; only one, if they are one matrix."""
-    sizes: Sequence[int]
-    """The outputs of each layer."""
-
-    @classmethod
-    def of(cls, modules: Sequence[Any], packed: PackedLayers | None) -> FusedLinears:
-        """The parameters of these layers."""
-        sizes = [module.out_features for module in modules]
-        weights, biases = [module.weight for module in modules], [module.bias for module in modules]
-        plain = all(type(module) is torch.nn.Linear for module in modules)
-        if packed is None or not plain or len({bias is None for bias in biases}) > 1 or not is_packed(*weights):
-            return cls([FusedLinear.of(module, packed) for module in modules], sizes)
-        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
-        rows, onednn_weight = fewest_rows(*weights, packed=True), packed.of(*weights)
-        # large weights are left to oneDNN for any number of rows, and need no second copy
-        weight_IO = onednn_weight if rows == 1 else torch.cat([weight.detach().t() for weight in weights], dim=1)
-        return cls([FusedLinear(weight_IO, bias, None, rows, onednn_weight)], sizes)
-
-    def joined(self, values_MD: torch.Tensor) -> torch.Tensor:
-        """The results of all layers, one behind the other in each row."""
-        results = [part(values_MD) for part in self.parts]
-        return results[0] if len(results) == 1 else torch.cat(results, dim=1)
-
-    def __call__(self, values_MD: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The result of each layer."""
-        if len(self.parts) < len(self.sizes):
-            return torch.split_with_sizes(self.parts[0](values_MD), self.sizes, 1)
-        return [part(values_MD) for part in self.parts]
+    qkv: FusedLinears
+    o: FusedLinear
+    qk_norm: torch.Tensor | None
+    """The weights [H + K, D] of the norms of queries and keys, if it has any."""
+    gated: bool
+    """Whether the projection of queries computes the gate of each head after its query."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,10 +387,7 @@ class FusedLayer:
     """The parameters of one layer."""
 
     norm: torch.Tensor
-    qkv: FusedLinears
-    o: FusedLinear
-    qk_norm: torch.Tensor | None
-    """The weights [H + K, D] of the norms of queries and keys, if it has any."""
+    mixer: FusedAttention | Recurrent
     mlp_norm: torch.Tensor
     gate_up: FusedLinears
     down: FusedLinear
@@ -407,55 +403,86 @@ class FusedParameters:
     head: FusedLinear
 
     @classmethod
-    def of(cls, model: PreTrainedModel, packed: PackedLayers | None = None) -> FusedParameters:
-        """Look up the parameters of a model that the fused pass supports, and make the copies."""
-        inner, has_qk_norm = model.model, isinstance(model, Qwen3ForCausalLM)
-        layers = [
-            FusedLayer(
-                norm=layer.input_layernorm.weight,
-                qkv=FusedLinears.of((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj), packed),
-                o=FusedLinear.of(layer.self_attn.o_proj, packed),
-                qk_norm=_qk_norm(layer.self_attn, model.config) if has_qk_norm else None,
-                mlp_norm=layer.post_attention_layernorm.weight,
-                gate_up=FusedLinears.of((layer.mlp.gate_proj, layer.mlp.up_proj), packed),
-                down=FusedLinear.of(layer.mlp.down_proj, packed),
-            )
-            for layer in inner.layers
-        ]
-        return cls(inner.embed_tokens.weight, layers, inner.norm.weight, FusedLinear.of(model.lm_head, packed))
+    def of(cls, model: PreTrainedModel, packed: PackedLayers | None, dtype: torch.dtype) -> FusedParameters:
+        """Look up the parameters of a model that the fused pass supports, and make the copies. `dtype` is that of hidden states
+        between linear layers."""
+        family, inner = FAMILIES[type(model)], model.model
+        layers = [_layer(layer, family, packed, dtype) for layer in inner.layers]
+        norm = _norm(inner.get_submodule(family.last_norm), family)
+        return cls(inner.embed_tokens.weight, layers, norm, FusedLinear.of(model.lm_head, packed))
 
 
-def _qk_norm(attention: Any, config: Any) -> torch.Tensor:
+def _layer(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedLayer:
+    *inputs, output = (layer.get_submodule(name) for name in family.feed_forward)
+    if len(inputs) == 1:
+        gate_up = FusedLinears([FusedLinear.of(inputs[0], packed)], [inputs[0].out_features // 2] * 2)
+    else:
+        gate_up = FusedLinears.of(inputs, packed)
+    norm, mlp_norm = (_norm(layer.get_submodule(name), family) for name in family.norms)
+    return FusedLayer(norm, _mixer(layer, family, packed, dtype), mlp_norm, gate_up, FusedLinear.of(output, packed))
+
+
+def _mixer(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedAttention | Recurrent:
+    children = dict(layer.named_children())
+    if family.recurrent is not None and (module := children.get(family.recurrent[0])) is not None:
+        return family.recurrent[1](module, packed, dtype)
+    attention = children["self_attn"]
+    qkv = FusedLinears.of((attention.q_proj, attention.k_proj, attention.v_proj), packed)
+    output = FusedLinear.of(attention.get_submodule(family.output), packed)
+    return FusedAttention(qkv, output, _qk_norm(attention, family), family.gated)
+
+
+def _norm(module: Any, family: _Family) -> torch.Tensor:
+    """The factor of a norm; in float32 if it is computed, as the model's own."""
+    return 1.0 + module.weight.detach().float() if family.centred else module.weight
+
+
+def _qk_norm(attention: Any, family: _Family) -> torch.Tensor | None:
     """The weights [H + K, D] of the norms of all heads, queries first."""
-    q_norm_HD = attention.q_norm.weight.expand(config.num_attention_heads, -1)
-    k_norm_KD = attention.k_norm.weight.expand(config.num_key_value_heads, -1)
-    return torch.cat((q_norm_HD, k_norm_KD)).detach()
+    if family.qk_norms is None:
+        return None
+    q_norm_D, k_norm_D = (_norm(attention.get_submodule(name), family) for name in family.qk_norms)
+    config = attention.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return torch.cat((q_norm_D.expand(heads, -1), k_norm_D.expand(kv_heads, -1))).detach()
 
 
-class _RMSNorm:
-    """Root mean square norm, in few operations: a decode step of a small model spends most of its time in calls."""
+@dataclass(frozen=True, slots=True)
+class _Scales:
+    """Factors of Granite, 1 in other models."""
 
-    def __init__(self, eps: float, widths: Sequence[int], device: torch.device) -> None:
-        self._eps = eps
-        # for each width D: sqrt(D) and sqrt(D * eps)
-        self._roots = {
-            width: (torch.tensor(width**0.5, device=device), torch.tensor((width * eps) ** 0.5, device=device))
-            for width in widths
-        }
+    embedding: float
+    residual: float
+    logits: float
 
-    def __call__(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if values.dtype != torch.float32:
-            if weight.dim() == 1:
-                return F.rms_norm(values, weight.shape, weight, self._eps)
-            return F.rms_norm(values, values.shape[-1:], None, self._eps) * weight  # a weight for each head
-        # x / sqrt(mean(x^2) + eps) = sqrt(D) * x / sqrt(sum(x^2) + D * eps), and that root is hypot(|x|, sqrt(D * eps)):
-        # half as many operations. The division is one for each row; addcdiv over all values takes twice as long
-        root_width, root_eps = self._roots[values.shape[-1]]
-        root = torch.hypot(torch.linalg.vector_norm(values, dim=-1, keepdim=True), root_eps)
-        return (values * torch.div(root_width, root)).mul_(weight)
+    @classmethod
+    def of(cls, config: Any) -> _Scales:
+        values = (
+            getattr(config, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        )
+        return cls(*map(float, values))
 
 
 # The pass
+
+_Rotary = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What the layers of one pass share."""
+
+    attention: DecodeAttention | PrefillAttention
+    tokens: Tokens | None
+    """The new tokens, for recurrent layers."""
+    index_J: torch.Tensor
+    """Where the keys and values of each token are written."""
+    rotary: _Rotary | None
+    """Cosine and sine of each token."""
+    tensors: Iterator[torch.Tensor]
+    """The keys and values of the next layers."""
+    states: Iterator[torch.Tensor]
+    """The states of the next layers."""
 
 
 class FusedForward:
@@ -467,32 +494,42 @@ class FusedForward:
 
     def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
         config = model.config
-        attention = model.model.layers[0].self_attn
+        attention = next(layer.self_attn for layer in model.model.layers if "self_attn" in dict(layer.named_children()))
         self._copy = Bfloat16Linears(model) if autocast else None
         self._model: PreTrainedModel = model if self._copy is None else self._copy.model
         self._packed = PackedLayers() if self._copy is None and packed_bytes(self._model) else None
-        self._parameters = FusedParameters.of(self._model, self._packed)
+        embedding = model.model.embed_tokens.weight
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
             scale=attention.scaling,
-            dtype=torch.bfloat16 if autocast else self._parameters.embedding.dtype,
-            device=self._parameters.embedding.device,
+            dtype=torch.bfloat16 if autocast else embedding.dtype,
+            device=embedding.device,
         )
-        self._rms_norm = _RMSNorm(config.rms_norm_eps, (attention.head_dim, config.hidden_size), model.device)
+        self._parameters = FusedParameters.of(self._model, self._packed, self._dims.dtype)
+        self._scales = _Scales.of(config)
+        eps: float = config.norm_eps if type(model) is Lfm2ForCausalLM else config.rms_norm_eps
+        self._rms_norm = RMSNorm(eps, (attention.head_dim, config.hidden_size), model.device)
         self._rotary_table = (torch.zeros(0), torch.zeros(0))
         # (rows_B, shape of the cache tensors, flat index of the first token of each row) of the last decode step
         self._decode_index: tuple[np.ndarray, tuple[int, ...], torch.Tensor] | None = None
 
     @property
     def state_shapes(self) -> Sequence[StateShape]:
-        return ()
+        return [
+            shape for mixer in self._mixers if not isinstance(mixer, FusedAttention) for shape in mixer.state_shapes
+        ]
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
         dims = self._dims
-        return [KVShape(2, dims.kv_heads, dims.head_dim)] * len(self._parameters.layers)
+        attending = [mixer for mixer in self._mixers if isinstance(mixer, FusedAttention)]
+        return [KVShape(2, dims.kv_heads, dims.head_dim)] * len(attending)
+
+    @property
+    def _mixers(self) -> Sequence[FusedAttention | Recurrent]:
+        return [layer.mixer for layer in self._parameters.layers]
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -510,7 +547,7 @@ class FusedForward:
             self._copy.refresh(force=changed)
         if changed and self._packed is not None:
             self._packed.clear()
-        self._parameters = FusedParameters.of(self._model, self._packed)
+        self._parameters = FusedParameters.of(self._model, self._packed, self._dims.dtype)
 
     def free_copies(self) -> None:
         if self._copy is None and self._packed is None:
@@ -519,7 +556,7 @@ class FusedForward:
             self._copy.free()
         if self._packed is not None:
             self._packed.clear()
-        self._parameters = FusedParameters.of(self._model)
+        self._parameters = FusedParameters.of(self._model, None, self._dims.dtype)
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
@@ -528,18 +565,21 @@ class FusedForward:
         offset_M = np.arange(len(sequence_M)) - np.repeat(lengths_N.cumsum() - lengths_N, lengths_N)
         positions_M = starts_N[sequence_M] + offset_M
         index_J = self._flat_index(kv, rows_N[sequence_M], positions_M).view(-1)
-        cos_M1D, sin_M1D = self._rotary(kv.capacity, positions_M)
-        attention = PrefillAttention(self._dims, rows_N, starts_N, lengths_N)
-        token_ids_M = self._dims.tensor(np.concatenate(tokens_N).astype(np.int64))
-        hidden_MD = F.embedding(token_ids_M, self._parameters.embedding)
+        now = _Pass(
+            attention=PrefillAttention(self._dims, rows_N, starts_N, lengths_N),
+            tokens=ManyTokens(rows_N, lengths_N, self._dims.device) if kv.states else None,
+            index_J=index_J,
+            rotary=self._rotary(kv.capacity, positions_M),
+            tensors=iter(kv.tensors),
+            states=iter(kv.states),
+        )
+        hidden_MD = self._embedded(np.concatenate(tokens_N))
         last = self._parameters.layers[-1]
-        for layer, tensor in zip(self._parameters.layers, kv.tensors, strict=True):
-            normed_MD = self._normed(hidden_MD, layer.norm)
-            q_MHD, k_MKD, v_MKD = self._project(layer, normed_MD, cos_M1D, sin_M1D)
-            self._write(tensor, index_J, k_MKD, v_MKD)
-            if layer is last:  # only keys and values of the prompt are needed
+        for layer in self._parameters.layers:
+            mixed_MD = self._mix(layer.mixer, self._normed(hidden_MD, layer.norm), now, only_cache=layer is last)
+            if layer is last:
                 break
-            hidden_MD = self._feed_forward(layer, hidden_MD + layer.o(attention(tensor, q_MHD)))
+            hidden_MD = self._feed_forward(layer, torch.add(hidden_MD, mixed_MD, alpha=self._scales.residual))
 
     def decode(
         self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
@@ -548,32 +588,63 @@ class FusedForward:
         cached, shape = self._decode_index, tuple(kv.tensors[0].shape)
         if cached is None or cached[0] is not rows_B or cached[1] != shape:
             cached = self._decode_index = (rows_B, shape, self._flat_index(kv, rows_B, np.zeros_like(rows_B)))
-        index_J = (cached[2] + self._dims.tensor(positions_B).unsqueeze(1)).view(-1)
-        attention = DecodeAttention(self._dims, rows_B, positions_B, shared)
-        cos_B1D, sin_B1D = self._rotary(kv.capacity, positions_B)
-        hidden_BD = self._parameters.embedding.index_select(0, self._dims.tensor(tokens_B))
-        for layer, tensor in zip(self._parameters.layers, kv.tensors, strict=True):
-            q_BHD, k_BKD, v_BKD = self._project(layer, self._normed(hidden_BD, layer.norm), cos_B1D, sin_B1D)
-            self._write(tensor, index_J, k_BKD, v_BKD)
-            hidden_BD = self._feed_forward(layer, hidden_BD + layer.o(attention(tensor, q_BHD)))
+        now = _Pass(
+            attention=DecodeAttention(self._dims, rows_B, positions_B, shared),
+            tokens=OneToken(rows_B, self._dims.device) if kv.states else None,
+            index_J=(cached[2] + self._dims.tensor(positions_B).unsqueeze(1)).view(-1),
+            rotary=self._rotary(kv.capacity, positions_B),
+            tensors=iter(kv.tensors),
+            states=iter(kv.states),
+        )
+        hidden_BD = self._embedded(tokens_B)
+        for layer in self._parameters.layers:
+            mixed_BD = self._mix(layer.mixer, self._normed(hidden_BD, layer.norm), now)
+            hidden_BD = self._feed_forward(layer, torch.add(hidden_BD, mixed_BD, alpha=self._scales.residual))
         head = self._parameters.head
-        return head(self._rms_norm(hidden_BD, self._parameters.norm).to(head.weight_IO.dtype)).float()
+        normed_BD = self._rms_norm(hidden_BD, self._parameters.norm)
+        logits_BV = head(normed_BD.to(head.weight_IO.dtype)).float()
+        return logits_BV if self._scales.logits == 1.0 else logits_BV.div_(self._scales.logits)
+
+    def _embedded(self, token_ids_M: np.ndarray) -> torch.Tensor:
+        ids_M = self._dims.tensor(token_ids_M.astype(np.int64))
+        hidden_MD = self._parameters.embedding.index_select(0, ids_M)
+        return hidden_MD if self._scales.embedding == 1.0 else hidden_MD.mul_(self._scales.embedding)
+
+    def _mix(
+        self, mixer: FusedAttention | Recurrent, normed_MD: torch.Tensor, now: _Pass, *, only_cache: bool = False
+    ) -> torch.Tensor:
+        """What attention or a recurrent layer adds to the hidden states [M, D]. `only_cache`: only what it keeps is needed."""
+        if not isinstance(mixer, FusedAttention):
+            assert now.tokens is not None
+            return mixer(normed_MD, [next(now.states) for _ in mixer.state_shapes], now.tokens)
+        tensor = next(now.tensors)
+        q_MHD, gate_MHD, k_MKD, v_MKD = self._project(mixer, normed_MD, now.rotary)
+        self._write(tensor, now.index_J, k_MKD, v_MKD)
+        if only_cache:
+            return normed_MD
+        output_MD = now.attention(tensor, q_MHD)
+        return mixer.o(output_MD if gate_MHD is None else output_MD * gate_MHD.sigmoid().flatten(1))
 
     def _project(
-        self, layer: FusedLayer, normed_MD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [M, H, D], keys and values [M, K, D]. Queries and keys are rotated; the scale is not applied.
+        self, layer: FusedAttention, normed_MD: torch.Tensor, rotary: _Rotary | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Queries [M, H, D], their gates, keys and values [M, K, D]. Queries and keys are rotated; the scale is not applied.
 
         With autocast, queries and keys are normalized and rotated in float32, as in the model's own forward.
         """
-        dims = self._dims
+        dims, gate_MHD = self._dims, None
         num_rotated = dims.heads + dims.kv_heads
         qkv_MZD = layer.qkv.joined(normed_MD).view(normed_MD.size(0), -1, dims.head_dim)
+        if layer.gated:
+            queries_MHD, gate_MHD = qkv_MZD[:, : 2 * dims.heads].unflatten(1, (-1, 2)).unbind(2)
+            qkv_MZD = torch.cat((queries_MHD, qkv_MZD[:, 2 * dims.heads :]), dim=1)
         qk_MYD, v_MKD = qkv_MZD[:, :num_rotated], qkv_MZD[:, num_rotated:]
         if layer.qk_norm is not None:
             qk_MYD = self._rms_norm(qk_MYD.to(layer.qk_norm.dtype), layer.qk_norm)
-        qk_MYD = _rotate(qk_MYD, cos_M1D, sin_M1D).to(dims.dtype)
-        return qk_MYD[:, : dims.heads], qk_MYD[:, dims.heads :], v_MKD
+        if rotary is not None:
+            qk_MYD = _rotate(qk_MYD, *rotary)
+        qk_MYD = qk_MYD.to(dims.dtype)
+        return qk_MYD[:, : dims.heads], gate_MHD, qk_MYD[:, dims.heads :], v_MKD
 
     def _normed(self, hidden_MD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The normalized hidden states, in the dtype of the linear layers."""
@@ -582,7 +653,8 @@ class FusedForward:
     def _feed_forward(self, layer: FusedLayer, hidden_MD: torch.Tensor) -> torch.Tensor:
         normed_MD = self._normed(hidden_MD, layer.mlp_norm)
         gate_MF, up_MF = layer.gate_up(normed_MD)
-        return hidden_MD + layer.down(F.silu(gate_MF).mul_(up_MF))
+        output_MD = layer.down(F.silu(gate_MF).mul_(up_MF))
+        return torch.add(hidden_MD, output_MD, alpha=self._scales.residual)
 
     def _write(self, tensor: torch.Tensor, index_J: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor) -> None:
         """Write keys and values to the cache tensor of a layer, seen as flat vectors [.., D]."""
@@ -594,28 +666,48 @@ class FusedForward:
         part_J = np.repeat(np.arange(2) * kv.num_rows * heads, heads) + np.tile(np.arange(heads), 2)
         return self._dims.tensor((rows_M[:, None] * heads + part_J) * capacity + positions_M[:, None])
 
-    def _rotary(self, capacity: int, positions_M: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [M, 1, D] of the model's own rotary embedding at these positions."""
+    def _rotary(self, capacity: int, positions_M: np.ndarray) -> _Rotary | None:
+        """Cosine and sine [M, 1, D] of the model's own rotary embedding at these positions; None if it has none."""
+        embed = self._model.model.rotary_emb
+        if embed is None:
+            return None
         if len(self._rotary_table[0]) < capacity:
             embedding = self._parameters.embedding
             all_positions = torch.arange(capacity, device=embedding.device).unsqueeze(0)
-            cos_1CD, sin_1CD = self._model.model.rotary_emb(embedding[:1], all_positions)
+            cos_1CD, sin_1CD = embed(embedding[:1], all_positions)
             # rotate_half is [-x2, x1]: with the minus sign in the sine, a roll of x is enough (`_rotate`)
-            sin_1CD[..., : self._dims.head_dim // 2].neg_()
+            sin_1CD[..., : sin_1CD.shape[-1] // 2].neg_()
             self._rotary_table = cos_1CD[0].unsqueeze(1), sin_1CD[0].unsqueeze(1)
         positions = self._dims.tensor(positions_M)
         return self._rotary_table[0].index_select(0, positions), self._rotary_table[1].index_select(0, positions)
 
 
 def _rotate(values_MHD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor) -> torch.Tensor:
-    return torch.addcmul(values_MHD * cos_M1D, values_MHD.roll(values_MHD.shape[-1] // 2, -1), sin_M1D)
+    """The values, of which the first numbers of a head are rotated: as many as there are cosines."""
+    rotated = cos_M1D.shape[-1]
+    if rotated < values_MHD.shape[-1]:
+        first_MHD = _rotate(values_MHD[..., :rotated], cos_M1D, sin_M1D)
+        return torch.cat((first_MHD, values_MHD[..., rotated:]), dim=-1)
+    return torch.addcmul(values_MHD * cos_M1D, values_MHD.roll(rotated // 2, -1), sin_M1D)
 
 
 # Support: which models the pass can run
 
-FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on the length of the sequence."""
+_LINEARS = (
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_b",
+    "in_proj_a",
+    "w1",
+    "w2",
+    "w3",
+    "input_linear",
+    "output_linear",
+    "lm_head",
+)
+"""Linear layers whose names do not end with `_proj`."""
 
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
@@ -623,17 +715,31 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     if type(model) not in FAMILIES:
         return f"{type(model).__name__} is none of {', '.join(family.__name__ for family in FAMILIES)}"
     config = model.config
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, not silu"
+    if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
+        return f"its activation is {activation}, not silu"
     if type(model) is MistralForCausalLM and config.sliding_window is not None:
         return f"it has a sliding window of {config.sliding_window} tokens"
-    if type(model) in (Qwen2ForCausalLM, Qwen3ForCausalLM) and set(config.layer_types) != {"full_attention"}:
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if "sliding_attention" in kinds:
         return "some of its layers have a sliding window"
-    if config.rope_parameters["rope_type"] not in STATIC_ROPE:
+    if type(model) is GraniteMoeHybridForCausalLM and config.num_local_experts:
+        return "it has experts"
+    if kinds and "full_attention" not in kinds:
+        return "none of its layers attends to all tokens"
+    if model.model.rotary_emb is not None and config.rope_parameters["rope_type"] not in STATIC_ROPE:
         return f"its rotary embedding of type {config.rope_parameters['rope_type']} depends on the length"
-    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
-    if any(type(module) is not nn.Linear and linear_adapter(module) is None for module in [*linears, model.lm_head]):
-        return "its projections are neither plain linear layers nor such layers with a LoRA adapter (DoRA, quantised weights)"
+    return _unsupported_layer(model)
+
+
+def _unsupported_layer(model: PreTrainedModel) -> str | None:
+    """Which layer is something else than the plain one, or than a linear layer with an adapter."""
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        linear = kind.endswith("_proj") or kind in _LINEARS
+        if linear and type(module) is not nn.Linear and linear_adapter(module) is None:
+            return "its projections are neither plain linear layers nor such layers with a LoRA adapter (DoRA, quantised weights)"
+        if kind in ("conv1d", "conv") and type(module) is not nn.Conv1d and type(module).__name__ != "Lfm2ShortConv":
+            return "a convolution has an adapter"
     if type(model.model.embed_tokens) is not nn.Embedding:
         return "its embedding is not a plain embedding layer (an adapter)"
     return None

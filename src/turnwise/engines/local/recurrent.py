@@ -1,0 +1,315 @@
+"""The recurrent layers of the fused pass: short convolutions, the gated delta rule, and Mamba 2.
+
+Each reads the parameters of transformers' module and computes the same, over the states of `KVCache`. A decode step updates the
+states of its rows where they lie. A prefill computes sequences of different lengths together: linear layers run on the tokens
+of all sequences, one after the other, convolutions take for each token the columns before it, and a scan gets padded sequences
+whose padding changes no state, because there its decay is 1 and its update 0. The scans themselves are transformers' functions,
+which use kernels where these are installed.
+
+Knows states and layers. Does not know attention, requests, or which sequence lies in which row.
+
+Axes: N sequences, T tokens of the longest of them, M tokens of all sequences (in a decode step, one for each row), K taps of a
+convolution, C its channels, H heads, Q heads of queries and keys, D and P numbers of a head, S numbers of a state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_chunk_scan
+from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
+
+from turnwise.engines.local.cache import StateShape
+from turnwise.engines.local.linears import FusedLinear, FusedLinears, RMSNorm
+from turnwise.models.cpu import PackedLayers
+
+_CHUNK, _SHORTEST_CHUNK = 64, 16
+"""Tokens of a chunk of a scan: it pads sequences to whole chunks, and computes all pairs of tokens in a chunk."""
+
+
+# The tokens of a pass
+
+
+class StateRows:
+    """The rows of a pass, in whose states it reads and writes."""
+
+    def __init__(self, rows_N: np.ndarray, device: torch.device) -> None:
+        first = int(rows_N[0])
+        contiguous = np.array_equal(rows_N, np.arange(first, first + len(rows_N)))
+        self._slice = slice(first, first + len(rows_N)) if contiguous else None
+        self._rows = torch.from_numpy(rows_N).to(device)
+
+    def read(self, states: torch.Tensor) -> torch.Tensor:
+        """The current states [N, ...] of the rows: the cache's own memory, if the rows are contiguous."""
+        return states[0].index_select(0, self._rows) if self._slice is None else states[0, self._slice]
+
+    def write(self, states: torch.Tensor, values: torch.Tensor) -> None:
+        """Store the states of the rows; nothing is copied if `values` were changed in the cache's own memory."""
+        if self._slice is None:
+            states[0].index_copy_(0, self._rows, values.to(states.dtype))
+        elif values.data_ptr() != states[0, self._slice].data_ptr():
+            states[0, self._slice] = values
+
+
+class OneToken(StateRows):
+    """One token of each row: M = N."""
+
+    def convolve(self, new_MC: torch.Tensor, states: torch.Tensor, weight_KC: torch.Tensor) -> torch.Tensor:
+        """The convolution at the new tokens, in float32. The window in `states` moves on by them."""
+        columns_MKC = torch.cat((self.read(states)[:, 1:], new_MC.unsqueeze(1)), dim=1)
+        self.write(states, columns_MKC)
+        return (columns_MKC * weight_KC).sum(dim=1)
+
+
+class ManyTokens(StateRows):
+    """New tokens of sequences of different lengths."""
+
+    def __init__(self, rows_N: np.ndarray, lengths_N: np.ndarray, device: torch.device) -> None:
+        super().__init__(rows_N, device)
+        self.longest = int(lengths_N.max())
+        self._lengths_N, self._device = lengths_N, device
+        self._starts_N = lengths_N.cumsum() - lengths_N
+        self._sequence_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
+        self._offset_M = np.arange(len(self._sequence_M)) - self._starts_N[self._sequence_M]
+        self._even = bool((lengths_N == self.longest).all())
+        self._place_M = torch.from_numpy(self._sequence_M * self.longest + self._offset_M).to(device)
+        self._taps: dict[int, tuple[Sequence[torch.Tensor], torch.Tensor]] = {}
+
+    def convolve(self, new_MC: torch.Tensor, states: torch.Tensor, weight_KC: torch.Tensor) -> torch.Tensor:
+        """The convolution at the new tokens, in float32. The window in `states` has the last tokens afterwards."""
+        taps = len(weight_KC)
+        if taps not in self._taps:
+            self._taps[taps] = self._indices(taps)
+        before, window = self._taps[taps]
+        window_NKC = self.read(states)
+        columns_XC = torch.cat((window_NKC.flatten(0, 1), new_MC))
+        result_MC = new_MC * weight_KC[-1]
+        for index_M, weight_C in zip(before, weight_KC, strict=False):
+            result_MC.addcmul_(columns_XC.index_select(0, index_M).to(weight_C.dtype), weight_C)
+        self.write(states, columns_XC.index_select(0, window).view_as(window_NKC))
+        return result_MC
+
+    def _indices(self, taps: int) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        """Where the columns before each token, and those of the next windows, are among the windows [N * K] and the tokens."""
+
+        def index(sequence: np.ndarray, time: np.ndarray) -> torch.Tensor:
+            in_window = sequence * taps + taps + time
+            new = len(self._lengths_N) * taps + self._starts_N[sequence] + time
+            return torch.from_numpy(np.where(time < 0, in_window, new)).to(self._device)
+
+        before = [index(self._sequence_M, self._offset_M - back) for back in range(taps - 1, 0, -1)]
+        ends_NK = self._lengths_N[:, None] + np.arange(-taps, 0)
+        sequence_NK = np.arange(len(self._lengths_N))[:, None].repeat(taps, axis=1)
+        return before, index(sequence_NK.reshape(-1), ends_NK.reshape(-1))
+
+    def padded(self, values_MX: torch.Tensor) -> torch.Tensor:
+        """The values as [N, T, X], with zeros after the end of a sequence."""
+        shape = len(self._lengths_N), self.longest, values_MX.shape[-1]
+        if self._even:
+            return values_MX.reshape(shape)
+        zeros = values_MX.new_zeros(shape[0] * shape[1], shape[2])
+        return zeros.index_copy_(0, self._place_M, values_MX).view(shape)
+
+    def flat(self, values_NTX: torch.Tensor) -> torch.Tensor:
+        """The values as [M, X], without padding."""
+        values = values_NTX.flatten(0, 1)
+        return values if self._even else values.index_select(0, self._place_M)
+
+    def chunk(self, longest: int) -> int:
+        """Tokens of a chunk, at most `longest`, so that short sequences are padded little."""
+        return min(longest, -(-self.longest // _SHORTEST_CHUNK) * _SHORTEST_CHUNK)
+
+
+Tokens = OneToken | ManyTokens
+
+
+class Recurrent(Protocol):
+    """A layer that keeps states."""
+
+    state_shapes: Sequence[StateShape]
+
+    def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
+        """The result [M, D] for the new tokens. The states of their rows move on by them."""
+        ...
+
+
+def _taps(convolution: nn.Conv1d) -> torch.Tensor:
+    """The weight [K, C] of a convolution of single channels, the oldest column first. A copy in float32."""
+    return convolution.weight.detach().squeeze(1).t().float().contiguous()
+
+
+# The layers
+
+
+class ShortConvolution:
+    """The gated short convolution of LFM2 (Liquid AI, 2025)."""
+
+    def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
+        self._in, self._out = FusedLinear.of(module.in_proj, packed), FusedLinear.of(module.out_proj, packed)
+        self._weight_KC, self._bias = _taps(module.conv), module.conv.bias
+        self.state_shapes = [StateShape(tuple(self._weight_KC.shape), dtype)]
+
+    def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
+        before_MC, after_MC, values_MC = self._in(normed_MD).chunk(3, dim=1)
+        result_MC = tokens.convolve(before_MC * values_MC, states[0], self._weight_KC)
+        if self._bias is not None:
+            result_MC += self._bias
+        return self._out(result_MC.to(after_MC.dtype) * after_MC)
+
+
+class GatedDeltaRule:
+    """Linear attention with the gated delta rule (Yang et al., 2024), as in Qwen3.5."""
+
+    def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
+        projections = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+        self._in, self._out = FusedLinears.of(projections, packed), FusedLinear.of(module.out_proj, packed)
+        self._module, self._weight_KC = module, _taps(module.conv1d)
+        self._heads, self._sizes = (module.num_k_heads, module.num_v_heads), (module.head_k_dim, module.head_v_dim)
+        self._rate_H = -module.A_log.detach().float().exp()
+        self._norm = RMSNorm(module.norm.variance_epsilon, [module.head_v_dim], self._rate_H.device)
+        # of the 1e-6 that are added to the squares of queries and keys
+        self._root = torch.full((), 1e-3, device=self._rate_H.device)
+        state = StateShape((module.num_v_heads, *self._sizes), torch.float32)
+        self.state_shapes = [StateShape(tuple(self._weight_KC.shape), dtype), state]
+
+    def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
+        mixed_MC, gate_MX, beta_MH, decay_MH = self._in(normed_MD)
+        mixed_MC = F.silu(tokens.convolve(mixed_MC, states[0], self._weight_KC))
+        beta_MH = beta_MH.float().sigmoid()
+        decay_MH = F.softplus(decay_MH.float() + self._module.dt_bias).mul_(self._rate_H)
+        rule = self._step if isinstance(tokens, OneToken) else self._scan
+        result_MHP = rule(mixed_MC, beta_MH, decay_MH, states[1], tokens)
+        normed_MHP = self._norm(result_MHP, self._module.norm.weight)
+        normed_MHP.mul_(F.silu(gate_MX.float()).view_as(normed_MHP))
+        return self._out(normed_MHP.flatten(1).to(gate_MX.dtype))
+
+    def _step(
+        self, mixed_MC: torch.Tensor, beta_MH: torch.Tensor, decay_MH: torch.Tensor, states: torch.Tensor, tokens: Any
+    ) -> torch.Tensor:
+        (key_heads, heads), (key_size, size) = self._heads, self._sizes
+        width = 2 * key_heads * key_size
+        qk_MQD = mixed_MC[:, :width].view(-1, 2 * key_heads, key_size)
+        # x / sqrt(sum(x^2) + 1e-6), and that root is hypot(|x|, 1e-3)
+        qk_MQD = qk_MQD / torch.linalg.vector_norm(qk_MQD, dim=-1, keepdim=True).hypot_(self._root)
+        if heads > key_heads:  # each head of keys serves several heads of values
+            qk_MQD = qk_MQD.repeat_interleave(heads // key_heads, dim=1)
+        query_E1D, key_E1D = (part.reshape(-1, 1, key_size) for part in qk_MQD.split(heads, dim=1))
+        value_E1P = mixed_MC[:, width:].reshape(-1, 1, size)
+        state_MHDP = tokens.read(states)
+        state_EDP = state_MHDP.flatten(0, 1)  # E: rows and heads; a view, as what is read is contiguous
+        state_EDP.mul_(decay_MH.exp_().view(-1, 1, 1))
+        delta_E1P = (value_E1P - torch.bmm(key_E1D, state_EDP)).mul_(beta_MH.view(-1, 1, 1))
+        state_EDP.baddbmm_(key_E1D.transpose(1, 2), delta_E1P)
+        tokens.write(states, state_MHDP)
+        result_E1P = torch.bmm(query_E1D, state_EDP).mul_(key_size**-0.5)
+        return result_E1P.view(-1, heads, size)
+
+    def _scan(
+        self, mixed_MC: torch.Tensor, beta_MH: torch.Tensor, decay_MH: torch.Tensor, states: torch.Tensor, tokens: Any
+    ) -> torch.Tensor:
+        (key_heads, heads), (key_size, size) = self._heads, self._sizes
+        width = key_heads * key_size
+        parts = mixed_MC[:, :width], mixed_MC[:, width : 2 * width], mixed_MC[:, 2 * width :]
+        query, key, value = (
+            tokens.padded(part).unflatten(-1, (-1, each))
+            for part, each in zip(parts, (key_size, key_size, size), strict=True)
+        )
+        if (repeats := heads // key_heads) > 1:
+            query, key = (values.repeat_interleave(repeats, dim=2) for values in (query, key))
+        # padding: a decay of exp(0) = 1, and an update with a factor beta of 0
+        result_NTHP, state = torch_chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g=tokens.padded(decay_MH),
+            beta=tokens.padded(beta_MH),
+            chunk_size=tokens.chunk(_CHUNK),
+            initial_state=tokens.read(states),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        tokens.write(states, state)
+        return tokens.flat(result_NTHP.flatten(2)).view(-1, heads, size)
+
+
+class Mamba2:
+    """Mamba 2 (Dao and Gu, 2024), as in Granite 4 hybrid."""
+
+    def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
+        self._in, self._out = FusedLinear.of(module.in_proj, packed), FusedLinear.of(module.out_proj, packed)
+        self._module, self._weight_KC = module, _taps(module.conv1d)
+        self._widths = [module.intermediate_size, self._weight_KC.shape[1], module.num_heads]
+        self._rate_H = -module.A_log.detach().float().exp()
+        self._norm = RMSNorm(module.norm.variance_epsilon, [module.intermediate_size], self._rate_H.device)
+        state = StateShape((module.num_heads, module.head_dim, module.ssm_state_size), torch.float32)
+        self.state_shapes = [StateShape(tuple(self._weight_KC.shape), dtype), state]
+
+    def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
+        module = self._module
+        gate_MX, mixed_MC, step_MH = self._in(normed_MD).split(self._widths, dim=1)
+        mixed_MC = tokens.convolve(mixed_MC, states[0], self._weight_KC)
+        mixed_MC = F.silu(mixed_MC if module.conv1d.bias is None else mixed_MC + module.conv1d.bias)
+        step_MH = F.softplus(step_MH.float() + module.dt_bias).clamp_(*module.time_step_limit)
+        state_width = module.n_groups * module.ssm_state_size
+        values_MX, in_MX, out_MX = mixed_MC.split([self._widths[0], state_width, state_width], dim=1)
+        rule = self._step if isinstance(tokens, OneToken) else self._scan
+        result_MX = rule(values_MX, step_MH, in_MX, out_MX, states[1], tokens)
+        normed_MX = self._norm(result_MX * F.silu(gate_MX.float()), module.norm.weight)
+        return self._out(normed_MX.to(gate_MX.dtype))
+
+    def _step(
+        self,
+        values_MX: torch.Tensor,
+        step_MH: torch.Tensor,
+        in_MX: torch.Tensor,
+        out_MX: torch.Tensor,
+        states: torch.Tensor,
+        tokens: Any,
+    ) -> torch.Tensor:
+        values_MHP = values_MX.reshape(-1, self._module.num_heads, self._module.head_dim)
+        in_E1S, out_E1S = (self._of_heads(part) for part in (in_MX, out_MX))
+        state_MHPS = tokens.read(states)
+        state_EPS = state_MHPS.flatten(0, 1)  # E: rows and heads
+        update_EP1 = (values_MHP * step_MH.unsqueeze(-1)).view(-1, self._module.head_dim, 1)
+        state_EPS.mul_((step_MH * self._rate_H).exp_().view(-1, 1, 1)).baddbmm_(update_EP1, in_E1S)
+        tokens.write(states, state_MHPS)
+        result_MHP = torch.bmm(state_EPS, out_E1S.transpose(1, 2)).view_as(values_MHP)
+        return result_MHP.addcmul_(values_MHP, self._module.D.unsqueeze(-1)).flatten(1)
+
+    def _of_heads(self, values_MX: torch.Tensor) -> torch.Tensor:
+        """[M * H, 1, S]: each group serves several heads."""
+        module = self._module
+        values_MG1S = values_MX.reshape(-1, module.n_groups, 1, module.ssm_state_size)
+        repeats = module.num_heads // module.n_groups
+        return values_MG1S.expand(-1, -1, repeats, -1).reshape(-1, 1, module.ssm_state_size)
+
+    def _scan(
+        self,
+        values_MX: torch.Tensor,
+        step_MH: torch.Tensor,
+        in_MX: torch.Tensor,
+        out_MX: torch.Tensor,
+        states: torch.Tensor,
+        tokens: Any,
+    ) -> torch.Tensor:
+        module = self._module
+        values_NTHP = tokens.padded(values_MX).unflatten(-1, (module.num_heads, module.head_dim))
+        groups = (module.n_groups, module.ssm_state_size)
+        result_NTHP, state = mamba2_chunk_scan(
+            values_NTHP,
+            tokens.padded(step_MH),  # padding: a step of 0, so a decay of exp(0) = 1 and an update of 0
+            self._rate_H,
+            tokens.padded(in_MX).unflatten(-1, groups),
+            tokens.padded(out_MX).unflatten(-1, groups),
+            chunk_size=tokens.chunk(module.chunk_size),
+            D=module.D,
+            initial_states=tokens.read(states),
+            return_final_states=True,
+        )
+        tokens.write(states, state)
+        return tokens.flat(result_NTHP.flatten(2))
