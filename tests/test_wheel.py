@@ -142,7 +142,7 @@ LIBRARIES = {
     "lora": "peft", "math": "math-verify", "mcp": "mcp", "mlflow": "mlflow-skinny", "pandas": "pandas",
     "search": "starlette", "serve": "starlette", "swanlab": "swanlab", "tensorboard": "tensorboard", "trackio": "trackio",
     "view": "starlette", "vision": "pillow", "wandb": "wandb", "weave": "weave", "otlp": "opentelemetry-sdk",
-    "vllm": "vllm", "sglang": "sglang", "ray": "ray",
+    "vllm": "vllm", "sglang": "sglang", "ray": "ray", "sweep": "optuna",
 }  # fmt: skip
 """The library that each extra is named for."""
 

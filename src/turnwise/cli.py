@@ -28,6 +28,7 @@ _COMMANDS = {
     "init": ("commands.train", "write a starter project: a recipe, an environment, rows"),
     "train": ("commands.train", "train a model by reinforcement learning"),
     "sft": ("commands.train", "fine-tune a model on given conversations"),
+    "sweep": ("commands.sweep", "train a recipe with several values of options, and compare the runs"),
     "eval": ("commands.evaluate", "evaluate models on held-out rows"),
     "rollout": ("commands.evaluate", "run and score conversations without training"),
     "replay": ("commands.evaluate", "run environment and rewards again on recorded conversations"),
@@ -56,6 +57,13 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "sft": (("turnwise sft recipes/sft.yaml", "fine-tune on given conversations (docs/sft.md)"),),
+    "sweep": (
+        ("turnwise sweep recipes/calculator.yaml train.lr=1e-4,3e-4 seed=0,1", "train four runs, and compare them"),
+        (
+            "turnwise sweep recipes/calculator.yaml train.lr=1e-5..1e-3 --trials 10",
+            "let optuna choose ten learning rates",
+        ),
+    ),
     "eval": (
         (
             "turnwise eval recipes/calculator.yaml --model demo/model --model runs/demo",

@@ -20,6 +20,7 @@ from support.page_examples import ROOT, VARIABLES, Block, all_blocks, commands, 
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import _parse, main
+from turnwise.commands.sweep import divided
 from turnwise.config.recipe import checked, load
 from turnwise.doctor.template import preflight
 from turnwise.environments.mcp import McpServers
@@ -187,8 +188,9 @@ def test_a_command_has_known_options_and_a_valid_recipe(
 
 
 def config_of(options: Any) -> Config:
-    """The recipe of a command."""
-    return load(options.recipe, getattr(options, "overrides", None) or [])[0]
+    """The recipe of a command; of a sweep, without the options that have several values."""
+    overrides = getattr(options, "overrides", None) or []
+    return load(options.recipe, divided(overrides)[1] if "trials" in options else overrides)[0]
 
 
 @pytest.mark.parametrize("block", of("sh"))

@@ -1,0 +1,299 @@
+"""`turnwise sweep`: runs of one recipe with several values of options, and their comparison.
+
+The runs are trained one after the other, each in a process of its own (`turnwise train` or `sft`), so a run that fails, or is out
+of memory, ends no other. What a sweep consists of is in `sweep.json` of its directory: started again, it skips the runs that are
+finished and resumes the others. With `--trials`, optuna chooses the values; there is no sampler here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from turnwise.commands.command import Context, add_recipe, count, print_lines
+from turnwise.errors import ConfigError, RunError
+
+# arguments
+
+_LOG_SCALE = 10
+"""A range is sampled on a logarithmic scale if its ends differ by at least this factor, as of learning rates."""
+_RANGE = re.compile(r"(?P<low>[^.\s][^\s]*?)\.\.(?P<high>[^\s]+)")
+
+
+def register_sweep(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Train a recipe with each combination of several values, one run after the other, and compare the runs. Values are "
+        "separated by commas: train.lr=1e-6,3e-6 seed=0,1. Started again, a sweep skips finished runs and resumes the others."
+    )
+    add_recipe(parser)
+    parser.add_argument("--sft", action="store_true", help="fine-tune (turnwise sft) instead of turnwise train")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="the directory of the runs; default: the recipe's output with -sweep"
+    )
+    parser.add_argument(
+        "--metric", metavar="NAME",
+        help="the metric to sort the comparison by, and to improve with --trials; default: eval/reward/mean or reward/mean",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trials", type=count, metavar="N",
+        help="let optuna choose N combinations; a value may then be a range: train.lr=1e-6..1e-4",
+    )  # fmt: skip
+    parser.set_defaults(command=_run_sweep, long=True)
+
+
+def _run_sweep(options: argparse.Namespace, context: Context) -> int:
+    from turnwise.config.recipe import load
+
+    varied, fixed = divided(options.overrides)
+    if not varied:
+        raise ConfigError("no option has several values: separate them by commas, such as train.lr=1e-6,3e-6,1e-5")
+    base, _ = load(options.recipe, fixed)
+    directory: Path = options.out or Path(f"{base.output.rstrip('/')}-sweep")
+    sweep = Sweep(directory, options.recipe, fixed, command="sft" if options.sft else "train")
+    if options.trials is None:
+        runs = combinations(varied)
+        for words in runs.values():
+            sweep.check(words)
+        sweep.open()
+        for number, (name, words) in enumerate(runs.items(), 1):
+            sweep.run(name, words, context, title=f"run {number} of {len(runs)}")
+    else:
+        sweep.open()
+        _optimize(sweep, varied, options, context)
+    return sweep.compare(context, options.metric)
+
+
+# values
+
+
+def divided(overrides: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The options with several values or a range, and the other overrides.
+
+    Example: `["a=1,2", "b=[1,2]", "c=x"]` gives `{"a": ["1", "2"]}` and `["b=[1,2]", "c=x"]`.
+    """
+    varied: dict[str, list[str]] = {}
+    fixed: list[str] = []
+    for word in overrides:
+        key, equals, text = word.partition("=")
+        values = split_values(text)
+        if equals and key in ("output", "resume", "replace"):
+            raise ConfigError(f"{word}: the sweep sets {key} of each run; choose its directory with --out DIR")
+        if equals and (len(values) > 1 or _RANGE.fullmatch(text)):
+            varied[key] = values
+        else:
+            fixed.append(word)
+    return varied, fixed
+
+
+def split_values(text: str) -> list[str]:
+    """The parts between commas that are outside of brackets and quotes. Example: `[1,2],[3]` are `[1,2]` and `[3]`."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        depth += (not quote) * ((character in "[{(") - (character in ")}]"))
+        if character == "," and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]
+
+
+def combinations(varied: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """The overrides of each run by its name: all combinations of the values. Raises ConfigError for a range."""
+    for key, values in varied.items():
+        if len(values) == 1:
+            raise ConfigError(
+                f"{key}={values[0]} is a range: give values with commas, or let optuna choose: --trials 20"
+            )
+    every = (
+        [f"{key}={value}" for key, value in zip(varied, values, strict=True)]
+        for values in itertools.product(*varied.values())
+    )
+    return {run_name(words): words for words in every}
+
+
+def run_name(words: Sequence[str]) -> str:
+    """The name of a run's directory: `lr=1e-6,seed=0`. Names that are long, or would lose characters, end with a checksum."""
+    text = ",".join(word.partition("=")[0].rpartition(".")[2] + "=" + word.partition("=")[2] for word in words)
+    name = re.sub(r"[^\w.,=+-]", "-", text)[:100]
+    return name if name == text else f"{name}-{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}"
+
+
+# runs
+
+
+class Sweep:
+    """The runs of a sweep in their directory. Raises RunError if the directory holds another sweep or other files."""
+
+    def __init__(self, directory: Path, recipe: str, fixed: Sequence[str], *, command: str) -> None:
+        self.directory = directory
+        self._recipe, self._fixed, self._command = recipe, list(fixed), command
+        text = Path(recipe).read_bytes()
+        self._about = {"command": command, "recipe": hashlib.sha256(text).hexdigest(), "options": self._fixed}
+        self._failed: list[str] = []
+        self.runs: dict[str, list[str]] = {}
+        """The overrides of each run by its name, in the order in which they were started."""
+
+    def open(self) -> None:
+        """Make the directory, or read what it holds of this sweep. Raises RunError if it holds something else."""
+        file = self.directory / "sweep.json"
+        if file.is_file():
+            about = json.loads(file.read_text())
+            if {key: about.get(key) for key in self._about} != self._about:
+                raise RunError(
+                    f"{self.directory} contains a sweep of another recipe or with other fixed options ({about.get('options')}): "
+                    f"choose another directory with --out DIR"
+                )
+            self.runs = about["runs"]
+        elif self.directory.is_dir() and any(self.directory.iterdir()):
+            raise RunError(f"{self.directory} contains other files: choose another directory with --out DIR")
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def check(self, words: Sequence[str]) -> None:
+        """Refuse a combination that cannot be trained, before any run begins. Raises ConfigError."""
+        from turnwise.commands.command import refuse_missing_files
+        from turnwise.config.recipe import load
+        from turnwise.config.sft_checks import refuse_sft_without_effect
+        from turnwise.config.train_checks import refuse_without_effect
+
+        config, _ = load(self._recipe, [*self._fixed, *words])
+        refuse_missing_files(config)
+        (refuse_sft_without_effect if self._command == "sft" else refuse_without_effect)(config)
+
+    def state(self, name: str) -> str | None:
+        """How the run of this name ended; None if it was not started."""
+        from turnwise.record.summary import may_be_run, summarize_run
+
+        path = self.directory / name
+        return summarize_run(path).state if may_be_run(path) else None
+
+    def run(self, name: str, words: Sequence[str], context: Context, *, title: str) -> None:
+        """Train a run, unless it is finished. A run that fails is noted. Raises KeyboardInterrupt after a signal."""
+        path, state = self.directory / name, self.state(name)
+        self.runs[name] = list(words)
+        (self.directory / "sweep.json").write_text(json.dumps({**self._about, "runs": self.runs}, indent=1) + "\n")
+        if state == "finished":
+            print_lines(context.console, [f"{title}: {' '.join(words)} is finished already"])
+            return
+        print_lines(
+            context.console, [f"\n{title}: {' '.join(words)} into {path}{'' if state is None else ' (resumed)'}"]
+        )
+        own = [*self._fixed, *words, "resume=auto", f"output={path}"]
+        command = [sys.executable, "-m", "turnwise", self._command, self._recipe, *own]
+        if (status := context.stops.run(_process(command))) != 0:
+            self._failed.append(name)
+            print_lines(context.console, [f"{title}: ended with status {status}; the sweep goes on"], style="red")
+
+    def compare(self, context: Context, metric: str | None) -> int:
+        """Print the comparison. Returns the exit status: 1 if a run failed."""
+        from turnwise.record.summary import find_summaries
+        from turnwise.terminal.runs import print_left_out, print_runs, run_records
+
+        summaries, problems = find_summaries([self.directory / name for name in self.runs])
+        if summaries:
+            by = metric or next((n for n in _USUAL if any(n in run.metrics for run in summaries)), None)
+            print_lines(context.console, [""])
+            print_runs(context.console, run_records(summaries, by=by))
+        print_left_out(context.console, problems)
+        print_lines(context.console, [f"to see them again: turnwise show {self.directory}"])
+        return 1 if self._failed else 0
+
+
+_USUAL = ("eval/reward/mean", "reward/mean", "eval/loss", "loss")
+"""The metrics by which runs are compared: the first that a run has."""
+
+
+async def _process(command: Sequence[str]) -> int:
+    """Run a command to its end. If this process is stopped, the command is stopped too, and writes its checkpoint.
+
+    It has a session of its own: Ctrl-C in the terminal would reach it a second time, and a second signal ends a run at once.
+    """
+    process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        await process.wait()
+        raise
+
+
+# optuna
+
+
+def _optimize(sweep: Sweep, varied: Mapping[str, Sequence[str]], options: argparse.Namespace, context: Context) -> None:
+    """Train `--trials` runs with values that optuna chooses (its default sampler). Finished runs of the directory count.
+
+    Raises ConfigError if optuna is not installed.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("--trials needs the `optuna` package: pip install 'turnwise[sweep]'") from None
+    from turnwise.record.summary import lower_is_better, summarize_run
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    distributions = {key: _distribution(optuna, values) for key, values in varied.items()}
+    metric = options.metric or "eval/reward/mean"
+    study = optuna.create_study(
+        direction="minimize" if lower_is_better(metric) else "maximize", sampler=optuna.samplers.TPESampler(seed=0)
+    )
+    for number in range(options.trials):
+        name = f"trial-{number:03}"
+        if (words := sweep.runs.get(name)) is None:
+            trial = study.ask(distributions)
+            words = [f"{key}={value}" for key, value in trial.params.items()]
+            sweep.check(words)
+        else:  # an earlier call has chosen these values
+            study.enqueue_trial({key: _parameter(word, distributions[key]) for key, word in _pairs(words)})
+            trial = study.ask(distributions)
+        sweep.run(name, words, context, title=f"trial {number + 1} of {options.trials}")
+        value = None
+        with contextlib.suppress(RunError):
+            value = summarize_run(sweep.directory / name).metrics.get(metric)
+        if value is None:
+            study.tell(trial, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(trial, value.last)
+
+
+def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
+    return [(key, value) for key, _, value in (word.partition("=") for word in words)]
+
+
+def _distribution(optuna: Any, values: Sequence[str]) -> Any:
+    """Values to choose from, or a range: of integers, or of numbers, on a logarithmic scale if its ends are far apart.
+
+    Raises ConfigError if the ends of a range are not numbers.
+    """
+    if len(values) > 1 or (match := _RANGE.fullmatch(values[0])) is None:
+        return optuna.distributions.CategoricalDistribution(list(values))
+    try:
+        low, high = float(match["low"]), float(match["high"])
+        whole = all(re.fullmatch(r"[+-]?\d+", match[end]) for end in ("low", "high"))
+        log = low > 0 and high / low >= _LOG_SCALE
+        if whole:
+            return optuna.distributions.IntDistribution(int(low), int(high), log=log)
+        return optuna.distributions.FloatDistribution(low, high, log=log)
+    except ValueError as error:
+        raise ConfigError(f"{values[0]} is not a range of numbers: {error}") from None
+
+
+def _parameter(text: str, distribution: Any) -> Any:
+    """A value of sweep.json as optuna knows it."""
+    kind = type(distribution).__name__
+    return text if kind.startswith("Categorical") else int(text) if kind.startswith("Int") else float(text)
