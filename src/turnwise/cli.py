@@ -31,6 +31,7 @@ _COMMANDS = {
     "sweep": ("commands.sweep", "train a recipe with several values of options, and compare the runs"),
     "eval": ("commands.evaluate", "evaluate models on held-out rows"),
     "rollout": ("commands.evaluate", "run and score conversations without training"),
+    "play": ("commands.evaluate", "take the turns of the model yourself, to try an environment"),
     "replay": ("commands.evaluate", "run environment and rewards again on recorded conversations"),
     "serve": ("commands.serve", "run conversations for trainers and other clients (a rollout server)"),
     "show": ("commands.show", "print a run, or single conversations, as text"),
@@ -76,6 +77,10 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "turnwise rollout R.yaml engine.name=scripted engine.script=a.jsonl --out out",
             "replay given answers (each line of the file: a list of texts)",
         ),
+    ),
+    "play": (
+        ("turnwise play recipes/calculator.yaml", "take the turns of the model yourself"),
+        ("turnwise play recipes/calculator.yaml --row 3 --tokens", "on the fourth row, with every token"),
     ),
     "replay": (("turnwise replay runs/demo --all", "run environment and rewards again; print what differs"),),
     "serve": (("turnwise serve recipes/calculator.yaml", "run conversations for trainers (docs/server.md)"),),

@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/cluster.md": 5,
     "docs/deploy.md": 2,
     "docs/engines.md": 5,
+    "docs/environments.md": 1,
     "docs/evaluation.md": 1,
     "docs/examples.md": 1,
     "docs/memory.md": 1,

@@ -1,7 +1,8 @@
-"""`turnwise eval`, `rollout` and `replay`: conversations without training.
+"""`turnwise eval`, `rollout`, `play` and `replay`: conversations without training.
 
 `eval` compares models on held-out rows, with confidence intervals and paired comparisons. `rollout` samples and scores
-conversations. `replay` runs the environment and the rewards of recorded conversations again. The work is done in `runs/`.
+conversations. In `play`, a person takes the turns of the model. `replay` runs the environment and the rewards of recorded
+conversations again. The work is done in `runs/`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ import shlex
 import time
 from pathlib import Path
 
-from turnwise.commands.command import Context, add_overrides, add_recipe, damage_notes, load_recipe, print_lines
+from turnwise.commands.command import (
+    Context,
+    add_overrides,
+    add_recipe,
+    damage_notes,
+    load_recipe,
+    print_lines,
+    step_number,
+)
 from turnwise.errors import ConfigError
 from turnwise.local_paths import as_given
 
@@ -123,6 +132,38 @@ def _run_rollout(options: argparse.Namespace, context: Context) -> int:
         ],
     )
     return 0
+
+
+# `turnwise play`
+
+
+def register_play(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Take the turns of the model yourself, in one conversation on a row of a recipe: see what the model would see, type a "
+        "turn or a tool call, see replies and rewards. /help lists what can be typed. The model is loaded only if you let it "
+        "take a turn. The lines may come from a pipe (docs/environments.md)."
+    )
+    add_recipe(parser)
+    parser.add_argument(
+        "--row", type=step_number, default=0, metavar="N", help="the number of the row, from 0, which is the default"
+    )
+    parser.add_argument(
+        "--tokens", action="store_true", help="show prompts as tokens, one on each line, instead of text"
+    )
+    parser.set_defaults(command=_run_play)
+
+
+def _run_play(options: argparse.Namespace, context: Context) -> int:
+    config, notes = load_recipe(options)
+    # after the recipe was read: its errors show at once, and importing the packages takes seconds
+    from turnwise.runs.play import play
+    from turnwise.terminal.typed_lines import TypedLines
+
+    print_lines(context.console, notes, style="dim")
+    lines = TypedLines()
+    with lines.editing():
+        return int(context.stops.run(play(config, options.row, context.console, lines, tokens=options.tokens)))
 
 
 # `turnwise replay`

@@ -1,18 +1,19 @@
-"""Engines that answer without a model: with given texts, or with the recorded turns of conversations.
+"""Engines that answer without a model: with given texts, with the recorded turns of conversations, or with what a person types.
 
 Given texts are for tests of environments, and for conversations without model weights. Recorded turns are given again token by
-token, for replays. Does not know messages, rewards or weights.
+token, for replays. A person takes the turns in `turnwise play`. Does not know messages, rewards or weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from turnwise.engines.engine import SharedWeights, WeightPublisher, WeightSource
 from turnwise.errors import EngineError
 from turnwise.types import Completion, LogprobKind, Request
+from turnwise.user_code.calls import waiting_for_others
 
 
 class ScriptedEngine:
@@ -58,7 +59,10 @@ class ScriptedEngine:
                 f"add a text, or lower limits.turns"
             )
         self._turns[name] = turn + 1
-        text = script[turn]
+        return self._completion(request, script[turn])
+
+    def _completion(self, request: Request, text: str) -> Completion:
+        """A text as what a model samples after the request's prompt."""
         ids = list(
             self._encode(text) if self._encode_behind is None else self._encode_behind(request.token_ids[-1], text)
         )
@@ -98,6 +102,32 @@ class ScriptedEngine:
 
     async def close(self) -> None:
         pass
+
+
+# A person
+
+
+class AskingEngine(ScriptedEngine):
+    """Asks for each turn: `answer(request)` gives the text of the turn, or a completion that a model has sampled.
+
+    The time of the answer does not count for the deadlines of the conversation.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Request], Awaitable[str | Completion]],
+        *,
+        encode: Callable[[str], Sequence[int]],
+        encode_behind: Callable[[int, str], Sequence[int]],
+        stop_token_id: int,
+    ) -> None:
+        super().__init__([], encode=encode, encode_behind=encode_behind, stop_token_id=stop_token_id)
+        self._answer = answer
+
+    async def generate(self, request: Request) -> Completion:
+        with waiting_for_others():
+            answer = await self._answer(request)
+        return answer if isinstance(answer, Completion) else self._completion(request, answer)
 
 
 # Recorded turns

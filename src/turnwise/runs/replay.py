@@ -195,7 +195,7 @@ def _contexts(
             limits=assembly.limits(config, longest=None),
         )
     names = {id_of(t): [_completion(turn, t, renderer) for turn in t.turns] for t in recorded}
-    longest = _longest(_source(run, config))
+    longest = known_context(_source(run, config))
 
     def of(trajectory: Trajectory) -> ConversationContext:
         engine = RecordedEngine(
@@ -211,8 +211,8 @@ def _contexts(
     return of
 
 
-def _longest(source: str | Path) -> int | None:
-    """The longest context of the model; None if its config.json is not on this machine."""
+def known_context(source: str | Path) -> int | None:
+    """The longest context of the model in tokens; None if its config.json is not on this machine."""
     file = Path(source).expanduser() / "config.json"
     if not file.is_file():
         return None

@@ -158,11 +158,11 @@ def story(trajectory: Trajectory, *, decode: Decode | None, step: int | None = N
         for number, segment in enumerate(trajectory.segments):
             lines += _segment(trajectory, segment, number, described, decode)
         lines += itertools.chain.from_iterable(
-            _turn(trajectory, turn) for turn in trajectory.turns if turn.index not in described
+            turn_story(trajectory, turn) for turn in trajectory.turns if turn.index not in described
         )
     else:
         lines += _messages(trajectory)
-    lines += _end(trajectory)
+    lines += end_story(trajectory)
     return [printable(line) for line in lines]
 
 
@@ -179,14 +179,14 @@ def _segment(
         if index < 0:
             name = "opening" if begin == 0 else "context"
             yield f"{name}: {where}, {_count(ids)}, not trained on; ids {_ids(ids)}"
-            yield from _text(None if decode is None else decode(ids))
+            yield from with_bars(None if decode is None else decode(ids))
         else:
             turn = trajectory.turns[index]
             trained = f"weight {turn.weight:g}: " + ("trained on" if turn.weight else "not trained on")
             yield f"turn {index}: {where}, {_count(ids)} {_sampled(trajectory, segment, begin, end)}, {trained}; ids {_ids(ids)}"
             if index not in described:
                 described.add(index)
-                yield from _turn(trajectory, turn)
+                yield from turn_story(trajectory, turn)
         begin = end
 
 
@@ -200,16 +200,16 @@ def _sampled(trajectory: Trajectory, segment: Segment, begin: int, end: int) -> 
     return f"sampled in {seconds:.2f} s with weights of version {versions}, mean log-probability {mean:.3f}"
 
 
-def _turn(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
+def turn_story(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
     """A turn and the answer to it. The messages of the environment are the next context, so they are not repeated here."""
     if turn.chat_template_kwargs:
         yield f"  prompt rendered with chat_template_kwargs {_json(turn.chat_template_kwargs)}"
-    yield from _text(turn.text)
+    yield from with_bars(turn.text)
     cut = "" if turn.kept_tokens is None else f"; the environment kept {turn.kept_tokens} tokens of it"
     yield f"  ended with finish reason {turn.finish_reason}{cut}"
     if turn.reasoning:
         yield "  parsed reasoning:"
-        yield from _text(turn.reasoning)
+        yield from with_bars(turn.reasoning)
     for call in turn.calls:
         if call.error is not None:
             yield f"  parsed call {call.id}: not a valid call: {call.error}"
@@ -218,7 +218,7 @@ def _turn(trajectory: Trajectory, turn: Turn) -> Iterator[str]:
     for outcome in turn.outcomes:
         result = "result:" if outcome.error is None else f"error ({outcome.error}):"
         yield f"  tool {outcome.name} ({outcome.id}), {outcome.seconds:.2f} s, reward {outcome.reward:g}, {result}"
-        yield from _text(outcome.content)
+        yield from with_bars(outcome.content)
     parts = "".join(f", {name} {value:g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
     advantage = ""
     if trajectory.advantages:
@@ -237,14 +237,15 @@ def _messages(trajectory: Trajectory) -> Iterator[str]:
                     "" if usage is None else f"; {usage.prompt_tokens} prompt tokens, {usage.completion_tokens} sampled"
                 )
                 yield f"turn {turn.index}: answered in {turn.seconds_engine:.2f} s{tokens}"
-                yield from _turn(trajectory, turn)
+                yield from turn_story(trajectory, turn)
         elif message.get("role") != "tool":  # results of tools are shown with their turn
             yield f"message, {message.get('role')}:"
             content = message.get("content")
-            yield from _text(content if isinstance(content, str) else _json(content))
+            yield from with_bars(content if isinstance(content, str) else _json(content))
 
 
-def _end(trajectory: Trajectory) -> Iterator[str]:
+def end_story(trajectory: Trajectory) -> Iterator[str]:
+    """How the conversation ended, and its reward."""
     lengths = [len(segment) for segment in trajectory.segments]
     trained = sum(
         index >= 0 and trajectory.turns[index].weight != 0 for segment in trajectory.segments for index in segment.turn
@@ -255,17 +256,17 @@ def _end(trajectory: Trajectory) -> Iterator[str]:
     yield f"reward: {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{parts}"
     if trajectory.error is not None:
         yield f"error ({trajectory.error.kind}): {trajectory.error.message}"
-        yield from _text(trajectory.error.traceback or None)
+        yield from with_bars(trajectory.error.traceback or None)
     if trajectory.template_mismatch:
         yield f"template mismatch: {trajectory.template_mismatch}"
     yield f"end: stop reason {trajectory.stop}, {len(trajectory.turns)} turns, {trajectory.seconds:.2f} s"
 
 
-def _text(text: str | None) -> Iterator[str]:
-    """A text with a bar before each line."""
+def with_bars(text: str | None, *, whole: bool = False) -> Iterator[str]:
+    """A text with a bar before each line; of a long text the beginning, unless it is wanted `whole`."""
     if text is None:
         return
-    shown = text[:_MOST_CHARACTERS]
+    shown = text if whole else text[:_MOST_CHARACTERS]
     for line in shown.split("\n"):
         yield f"  | {line}"
     if len(text) > len(shown):
