@@ -62,7 +62,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "rewards": {"types", "errors", "user_code", "services", "options"},
     "training": {"types", "errors", "models", "json_yaml", "options"},
-    "config": {"errors", "options", "data.rows", "json_yaml", "local_paths", "models.gguf"},
+    "config": {
+        "errors",
+        "options",
+        "data.rows",
+        "json_yaml",
+        "local_paths",
+        "models.gguf",
+        "user_code.algorithms",  # what a user's estimator declares that it needs
+    },
     "record": {"types", "errors", "config", "options", "data.images", "json_yaml", "user_code.reward_number"},
     "terminal": {"types", "errors", "config", "options", "record", "json_yaml"},
     "view": {"types", "errors", "record", "json_yaml", "services.http_server"},

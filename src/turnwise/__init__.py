@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         Trajectory,
         Turn,
     )
+    from turnwise.user_code.algorithms import needs
     from turnwise.version import __version__
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "checked_answer",
     "environment",
     "evaluate",
+    "needs",
     "record",
     "rollout",
     "sft",
@@ -103,6 +105,7 @@ _MODULES = {
     "turnwise.environments.environment": ["Environment", "SingleTurn", "environment", "user_message"],
     "turnwise.environments.tools.toolbox": ["Tool", "ToolResponse", "Toolbox", "Tools"],
     "turnwise.environments.users": ["ScriptedUser", "checked_answer"],
+    "turnwise.user_code.algorithms": ["needs"],
     "turnwise.version": ["__version__"],
 }
 """Where names are defined. All other names are in `turnwise.types`."""

@@ -11,6 +11,7 @@ from turnwise.config.recipe import checked, load, with_model_directory
 from turnwise.errors import ConfigError
 from turnwise.options.environment_values import with_references
 from turnwise.options.schema import Config
+from turnwise.options.section import named
 from turnwise.user_code.references import is_live, reference_to
 
 Rows = str | Path | Iterable[Mapping[str, Any]]
@@ -40,7 +41,7 @@ class Options(TypedDict, total=False):
     sampling: Mapping[str, Any]
     limits: Mapping[str, Any]
     reward: Sequence[Object] | Mapping[str, Any]
-    credit: str | Mapping[str, Any]
+    credit: str | Mapping[str, Any] | Callable[..., Any]
     critic: Mapping[str, Any]
     loss: str | Mapping[str, Any]
     correction: Mapping[str, Any]
@@ -138,9 +139,13 @@ def _tree(options: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError("tokenizer belongs to a model object: give model too")
     if isinstance(tree.get("reward"), Sequence):
         tree["reward"] = {"trajectory": list(tree["reward"])}
-    for name in ("credit", "loss", "engine"):
-        if isinstance(tree.get(name), str):
-            tree[name] = {"name": tree[name]}
+    for name in ("credit", "loss"):
+        if callable(tree.get(name)):
+            tree[name] = reference_to(tree[name], name=name)
+        if name in tree:
+            tree[name] = named(tree[name])
+    if isinstance(tree.get("engine"), str):
+        tree["engine"] = {"name": tree["engine"]}
     if "output" in tree:
         tree["output"] = str(tree["output"])
     return {name: _plain(value, name) for name, value in tree.items()}

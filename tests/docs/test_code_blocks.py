@@ -122,7 +122,7 @@ def test_a_recipe_is_valid_and_the_names_in_it_exist(
         McpServers.from_file(config.mcp.servers).close()
     else:
         assembly.environment_factory(config)
-    assembly.scorer(config)
+    assembly.credit(config, assembly.scorer(config))
     assembly.turn_weighting(config)
     if config.model.path == "demo/model":
         preflight(config, Renderer.from_pretrained("demo/model"))

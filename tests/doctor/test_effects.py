@@ -150,6 +150,8 @@ CHANGED = {
     "reward.group[].name": f"reward.group=[{{use: '{PLACES}:ranked', name: short}}]",
     "reward.timeout": "reward.timeout=3",
     "credit.scale": "credit.scale=none",
+    "credit.use": f"credit={PLACES}:other_estimator",
+    "credit.arguments": "credit.arguments.power=2",
     "credit.gamma": "credit.gamma=0.5",
     "credit.baseline": "credit.baseline=none",
     "credit.omega": "credit.omega=2",
@@ -227,6 +229,7 @@ BASES = {
         f"correction.reject.{name}": "correction={action: measure, reject: {level: sequence}}"
         for name in ("estimator", "low", "high")
     },
+    **dict.fromkeys(("credit.use", "credit.arguments"), f"credit={PLACES}:own_estimator"),
     "credit.gamma": "credit.name=turn_return",
     "credit.baseline": "credit.name=shared",
     "credit.omega": "credit={name: gigpo, state_key: state}",

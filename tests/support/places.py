@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 
 from turnwise.environments.environment import environment, user_message
+from turnwise.rewards.credit.credit import Episode
 from turnwise.types import Opening, Reply, Row, Trajectory, Turn
 
 
@@ -164,3 +165,13 @@ async def waits_between(row: Row, seconds: float = 0.5) -> AsyncGenerator[Openin
 def reads_environment(trajectory: Trajectory, environment: object) -> float:
     """Reads the environment's object."""
     return float(environment is not None)
+
+
+def own_estimator(batch: list[list[Episode]], *, power: float = 1.0) -> list[list[list[float]]]:
+    """The reward, times `power`, for all turns."""
+    return [[[episode.reward * power] * episode.turns for episode in group] for group in batch]
+
+
+def other_estimator(batch: list[list[Episode]]) -> list[list[list[float]]]:
+    """1 for all turns."""
+    return [[[1.0] * episode.turns for episode in group] for group in batch]

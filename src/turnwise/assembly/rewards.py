@@ -16,9 +16,10 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.engines.engine import TokenSampler
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
-from turnwise.options.algorithm import AutoCredit
+from turnwise.options.algorithm import AutoCredit, OwnCredit
 from turnwise.options.schema import Config, RewardUse
 from turnwise.rewards.credit import Credit, credit_of
+from turnwise.rewards.credit.own import try_own
 from turnwise.rewards.functions import BatchReward, CallPlan, Form, GroupReward, TrajectoryReward, TurnReward, plan_call
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
@@ -120,9 +121,15 @@ def _loss_mask(config: Config) -> TurnWeighting:
 
 
 def credit(config: Config, scorer: Scorer) -> Credit:
-    """The recipe's credit assignment: from rewards to advantages. `scorer` has the reward functions with their weights."""
+    """The recipe's credit assignment: from rewards to advantages. `scorer` has the reward functions with their weights.
+
+    Raises ConfigError if an estimator of the user cannot be called, or returns something wrong for a small batch.
+    """
     weights = {function.name: function.weight for function in scorer.functions}
-    return credit_of(chosen_estimator(config), weights=weights)
+    section = chosen_estimator(config)
+    if isinstance(section, OwnCredit):
+        try_own(section)
+    return credit_of(section, weights=weights)
 
 
 def credit_note(config: Config) -> str | None:

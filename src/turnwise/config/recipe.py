@@ -21,7 +21,7 @@ from turnwise.local_paths import no_file
 from turnwise.models.gguf import dequantized
 from turnwise.options.environment_values import insert_values
 from turnwise.options.schema import Config, LoraSection
-from turnwise.options.section import Section, name_of, named_sections, shared_options
+from turnwise.options.section import OWN, Section, name_of, named, named_sections, shared_options
 
 # names of other systems, and names that have changed
 
@@ -408,6 +408,8 @@ def called_here(name: str, *, value: object = None, section: str = "", options: 
 
 _NAMED = named_sections(Config)
 """For each section that is chosen by name: its class for each name."""
+_OWN = [section for section, classes in _NAMED.items() if OWN in classes]
+"""Sections that may name a function of the user."""
 _SHORT = {
     "environment": "use",
     "loss_mask": "use",
@@ -516,6 +518,9 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             raise ConfigError(f"{shown} is not an override; write key=value, for example train.lr=1e-4")
         value = parse_yaml(text, where=f"{shown}: the value", error=ConfigError)
         if key in _NAMED and isinstance(value, str):  # `credit=rloo` is `credit.name=rloo`
+            if key in _OWN and ":" in value:
+                notes += _own_function(tree, key, value, override)
+                continue
             key = f"{key}.name"
         *parents, last = key.split(".")
         if not all([*parents, last]):
@@ -524,7 +529,7 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         for depth, parent in enumerate(parents):
             child = node.setdefault(parent, {})
             if isinstance(child, str) and (key_of_text := _SHORT.get(".".join(parents[: depth + 1]))) is not None:
-                child = node[parent] = {key_of_text: child}
+                child = node[parent] = named(child) if parent in _OWN else {key_of_text: child}
             elif child is True and parents[: depth + 1] == ["model", "lora"]:
                 child = node[parent] = LoraSection.model_validate(child).model_dump(include={"rank"})
             elif isinstance(child, int) and parents[: depth + 1] == ["model", "quantization"]:
@@ -542,6 +547,18 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     return notes
 
 
+def _own_function(tree: dict[str, Any], section: str, reference: str, override: str) -> list[str]:
+    """`credit=file.py:name`: the section becomes that of a function. Returns a note about options that it removes."""
+    old = named(tree.get(section, {}))
+    if not isinstance(old, dict):
+        raise ConfigError(f"{override}: {section} is not a mapping of options")
+    notes = _rename(old, section, OWN, override)
+    if old.get("use") != reference and old.pop("arguments", None):
+        notes.append(f"{override} removes the recipe's {section}.arguments, which belonged to {old.get('use')!r}")
+    tree[section] = {**old, "name": OWN, "use": reference}
+    return notes
+
+
 def _chooses(key: str) -> bool:
     """Whether an override of this option says which other options there are."""
     return key.endswith(".name") or key in _NAMED
@@ -550,7 +567,7 @@ def _chooses(key: str) -> bool:
 def _rename(node: dict[str, Any], section: str, name: Any, override: str) -> list[str]:
     """Remove the options that belong to the section's old name and not to its new name. Returns a note that lists them."""
     classes = _NAMED[section]
-    former = node.get("name", next(iter(classes)))
+    former = node.get("name", OWN if "use" in node and OWN in classes else next(iter(classes)))
     if former == name or not isinstance(name, str):  # another type is refused with the recipe
         return []
     shared = shared_options(classes[former], classes[name]) if former in classes and name in classes else set()
@@ -613,7 +630,8 @@ def _explain(error: ValidationError, source: str) -> str:
         elif problem["type"] == "union_tag_invalid":
             tag = problem.get("ctx", {}).get("tag")
             hint = value_hint(f"{key}.name", str(tag))
-            lines.append(f"{key}.name: there is no {key} {tag!r}{hint}; there are: {', '.join(_NAMED[key])}")
+            own = f" ({key}: path/to/file.py:function)" if key in _OWN else ""
+            lines.append(f"{key}.name: there is no {key} {tag!r}{hint}; there are: {', '.join(_NAMED[key])}{own}")
         elif problem["type"] == "union_tag_not_found":
             example = f"{{name: {next(iter(_NAMED[key]))}}}"
             lines.append(f"{key} must be a mapping of options, such as {example}; got {problem['input']!r:.200}")

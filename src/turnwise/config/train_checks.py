@@ -10,9 +10,18 @@ from __future__ import annotations
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
-from turnwise.options.algorithm import AutoCredit, CreditSection, Grpo, OptimizerSection, TurnReturn
+from turnwise.options.algorithm import (
+    OWN_CREDIT,
+    AutoCredit,
+    CreditSection,
+    Grpo,
+    OptimizerSection,
+    OwnCredit,
+    TurnReturn,
+)
 from turnwise.options.schema import LOSS_MASKS, Config, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
+from turnwise.user_code.algorithms import declared_needs
 
 # credit
 
@@ -25,8 +34,15 @@ WITHOUT_REWARD = (
 
 
 def chosen_estimator(config: Config) -> CreditSection:
-    """The section of the recipe's estimator. `auto` is `turn_return` if turns can have rewards or penalties, else `grpo`."""
+    """The section of the recipe's estimator. `auto` is `turn_return` if turns can have rewards or penalties, else `grpo`. A
+    function of the user is imported, and its section says what it declares.
+
+    Raises ConfigError if it cannot be imported.
+    """
     section = config.credit
+    if isinstance(section, OwnCredit):
+        declared = declared_needs(section.use, key="credit")
+        return OWN_CREDIT[declared.critic, declared.baseline](use=section.use, arguments=section.arguments)
     if not isinstance(section, AutoCredit):
         return section
     if turns_can_have_rewards(config) or (config.limits.turns > 1 and config.reward.kl.coef > 0):
@@ -116,7 +132,8 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
         (
             changed is not None and not needs_critic(config),
             f"critic.{changed} has no effect with credit.name={chosen_estimator(config).name}, which needs no critic: remove it, "
-            f"or set credit.name to gae, turn_gae, critic or bilevel_gae",
+            f"or set credit.name to gae, turn_gae, critic or bilevel_gae. A function of your own says that it needs one with "
+            f"@turnwise.needs(critic='turn') or @turnwise.needs(critic='token')",
         ),
         (
             one_step and "clip" in changed_options(critic),

@@ -14,10 +14,11 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
-from turnwise.options.algorithm import Grpo, Rloo
+from turnwise.options.algorithm import Grpo, OwnCredit, Rloo
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
 from turnwise.rewards.credit.credit import episode_of
+from turnwise.rewards.credit.own import broken_invariants
 from turnwise.rollout.context import ConversationRunner
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
@@ -97,6 +98,22 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
     if failed:
         return Check(name, "note", f"{text}; other conversations failed ({failed}): {'; '.join(failures(groups)[:2])}")
     return Check(name, "ok", text)
+
+
+def own_estimator(config: Config) -> Check:
+    """Whether the recipe's own function keeps what the estimators of turnwise keep, on a small batch. Raises ConfigError if it
+    cannot be called, or returns something else than advantages."""
+    section = chosen_estimator(config)
+    assert isinstance(section, OwnCredit)
+    name, broken = "estimator", broken_invariants(section)
+    if broken:
+        return Check(name, "fail", f"credit: {section.use}: {'; '.join(broken)}")
+    return Check(
+        name,
+        "ok",
+        f"{section.use} returns an advantage for each turn, which does not depend on the order of conversations and groups, nor "
+        f"on earlier calls",
+    )
 
 
 def _lost(groups: Sequence[Group], config: Config) -> str | None:

@@ -18,6 +18,7 @@ from turnwise.options.section import (
     NamedSection,
     NonEmpty,
     NotNegative,
+    OwnFunction,
     PathText,
     Positive,
     Section,
@@ -305,6 +306,43 @@ class BilevelGae(CreditSection):
     whiten: Whiten = True
 
 
+class OwnCredit(OwnFunction, CreditSection):
+    """An estimator of your own: a function in a file (docs/credit.md)."""
+
+    name: Literal["own"] = "own"
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+
+class OwnCreditOfTurnValues(OwnCredit):
+    """The same, if the function declares a critic of turns."""
+
+    needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
+
+
+class OwnCreditOfTokenValues(OwnCredit):
+    """The same, if the function declares a critic of tokens."""
+
+    needs_values: ClassVar[Literal["turn", "token"] | None] = "token"
+
+
+class OwnCreditOfBaseline(OwnCredit):
+    """The same, if the function declares a greedy baseline."""
+
+    needs_baseline: ClassVar[bool] = True
+
+
+OWN_CREDIT: dict[tuple[Literal["turn", "token"] | None, bool], type[OwnCredit]] = {
+    (None, False): OwnCredit,
+    ("turn", False): OwnCreditOfTurnValues,
+    ("token", False): OwnCreditOfTokenValues,
+    (None, True): OwnCreditOfBaseline,
+}
+"""The class for what a function declares: the critic whose values it needs, and whether it needs a baseline. A recipe has the
+first class; which of the others it is, is known when the function is imported (`chosen_estimator`)."""
+
 ESTIMATORS = (
     AutoCredit,
     Grpo,
@@ -327,6 +365,7 @@ ESTIMATORS = (
     MtGrpo,
     Igpo,
     TurnPotential,
+    OwnCredit,
 )
 """The class for each `credit.name`. `rewards.credit` has its function."""
 

@@ -49,6 +49,7 @@ from turnwise.options.section import (
     Use,
     by_name,
     expand_reference,
+    named,
     short_for,
 )
 
@@ -643,10 +644,12 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _expand_names(cls, tree: Any) -> Any:
-        """`credit: grpo` is short for `credit: {name: grpo}`, as for each section that is chosen by name."""
+        """`credit: grpo` is short for `credit: {name: grpo}`, as for each section that is chosen by name (`named`)."""
         if not isinstance(tree, Mapping):
             return tree
-        short = {key: {"name": tree[key]} for key in ("credit", "loss", "engine") if isinstance(tree.get(key), str)}
+        short = {key: named(tree[key]) for key in ("credit", "loss") if key in tree}
+        if isinstance(tree.get("engine"), str):
+            short["engine"] = {"name": tree["engine"]}
         return {**tree, **short}
 
     @model_validator(mode="before")

@@ -84,6 +84,27 @@ class Use(Section):
 
 # sections that are chosen by name
 
+OWN = "own"
+"""The `name` of a section whose algorithm is a function of the user."""
+
+
+class OwnFunction(Section):
+    """The options of a function of your own."""
+
+    use: NonEmpty
+    """The function: `path/to/file.py:name` or `package.module:name`. `credit: file.py:name` is short for
+    `credit: {name: own, use: file.py:name}`, and so for `loss`."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of each call. Their values must be as the annotations of the function say."""
+
+
+def named(value: Any) -> Any:
+    """The mapping that a section which is chosen by name is short for: `grpo` becomes `{name: grpo}`, and a reference to a
+    function `{name: own, use: file.py:function}`."""
+    if isinstance(value, str):
+        return {"name": OWN, "use": value} if ":" in value else {"name": value}
+    return {"name": OWN, **value} if isinstance(value, Mapping) and "use" in value and "name" not in value else value
+
 
 class NamedSection(Section):
     """The base of the classes of a section that is chosen by name. Each class has a field `name` with one possible value."""

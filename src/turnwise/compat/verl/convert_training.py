@@ -441,7 +441,8 @@ def _credit(builder: VerlRecipeBuilder) -> None:
         builder.set("credit.name", "grpo")
         builder.reject(
             key,
-            f"these estimators can be converted: {', '.join(_ADVANTAGE_ESTIMATORS)}",
+            f"these estimators can be converted: {', '.join(_ADVANTAGE_ESTIMATORS)}; one of your own is a function "
+            f"(credit: path/to/file.py:name, docs/credit.md)",
             changes_training=True,
             even_default=True,
         )

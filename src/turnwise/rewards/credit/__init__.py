@@ -10,7 +10,7 @@ of the estimators, `rounded` rounds all numbers to three decimals.
 from collections.abc import Mapping
 
 from turnwise.options.algorithm import CreditSection
-from turnwise.rewards.credit import critic, outcome, turns
+from turnwise.rewards.credit import critic, outcome, own, turns
 from turnwise.rewards.credit.credit import Credit as Credit
 from turnwise.rewards.credit.credit import Episode as Episode
 from turnwise.rewards.credit.credit import Estimator
@@ -20,6 +20,7 @@ ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
     **outcome.ESTIMATORS,
     **turns.ESTIMATORS,
     **critic.ESTIMATORS,
+    **own.ESTIMATORS,
 }
 """All estimators, by the class of their options."""
 

@@ -62,7 +62,7 @@ def turn_gae(batch: EpisodeGroups, options: TurnGae = TurnGae()) -> ValueEstimat
     """
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
-        values = _turn_values(episode)
+        values = turn_values(episode)
         advantages = _generalised(episode.received, values, options.gamma, options.lam)
         return list(advantages), [advantage + value for advantage, value in zip(advantages, values, strict=True)]
 
@@ -82,7 +82,7 @@ def critic(batch: EpisodeGroups, options: CriticCredit = CriticCredit()) -> Valu
 
     def of_episode(episode: Episode) -> tuple[Entries, Entries]:
         returns = return_to_go(episode.received, options.gamma)
-        return [target - value for target, value in zip(returns, _turn_values(episode), strict=True)], list(returns)
+        return [target - value for target, value in zip(returns, turn_values(episode), strict=True)], list(returns)
 
     return _estimates(batch, [[of_episode(episode) for episode in group] for group in batch], options.whiten)
 
@@ -138,7 +138,7 @@ def _generalised(rewards: Sequence[float], values: Sequence[float], gamma: float
     return return_to_go(deltas, gamma * lam)
 
 
-def _turn_values(episode: Episode) -> list[float]:
+def turn_values(episode: Episode) -> list[float]:
     """The value of the state before each turn. Raises ValueError if there is none."""
     _check_values(episode)
     return [value if isinstance(value, float | int) else value[0] if len(value) else 0.0 for value in episode.values_T]
