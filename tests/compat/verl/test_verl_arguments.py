@@ -140,7 +140,8 @@ def test_an_estimator_that_does_not_exist_here_is_refused(grpo: list[str]) -> No
     found = from_verl_arguments([*grpo, "algorithm.adv_estimator=optimal_token_baseline"])
     assert matters(found) == {
         "algorithm.adv_estimator": "these estimators can be converted: gae, grpo, grpo_vectorized, rloo, rloo_vectorized, "
-        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg",
+        "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg; one of your own is a function (credit: "
+        "path/to/file.py:name, docs/credit.md)",
     }
 
 
