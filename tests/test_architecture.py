@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data.order",
     },
     "rewards": {"types", "errors", "user_code", "services", "options"},
-    "training": {"types", "errors", "models", "json_yaml", "options"},
+    "training": {"types", "errors", "models", "json_yaml", "options", "user_code.algorithms"},
     "config": {
         "errors",
         "options",
@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "json_yaml",
         "local_paths",
         "models.gguf",
-        "user_code.algorithms",  # what a user's estimator declares that it needs
+        "user_code.algorithms",  # what a user's estimator or loss declares that it needs
     },
     "record": {"types", "errors", "config", "options", "data.images", "json_yaml", "user_code.reward_number"},
     "terminal": {"types", "errors", "config", "options", "record", "json_yaml"},

@@ -43,7 +43,7 @@ class Options(TypedDict, total=False):
     reward: Sequence[Object] | Mapping[str, Any]
     credit: str | Mapping[str, Any] | Callable[..., Any]
     critic: Mapping[str, Any]
-    loss: str | Mapping[str, Any]
+    loss: str | Mapping[str, Any] | Callable[..., Any]
     correction: Mapping[str, Any]
     loss_mask: Object
     train: Mapping[str, Any]

@@ -24,7 +24,9 @@ from turnwise.commands.sweep import divided
 from turnwise.config.recipe import checked, load
 from turnwise.doctor.template import preflight
 from turnwise.environments.mcp import McpServers
+from turnwise.options.algorithm import OwnLoss
 from turnwise.options.schema import Config
+from turnwise.training.own_loss import try_own_loss
 
 BLOCKS = all_blocks()
 LANGUAGES = {"python", "yaml", "sh", "json", "text", "layers"}
@@ -54,7 +56,7 @@ SMALL = {
 """Appended to commands that train or sample, to make them short."""
 ONLY_PARSED = {"docs/server.md"}
 """Pages whose commands need a server, or data that is not here."""
-PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "sha256sum", "torchrun"}
+PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "sha256sum", "torchrun", "trl"}
 """Programs of the shell whose arguments are not checked."""
 
 
@@ -124,6 +126,8 @@ def test_a_recipe_is_valid_and_the_names_in_it_exist(
         assembly.environment_factory(config)
     assembly.credit(config, assembly.scorer(config))
     assembly.turn_weighting(config)
+    if isinstance(config.loss, OwnLoss):
+        try_own_loss(config.loss)
     if config.model.path == "demo/model":
         preflight(config, Renderer.from_pretrained("demo/model"))
 

@@ -152,6 +152,8 @@ CHANGED = {
     "credit.scale": "credit.scale=none",
     "credit.use": f"credit={PLACES}:other_estimator",
     "credit.arguments": "credit.arguments.power=2",
+    "loss.use": f"loss={PLACES}:other_loss",
+    "loss.arguments": "loss.arguments.power=2",
     "credit.gamma": "credit.gamma=0.5",
     "credit.baseline": "credit.baseline=none",
     "credit.omega": "credit.omega=2",
@@ -230,6 +232,7 @@ BASES = {
         for name in ("estimator", "low", "high")
     },
     **dict.fromkeys(("credit.use", "credit.arguments"), f"credit={PLACES}:own_estimator"),
+    **dict.fromkeys(("loss.use", "loss.arguments"), f"loss={PLACES}:own_loss"),
     "credit.gamma": "credit.name=turn_return",
     "credit.baseline": "credit.name=shared",
     "credit.omega": "credit={name: gigpo, state_key: state}",

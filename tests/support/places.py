@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from turnwise.environments.environment import environment, user_message
 from turnwise.rewards.credit.credit import Episode
@@ -170,6 +171,16 @@ def reads_environment(trajectory: Trajectory, environment: object) -> float:
 def own_estimator(batch: list[list[Episode]], *, power: float = 1.0) -> list[list[list[float]]]:
     """The reward, times `power`, for all turns."""
     return [[[episode.reward * power] * episode.turns for episode in group] for group in batch]
+
+
+def own_loss(logprob_N: Any, targets: Any, *, power: float = 1.0) -> Any:
+    """REINFORCE, times `power`."""
+    return -targets.advantage_N * logprob_N * power
+
+
+def other_loss(logprob_N: Any, targets: Any) -> Any:
+    """The negative log-likelihood."""
+    return -logprob_N
 
 
 def other_estimator(batch: list[list[Episode]]) -> list[list[list[float]]]:

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
-from turnwise.options.algorithm import CorrectionSection, LossSection, Nll, OptimizationSection, ReferenceSection
+from turnwise.options.algorithm import (
+    CorrectionSection,
+    LossSection,
+    Nll,
+    OptimizationSection,
+    OwnLoss,
+    ReferenceSection,
+)
 from turnwise.options.schema import Config
 from turnwise.ray_workers.ranks import RayRanks
 from turnwise.training.options import CriticOptions, ShardOptions
@@ -56,7 +63,14 @@ def sharded_critic(learner: Learner, options: CriticOptions) -> Critic:
 
 def learner(config: Config, path: str | Path, *, before_training: str | Path | None = None) -> Learner:
     """The learner of `turnwise train`, on the model at `path`. `before_training` is the path of the model before training, if
-    that is another model."""
+    that is another model.
+
+    Raises ConfigError if a loss of the user cannot be called, or returns something wrong for a small batch.
+    """
+    if isinstance(config.loss, OwnLoss):
+        from turnwise.training.own_loss import try_own_loss  # torch
+
+        try_own_loss(config.loss)
     return _learner(
         config,
         path,

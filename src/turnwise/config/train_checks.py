@@ -17,11 +17,12 @@ from turnwise.options.algorithm import (
     Grpo,
     OptimizerSection,
     OwnCredit,
+    OwnLoss,
     TurnReturn,
 )
 from turnwise.options.schema import LOSS_MASKS, Config, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
-from turnwise.user_code.algorithms import declared_needs
+from turnwise.user_code.algorithms import Needs, declared_needs
 
 # credit
 
@@ -136,6 +137,11 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
             f"@turnwise.needs(critic='turn') or @turnwise.needs(critic='token')",
         ),
         (
+            loss_needs(config).values and not needs_critic(config),
+            f"{getattr(config.loss, 'use', '')} declares values (@needs), and credit.name={chosen_estimator(config).name} has no "
+            f"critic: set credit.name to gae, turn_gae, critic or bilevel_gae, or remove values",
+        ),
+        (
             one_step and "clip" in changed_options(critic),
             "critic.clip has no effect with one optimizer step a batch: estimates do not move before the step. Remove it, "
             "or set train.minibatches or train.ppo_epochs",
@@ -151,9 +157,14 @@ def critic_problems(config: Config) -> list[tuple[bool, str]]:
 # KL divergence and reference model
 
 
+def loss_needs(config: Config) -> Needs:
+    """What a loss of the user declares; nothing for the others. Raises ConfigError if it cannot be imported."""
+    return declared_needs(config.loss.use, key="loss") if isinstance(config.loss, OwnLoss) else Needs()
+
+
 def needs_reference(config: Config) -> bool:
-    """Whether the recipe measures the KL divergence from a reference model, in the loss or in the reward."""
-    return config.loss.kl_coef > 0 or config.reward.kl.coef > 0
+    """Whether the recipe has a reference model: for the KL divergence in the loss or in the reward, or for a loss of the user."""
+    return config.loss.kl_coef > 0 or config.reward.kl.coef > 0 or loss_needs(config).reference
 
 
 def kl_problems(config: Config) -> list[tuple[bool, str]]:
@@ -189,7 +200,8 @@ def _reference_problems(config: Config) -> list[tuple[bool, str]]:
     return [
         (
             changed is not None and not needs_reference(config),
-            f"reference.{changed} has no effect without a KL divergence: set loss.kl_coef or reward.kl.coef, or remove it",
+            f"reference.{changed} has no effect without a KL divergence: set loss.kl_coef or reward.kl.coef, or remove it. A "
+            f"loss of your own says that it needs the reference model with @turnwise.needs(reference=True)",
         ),
         (
             reference.path is not None and reference.source != "auto",

@@ -14,10 +14,10 @@ from turnwise.doctor.check import Check, wrong
 from turnwise.doctor.conversation import cost, masked
 from turnwise.doctor.credit import conserved
 from turnwise.doctor.options import fine_tunes, take_effect
-from turnwise.doctor.recipe import conversations, own_estimator, rewards, row_arguments
+from turnwise.doctor.recipe import conversations, own_estimator, own_loss, rewards, row_arguments
 from turnwise.doctor.template import openings, template_checks
 from turnwise.errors import ConfigError, TurnwiseError
-from turnwise.options.algorithm import OwnCredit
+from turnwise.options.algorithm import OwnCredit, OwnLoss
 from turnwise.options.schema import Config
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.types import Row, Sampling
@@ -107,6 +107,8 @@ def _of_recipe(config: Config, renderer: Renderer, model: Any | None) -> Iterato
         yield _tried("arguments", lambda: row_arguments(config, [*rows, *held_out], renderer))
     if isinstance(config.credit, OwnCredit):
         yield _tried("estimator", lambda: own_estimator(config))
+    if isinstance(config.loss, OwnLoss):
+        yield _tried("loss", lambda: own_loss(config))
     yield _tried("rewards", lambda: rewards(config, rows, renderer, model))
 
 

@@ -71,6 +71,7 @@ def _loss(config: Config) -> list[Any]:
         proximal_logprob_N=torch.tensor([-0.6, -5.0, -1.0, -1.0, -2.7, -1.7, -1.0, -1.2, -1.0]),
         old_is_proximal=loss.corrects and config.correction.decoupled,
         advantage_N=torch.tensor([1.0, -1.0, 1.0, -1.0, -1.0, -0.5, -0.5, -0.5, -0.5]),
+        value_N=-logprob_N,
         weight_N=torch.tensor(shares)[sequence_N],
     )
     kept_N = torch.ones_like(targets.known_N)

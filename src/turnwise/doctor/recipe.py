@@ -14,11 +14,11 @@ from turnwise.config.train_checks import chosen_estimator
 from turnwise.doctor.check import Check
 from turnwise.doctor.credit import lost
 from turnwise.doctor.template import argument_sets, preflight_rows
-from turnwise.options.algorithm import Grpo, OwnCredit, Rloo
+from turnwise.options.algorithm import Grpo, OwnCredit, OwnLoss, Rloo
 from turnwise.options.schema import Config
 from turnwise.record.metrics import failures
+from turnwise.rewards.credit import own
 from turnwise.rewards.credit.credit import episode_of
-from turnwise.rewards.credit.own import broken_invariants
 from turnwise.rollout.context import ConversationRunner
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
@@ -105,7 +105,7 @@ def own_estimator(config: Config) -> Check:
     cannot be called, or returns something else than advantages."""
     section = chosen_estimator(config)
     assert isinstance(section, OwnCredit)
-    name, broken = "estimator", broken_invariants(section)
+    name, broken = "estimator", own.broken_invariants(section)
     if broken:
         return Check(name, "fail", f"credit: {section.use}: {'; '.join(broken)}")
     return Check(
@@ -113,6 +113,24 @@ def own_estimator(config: Config) -> Check:
         "ok",
         f"{section.use} returns an advantage for each turn, which does not depend on the order of conversations and groups, nor "
         f"on earlier calls",
+    )
+
+
+def own_loss(config: Config) -> Check:
+    """The same of the recipe's own loss. Raises ConfigError if it cannot be called, or returns something else than a loss."""
+    from turnwise.training.own_loss import broken_invariants, try_own_loss  # torch
+
+    section = config.loss
+    assert isinstance(section, OwnLoss)
+    try_own_loss(section)
+    broken = broken_invariants(section)
+    if broken:
+        return Check("loss", "fail", f"loss: {section.use}: {'; '.join(broken)}")
+    return Check(
+        "loss",
+        "ok",
+        f"{section.use} returns a number with a gradient for each token, which does not depend on the order of sequences, on "
+        f"micro-batches or segments, nor on earlier calls",
     )
 
 

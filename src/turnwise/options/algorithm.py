@@ -307,7 +307,7 @@ class BilevelGae(CreditSection):
 
 
 class OwnCredit(OwnFunction, CreditSection):
-    """An estimator of your own: a function in a file (docs/credit.md)."""
+    """An estimator of your own: a function in a file (docs/own_algorithm.md)."""
 
     name: Literal["own"] = "own"
 
@@ -511,7 +511,13 @@ class Reinforce(LossSection):
     name: Literal["reinforce"] = "reinforce"
 
 
-LOSSES = (PpoClip, Gspo, Cispo, Sapo, Reinforce)
+class OwnLoss(OwnFunction, LossSection):
+    """A loss of your own: a function in a file (docs/own_algorithm.md)."""
+
+    name: Literal["own"] = "own"
+
+
+LOSSES = (PpoClip, Gspo, Cispo, Sapo, Reinforce, OwnLoss)
 """The class for each `loss.name`. `training.losses` has its function."""
 
 

@@ -57,6 +57,8 @@ class Branch:
     """Whether the loss can use the log-probability of the token."""
     advantages: np.ndarray
     """0 where the token is no target."""
+    values: np.ndarray | None
+    """The critic's estimates; None without a critic."""
     weights: np.ndarray
     """Weight of the token's turn; 0 where the token is no target."""
     number: int
@@ -97,8 +99,12 @@ def branches_of(
     """
     turn_weights = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
     known_turns = np.array([logprob_kind(trajectory, turn) in kinds for turn in trajectory.turns], dtype=bool)
-    columns = zip(trajectory.segments, shares, _token_advantages(trajectory), strict=True)
-    for index, (segment, share, advantages) in enumerate(columns):
+    of_advantages = _token_columns(trajectory, trajectory.advantages, "advantages")
+    of_values: Sequence[np.ndarray | None] = [None] * len(trajectory.segments)
+    if trajectory.values:
+        of_values = _token_columns(trajectory, trajectory.values, "values")
+    columns = zip(trajectory.segments, shares, of_advantages, of_values, strict=True)
+    for index, (segment, share, advantages, values) in enumerate(columns):
         turn = np.array(segment.turn, dtype=np.int64)
         # turn_weights[-1] is the last turn's weight, which must not count for tokens that the model did not sample
         weights = np.where(turn >= 0, turn_weights[turn], 0.0)
@@ -116,6 +122,7 @@ def branches_of(
             logprobs=np.where(known, logprobs, np.float32(0.0)),
             known=known,
             advantages=np.where(weights > 0, advantages[:end], np.float32(0.0)),
+            values=None if values is None else values[:end],
             weights=weights,
             number=next(sequence_numbers),
             share=share,
@@ -137,24 +144,25 @@ def routes_of(segment: Segment, end: int) -> np.ndarray | None:
     return np.concatenate([numbers, unknown])
 
 
-def _token_advantages(trajectory: Trajectory) -> list[np.ndarray]:
-    """The advantage of each token, a float32 column for each segment; 0 where the model did not sample the token.
+def _token_columns(trajectory: Trajectory, entries: Sequence[float | Sequence[float]], name: str) -> list[np.ndarray]:
+    """The entry of each token, a float32 column for each segment; 0 where the model did not sample the token. `entries` are
+    `Trajectory.advantages`, or others in that form, and `name` is their name.
 
-    Raises ValueError if an entry of `advantages` is a sequence, and its turn has another number of sampled tokens.
+    Raises ValueError if an entry is a sequence, and its turn has another number of sampled tokens.
     """
     turns = [np.array(segment.turn, dtype=np.int64) for segment in trajectory.segments]
-    if all(isinstance(advantage, float | int) for advantage in trajectory.advantages):
-        values = np.array(trajectory.advantages, dtype=np.float32)
+    if all(isinstance(entry, float | int) for entry in entries):
+        values = np.array(entries, dtype=np.float32)
         return [np.where(turn >= 0, values[turn], np.float32(0.0)) for turn in turns]
     columns = [np.zeros(len(turn), dtype=np.float32) for turn in turns]
-    for index, advantage in enumerate(trajectory.advantages):
+    for index, entry in enumerate(entries):
         places = [np.flatnonzero(turn == index) for turn in turns]
         count = sum(len(place) for place in places)
-        values = np.array([advantage] * count if isinstance(advantage, float | int) else advantage, dtype=np.float32)
+        values = np.array([entry] * count if isinstance(entry, float | int) else entry, dtype=np.float32)
         if len(values) != count:
             raise ValueError(
-                f"trajectory {trajectory.id}: turn {index} has {count} sampled tokens and {len(values)} advantages; an entry "
-                f"of Trajectory.advantages is one number, or one number for each sampled token of the turn in the segments"
+                f"trajectory {trajectory.id}: turn {index} has {count} sampled tokens and {len(values)} {name}; an entry "
+                f"of Trajectory.{name} is one number, or one number for each sampled token of the turn in the segments"
             )
         for column, place in zip(columns, places, strict=True):
             column[place], values = values[: len(place)], values[len(place) :]
@@ -692,8 +700,14 @@ def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:
         known_N=column(lambda branch: branch.known),
         version=version,
         advantage_N=column(lambda branch: branch.advantages),
+        value_N=column(_values) if all(branch.values is not None for branch in branches) else None,
         weight_N=column(lambda branch: (branch.share * branch.weights).astype(np.float32)),
     )
+
+
+def _values(branch: Branch) -> np.ndarray:
+    assert branch.values is not None
+    return branch.values
 
 
 # The trainer's log-probabilities, written into the segments beside those of the engine

@@ -1,7 +1,7 @@
 """Losses of the policy: targets in, one number for each target token out; with the KL divergence and all other terms.
 
 A policy loss is a pure function `(logprob_N, targets, options) -> LossTerms`. To add one, write the section of its options, and
-the function with its line in `LOSSES`.
+the function with its line in `LOSSES`. That of a recipe is called by `own`.
 In all formulas, `r = exp(logprob - old_logprob)` is the probability ratio of a token, `A` its advantage, and `sg` stops the
 gradient. `old_logprob` is the engine's log-probability of the token (`behaviour_logprob_N`), or the trainer's own before the
 first optimizer step (`proximal_logprob_N`): with rollout correction, and for the tokens that the present weights sampled
@@ -21,7 +21,19 @@ from typing import Any, Literal
 
 import torch
 
-from turnwise.options.algorithm import Cispo, CorrectionSection, Gspo, LossSection, Nll, PpoClip, Reinforce, Sapo
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.options.algorithm import (
+    Cispo,
+    CorrectionSection,
+    Gspo,
+    LossSection,
+    Nll,
+    OwnLoss,
+    PpoClip,
+    Reinforce,
+    Sapo,
+)
+from turnwise.user_code.algorithms import Needs, declared_needs, own_function
 
 # Input and output of a loss
 
@@ -67,6 +79,13 @@ class Targets:
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     """Factor of the token in the loss, above 0. The weights add up to one over the batch, unless the normalizer is `constant`."""
+    value_N: torch.Tensor | None = None
+    """The critic's estimate for the state before the token, or before its turn. None without a critic."""
+    reference_logprob_N: torch.Tensor | None = None
+    """Log-probability of the token under the reference model, for a loss that declares it. None otherwise."""
+    entropy_N: torch.Tensor | None = None
+    """Entropy of the distribution that the token was drawn from, under the present weights and with a gradient, for a loss that
+    declares it. None otherwise."""
 
     @property
     def old_logprobs(self) -> torch.Tensor:
@@ -303,12 +322,58 @@ def _terms(
         )
 
 
+def own(logprob_N: torch.Tensor, targets: Targets, options: OwnLoss) -> LossTerms:
+    """The loss of the function of a recipe, `loss: file.py:function`: `(logprob_N, targets) -> loss_N`.
+
+    Raises ConfigError if the function raises, or returns something else than a finite number for each token, computed from
+    `logprob_N`.
+    """
+    function = own_function(options.use, options.arguments, key="loss", given=("logprob_N", "targets"))
+    try:
+        with boundary("loss"):
+            loss_N = function(logprob_N, targets)
+    except Failed as failed:
+        raise ConfigError(
+            f"loss: {options.use} raised {failed.failure.message}\n{failed.failure.traceback}"
+        ) from failed
+    problem = _problem_of_own(loss_N, logprob_N)
+    if problem is not None:
+        raise ConfigError(f"loss: {options.use} returned {problem}")
+    return _terms(logprob_N, targets, loss_N=loss_N)
+
+
+def _problem_of_own(loss_N: Any, logprob_N: torch.Tensor) -> str | None:
+    """What is wrong with the result of a function, after `returned`."""
+    expected = f"a tensor with a number for each of the {len(logprob_N)} tokens of logprob_N"
+    if loss_N is None:
+        return f"None in place of {expected}: is a `return` missing?"
+    if not isinstance(loss_N, torch.Tensor):
+        return f"{type(loss_N).__name__} in place of {expected}"
+    if loss_N.shape != logprob_N.shape:
+        mean = "; return no mean or sum: loss.normalizer sets how tokens are averaged" if loss_N.numel() == 1 else ""
+        return f"a tensor of shape {list(loss_N.shape)} in place of {expected}{mean}"
+    if not loss_N.dtype.is_floating_point:
+        return f"a tensor of {loss_N.dtype} in place of {expected}"
+    if logprob_N.requires_grad and not loss_N.requires_grad:
+        return (
+            "a tensor without a gradient: it must be computed from logprob_N, and not from logprob_N.detach(), under "
+            "torch.no_grad() or from a copy such as torch.tensor(...)"
+        )
+    finite_N = loss_N.detach().isfinite()
+    # where the model's own numbers are not finite, that is not the fault of the loss, and is reported elsewhere
+    if not bool(finite_N.all()) and bool(logprob_N.detach().isfinite().all()):
+        token = int((~finite_N).nonzero()[0])
+        return f"{float(loss_N.detach()[token])} for token {token} of {len(loss_N)}; a loss must be a finite number"
+    return None
+
+
 LOSSES: Mapping[type[LossSection], Callable[[torch.Tensor, Targets, Any], LossTerms]] = {
     PpoClip: ppo_clip,
     Gspo: gspo,
     Cispo: cispo,
     Sapo: sapo,
     Reinforce: reinforce,
+    OwnLoss: own,
     Nll: nll,
 }
 """The function of each loss, by the class of its options."""
@@ -326,6 +391,8 @@ class Loss:
     """Whether the objective uses `Targets.behaviour_logprob_N`."""
     options: LossSection = LossSection()
     """The coefficients of the further terms."""
+    needs: Needs = Needs(zero_advantages=False)
+    """What the objective needs besides log-probabilities and advantages."""
     correction: CorrectionSection = CorrectionSection()
 
     @property
@@ -336,17 +403,19 @@ class Loss:
     @property
     def needs_reference(self) -> bool:
         """Whether the loss needs log-probabilities of the reference model."""
-        return self.options.kl_coef > 0
+        return self.options.kl_coef > 0 or self.needs.reference
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the loss needs the entropy of each target's distribution."""
-        return self.options.entropy_coef != 0.0
+        return self.options.entropy_coef != 0.0 or self.needs.entropy
 
     @property
     def needs_zero_advantages(self) -> bool:
         """Whether tokens with advantage 0 have a gradient."""
-        return self.needs_reference or self.needs_entropy or self.options.router_aux_loss_coef > 0
+        options = self.options
+        of_terms = options.kl_coef > 0 or options.entropy_coef != 0.0 or options.router_aux_loss_coef > 0
+        return of_terms or self.needs.zero_advantages
 
     def __call__(
         self,
@@ -356,6 +425,12 @@ class Loss:
         reference_logprob_N: torch.Tensor | None = None,
         entropy_N: torch.Tensor | None = None,
     ) -> LossTerms:
+        if self.needs.reference or self.needs.entropy:
+            columns = {
+                "reference_logprob_N": reference_logprob_N if self.needs.reference else None,
+                "entropy_N": entropy_N if self.needs.entropy else None,
+            }
+            targets = replace(targets, **columns)
         terms = self.objective(logprob_N, targets)
         if targets.correction_N is not None:
             terms = replace(terms, loss_N=terms.loss_N * targets.correction_N)
@@ -364,8 +439,10 @@ class Loss:
             terms = replace(terms, loss_N=terms.loss_N * off_policy_sequence_mask(logprob_N, targets, delta))
         if reference_logprob_N is not None:
             kl_N = kl_estimate(logprob_N, reference_logprob_N, self.options.kl_estimator, targets.old_logprobs)
-            terms = replace(terms, loss_N=terms.loss_N + self.options.kl_coef * kl_N, kl_N=kl_N.detach())
-        if entropy_N is not None:
+            terms = replace(terms, kl_N=kl_N.detach())
+            if self.options.kl_coef > 0:
+                terms = replace(terms, loss_N=terms.loss_N + self.options.kl_coef * kl_N)
+        if entropy_N is not None and self.options.entropy_coef != 0.0:
             terms = replace(terms, loss_N=terms.loss_N - self.options.entropy_coef * entropy_N)
         return terms
 
@@ -382,11 +459,16 @@ def off_policy_sequence_mask(logprob_N: torch.Tensor, targets: Targets, delta: f
 
 
 def make_loss(options: LossSection, correction: CorrectionSection = CorrectionSection()) -> Loss:
-    """The loss of the sections `loss` and `correction` of a recipe."""
+    """The loss of the sections `loss` and `correction` of a recipe. Raises ConfigError if a function of the user cannot be
+    imported."""
     function = LOSSES[type(options)]
+    needs = Needs(zero_advantages=False)
+    if isinstance(options, OwnLoss):
+        needs = declared_needs(options.use, key="loss")
     return Loss(
         objective=lambda logprob_N, targets: function(logprob_N, targets, options),
         needs_behaviour_logprobs=not isinstance(options, Nll),
         options=options,
+        needs=needs,
         correction=correction,
     )

@@ -26,24 +26,49 @@ _DECLARED = "__turnwise_needs__"
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a function declares with `needs`."""
+    """What a function declares with `needs`: an estimator the first two, a loss the others."""
 
     critic: Literal["turn", "token"] | None = None
     """The values of a critic: of the state before each turn, or before each sampled token."""
     baseline: bool = False
     """One more conversation on each row, at temperature 0."""
+    reference: bool = False
+    """The log-probabilities of the reference model."""
+    entropy: bool = False
+    """The entropy of the distribution of each token."""
+    values: bool = False
+    """The estimates of the critic that the estimator of the recipe has."""
+    zero_advantages: bool = True
+    """The tokens of conversations whose advantages are all 0."""
+
+
+_OF = {"credit": ("critic", "baseline"), "loss": ("reference", "entropy", "values", "zero_advantages")}
+"""What the function of a section can declare."""
 
 
 def needs(
-    *, critic: Literal["turn", "token"] | None = None, baseline: bool = False
+    *,
+    critic: Literal["turn", "token"] | None = None,
+    baseline: bool = False,
+    reference: bool = False,
+    entropy: bool = False,
+    values: bool = False,
+    zero_advantages: bool = True,
 ) -> Callable[[_Function], _Function]:
-    """Declares, above an estimator of your own, what it needs besides rewards::
+    """Declares, above an estimator or a loss of your own, what it needs besides what all of them get::
 
         @needs(critic="turn")
         def my_estimator(batch, *, gamma: float = 1.0): ...
 
-    `critic`: a critic is trained; its values are in `Episode.values_T`, and the estimator returns `ValueEstimates`. `baseline`:
-    each row has one more conversation at temperature 0, whose reward is `Episode.baseline`.
+        @needs(reference=True)
+        def my_loss(logprob_N, targets, *, beta: float = 0.1): ...
+
+    Of an estimator. `critic`: a critic is trained; its values are in `Episode.values_T`, and the estimator returns
+    `ValueEstimates`. `baseline`: each row has one more conversation at temperature 0, whose reward is `Episode.baseline`.
+
+    Of a loss. `reference`, `entropy`, `values`: the columns `Targets.reference_logprob_N` (the reference model is loaded),
+    `Targets.entropy_N` (with a gradient) and `Targets.value_N` (of the estimator's critic). `zero_advantages=False`: tokens with
+    the advantage 0 have no gradient, so conversations that have no other are left out of the forward pass.
 
     A decorator and not an attribute of the function: a wrong name is an error where it is written, and not ignored.
 
@@ -57,16 +82,34 @@ def needs(
         )
 
     def declare(function: _Function) -> _Function:
-        setattr(function, _DECLARED, Needs(critic=critic, baseline=baseline))
+        declared = Needs(
+            critic=critic,
+            baseline=baseline,
+            reference=reference,
+            entropy=entropy,
+            values=values,
+            zero_advantages=zero_advantages,
+        )
+        setattr(function, _DECLARED, declared)
         return function
 
     return declare
 
 
+_NOTHING = {name: getattr(Needs(), name) for name in Needs.__slots__}
+
+
 def declared_needs(reference: str, *, key: str) -> Needs:
     """What the function of a reference declares. `key` is the section of the recipe. Raises ConfigError."""
     with same_directory():
-        return getattr(resolve(reference, key=key), _DECLARED, Needs())
+        declared = getattr(resolve(reference, key=key), _DECLARED, Needs())
+    wrong = [name for name in Needs.__slots__ if name not in _OF[key] and getattr(declared, name) != _NOTHING[name]]
+    if wrong:
+        raise ConfigError(
+            f"{key}: {reference} declares {', '.join(wrong)} (@needs), and a function for {key} can declare "
+            f"{', '.join(_OF[key])}: remove {', '.join(wrong)}"
+        )
+    return declared
 
 
 def own_function(reference: str, arguments: Mapping[str, Any], *, key: str, given: Sequence[str]) -> Callable[..., Any]:

@@ -141,7 +141,7 @@ def test_an_estimator_that_does_not_exist_here_is_refused(grpo: list[str]) -> No
     assert matters(found) == {
         "algorithm.adv_estimator": "these estimators can be converted: gae, grpo, grpo_vectorized, rloo, rloo_vectorized, "
         "reinforce_plus_plus, reinforce_plus_plus_baseline, remax, opo, gpg; one of your own is a function (credit: "
-        "path/to/file.py:name, docs/credit.md)",
+        "path/to/file.py:name, docs/own_algorithm.md)",
     }
 
 

@@ -198,7 +198,12 @@ def _named_loss(builder: VerlRecipeBuilder) -> str:
     mode = builder.value(key)
     name = _LOSSES.get(str(mode))
     if name is None:
-        builder.reject(key, f"these losses can be converted: {', '.join(_LOSSES)}", changes_training=True)
+        builder.reject(
+            key,
+            f"these losses can be converted: {', '.join(_LOSSES)}; one of your own is a function (loss: path/to/file.py:name, "
+            f"docs/own_algorithm.md)",
+            changes_training=True,
+        )
         return "ppo_clip"
     builder.convert(f"loss.name={name}", key)
     return name
@@ -442,7 +447,7 @@ def _credit(builder: VerlRecipeBuilder) -> None:
         builder.reject(
             key,
             f"these estimators can be converted: {', '.join(_ADVANTAGE_ESTIMATORS)}; one of your own is a function "
-            f"(credit: path/to/file.py:name, docs/credit.md)",
+            f"(credit: path/to/file.py:name, docs/own_algorithm.md)",
             changes_training=True,
             even_default=True,
         )

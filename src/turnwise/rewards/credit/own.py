@@ -1,4 +1,4 @@
-"""Estimators of users: `credit: file.py:function`, with the arguments of the recipe (docs/credit.md).
+"""Estimators of users: `credit: file.py:function`, with the arguments of the recipe (docs/own_algorithm.md).
 
 The function has the signature of the estimators here, `(batch) -> advantages`, and further parameters for `credit.arguments`.
 What it returns is compared with the conversations that it was given, in each step: a missing, additional or infinite number is
