@@ -38,6 +38,7 @@ _COMMANDS = {
     "view": ("commands.show", "show runs in the browser: curves, conversations, tokens"),
     "doctor": ("commands.doctor", "check a model, and a recipe with it, before training"),
     "plan": ("commands.doctor", "show what a recipe needs, and predict its speed on more devices"),
+    "dataset": ("commands.dataset", "write the conversations of a run as a data set for TRL or `turnwise sft`"),
     "convert": ("commands.convert", "make a recipe from a configuration of verl or ms-swift"),
     "merge": ("commands.models", "write the model of a run with a LoRA adapter as a complete model directory"),
     "retrieval": ("commands.serve", "run a search server over a corpus, for the search tool"),
@@ -99,6 +100,13 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("turnwise doctor demo/model --recipe recipes/calculator.yaml", "also check a recipe"),
     ),
     "plan": (("turnwise plan recipes/calculator.yaml", "print the batches, the placement and the memory"),),
+    "dataset": (
+        (
+            "turnwise dataset runs/demo --what sft --out data/best",
+            "the best conversation of each group (docs/dataset.md)",
+        ),
+        ("turnwise dataset runs/demo --what dpo --margin 0.5 --out data/pairs", "pairs within a group, for DPO"),
+    ),
     "convert": (
         (
             "turnwise convert --config-path config --config-name gsm8k_multiturn_grpo --out recipe.yaml",

@@ -1,0 +1,87 @@
+"""`turnwise dataset`: the conversations of a run as a data set for other trainers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from turnwise.commands.command import Context, count, print_lines, step_number
+from turnwise.errors import ConfigError
+from turnwise.record.datasets import KINDS, Choice, write_dataset
+
+_OF = {"best": ("sft",), "min_reward": ("sft",), "pairs": ("dpo", "reward-model"), "margin": ("dpo", "reward-model")}
+_OF["threshold"] = ("kto",)
+"""The kinds of data sets in which an argument has an effect."""
+
+
+def register_dataset(parser: argparse.ArgumentParser) -> None:
+    """Add the description and the arguments."""
+    parser.description = (
+        "Write the conversations of a run as a data set in TRL's formats, for supervised fine-tuning, DPO, KTO or a reward "
+        "model. `turnwise sft` reads those of --what sft (docs/dataset.md)."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run, or a file of trajectories")
+    parser.add_argument("--what", required=True, choices=KINDS, help="the trainer that the data set is for")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory of the file train.jsonl")
+    parser.add_argument(
+        "--from-step", type=step_number, metavar="N", help="only conversations of training step N and later ones"
+    )
+    parser.add_argument(
+        "--best", type=count, metavar="N", help="sft: the N best conversations of each group; default: 1"
+    )
+    parser.add_argument(
+        "--min-reward",
+        type=_number,
+        metavar="R",
+        help="sft: only rewards of at least R; default: above the lowest reward of the group",
+    )
+    parser.add_argument(
+        "--pairs", type=count, metavar="N", help="dpo, reward-model: at most N pairs of each group; default: 1"
+    )
+    parser.add_argument(
+        "--margin",
+        type=_number,
+        metavar="M",
+        help="dpo, reward-model: only pairs whose rewards differ by at least M; default: by anything",
+    )
+    parser.add_argument(
+        "--threshold",
+        type=_number,
+        metavar="R",
+        help="kto: rewards of at least R are desirable; default: those above the mean of the group, and those below it are not",
+    )
+    parser.set_defaults(command=_run_dataset)
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a number")
+    return number
+
+
+def _run_dataset(options: argparse.Namespace, context: Context) -> int:
+    given = {name: vars(options)[name] for name in _OF if vars(options)[name] is not None}
+    for name in given:
+        if options.what not in _OF[name]:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has no effect with --what {options.what}: remove it, or use --what "
+                f"{' or '.join(_OF[name])}"
+            )
+    if given.get("margin", 0.0) < 0:
+        raise ConfigError(
+            f"--margin {given['margin']:g} is below 0: the better conversation of a pair is the chosen one"
+        )
+    written = write_dataset(options.run, options.out, Choice(what=options.what, first_step=options.from_step, **given))
+    print_lines(
+        context.console,
+        [
+            f"{written.rows} rows of {written.groups} groups: {written.file}",
+            *(f"left out: {number} conversations that {reason}" for reason, number in written.left_out.most_common()),
+        ],
+    )
+    return 0

@@ -1,0 +1,292 @@
+"""Data sets for other trainers, made from a record: the best conversations of groups, pairs, and labels (docs/record.md).
+
+The columns are those of TRL's trainers (SFT, DPO, KTO, reward models), and `turnwise sft` reads the first of them. What was
+sampled is kept as token ids beside the messages. Knows trajectories. Does not know models or templates: a conversation whose
+messages do not say what was sampled is left out, with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from turnwise.errors import ConfigError
+from turnwise.record.reader import read
+from turnwise.types import Message, Segment, Trajectory, Turn
+from turnwise.user_code.reward_number import equal_rewards, reaches
+
+Kind = Literal["sft", "dpo", "kto", "reward-model"]
+KINDS: tuple[Kind, ...] = ("sft", "dpo", "kto", "reward-model")
+
+
+_FIX: Mapping[Kind, str] = {
+    "sft": ": set --min-reward, or sample several conversations of a row (rollout.samples_per_row)",
+    "dpo": ": sample several conversations of a row (rollout.samples_per_row), or set a lower --margin",
+    "reward-model": ": sample several conversations of a row (rollout.samples_per_row), or set a lower --margin",
+    "kto": ": set --threshold, or sample several conversations of a row (rollout.samples_per_row)",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which conversations of a group become rows."""
+
+    what: Kind
+    best: int = 1
+    """`sft`: this many of each group, with the highest rewards."""
+    min_reward: float | None = None
+    """`sft`: the smallest reward. None: any reward above the lowest of the group, so that groups with equal rewards are left
+    out."""
+    pairs: int = 1
+    """`dpo`, `reward-model`: at most this many pairs of a group: the best with the worst, the second best with the second
+    worst, and so on."""
+    margin: float = 0.0
+    """`dpo`, `reward-model`: the smallest difference of the rewards of a pair. Equal rewards are never a pair."""
+    threshold: float | None = None
+    """`kto`: the smallest reward of a desirable conversation. None: those above the mean of their group are desirable, those
+    below it are not, and groups with equal rewards are left out."""
+    first_step: int | None = None
+    """The first training step whose conversations are used; None: of all steps."""
+
+
+@dataclass(slots=True)
+class Written:
+    """What `write_dataset` has done."""
+
+    file: Path
+    rows: int = 0
+    groups: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    """How many conversations were left out, by reason."""
+
+
+def write_dataset(run: Path, out: Path, choice: Choice) -> Written:
+    """Write the data set of a run (or of a file of trajectories) to `out`/train.jsonl, one JSON object a line.
+
+    Raises ConfigError if the file exists, or no conversation fits the choice; RunError if the record cannot be read.
+    """
+    written = Written(out / "train.jsonl")
+    if written.file.exists():
+        raise ConfigError(f"{written.file} exists already: name another directory with --out, or remove it")
+    lines: list[str] = []
+    for group in _groups(read(run), choice.first_step):
+        written.groups += 1
+        lines += [json.dumps(row, ensure_ascii=False) for row in rows_of(group, choice, written.left_out)]
+    if not lines:
+        reasons = "".join(f"; {number} conversations {reason}" for reason, number in written.left_out.most_common())
+        raise ConfigError(
+            f"no conversation of {run} becomes a row of --what {choice.what}: {written.groups} groups were read{reasons}. Groups "
+            f"with equal rewards, or one conversation, have none{_FIX[choice.what]}"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    written.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    written.rows = len(lines)
+    return written
+
+
+def _groups(trajectories: Iterable[Trajectory], first_step: int | None) -> Iterator[list[Trajectory]]:
+    """The conversations by group. Those of a training step stand together in a record."""
+    step, groups = None, dict[str, list[Trajectory]]()
+    for trajectory in trajectories:
+        if trajectory.step != step:
+            yield from groups.values()
+            step, groups = trajectory.step, {}
+        if first_step is None or (trajectory.step or 0) >= first_step:
+            groups.setdefault(trajectory.group, []).append(trajectory)
+    yield from groups.values()
+
+
+def rows_of(group: Sequence[Trajectory], choice: Choice, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The rows of a group. Conversations that cannot be in the data set are counted in `left_out`, by reason."""
+    scored: list[tuple[float, Trajectory]] = []
+    for trajectory in group:
+        reason = _unfit(trajectory, choice)
+        if reason is not None:
+            left_out[reason] += 1
+        elif trajectory.reward is not None:
+            scored.append((trajectory.reward, trajectory))
+    scored.sort(key=lambda pair: -pair[0])  # stable: the first of equal ones
+    if choice.what == "sft":
+        yield from _best(scored, choice)
+    elif choice.what == "kto":
+        yield from _labelled(scored, choice)
+    else:
+        yield from _pairs(scored, choice)
+
+
+def _unfit(trajectory: Trajectory, choice: Choice) -> str | None:
+    """Why a conversation cannot be in the data set; None if it can."""
+    if trajectory.failed or trajectory.reward is None:
+        return "failed or have no reward"
+    if not trajectory.turns or any(turn.message_index is None for turn in trajectory.turns):
+        return "have no turn of the model whose message is known"
+    if any(call.error is not None for turn in trajectory.turns for call in turn.calls):
+        return "have a malformed call, which messages do not show"
+    if any(isinstance(message.get("content"), list) for message in trajectory.messages):
+        return "have images or content in parts"
+    if choice.what != "sft" and (len(trajectory.segments) > 1 or trajectory.previous_histories):
+        return "have several segments, so that one list of messages does not say what was sampled"
+    return None
+
+
+# rows
+
+
+def _best(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterator[dict[str, Any]]:
+    ended = _distinct([pair for pair in scored if not _cut(pair[1])])
+    for reward, trajectory in ended[: choice.best]:
+        good = (
+            reaches(reward, choice.min_reward)
+            if choice.min_reward is not None
+            else not equal_rewards([reward, scored[-1][0]])
+        )
+        if good:
+            yield from _sft_rows(trajectory)
+
+
+def _cut(trajectory: Trajectory) -> bool:
+    """Whether a limit cut a turn, which then has no end. Messages do not show this."""
+    return any(turn.finish_reason == "length" for turn in trajectory.turns)
+
+
+def _distinct(scored: Sequence[tuple[float, Trajectory]]) -> list[tuple[float, Trajectory]]:
+    """Without conversations whose messages are those of an earlier one."""
+    found: dict[str, tuple[float, Trajectory]] = {}
+    for reward, trajectory in scored:
+        found.setdefault(_json(trajectory.messages), (reward, trajectory))
+    return list(found.values())
+
+
+def _sft_rows(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
+    """A row for each segment. Each turn is trained on in one of them."""
+    histories = [*trajectory.previous_histories, trajectory.messages]
+    sampled = [
+        (segment, [turn for turn in trajectory.turns if turn.index in set(segment.turn)])
+        for segment in trajectory.segments
+        if any(number >= 0 for number in segment.turn)
+    ]
+    of_rows: Sequence[tuple[Segment | None, Sequence[Turn]]] = sampled or [(None, trajectory.turns)]
+    for segment, turns in of_rows:
+        last = turns[-1]
+        assert last.message_index is not None
+        messages = histories[last.history][: last.message_index + 1]
+        weights = {turn.message_index: turn.weight for turn in turns if turn.history == last.history}
+        if not any(weights.values()):
+            continue
+        assistants = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        row = {
+            "messages": messages,
+            "weights": [weights.get(place, 0.0) for place in assistants],
+            **_common(trajectory, last),
+            "reward": trajectory.reward,
+        }
+        if segment is not None:
+            by_turn = {turn.index: turn.weight for turn in turns}
+            mask = [int(number >= 0 and by_turn[number] > 0) for number in segment.turn]
+            end = len(mask) - mask[::-1].index(1) if 1 in mask else 0
+            row |= {"input_ids": list(segment.token_ids[:end]), "assistant_masks": mask[:end]}
+        yield row
+
+
+def _pairs(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterator[dict[str, Any]]:
+    """Pairs of conversations with the same prompt. Each conversation is in at most one pair."""
+    by_prompt: dict[str, list[tuple[float, Trajectory]]] = {}
+    for reward, trajectory in _distinct(scored):
+        prompt, _ = _parts(trajectory)
+        by_prompt.setdefault(_json([prompt, trajectory.turns[0].tools]), []).append((reward, trajectory))
+    for same in by_prompt.values():
+        ended = [pair for pair in same if not _cut(pair[1])]
+        for (better, chosen), (worse, rejected) in list(zip(ended, reversed(same), strict=False))[: choice.pairs]:
+            if better <= worse or equal_rewards([better, worse]) or not reaches(better - worse, choice.margin):
+                break
+            yield _pair(chosen, rejected, choice)
+
+
+def _pair(chosen: Trajectory, rejected: Trajectory, choice: Choice) -> dict[str, Any]:
+    prompt, good = _parts(chosen)
+    row = {
+        "prompt": prompt,
+        "chosen": good,
+        "rejected": _parts(rejected)[1],
+        **_common(chosen, chosen.turns[0]),
+        "rejected_id": rejected.id,
+        "chosen_reward": chosen.reward,
+        "rejected_reward": rejected.reward,
+    }
+    ids = [_ids(one) for one in (chosen, rejected)]
+    if ids[0] is not None and ids[1] is not None:
+        (prompt_ids, chosen_ids), (_, rejected_ids) = ids
+        # a reward model reads complete sequences
+        before = prompt_ids if choice.what == "reward-model" else []
+        row |= {"chosen_ids": before + chosen_ids, "rejected_ids": before + rejected_ids}
+        if choice.what == "dpo":
+            row["prompt_ids"] = prompt_ids
+    return row
+
+
+def _labelled(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterator[dict[str, Any]]:
+    rewards = [reward for reward, _ in scored]
+    if not scored or (choice.threshold is None and equal_rewards(rewards)):
+        return
+    mean = statistics.fmean(rewards)
+    for reward, trajectory in _distinct(scored):
+        if choice.threshold is None and equal_rewards([reward, mean]):
+            continue
+        prompt, completion = _parts(trajectory)
+        label = reward > mean if choice.threshold is None else reaches(reward, choice.threshold)
+        if label and _cut(trajectory):
+            continue
+        row = {
+            "prompt": prompt,
+            "completion": completion,
+            "label": label,
+            **_common(trajectory, trajectory.turns[0]),
+            "reward": reward,
+        }
+        ids = _ids(trajectory)
+        if ids is not None:
+            row |= {"prompt_ids": ids[0], "completion_ids": ids[1]}
+        yield row
+
+
+def _common(trajectory: Trajectory, turn: Turn) -> dict[str, Any]:
+    # as text: a column of schemas has another type for each tool
+    kwargs: Mapping[str, Any] = (
+        {"chat_template_kwargs": dict(turn.chat_template_kwargs)} if turn.chat_template_kwargs else {}
+    )
+    tools = turn.tools or trajectory.tools
+    return {
+        "tools": json.dumps(list(tools), ensure_ascii=False),
+        **kwargs,
+        "id": trajectory.id,
+        "group": trajectory.group,
+    }
+
+
+def _parts(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
+    """The messages before the first turn of the model, and those from it to the last turn."""
+    first, last = trajectory.turns[0].message_index, trajectory.turns[-1].message_index
+    assert first is not None
+    assert last is not None
+    return trajectory.messages[:first], trajectory.messages[first : last + 1]
+
+
+def _ids(trajectory: Trajectory) -> tuple[list[int], list[int]] | None:
+    """The tokens before the first sampled token, and those from it to the last one. None without tokens."""
+    if not trajectory.segments:
+        return None
+    (segment,) = trajectory.segments
+    places = [place for place, number in enumerate(segment.turn) if number >= 0]
+    if not places:
+        return None
+    tokens = list(segment.token_ids[: places[-1] + 1])
+    return tokens[: places[0]], tokens[places[0] :]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False)
