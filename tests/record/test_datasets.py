@@ -13,7 +13,7 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.errors import ConfigError
-from turnwise.record.datasets import Choice, Kind, rows_of, write_dataset
+from turnwise.record.datasets import DatasetChoice, Kind, rows_of, write_dataset
 from turnwise.types import Row, Segment, Stop, ToolCall, Trajectory, Turn
 
 SAMPLED = ("rollout.max_rows=6", "rollout.samples_per_row=4")
@@ -50,7 +50,7 @@ def conversation(name: str, reward: float | None, *, answers: Sequence[str] | No
 def rows(
     group: Sequence[Trajectory], what: Kind = "sft", left_out: Counter[str] | None = None, **more: Any
 ) -> list[Any]:
-    found = list(rows_of(group, Choice(what=what, **more), Counter[str]() if left_out is None else left_out))
+    found = list(rows_of(group, DatasetChoice(what=what, **more), Counter[str]() if left_out is None else left_out))
     return json.loads(json.dumps(found))
 
 
@@ -147,12 +147,12 @@ def test_a_data_set_is_written_once_and_never_empty(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"no conversation of .* becomes a row of --what kto: 0 groups were read.*--threshold"
     ):
-        write_dataset(file, tmp_path / "out", Choice(what="kto"))
+        write_dataset(file, tmp_path / "out", DatasetChoice(what="kto"))
     assert not (tmp_path / "out").exists()
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "train.jsonl").write_text("", encoding="utf-8")
     with pytest.raises(ConfigError, match="exists already"):
-        write_dataset(file, tmp_path / "out", Choice(what="kto"))
+        write_dataset(file, tmp_path / "out", DatasetChoice(what="kto"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_the_trainers_of_trl_train_on_the_tokens_of_the_record(tmp_path: Path, m
 
     def trained(what: Kind, trainer: str, config: str, model: Any = "demo/model") -> tuple[Any, list[Any]]:
         """The rows as the trainer has prepared them, and as they were written. One step is taken."""
-        write_dataset(run, tmp_path / what, Choice(what=what))
+        write_dataset(run, tmp_path / what, DatasetChoice(what=what))
         options = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "save_strategy": "no"}
         args = getattr(trl, config)(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, **options)
         data = datasets.load_dataset(str(tmp_path / what), split="train", cache_dir=str(tmp_path / "cache"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnwise.commands.command import Context, count, print_lines, step_number
 from turnwise.errors import ConfigError
-from turnwise.record.datasets import KINDS, Choice, write_dataset
+from turnwise.record.datasets import KINDS, DatasetChoice, write_dataset
 
 _OF = {"best": ("sft",), "min_reward": ("sft",), "pairs": ("dpo", "reward-model"), "margin": ("dpo", "reward-model")}
 _OF["threshold"] = ("kto",)
@@ -76,7 +76,9 @@ def _run_dataset(options: argparse.Namespace, context: Context) -> int:
         raise ConfigError(
             f"--margin {given['margin']:g} is below 0: the better conversation of a pair is the chosen one"
         )
-    written = write_dataset(options.run, options.out, Choice(what=options.what, first_step=options.from_step, **given))
+    written = write_dataset(
+        options.run, options.out, DatasetChoice(what=options.what, first_step=options.from_step, **given)
+    )
     print_lines(
         context.console,
         [

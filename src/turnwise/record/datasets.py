@@ -33,7 +33,7 @@ _FIX: Mapping[Kind, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class DatasetChoice:
     """Which conversations of a group become rows."""
 
     what: Kind
@@ -65,7 +65,7 @@ class Written:
     """How many conversations were left out, by reason."""
 
 
-def write_dataset(run: Path, out: Path, choice: Choice) -> Written:
+def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     """Write the data set of a run (or of a file of trajectories) to `out`/train.jsonl, one JSON object a line.
 
     Raises ConfigError if the file exists, or no conversation fits the choice; RunError if the record cannot be read.
@@ -101,7 +101,7 @@ def _groups(trajectories: Iterable[Trajectory], first_step: int | None) -> Itera
     yield from groups.values()
 
 
-def rows_of(group: Sequence[Trajectory], choice: Choice, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+def rows_of(group: Sequence[Trajectory], choice: DatasetChoice, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     """The rows of a group. Conversations that cannot be in the data set are counted in `left_out`, by reason."""
     scored: list[tuple[float, Trajectory]] = []
     for trajectory in group:
@@ -119,7 +119,7 @@ def rows_of(group: Sequence[Trajectory], choice: Choice, left_out: Counter[str])
         yield from _pairs(scored, choice)
 
 
-def _unfit(trajectory: Trajectory, choice: Choice) -> str | None:
+def _unfit(trajectory: Trajectory, choice: DatasetChoice) -> str | None:
     """Why a conversation cannot be in the data set; None if it can."""
     if trajectory.failed or trajectory.reward is None:
         return "failed or have no reward"
@@ -137,7 +137,7 @@ def _unfit(trajectory: Trajectory, choice: Choice) -> str | None:
 # rows
 
 
-def _best(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterator[dict[str, Any]]:
+def _best(scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice) -> Iterator[dict[str, Any]]:
     ended = _distinct([pair for pair in scored if not _cut(pair[1])])
     for reward, trajectory in ended[: choice.best]:
         good = (
@@ -193,7 +193,7 @@ def _sft_rows(trajectory: Trajectory) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _pairs(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterator[dict[str, Any]]:
+def _pairs(scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice) -> Iterator[dict[str, Any]]:
     """Pairs of conversations with the same prompt. Each conversation is in at most one pair."""
     by_prompt: dict[str, list[tuple[float, Trajectory]]] = {}
     for reward, trajectory in _distinct(scored):
@@ -207,7 +207,7 @@ def _pairs(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterat
             yield _pair(chosen, rejected, choice)
 
 
-def _pair(chosen: Trajectory, rejected: Trajectory, choice: Choice) -> dict[str, Any]:
+def _pair(chosen: Trajectory, rejected: Trajectory, choice: DatasetChoice) -> dict[str, Any]:
     prompt, good = _parts(chosen)
     row = {
         "prompt": prompt,
@@ -218,9 +218,9 @@ def _pair(chosen: Trajectory, rejected: Trajectory, choice: Choice) -> dict[str,
         "chosen_reward": chosen.reward,
         "rejected_reward": rejected.reward,
     }
-    ids = [_ids(one) for one in (chosen, rejected)]
-    if ids[0] is not None and ids[1] is not None:
-        (prompt_ids, chosen_ids), (_, rejected_ids) = ids
+    of_chosen, of_rejected = _ids(chosen), _ids(rejected)
+    if of_chosen is not None and of_rejected is not None:
+        (prompt_ids, chosen_ids), (_, rejected_ids) = of_chosen, of_rejected
         # a reward model reads complete sequences
         before = prompt_ids if choice.what == "reward-model" else []
         row |= {"chosen_ids": before + chosen_ids, "rejected_ids": before + rejected_ids}
@@ -229,7 +229,7 @@ def _pair(chosen: Trajectory, rejected: Trajectory, choice: Choice) -> dict[str,
     return row
 
 
-def _labelled(scored: Sequence[tuple[float, Trajectory]], choice: Choice) -> Iterator[dict[str, Any]]:
+def _labelled(scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice) -> Iterator[dict[str, Any]]:
     rewards = [reward for reward, _ in scored]
     if not scored or (choice.threshold is None and equal_rewards(rewards)):
         return
