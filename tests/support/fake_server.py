@@ -58,8 +58,11 @@ class FakeServer:
     context: int = CONTEXT
     fail_info: bool = False
     fail_load: bool = False
+    """The next update fails."""
     hanging_loads: int = 0
     """How many of the next updates get no answer."""
+    loading: asyncio.Barrier | None = None
+    """An update is answered when this many servers have got it."""
     wrong_weights: bool = False
     failures: int = 0
     """How many requests were answered with `failing_status`."""
@@ -171,10 +174,13 @@ class FakeServer:
             case "resume":
                 self.running.set()
             case "load":
+                if self.loading is not None:
+                    await self.loading.wait()
                 if self.hanging_loads:
                     self.hanging_loads -= 1
                     await asyncio.sleep(60)
                 if self.fail_load:
+                    self.fail_load = False
                     return web.json_response({"error": "half of the weights are missing"}, status=500)
                 self.version, self.label = body["version"], str(body["version"])
             case "label":

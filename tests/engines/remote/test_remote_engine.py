@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -396,17 +397,40 @@ def test_new_weights_reach_requests_that_are_running(tmp_path: Path) -> None:
     run(main())
 
 
+def test_all_servers_load_new_weights_at_the_same_time_and_requests_run_while_they_are_written(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers(3) as servers, engine_on(servers, files=tmp_path) as engine:
+            await engine.start()
+            barrier = asyncio.Barrier(3)  # one after the other, no update would be answered
+            for server in servers:
+                server.loading = barrier
+            written, served = threading.Event(), threading.Event()
+
+            class Slow(dict[str, Any]):
+                """Weights that are written when a request has been served."""
+
+                def items(self) -> Any:
+                    written.set()
+                    assert served.wait(60)
+                    return super().items()
+
+            update = asyncio.create_task(engine.load_weights(1, Slow(WEIGHTS)))
+            await asyncio.to_thread(written.wait, 60)
+            assert list((await engine.generate(request([4]))).versions) == [0] * 8
+            served.set()
+            await update
+            assert [server.version for server in servers] == [1, 1, 1]
+
+    run(main())
+
+
 def test_a_failed_update_leaves_the_old_weights_and_the_version(tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_servers(2) as servers, engine_on(servers, files=tmp_path) as engine:
             await engine.load_weights(1, WEIGHTS)
             servers[1].fail_load = True
-            task = asyncio.create_task(engine.load_weights(2, WEIGHTS))
-            await asyncio.sleep(0.05)
-            servers[1].fail_load = False if servers[1].events[-1] != "load" else servers[1].fail_load
             with pytest.raises(EngineError, match=r"version 2 were not taken over; the engine goes on with version 1"):
-                await task
-            servers[1].fail_load = False
+                await engine.load_weights(2, WEIGHTS)
             assert engine.version == 1
             assert servers[0].version == 1
             completion = await engine.generate(request([4]))

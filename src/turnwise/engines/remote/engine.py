@@ -201,15 +201,26 @@ class RemoteEngine:
         weights, or has other log-probabilities, all servers get the previous weights again, the version stays, and EngineError
         is raised. Requests that are running go on; those that have sampled with rejected weights repeat these tokens.
         """
-        async with self._updating():
-            if weights is None:
-                await self._on_all(lambda server: self._api.label(server, version))
-                await self._compare(probe, version)
-                if self._current is not None:
-                    self._current = replace(self._current, version=version)
-            else:
-                await self._replace(self._write(version, weights), probe)
-            self.version = version
+        update = None
+        if callable(weights):  # an adapter is small, and its trainer may belong to this thread
+            update = self._write(version, weights)
+        elif weights is not None:
+            # requests go on meanwhile; the trainer does not change its weights before this method returns
+            update = await asyncio.to_thread(self._write, version, weights)
+        try:
+            async with self._updating():
+                if update is None:
+                    await self._on_all(lambda server: self._api.label(server, version))
+                    await self._compare(probe, version)
+                    if self._current is not None:
+                        self._current = replace(self._current, version=version)
+                else:
+                    await self._replace(update, probe)
+                self.version = version
+        except BaseException:
+            if update is not None and self._files is not None:
+                self._files.discard(update)
+            raise
 
     def publisher(self, learner: WeightSource) -> WeightPublisher:
         return RemoteWeights(self, learner, self.probe, sleeper=self if self.sleeps else None)
@@ -329,20 +340,29 @@ class RemoteEngine:
         """Give all servers other weights. If one of them fails, all get the previous weights again."""
         assert self._files is not None
         changed: list[Replica] = []
+
+        async def change(replica: Replica) -> None:
+            changed.append(replica)
+            try:
+                await self._load(replica, update)
+            except ServerLost:
+                self._replicas.lose(replica)
+                await self._replicas.restore(replica)
+                await self._load(replica, update)
+
         try:
-            for replica in self._replicas.all:
-                changed.append(replica)
-                try:
-                    await self._load(replica, update)
-                except ServerLost:
-                    self._replicas.lose(replica)
-                    await self._replicas.restore(replica)
-                    await self._load(replica, update)
+            if update.tensors is None:
+                # all of them, also if one fails: only then can they be given back
+                results = await asyncio.gather(*map(change, self._replicas.all), return_exceptions=True)
+                for result in results:
+                    if isinstance(result, BaseException):
+                        raise result
+            else:  # each server has a group of its own with this process, and broadcasts in two groups must not overlap
+                for replica in self._replicas.all:
+                    await change(replica)
             await self._compare(probe, update.version)
         except BaseException as error:
-            for replica in changed:
-                await self._give_back(replica)
-            self._files.discard(update)
+            await asyncio.gather(*map(self._give_back, changed))
             if isinstance(error, EngineError):
                 raise EngineError(
                     f"the weights of version {update.version} were not taken over; the engine goes on with version "
@@ -376,18 +396,17 @@ class RemoteEngine:
         request = Request(
             conversation="probe", token_ids=probe.prompt, sampling=Sampling(max_tokens=count), seed=version
         )
-        answers: list[ProbeAnswer] = []
-        for replica in self._replicas.all:
+
+        async def ask(replica: Replica) -> ProbeAnswer:
             joined = await self._repeated(replica, partial(self._sample_probe, replica, request, version))
-            answers.append(
-                ProbeAnswer(
-                    server=replica.name,
-                    token_ids=list(joined.token_ids),
-                    logprobs=list(joined.logprobs),
-                    versions=list(joined.versions),
-                )
+            return ProbeAnswer(
+                server=replica.name,
+                token_ids=list(joined.token_ids),
+                logprobs=list(joined.logprobs),
+                versions=list(joined.versions),
             )
-        return answers
+
+        return await asyncio.gather(*map(ask, self._replicas.all))
 
     async def _sample_probe(self, replica: Replica, request: Request, version: int) -> JoinedCompletion:
         """What a server samples for one request, without a second one."""
