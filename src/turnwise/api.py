@@ -142,6 +142,12 @@ class RunResult:
         """The metrics as a pandas data frame: one row for each step."""
         return metrics_frame(self.directory)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how the run ended, its curve, its metrics, and three conversations. All texts are escaped."""
+        from turnwise.terminal.run_card import run_html
+
+        return run_html(self.directory)
+
     def to_pandas(self) -> Any:
         """The conversations as a pandas data frame: one row for each (`record.to_pandas`)."""
         return trajectories_frame(self.directory)

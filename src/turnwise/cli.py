@@ -41,6 +41,7 @@ _COMMANDS = {
     "dataset": ("commands.dataset", "write the conversations of a run as a data set for TRL or `turnwise sft`"),
     "convert": ("commands.convert", "make a recipe from a configuration of verl or ms-swift"),
     "merge": ("commands.models", "write the model of a run with a LoRA adapter as a complete model directory"),
+    "push": ("commands.push", "upload the model of a run to the Hugging Face hub, with a model card"),
     "retrieval": ("commands.serve", "run a search server over a corpus, for the search tool"),
     "completion": ("cli", "print the shell code that completes commands and options"),
 }
@@ -115,6 +116,10 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("turnwise convert --from swift train.sh --out recipe.yaml", "from a script of ms-swift (docs/swift.md)"),
     ),
     "merge": (("turnwise merge runs/lora --out merged", "write the model of a run with an adapter completely"),),
+    "push": (
+        ("turnwise push runs/demo --to USER/NAME --dry-run", "print the model card and the files"),
+        ("turnwise push runs/demo --to USER/NAME", "upload them"),
+    ),
     "retrieval": (("turnwise retrieval corpus.jsonl", "run a search server for the search tool (docs/tools.md)"),),
     "completion": (('eval "$(turnwise completion bash)"', "complete commands and options in this shell"),),
 }
