@@ -207,7 +207,6 @@ class RemoteEngine:
         elif weights is not None:
             # requests go on meanwhile; the trainer does not change its weights before this method returns
             update = await asyncio.to_thread(self._write, version, weights)
-        taken = update is None
         try:
             async with self._updating():
                 if update is None:
@@ -217,11 +216,10 @@ class RemoteEngine:
                         self._current = replace(self._current, version=version)
                 else:
                     await self._replace(update, probe)
-                    taken = True
                 self.version = version
         finally:
-            if not taken and update is not None and self._files is not None:
-                self._files.discard(update)
+            if update is not None and update is not self._current and self._files is not None:
+                self._files.discard(update)  # it was not taken over
 
     def publisher(self, learner: WeightSource) -> WeightPublisher:
         return RemoteWeights(self, learner, self.probe, sleeper=self if self.sleeps else None)
