@@ -23,6 +23,8 @@ from turnwise.view.server import ViewServer, export
 pytestmark = pytest.mark.slow
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIEWS = {
+    "overview": "#/overview",
+    "runs": "#/runs",
     "curves": "#/curves",
     "curves of one run": "#/curves?smooth=0.6&shown={first}",
     "conversations": "#/conversations",
@@ -108,6 +110,61 @@ def write_other_kind(path: Path) -> None:
     )
     record = {**conversation(0), "id": "0/0", "logprob_kind": "none"}
     (path / "trajectories.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_the_overview_says_what_became_of_a_run(page: Any, address: str, run: Path) -> None:
+    """How it ended, warnings, the paired test, failures, options and three conversations: all from the record."""
+    ended = {"how": "failed", "step": 3, "time": 1.0, "reason": "the disk is full"}
+    (run / "run.json").write_text(json.dumps({"kind": "train", "checkpoint": 2, "ended": ended}))
+    (run / "config.yaml").write_text("train: {steps: 10, lr: 0.5}\nhealth: {kl: 1.0}\n")
+    (run / "warnings.jsonl").write_text(json.dumps({"step": 2, "name": "kl", "text": "too far"}) + "\n")
+    held = [(step, row, 0.2 * row + (step > 0) * (0.5 + 0.01 * row)) for step in (0, 3) for row in range(6)]
+    rows = [{**conversation(4 * row, reward=reward), "step": step, "id": f"{row}/0"} for step, row, reward in held]
+    (run / "eval_trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    lines = [{"step": 0, "reward/mean": 0.5}, {"step": 3, "reward/mean": 1.025}]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    open_view(page, address, f"#/overview?run={run}")
+    page.wait_for_selector("section[aria-label=Reward] canvas")
+    text = page.inner_text("[aria-label=Overview]")
+    assert "Failed · after 3 of 10 steps · the disk is full" in text
+    assert "step 2 kl too far" in text
+    assert "+0.525 (" in text
+    assert "Better on the same rows (sign-flip test, p = 0.03125): 6 rows better, 0 worse, 0 equal." in text
+    assert "1 × environment: no luck latest (step 2)" in text
+    assert page.locator("table.options tr").all_inner_texts()[1:] == [
+        "train.steps\t10\tnull",
+        "train.lr\t0.5\t0.000001",
+    ]
+    label = page.get_attribute("section[aria-label=Reward] [role=img]", "aria-label")
+    assert label == "Reward: reward 0.3, held out 1.025"
+    examples = page.locator(".example").all_inner_texts()
+    assert [re.search(r"(\w+): reward ([\d.]+)", example).groups() for example in examples] == [  # type: ignore[union-attr]
+        ("best", "0.9"), ("median", "0.33"), ("worst", "0.3")
+    ]  # fmt: skip
+    page.click(".example >> nth=1")
+    page.wait_for_selector("b:has-text('3.0:0/3')")
+
+
+def test_runs_side_by_side(page: Any, address: str, run: Path, other: Path) -> None:
+    for path, rate in ((run, 0.1), (other, 0.2)):
+        (path / "run.json").write_text(
+            '{"kind": "train", "checkpoint": null, "ended": {"how": "finished", "reason": null}}'
+        )
+        (path / "config.yaml").write_text(f"train: {{steps: 3, lr: {rate}}}\nseed: 1\n")
+    open_view(page, address, "#/runs")
+    page.wait_for_selector("table.runs tbody tr >> nth=1")
+    page.click("button:has-text('reward/mean, last')")
+    rows = page.locator("table.runs tbody tr")
+    page.wait_for_selector("th[aria-sort=descending]")
+    assert [row.split() for row in rows.all_inner_texts()] == [
+        ["second", "finished", "3", "of", "3", "0", "0.35", "0.35", "0.2"],
+        ["first", "finished", "3", "of", "3", "0", "0.3", "0.3", "0.1"],
+    ]
+    page.click("button:has-text('reward/mean, last')")
+    page.wait_for_selector("table.runs tbody tr:first-child:has-text('first')")
+    page.check("[aria-label='mark second']")
+    page.click("text=Curves overlaid")
+    page.wait_for_selector("[role=img][aria-label^='reward/mean: second 0.35']")
 
 
 def test_runs_of_another_kind_appear_and_are_chosen(page: Any, address: str, run: Path) -> None:
@@ -249,6 +306,10 @@ def test_filter_sort_open_by_keyboard(page: Any, address: str) -> None:
     open_view(page, address, "#/conversations")
     page.wait_for_selector(".body .row")
     page.wait_for_selector("text=24 of 24")
+    page.wait_for_selector(
+        ".body .row:has-text('turns 0, answer 0.5'):has-text('What is 2+2?'):has-text('The answer is 4.')"
+    )
+    page.wait_for_selector(".body .row:has-text('environment: no luck')")
     page.fill("label:has-text('Step') input", "2-3")
     page.keyboard.press("Tab")
     page.wait_for_selector("text=16 of 24")
@@ -353,13 +414,20 @@ def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
     page.wait_for_selector(f".pane [aria-label='Messages of 1.0:{second}/0']")
     page.keyboard.press("Escape")
     page.wait_for_selector(".table.pairs")
-    page.keyboard.press("3")
+    page.keyboard.press("5")
     page.wait_for_selector("svg .engine")
     page.keyboard.press("k")
     page.wait_for_url(re.compile("step=2"))
     page.keyboard.press("j")
     page.wait_for_url(re.compile("step=3"))
-    for key, view in (("1", "curves"), ("2", "conversations"), ("4", "compare"), ("5", "evaluations")):
+    for key, view in (
+        ("1", "overview"),
+        ("2", "runs"),
+        ("3", "curves"),
+        ("4", "conversations"),
+        ("6", "compare"),
+        ("7", "evaluations"),
+    ):
         page.keyboard.press(key)
         page.wait_for_selector(f"nav a[aria-current=page][data-view={view}]")
     page.wait_for_selector("main .scroll")
@@ -377,7 +445,7 @@ def test_the_exported_file_needs_nothing_else(page: Any, run: Path, other: Path,
     assert size == file.stat().st_size
     requests: list[str] = []
     page.on("request", lambda request: requests.append(request.url))
-    page.goto(file.as_uri())
+    page.goto(f"{file.as_uri()}#/curves")
     page.wait_for_selector("section[aria-label='reward/mean'] canvas")
     page.evaluate("location.hash = '#/conversations?query=owned'")
     page.wait_for_selector("text=1 of 24")
@@ -460,9 +528,9 @@ def test_the_page_of_evaluations(page: Any, address: str, evaluation: Path) -> N
     comparison = page.locator("table >> nth=1").locator("tbody tr").inner_text()
     difference = result["comparisons"][0]["test"]["difference"]["mean"]
     assert comparison.split()[:3] == ["second", "first", f"+{difference:.4g}"]
-    page.keyboard.press("1")
+    page.keyboard.press("3")
     page.wait_for_selector("section[aria-label='reward/mean']")
-    page.keyboard.press("5")
+    page.keyboard.press("7")
     page.click("text=row by row")
     page.wait_for_selector(".body .row")
     assert "2 rows in both" in page.inner_text(".bar")

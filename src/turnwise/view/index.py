@@ -13,7 +13,7 @@ import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from pydantic_core import from_json
 from turnwise.errors import RunError
 from turnwise.record.lines import LineFile, existing_file
 
-_FORMAT = 1
+_FORMAT = 2
 COLUMNS = (
     "id",
     "group",
     "row",
     "step",
     "reward",
+    "advantage",
     "stop",
     "turns",
     "calls",
@@ -43,8 +44,13 @@ COLUMNS = (
     "started",
     "seconds",
 )
-"""The columns of the index. `call_errors` counts failed and malformed tool calls, `sampled` the tokens that the model sampled,
-`tokens` all tokens; `error` is the kind of failure or null, `mismatch` 1 if the tokens differ from the template's."""
+"""The columns of the index. `advantage` is the mean over the sampled tokens, `call_errors` counts failed and malformed tool
+calls, `sampled` the tokens that the model sampled, `tokens` all tokens; `error` is the kind of failure or null, `mismatch` 1 if
+the tokens differ from the template's."""
+EXCERPTS = ("question", "answer", "parts", "failure")
+"""Texts of each conversation, which are read for a few conversations only: the beginning of the last message of the user before
+the first answer, the beginning of the last answer, the parts of the reward as JSON, and the message of its failure."""
+_LONGEST_EXCERPT = 300  # characters
 _BLOCK_LINES = 500  # lines between two commits: a reader sees them at once
 _BLOCK_BYTES = 1 << 24
 _MOST_TEXT = 200_000  # characters of a conversation that the full-text index takes
@@ -108,6 +114,36 @@ class ConversationIndex:
         )
         values = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
         return {name: list(column) for name, column in zip(COLUMNS, values, strict=True)}
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The columns of one conversation, and its number."""
+        return {"number": number, **{name: values[0] for name, values in self.columns(number, number + 1).items()}}
+
+    def excerpts(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The texts `EXCERPTS` of some conversations by their numbers; without those that are not indexed."""
+        names, marks = ", ".join(EXCERPTS), ", ".join("?" * len(numbers))
+        rows = self._query(f"SELECT number, {names} FROM excerpts WHERE number IN ({marks})", *numbers)
+        found = {number: dict(zip(EXCERPTS, texts, strict=True)) for number, *texts in rows}
+        return {number: {**texts, "parts": json.loads(texts["parts"])} for number, texts in found.items()}
+
+    def failures(self, most: int = 1000) -> list[tuple[int | None, str, str, str]]:
+        """The latest failures in the order of the record: step, id, kind and message of each."""
+        rows = self._query(
+            "SELECT step, id, error, failure FROM conversations JOIN excerpts USING (number) WHERE error IS NOT NULL "
+            "ORDER BY number DESC LIMIT ?",
+            most,
+        )
+        return [(step, id or "", kind, message or "") for step, id, kind, message in reversed(rows)]
+
+    def by_reward(self) -> list[int]:
+        """The numbers of the conversations of the last step that have a reward, the highest first."""
+        return [
+            number
+            for (number,) in self._query(
+                "SELECT number FROM conversations WHERE reward IS NOT NULL AND step IS "
+                "(SELECT max(step) FROM conversations WHERE reward IS NOT NULL) ORDER BY reward DESC, number"
+            )
+        ]
 
     def numbers_of(self, step: int) -> list[int]:
         """Numbers of the conversations of a training step."""
@@ -201,6 +237,7 @@ class ConversationIndex:
     def _clear(self) -> None:
         with self._database as database:
             database.execute("DELETE FROM conversations")
+            database.execute("DELETE FROM excerpts")
             database.execute("DROP TABLE texts")
             database.execute(_TEXTS)
         self.indexed = range(0)
@@ -210,12 +247,14 @@ class ConversationIndex:
         """Index the lines of a block, which is directly before or behind the indexed lines."""
         rows: list[tuple[Any, ...]] = []
         texts: list[tuple[int, str]] = []
+        excerpts: list[tuple[Any, ...]] = []
         for number, line in zip(block, file.lines(block.start, block.stop), strict=True):
             record = _parsed(line)
             values = _row(record)
             place = file.offsets[number], file.offsets[number + 1]
             rows.append((number, *place, _checksum(line), *(values[n] for n in COLUMNS)))
             texts.append((number, " ".join(_texts(record))[:_MOST_TEXT]))
+            excerpts.append((number, *_excerpts(record)))
         marks = ", ".join("?" * (4 + len(COLUMNS)))
         with self._database as database:
             database.execute("BEGIN IMMEDIATE")
@@ -223,6 +262,7 @@ class ConversationIndex:
             if self._range() == self.indexed:
                 database.executemany(f"INSERT INTO conversations VALUES ({marks})", rows)
                 database.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
+                database.executemany(f"INSERT INTO excerpts VALUES (?{', ?' * len(EXCERPTS)})", excerpts)
         self.indexed = self._range()
 
     def _range(self) -> range:
@@ -269,6 +309,7 @@ def _open(path: Path) -> sqlite3.Connection:
                 "CREATE TABLE IF NOT EXISTS conversations "
                 f"(number INTEGER PRIMARY KEY, begin_byte INTEGER, end_byte INTEGER, checksum TEXT, {names})"
             )
+            database.execute(f"CREATE TABLE IF NOT EXISTS excerpts (number INTEGER PRIMARY KEY, {', '.join(EXCERPTS)})")
             database.execute(_TEXTS)
             database.execute(f"PRAGMA user_version={_FORMAT}")
             database.commit()
@@ -311,6 +352,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "row": _scalar(row.get("id")) if isinstance(row, dict) else None,
         "step": _number(record.get("step")),
         "reward": _number(record.get("reward")),
+        "advantage": _advantage(turns, tokens_of_turns),
         "stop": _scalar(record.get("stop")),
         "turns": len(turns),
         "calls": len(calls),
@@ -325,6 +367,46 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "started": _number(record.get("started")),
         "seconds": _number(record.get("seconds")),
     }
+
+
+def _advantage(turns: Sequence[Mapping[str, Any]], tokens_of_turns: Sequence[Mapping[Any, int]]) -> float | None:
+    """The mean advantage of the sampled tokens; None without advantages."""
+    total = count = 0.0
+    for turn, about in enumerate(turns):
+        value, tokens = about.get("advantage"), sum(tokens[turn] for tokens in tokens_of_turns)
+        of_tokens = _numbers(value)
+        if of_tokens:
+            total, count = total + sum(of_tokens), count + len(of_tokens)
+        elif type(value) in (int, float):
+            total, count = total + value * tokens, count + tokens
+    return total / count if count else None
+
+
+def _excerpts(record: Mapping[str, Any]) -> tuple[str | None, ...]:
+    """The values of `EXCERPTS`."""
+    messages, error = _objects(record.get("messages")), record.get("error")
+    roles = [message.get("role") for message in messages]
+    first = roles.index("assistant") if "assistant" in roles else len(messages)
+    question = next((m for m in reversed(messages[:first]) if m.get("role") != "system"), None)
+    answer = next((m for m in reversed(messages) if m.get("role") == "assistant"), None)
+    parts = record.get("rewards") if isinstance(record.get("rewards"), dict) else {}
+    failure = str(error.get("message")) if isinstance(error, dict) else None
+    texts = [None if m is None else " ".join(_strings(m.get("content"))) or None for m in (question, answer)]
+    if texts[1] is None and answer is not None:
+        texts[1] = " ".join(_strings(answer.get("tool_calls"))) or None
+    return (
+        *map(_excerpt, texts),
+        json.dumps({str(name): _number(value) for name, value in parts.items()}),
+        _excerpt(failure),
+    )
+
+
+def _excerpt(text: str | None) -> str | None:
+    return (
+        None
+        if text is None
+        else " ".join(text[: 4 * _LONGEST_EXCERPT].split())[:_LONGEST_EXCERPT].encode("utf-8", "replace").decode()
+    )
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

@@ -19,6 +19,14 @@ from turnwise.record.evaluation import read_results
 from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_of
 from turnwise.record.reader import parse_line, read_lines, recorded_options, token_texts
+from turnwise.record.summary import (
+    RunSummary,
+    changed_from_defaults,
+    differing_options,
+    group_failures,
+    held_out_change,
+    summarize_run,
+)
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import LogprobKind, Sampling
 from turnwise.view.index import ConversationIndex
@@ -88,6 +96,7 @@ class ViewedRun:
         self.path = path
         self.indexes = {kind: ConversationIndex(path / name) for kind, name in FILES.items()}
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
+        self._change: tuple[int, dict[str, Any] | None] | None = None
         self.problem: str | None = None
         """Why a file of the run, or a part of it, cannot be read; None if there is no problem."""
         self.evaluated = (path / "evaluation.json").is_file()
@@ -151,6 +160,33 @@ class ViewedRun:
             "columns": {name: [line.get(name) for line in lines] for name in names},
             "about": {name: {"unit": metric.unit, "meaning": metric.meaning} for name, metric in about.items()},
         }
+
+    def overview(self) -> dict[str, Any]:
+        """What a person wants to know first: how the run ended, its warnings, what it reached, its options, its latest failures,
+        and the best, median and worst conversation of its last step. Raises RunError if its recipe cannot be read."""
+        about = summarize_run(self.path)
+        index = self.indexes["train"]
+        ranked = index.by_reward()
+        chosen = {"best": ranked[:1], "median": ranked[len(ranked) // 2 : len(ranked) // 2 + 1], "worst": ranked[-1:]}
+        numbers = {name: found[0] for name, found in chosen.items() if found}
+        return {
+            **state_of(about),
+            "warnings": [dataclasses.asdict(warning) for warning in about.warnings],
+            "options": [[name, *values] for name, values in changed_from_defaults(about.options).items()],
+            "held_out": self._held_out(),
+            "failures": [dataclasses.asdict(group) for group in group_failures(index.failures())[:10]],
+            "examples": {
+                name: {**index.row(number), **index.excerpts([number])[number]} for name, number in numbers.items()
+            },
+        }
+
+    def _held_out(self) -> dict[str, Any] | None:
+        """How training changed the rewards on held-out rows; computed again when there is a further evaluation."""
+        evaluations = len(self.metrics("eval"))
+        if self._change is None or self._change[0] != evaluations:
+            found = held_out_change(self.path)
+            self._change = (evaluations, None if found is None else dataclasses.asdict(found))
+        return self._change[1]
 
     def conversation(self, kind: str, number: int) -> dict[str, Any]:
         """A conversation as it was recorded, with the text of each token (`token_texts`, one list for each segment).
@@ -284,6 +320,45 @@ def times(record: dict[str, Any], number: int) -> dict[str, Any]:
         "stop": record.get("stop"),
         "reward": record.get("reward"),
     }
+
+
+# several runs
+
+
+def state_of(about: RunSummary) -> dict[str, Any]:
+    """How a run ended, and after how many steps."""
+    return {name: getattr(about, name) for name in ("kind", "state", "reason", "ended", "step", "steps")}
+
+
+def side_by_side(runs: Sequence[ViewedRun]) -> dict[str, Any]:
+    """All runs: state, last and best values of their metrics, and the options in which they differ. A run that cannot be read has
+    the key `problem`."""
+    rows: list[dict[str, Any]] = []
+    summaries: list[RunSummary] = []
+    for number, run in enumerate(runs):
+        try:
+            about = summarize_run(run.path)
+        except RunError as error:
+            rows.append({"run": number, "problem": str(error)})
+            continue
+        summaries.append(about)
+        values = {}
+        for name, value in about.metrics.items():
+            best, step = value.best(name)
+            values[name] = {"last": value.last, "best": best, "step": step}
+        rows.append(
+            {
+                "run": number,
+                **state_of(about),
+                "warnings": len(about.warnings),
+                "values": values,
+                "options": about.options,
+            }
+        )
+    names = differing_options(summaries) if len(summaries) > 1 else []
+    for row in rows:
+        row["options"] = {name: row["options"][name] for name in names if name in row.get("options", ())}
+    return {"options": names, "rows": rows}
 
 
 # evaluations

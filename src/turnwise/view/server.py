@@ -16,6 +16,7 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import importlib
 import json
 import mimetypes
 import os
@@ -36,7 +37,7 @@ from turnwise.services.http_server import (
     refuse_foreign_host,
     uvicorn_server,
 )
-from turnwise.view.runs import FILES, ViewedRun, evaluations, runs_at
+from turnwise.view.runs import FILES, ViewedRun, evaluations, runs_at, side_by_side
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -83,6 +84,7 @@ _QUIET = 0.05  # the index waits until no request was answered for this time,
 _PAUSE = 1.0  # but no longer than this
 _LONGEST_PATH = 1000  # characters
 _MOST_DIGITS = 15
+_MOST_EXCERPTS = 200  # conversations in one request
 
 _NAME = "the viewer"
 
@@ -192,6 +194,9 @@ def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()
         Route("/static/{path:path}", _static),
         json_route("/api/runs", answers.runs),
         json_route("/api/evaluations", answers.evaluations),
+        json_route("/api/side_by_side", answers.side_by_side),
+        json_route("/api/runs/{run}/overview", answers.overview),
+        json_route("/api/runs/{run}/excerpts/{kind}", answers.excerpts),
         json_route("/api/runs/{run}/metrics/{kind}", answers.metrics),
         json_route("/api/runs/{run}/columns/{kind}", answers.columns),
         json_route("/api/runs/{run}/search/{kind}", answers.search),
@@ -224,6 +229,8 @@ async def _watch(runs: list[ViewedRun], app: Starlette, paths: Sequence[Path]) -
                 await asyncio.sleep(_QUIET)
                 waited += _QUIET
         if complete:
+            # what the first overview needs: loaded when the first rows are shown
+            await asyncio.to_thread(importlib.import_module, "turnwise.options.schema")
             await asyncio.sleep(_SECONDS)
 
 
@@ -244,6 +251,17 @@ class _Answers:
 
     def evaluations(self, request: Request) -> Any:
         return evaluations(self._runs)
+
+    def side_by_side(self, request: Request) -> Any:
+        return side_by_side(self._runs)
+
+    def overview(self, request: Request) -> Any:
+        return self._run(request).overview()
+
+    def excerpts(self, request: Request) -> Any:
+        numbers = request.query_params.get("numbers", "").split(",")[:_MOST_EXCERPTS]
+        known = [_whole_number("numbers", number) for number in numbers if number]
+        return self._run(request).indexes[_kind(request)].excerpts(known)
 
     def metrics(self, request: Request) -> Any:
         return self._run(request).metric_table(_kind(request))
@@ -406,7 +424,7 @@ def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Seque
     missing = set(ids) - {found for part in parts for columns in part["columns"].values() for found in columns["id"]}
     if missing:
         raise RunError(f"no run has a conversation with the id {min(missing)!r}; turnwise view lists the ids")
-    html = _html({"runs": parts, "evaluations": evaluations(runs)})
+    html = _html({"runs": parts, "evaluations": evaluations(runs), "side_by_side": side_by_side(runs)})
     try:
         file.write_text(html, encoding="utf-8")
     except OSError as error:
@@ -418,6 +436,7 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
     """The data of a run. The conversations in it are numbered from 0."""
     columns: dict[str, Any] = {}
     conversations: dict[str, dict[int, Any]] = {}
+    excerpts: dict[str, dict[int, Any]] = {}
     images: dict[str, str] = {}
     places: dict[int, int] = {}
     for kind in FILES:
@@ -425,6 +444,7 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
         numbers = _exported(every, most, ids)
         columns[kind] = {name: [values[n] for n in numbers] for name, values in every.items()}
         conversations[kind] = {place: {**run.conversation(kind, n), "number": place} for place, n in enumerate(numbers)}
+        excerpts[kind] = {place: run.indexes[kind].excerpts([n]).get(n) for place, n in enumerate(numbers)}
         if kind == "train":
             places = {n: place for place, n in enumerate(numbers)}
         for name in set(_IMAGE.findall(json.dumps([c.get("messages") for c in conversations[kind].values()]))):
@@ -442,12 +462,21 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
             "indexed": indexed,
             "left_out": {kind: summary["lines"][kind] - count for kind, count in counts.items()},
         },
+        "overview": _overview(run),
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
         "columns": columns,
+        "excerpts": excerpts,
         "conversations": conversations,
         "timelines": _timelines(run, columns["train"]["step"], places),
         "images": images,
     }
+
+
+def _overview(run: ViewedRun) -> dict[str, Any]:
+    try:
+        return run.overview()
+    except RunError as error:
+        return {"problem": str(error)}
 
 
 def _exported(columns: Mapping[str, Sequence[Any]], most: int, ids: Sequence[str]) -> list[int]:

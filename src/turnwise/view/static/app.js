@@ -8,9 +8,11 @@ import { ConversationPage, GroupPage, PairPage } from "./conversation.js";
 import { Compare } from "./compare.js";
 import { Evaluations } from "./evaluations.js";
 import { Timeline } from "./timeline.js";
+import { Overview } from "./overview.js";
+import { Runs } from "./runs.js";
 
 const KEYS = [
-  ["1 2 3 4 5", "curves, conversations, timeline, comparison of runs, evaluations"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
+  ["1 2 3 4 5 6 7", "overview, runs side by side, curves, conversations, timeline, the same rows of two runs, evaluations"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
   ["Enter", "open the conversation, or the two of a row"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
   ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"],
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
@@ -95,9 +97,9 @@ function Indexing({ runs }) {
   return indexed < lines && html`<span class="muted" role="status">indexed ${indexed.toLocaleString("en")} of ${lines.toLocaleString("en")} conversations</span>`;
 }
 
-const VIEWS = [["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"]];
+const VIEWS = [["overview", "Overview"], ["runs", "Runs"], ["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"]];
 const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
-const VIEW = { curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, evaluations: Evaluations, pair: PairPage };
+const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, evaluations: Evaluations, pair: PairPage };
 
 /** The title of the tab: what is shown first, since a narrow tab shows no more. */
 function title(view, address, run) {
@@ -120,7 +122,7 @@ function App() {
   });
   const [address, missing] = runs ? withNumbers(raw, runs) : [raw, []];
   const run = address.run ?? 0;
-  const view = VIEW[address.view] ? address.view : VIEWS[0][0];
+  const view = VIEW[address.view] ? address.view : runs?.length > 1 ? "runs" : "overview";
   useEffect(() => { document.title = title(view, address, runs?.[run]); });
   if (!runs) return problem ? html`<${Problem} text=${problem} />` : html`<p class="loading">Loading…</p>`;
   const kind = address.kind === "eval" ? "eval" : "train";
@@ -130,10 +132,10 @@ function App() {
     <header>
       <h1>turnwise</h1>
       <nav aria-label="Views">${VIEWS.map(([name, text]) => html`<a key=${name} href=${link({ view: name, id: null, at: null, number: null })} data-view=${name} aria-current=${section === name ? "page" : undefined}>${text}</a>`)}</nav>
-      ${["conversations", "timeline"].includes(section) && html`
+      ${["overview", "conversations", "timeline"].includes(section) && html`
         <label>Run <select value=${run} onChange=${(event) => go({ run: Number(event.target.value), number: null, id: null, at: null, view: section })}>
           ${runs.map((item, place) => html`<option key=${place} value=${place}>${item.name}</option>`)}</select></label>
-        <${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null, id: null, at: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}
+        ${section !== "overview" && html`<${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null, id: null, at: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}`}
       <span class="spacer"></span>
       <${Indexing} runs=${runs} />
       ${runs.filter((item) => item.problem).map((item) => html`<span key=${item.path} class="bad" role="alert" title=${item.problem}>${item.name}: a file cannot be read</span>`)}

@@ -1,15 +1,17 @@
 // The table of conversations: filters, order, search, and the keyboard.
-import { html, number, sequential, useEffect, useKeys, useLayoutEffect, useLoaded, useMemo, useRef, useState } from "./ui.js";
+import { harmless, html, number, sequential, signed, useEffect, useKeys, useLayoutEffect, useLoaded, useMemo, useReducer, useRef, useState } from "./ui.js";
 import * as data from "./data.js";
 import { loadedCount, useColumns } from "./columns.js";
 import { conversationAt, Link } from "./address.js";
 import { usePlace, useVirtual } from "./virtual.js";
 
 const COLUMNS = [
-  ["id", "conversation"], ["step", "step"], ["reward", "reward"], ["stop", "stop"], ["turns", "turns"], ["calls", "calls"],
-  ["call_errors", "call errors"], ["sampled", "sampled"], ["tokens", "tokens"], ["error", "failure"],
+  ["id", "conversation"], ["step", "step"], ["reward", "reward"], ["advantage", "advantage"], ["stop", "stop"], ["turns", "turns"], ["calls", "calls"],
+  ["call_errors", "call errors"], ["sampled", "sampled"],
 ];
-const TEXTS = new Set(["id", "stop", "error"]);
+/** Columns of texts, which are loaded for the rows in view: they cannot be sorted. */
+const EXCERPTS = ["reward parts", "question", "last answer, or failure"];
+const TEXTS = new Set(["id", "stop"]);
 const last = new Map();
 /** Where the list was left, by its address: {scroll, chosen}. */
 const places = new Map();
@@ -59,6 +61,27 @@ export function neighbour(run, kind, n, by) {
   if (!numbers) return n + by;
   const place = numbers.indexOf(n);
   return place < 0 ? n + by : numbers[place + by];
+}
+
+/** By run, kind and generation of the index: the texts of the conversations that were in view. */
+const excerpts = new Map();
+
+/** The texts of the conversations `numbers`, which are loaded when the list has stood still for a moment. */
+function useExcerpts(run, kind, generation, numbers) {
+  const [, rerender] = useReducer((x) => x + 1, 0);
+  const key = `${run} ${kind} ${generation}`;
+  if (!excerpts.has(key)) excerpts.set(key, new Map());
+  const known = excerpts.get(key), missing = numbers.filter((n) => n !== undefined && !known.has(n));
+  useEffect(() => {
+    if (!missing.length) return undefined;
+    let current = true;
+    const timer = setTimeout(() => data.excerpts(run, kind, missing).then((found) => {
+      for (const n of missing) if (found[n]) known.set(n, found[n]);
+      if (current) rerender();
+    }, () => {}), 60);
+    return () => { current = false; clearTimeout(timer); };
+  }, [key, missing.join()]);
+  return known;
 }
 
 /** A live list gets rows at its beginning: the row under the pointer, or the first visible one of a list that was scrolled, stays
@@ -114,6 +137,8 @@ export function Conversations({ runs, run, kind, address, go, link }) {
     const { scrollTop, clientHeight } = scroll.current, top = place * ROW;
     if (top < scrollTop || top > scrollTop + clientHeight - 2 * ROW) virtual.scrollToIndex(place, { align: "center" });
   }, [listed, numbers.length > 0]);
+  const items = virtual.getVirtualItems();
+  const texts = useExcerpts(run, kind, runs[run].indexed[kind].generation, items.map((item) => numbers[item.index]));
   const at = (n) => ({ view: "conversation", ...conversationAt(columns, n) });
   const pick = (place) => { const next = Math.max(0, Math.min(numbers.length - 1, place)); setChosen(numbers[next]); virtual.scrollToIndex(next); };
   useKeys((event) => {
@@ -147,9 +172,9 @@ export function Conversations({ runs, run, kind, address, go, link }) {
     <div class="scroll" ref=${scroll} tabindex="0" role="region" aria-label="Conversations" ...${steady}>
       <div class="table" role="grid" aria-label="Conversations" aria-rowcount=${numbers.length + 1}>
         <div role="rowgroup"><div class="row head" role="row">${COLUMNS.map(([name, text]) => html`<span key=${name} role="columnheader" class=${TEXTS.has(name) ? "" : "num"}
-          aria-sort=${address.sort === name ? (address.down === "0" ? "ascending" : "descending") : "none"}><button onClick=${() => sortBy(name)}>${text}${address.sort === name ? (address.down === "0" ? " ▲" : " ▼") : ""}</button></span>`)}</div></div>
+          aria-sort=${address.sort === name ? (address.down === "0" ? "ascending" : "descending") : "none"}><button onClick=${() => sortBy(name)}>${text}${address.sort === name ? (address.down === "0" ? " ▲" : " ▼") : ""}</button></span>`)}${EXCERPTS.map((text) => html`<span key=${text} role="columnheader" class="text">${text}</span>`)}</div></div>
         ${columns && html`<div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>
-          ${virtual.getVirtualItems().map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} selected=${item.index === picked} rewards=${rewards} to=${link(at(numbers[item.index]))} onPick=${setChosen} />`)}
+          ${items.map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} selected=${item.index === picked} rewards=${rewards} texts=${texts.get(numbers[item.index])} to=${link(at(numbers[item.index]))} onPick=${setChosen} />`)}
         </div>`}
       </div>
       ${!columns && html`<p class="loading">Loading…</p>`}
@@ -157,16 +182,20 @@ export function Conversations({ runs, run, kind, address, go, link }) {
     </div>`;
 }
 
-function Row({ n, columns, top, place, selected, rewards, to, onPick }) {
+function Row({ n, columns, top, place, selected, rewards, texts, to, onPick }) {
   if (n === undefined || columns.id[n] === undefined) return null;
   const reward = columns.reward[n];
+  const parts = Object.keys(texts?.parts ?? {}).length > 1 ? Object.entries(texts.parts).map(([name, value]) => `${harmless(name)} ${number(value)}`).join(", ") : "";
   const share = reward === null ? 0 : (reward - rewards[0]) / (rewards[1] - rewards[0]);
   return html`<div class="row" role="row" aria-rowindex=${place + 2} aria-selected=${selected} style=${{ transform: `translateY(${top}px)` }} onClick=${() => onPick(n)}>
     <span role="gridcell"><${Link} class="whole" to=${to} tabindex="-1">${columns.id[n] ?? "(damaged)"}</${Link}></span>
     <span role="gridcell" class="num">${number(columns.step[n])}</span>
     <span role="gridcell" class="num"><i class="meter" style=${{ width: `${Math.round(share * 34)}px`, background: sequential(1) }}></i>${reward === null ? "–" : number(reward)}</span>
+    <span role="gridcell" class="num">${columns.advantage[n] === null ? "–" : signed(columns.advantage[n])}</span>
     <span role="gridcell" class=${columns.error[n] === null ? "" : "bad"}>${columns.stop[n]}</span>
-    ${["turns", "calls", "call_errors", "sampled", "tokens"].map((name) => html`<span key=${name} role="gridcell" class="num">${number(columns[name][n])}</span>`)}
-    <span role="gridcell" class="bad">${columns.error[n]}${columns.mismatch[n] ? " mismatch" : ""}</span>
+    ${["turns", "calls", "call_errors", "sampled"].map((name) => html`<span key=${name} role="gridcell" class="num">${number(columns[name][n])}</span>`)}
+    <span role="gridcell" class="text" title=${parts}>${parts}</span><span role="gridcell" class="text" title=${texts?.question}>${harmless(texts?.question ?? "")}</span>
+    ${columns.error[n] === null ? html`<span role="gridcell" class="text" title=${texts?.answer}>${columns.mismatch[n] ? html`<b class="bad">mismatch</b> ` : ""}${harmless(texts?.answer ?? "")}</span>`
+      : html`<span role="gridcell" class="text bad" title=${texts?.failure}>${columns.error[n]}${texts?.failure ? `: ${harmless(texts.failure)}` : ""}</span>`}
   </div>`;
 }

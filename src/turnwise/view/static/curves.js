@@ -225,6 +225,7 @@ export function Curves({ runs, address, go, link, dark }) {
     }));
     return tables;
   }, `${key} ${counts}`);
+  const [overview] = useLoaded(() => (shown.length === 1 ? data.overview(shown[0]) : Promise.resolve(null)), `${shown} ${counts}`, `${shown}`);
   if (loaded) latestTables.current = [key, loaded];
   const tables = latestTables.current[0] === key ? latestTables.current[1] : []; // those of another choice of runs have other runs
   const single = shown.length === 1 ? tables[shown[0]] : null;
@@ -247,7 +248,9 @@ export function Curves({ runs, address, go, link, dark }) {
     const to = { view: "conversations", run, kind, step: String(step), sort: null, query: null, group: null, id: null, at: null };
     if (event.ctrlKey || event.metaKey) window.open(link(to)); else go(to);
   };
-  const common = { dark, log, xLabel, onStep };
+  const place = single && kind === "train" ? over(single.columns) : null; // the warnings of one run: marks of several could not be told apart
+  const marks = place ? (overview?.warnings ?? []).map(({ step }) => ({ x: place[single.columns.step.indexOf(step)] })).filter(({ x }) => x !== undefined) : [];
+  const common = { dark, log, xLabel, onStep, marks };
   return html`
     <div class="bar">
       ${trained.map((place) => html`<label key=${place}><input type="checkbox" checked=${shown.includes(place)} onChange=${() => go({ shown: shown.includes(place) ? shown.filter((other) => other !== place) : [...shown, place].sort((a, b) => a - b) })} />

@@ -20,6 +20,20 @@ export async function evaluations() {
   return exported ? exported.evaluations : get("api/evaluations");
 }
 
+export async function overview(run) {
+  return exported ? exported.runs[run].overview : get(`api/runs/${run}/overview`);
+}
+
+/** All runs with their values and the options in which they differ. */
+export async function sideBySide() {
+  return exported ? exported.side_by_side : get("api/side_by_side");
+}
+
+/** Question, last answer, parts of the reward and failure of some conversations, by their numbers. */
+export async function excerpts(run, kind, numbers) {
+  return exported ? exported.runs[run].excerpts[kind] : get(`api/runs/${run}/excerpts/${kind}?numbers=${numbers}`);
+}
+
 export async function metrics(run, kind) {
   return exported ? exported.runs[run].metrics[kind] : get(`api/runs/${run}/metrics/${kind}`);
 }

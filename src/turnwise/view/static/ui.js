@@ -54,18 +54,19 @@ export function sequential(share) {
   return `color-mix(in srgb, var(--sequential) ${Math.round(Math.max(0, Math.min(1, share)) * 50)}%, transparent)`;
 }
 
-/** The value of a promise, loaded again when `key` changes: [value, error]. */
-export function useLoaded(load, key) {
+/** The value of a promise, loaded again when `key` changes: [value, error]. Meanwhile there is no value; with `like`, the previous
+ *  value stays as long as `like` is the same. */
+export function useLoaded(load, key, like = key) {
   const [state, setState] = useState([null, null, null]);
   useEffect(() => {
     let current = true;
     load().then(
-      (value) => current && setState([value, null, key]),
-      (error) => current && setState([null, String(error.message || error), key]),
+      (value) => current && setState([value, null, like]),
+      (error) => current && setState([null, String(error.message || error), like]),
     );
     return () => { current = false; };
   }, [key]);
-  return state[2] === key ? state : [null, null, key];
+  return state[2] === like ? state : [null, null, like];
 }
 
 /** Calls `handler(event)` for keys that are not typed into a field. The handler is always that of the last rendering.
