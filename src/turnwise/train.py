@@ -278,6 +278,7 @@ def _finish_step(
         "tokens/trained": update.tokens if update else 0,
         **(update.correction if update else {}),
         **(update.experts if update else {}),
+        **(update.memory_metrics if update else {}),
         "tokens/prefix_saved": result.saved,
         **(result.critic.named() if result.critic else {}),
         **(result.kl_reward.named() if result.kl_reward else {}),

@@ -702,7 +702,8 @@ class OptimizationSection(Section):
     """The largest norm of the gradient of all parameters together. A gradient with a larger norm is scaled down to this norm."""
     micro_batch_tokens: Positive | None = None
     """The largest number of tokens in one forward pass. A smaller number needs less memory and is slower; the result is the same.
-    Null: 2048 on a CPU, 3072 there for a model of more than 20 million parameters in one process, 16384 on a GPU."""
+    Null: 2048 on a CPU, 3072 there for a model of more than 20 million parameters in one process, 16384 on a GPU. If the
+    memory of a GPU runs out, one process goes on with less."""
 
     def lr_at(self, step: int, *, steps: int) -> float:
         """The learning rate of a step, counted from 0, of a run with `steps` steps: linear warm-up, then constant, or decay to 0

@@ -191,6 +191,11 @@ METRICS = (
         lines=_BOTH,
     ),
     Metric(
+        "micro_batches/out_of_memory", "count", "",
+        "How often the GPU's memory ran out in the passes of the update, which were then computed in smaller micro-batches. Only "
+        "in steps in which it did.", lines=_BOTH,
+    ),
+    Metric(
         "engine/prefix_hit_rate", "share", "prompt tokens of all turns",
         "Prompt tokens that the engine took from its prefix cache instead of computing them. Null if the engine does not report "
         "it.",

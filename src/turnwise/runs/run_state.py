@@ -199,7 +199,7 @@ class RunState:
         return pack(
             trajectories,
             loss=self.loss,
-            micro_batch_tokens=options.micro_batch_tokens or required.micro_batch_tokens,
+            micro_batch_tokens=required.tokens(options.micro_batch_tokens),
             parallel=required.parallel,
             share_prompts=required.share_prompts,
             keep_zero=required.keep_zero,

@@ -25,7 +25,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -304,9 +304,13 @@ class MicroBatch(Generic[Columns]):
     routes_TLK: torch.Tensor | None = None
     """The experts of each token in each layer when it was sampled, int16, -1 where they are not known; None if no sequence has
     any."""
+    sequences: Mapping[int, PackedSequence] = field(default_factory=dict)
+    """The sequences in the order of their targets, by their places in the batch, for `pack_again`."""
+    kept_N: torch.Tensor | None = None
+    """Which targets of the sequences are still in `targets`; None: all. Rollout correction leaves some out."""
 
     def to(self, device: torch.device) -> MicroBatch[Columns]:
-        """The same on another device."""
+        """The same on another device, without the sequences."""
         return MicroBatch(
             token_ids_BL=self.token_ids_BL.to(device),
             position_BL=self.position_BL.to(device),
@@ -345,13 +349,72 @@ def pack_sequences(
     shared = [sequence for sequence in sequences if share_prompts and not sequence.media]
     separate = [sequence for sequence in sequences if not share_prompts or sequence.media]
     keys = {id(sequence): _keys(sequence) for sequence in shared}
+    numbers = {id(sequence): number for number, sequence in enumerate(sequences)}
+    rows = [(part, True) for part in _divide(shared, keys, micro_batch_tokens, parallel=parallel)]
+    rows += [(part, False) for part in _by_length(separate, micro_batch_tokens)]
     return [
-        *(
-            _flat_row(part, targets(part), keys)
-            for part in _divide(shared, keys, micro_batch_tokens, parallel=parallel)
-        ),
-        *(_padded_rows(part, targets(part)) for part in _by_length(separate, micro_batch_tokens)),
+        replace(
+            _flat_row(part, targets(part), keys) if flat else _padded_rows(part, targets(part)),
+            sequences={numbers[id(sequence)]: sequence for sequence in part},
+        )
+        for part, flat in rows
     ]
+
+
+def pack_again(micro_batches: Sequence[MicroBatch[Columns]], micro_batch_tokens: int) -> list[MicroBatch[Columns]]:
+    """The same sequences and targets as in these micro-batches of one batch, in micro-batches of at most so many tokens.
+
+    They are divided as `pack_sequences` divides them with this number, one micro-batch at a time, and the columns of the targets
+    are copied: also what was computed since they were packed. Micro-batches without a target are left out.
+    """
+    found = {number: sequence for micro in micro_batches for number, sequence in micro.sequences.items()}
+    places = {id(sequence): place for micro in micro_batches for sequence, place in _places_of_targets(micro)}
+    packed = pack_sequences(
+        [found[number] for number in sorted(found)],
+        lambda part: _joined_columns([places[id(sequence)] for sequence in part]),
+        micro_batch_tokens=micro_batch_tokens,
+        share_prompts=any(micro.tree is not None for micro in micro_batches),
+    )
+    if all(micro.kept_N is None for micro in micro_batches):
+        return packed
+    kept = [torch.cat([places[id(sequence)].kept_N for sequence in micro.sequences.values()]) for micro in packed]
+    return [
+        replace(micro, prediction_N=micro.prediction_N[kept_N], kept_N=kept_N)
+        for micro, kept_N in zip(packed, kept, strict=True)
+        if bool(kept_N.any())
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _PlaceOfTargets:
+    """Where the targets of a sequence are in the columns of its micro-batch, and which of its targets these are."""
+
+    columns: Any
+    start: int
+    end: int
+    kept_N: torch.Tensor
+
+
+def _places_of_targets(micro: MicroBatch[Any]) -> Iterator[tuple[PackedSequence, _PlaceOfTargets]]:
+    kept_N = torch.ones(len(micro.prediction_N), dtype=torch.bool) if micro.kept_N is None else micro.kept_N
+    start, following = 0, 0
+    for sequence in micro.sequences.values():
+        first, following = following, following + int(sequence.is_target.sum())
+        own_N = kept_N[first:following]
+        end = start + int(own_N.sum())
+        yield sequence, _PlaceOfTargets(micro.targets, start, end, own_N)
+        start = end
+
+
+def _joined_columns(places: Sequence[_PlaceOfTargets]) -> Any:
+    """The columns at all these places, one after the other; what is no column is that of the first."""
+    first = places[0].columns
+    columns = {
+        column.name: torch.cat([getattr(place.columns, column.name)[place.start : place.end] for place in places])
+        for column in fields(first)
+        if isinstance(getattr(first, column.name), torch.Tensor)
+    }
+    return replace(first, **columns)
 
 
 def _divide(sequences: Sequence[Packed], keys: _Keys, micro_batch_tokens: int, *, parallel: int) -> list[list[Packed]]:

@@ -93,7 +93,7 @@ class CriticStep:
         required = self.critic.requirements
         return ValuePacking(
             level=self.level,
-            micro_batch_tokens=self.micro_batch_tokens or required.micro_batch_tokens,
+            micro_batch_tokens=required.tokens(self.micro_batch_tokens),
             parallel=required.parallel,
             share_prompts=required.share_prompts,
         )

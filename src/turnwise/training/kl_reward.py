@@ -112,7 +112,7 @@ class KlReward:
         required = self.learner.requirements
         packing = ValuePacking(
             level="token",
-            micro_batch_tokens=self.micro_batch_tokens or required.micro_batch_tokens,
+            micro_batch_tokens=required.tokens(self.micro_batch_tokens),
             parallel=1,
             share_prompts=required.share_prompts,
         )

@@ -35,8 +35,15 @@ class PackingRequirements:
     """Whether the model can compute a prefix that sequences share once (tree attention)."""
     micro_batch_tokens: int
     """Tokens of a forward pass where the recipe gives no number: the default of the model's device."""
+    most_tokens: int | None = None
+    """The most tokens of a micro-batch that fit into the memory of the GPU; None as long as it has not run out."""
     parallel: int = 1
     """How many micro-batches are computed at the same time."""
+
+    def tokens(self, asked: int | None) -> int:
+        """Tokens of a forward pass, where the recipe has the number `asked`."""
+        tokens = asked or self.micro_batch_tokens
+        return tokens if self.most_tokens is None else min(tokens, self.most_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +77,8 @@ class UpdateStats:
     """Targets that were in a forward pass, counted once for each epoch."""
     steps: int = 0
     """Optimizer steps."""
+    out_of_memory: int = 0
+    """How often the memory of the GPU ran out, and the sequences were divided among smaller micro-batches."""
     correction: Mapping[str, float] = field(default_factory=dict)
     """The metrics of rollout correction, by their names; empty without correction."""
     experts: Mapping[str, float] = field(default_factory=dict)
@@ -77,6 +86,11 @@ class UpdateStats:
     logprobs: Sequence[Mapping[int, np.ndarray]] = ()
     """For each batch, the log-probabilities of the targets of each sequence (`Targets.sequence_N`, float32, in the order of the
     tokens), in the first forward pass of the batch. Empty if the learner does not report them."""
+
+    @property
+    def memory_metrics(self) -> Mapping[str, float]:
+        """The metric of a step in which memory ran out; else empty."""
+        return {"micro_batches/out_of_memory": self.out_of_memory} if self.out_of_memory else {}
 
 
 def _nothing() -> None:
@@ -88,7 +102,7 @@ class Learner(Protocol):
 
     @property
     def requirements(self) -> BatchRequirements:
-        """What batches must look like. It does not change during a run."""
+        """What batches must look like. Nothing but `most_tokens` changes during a run."""
         ...
 
     @property
@@ -219,7 +233,7 @@ class Critic(Protocol):
 
     @property
     def requirements(self) -> PackingRequirements:
-        """What batches must look like. It does not change during a run."""
+        """What batches must look like. Nothing but `most_tokens` changes during a run."""
         ...
 
     async def values(self, batch: StateBatch, *, on_micro_batch: Callable[[], None] = _nothing) -> list[float]:

@@ -6,12 +6,13 @@ Knows how packed states become values and optimizer steps. Does not know how ret
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from turnwise.models.allocator import is_large
+from turnwise.models.allocator import free_device_blocks, is_large
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.loading import of_model, save_model
 from turnwise.models.lora import has_adapter, without_adapter
@@ -20,6 +21,7 @@ from turnwise.options.algorithm import OptimizationSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.forward import shares_prefixes
 from turnwise.training.learner import PackingRequirements
+from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.update import Gradients, StopFlag
 from turnwise.training.value_batch import StatePlaces, ValueTargets
@@ -74,6 +76,7 @@ class LocalCritic(CriticBase):
             list(trained_parameters(model, self._head).values()), optimizer or OptimizationSection()
         )
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
+        self.bound = MicroBatchBound(model.device, free=self._free_memory)
         self._requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
@@ -82,17 +85,26 @@ class LocalCritic(CriticBase):
 
     @property
     def requirements(self) -> PackingRequirements:
-        return self._requirements
+        return replace(self._requirements, most_tokens=self.bound.tokens)
+
+    def _free_memory(self) -> None:
+        self._optimizer.zero_grad()
+        free_device_blocks()
 
     def measure(
         self, micro_batches: Sequence[MicroBatch[StatePlaces]], on_micro_batch: Callable[[], None], stop: StopFlag
     ) -> list[torch.Tensor]:
         """See `CriticBase.measure`."""
+        device = self._model.device
+
+        def of_micro(micro: MicroBatch[Any]) -> torch.Tensor:
+            return self._forward.values(micro.to(device))
+
         values: list[torch.Tensor] = []
         with torch.no_grad():
             for micro in stop.until_set(micro_batches):
                 with self._threads.during("measure", micro.token_ids_BL.numel()):
-                    values.append(self._forward.values(micro.to(self._model.device)).cpu())
+                    values.append(self.bound.measured(micro, of_micro).cpu())
                 on_micro_batch()
         return values
 
@@ -123,12 +135,13 @@ class LocalCritic(CriticBase):
         save_head(self._head.state_dict(), folder)
 
     def state(self) -> dict[str, Any]:
-        return self._optimizer.state()
+        return {**self._optimizer.state(), **self.bound.state()}
 
     def save_shards(self, folder: Path) -> None:
         pass
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        self.bound.load_state(state)
         if shards is not None:
             from turnwise.training.sharded.shards import complete_state  # torch.distributed
 

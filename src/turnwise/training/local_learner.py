@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from turnwise.training.expert_load import Balance, balance_of, refuse_aux_loss_w
 from turnwise.training.forward import Forward, shares_prefixes
 from turnwise.training.learner import BatchRequirements
 from turnwise.training.losses import Loss, Targets, make_loss
+from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.reference import Reference
 from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, measure_load, policy_loss
@@ -89,6 +91,7 @@ class LocalLearner(LearnerBase):
             keep_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizationSection())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
+        self.bound = MicroBatchBound(model.device, free=self.free_memory)
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
@@ -138,7 +141,7 @@ class LocalLearner(LearnerBase):
 
     @property
     def requirements(self) -> BatchRequirements:
-        return self._requirements
+        return replace(self._requirements, most_tokens=self.bound.tokens)
 
     @property
     def context_length(self) -> int | None:
@@ -148,14 +151,19 @@ class LocalLearner(LearnerBase):
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, reference: bool = False
     ) -> list[torch.Tensor]:
         """See `LearnerBase.target_logprobs`."""
+        device = self._model.device
+
+        def of_policy(micro: MicroBatch[Any]) -> torch.Tensor:
+            return self._forward.logprobs(micro.to(device))[0]
+
+        def of_reference(micro: MicroBatch[Any]) -> torch.Tensor:
+            return self._present_reference.logprobs(micro.to(device))
+
         logprobs: list[torch.Tensor] = []
         with torch.no_grad():
             for micro in stop.until_set(micro_batches):
                 with self._threads.during("measure", micro.token_ids_BL.numel()):
-                    here = micro.to(self._model.device)
-                    logprobs.append(
-                        self._present_reference.logprobs(here) if reference else self._forward.logprobs(here)[0]
-                    )
+                    logprobs.append(self.bound.measured(micro, of_reference if reference else of_policy))
         return logprobs
 
     def accumulate(
@@ -238,12 +246,14 @@ class LocalLearner(LearnerBase):
         free_device_blocks()
 
     def state(self) -> dict[str, Any]:
-        return {**self._optimizer.state(), "reference": {} if self._reference is None else self._reference.state()}
+        reference = {} if self._reference is None else self._reference.state()
+        return {**self._optimizer.state(), "reference": reference, **self.bound.state()}
 
     def save_shards(self, folder: Path) -> None:
         pass
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
+        self.bound.load_state(state)
         if shards is not None:
             from turnwise.training.sharded.shards import complete_state  # torch.distributed
 

@@ -40,6 +40,7 @@ from turnwise.training.expert_load import Balance, ExpertLoad, LoadCounter, load
 from turnwise.training.forward import Forward
 from turnwise.training.learner import UpdateStats
 from turnwise.training.losses import Loss, Targets, fresh_tokens, nll, with_own_ratios
+from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.value_batch import StateBatch
 
@@ -142,7 +143,7 @@ def update_stats(
 
 # Threads: computations that stop early if the task that waits for them is cancelled
 
-M = TypeVar("M")
+M = TypeVar("M", bound=MicroBatch[Any])
 S = TypeVar("S")
 T = TypeVar("T")
 Report = Callable[[], None]
@@ -202,6 +203,9 @@ async def run_to_completion(work: Callable[[StopFlag], T]) -> T:
 class UpdateLoop(ABC, Generic[M, S]):
     """What a learner and a critic have in common: gradients of batches, and optimizer steps. Both methods block."""
 
+    bound: MicroBatchBound | None = None
+    """What divides micro-batches for which memory does not suffice; None on several ranks, where it is an error."""
+
     @abstractmethod
     def accumulate(self, micro_batches: Sequence[M], on_micro_batch: Report, stop: StopFlag) -> S:
         """Replace the gradients by those of a batch. Returns its loss and metrics."""
@@ -226,14 +230,20 @@ class UpdateLoop(ABC, Generic[M, S]):
         norms: list[float] = []
         for batch in batches * epochs:
             in_thread = run_cancellable if cancellable and not sums else run_to_completion
-            total = await in_thread(lambda stop, batch=batch: self.accumulate(batch, report, stop))
+            computed, total = await in_thread(lambda stop, batch=batch: self._gradients_of(batch, report, stop))
             if not sums:
                 on_first()
             norms.append(self.step(lr))
             if not math.isfinite(norms[-1]):
-                self.explain_overflow(batch)
+                self.explain_overflow(computed)
             sums.append(total)
         return sums, norms
+
+    def _gradients_of(self, batch: Sequence[M], report: Report, stop: StopFlag) -> tuple[Sequence[M], S]:
+        """`accumulate`, in smaller micro-batches where memory does not suffice; and the micro-batches that were computed."""
+        if self.bound is None:
+            return batch, self.accumulate(batch, report, stop)
+        return self.bound.of_batch(batch, lambda parts, on_part: self.accumulate(parts, on_part, stop), report)
 
 
 class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
@@ -260,6 +270,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         on_first_step: Callable[[], None] = lambda: None,
     ) -> UpdateStats:
         """See `Learner.update` and `UpdateLoop.take_steps`."""
+        exceeded = self.bound.exceeded if self.bound is not None else 0
         # before the first step: afterwards the weights are no longer those that sampled
         prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
         if not prepared:
@@ -278,7 +289,8 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         sums, norms = sums + later_sums, norms + later_norms
         logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
         correction = sum((of_batch.correction for of_batch in prepared), CorrectionSums())
-        return update_stats(sums, norms, correction, logprobs, self.loss.options.router_aux_loss_coef)
+        stats = update_stats(sums, norms, correction, logprobs, self.loss.options.router_aux_loss_coef)
+        return stats if self.bound is None else replace(stats, out_of_memory=self.bound.exceeded - exceeded)
 
     async def evaluate_loss(self, batch: Batch) -> float:
         """See `Learner.evaluate_loss`. Computed in a thread."""
@@ -338,7 +350,7 @@ def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch
     )
     # `corrected` begins with the micro-batches of the loss; those without gradient are behind them, and are only measured
     kept = [
-        replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N])
+        replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N], kept_N=keep_N)
         for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=False)
         if bool(keep_N.any())
     ]

@@ -109,7 +109,8 @@ class Leader:
         shares = self.shares(micro_batches)
         rounds = max(len(share) for share in shares)
         self.rank.stop, self.rank.on_micro_batch = stop, on_micro_batch
-        return self.run_each([command([micro_batches[index] for index in share], rounds) for share in shares])
+        sent = [micro.to(torch.device("cpu")) for micro in micro_batches]  # where they are, but without their sequences
+        return self.run_each([command([sent[index] for index in share], rounds) for share in shares])
 
     def measure(
         self,
@@ -151,6 +152,12 @@ def _error(lost: LostRank) -> RunError:
 
 
 def _unknown(error: RuntimeError) -> str:
+    if isinstance(error, torch.OutOfMemoryError):
+        # one process packs the step again in smaller micro-batches; here, the other ranks are in the middle of the same pass
+        return (
+            f"the memory of rank 0's GPU ran out: {error}. Several ranks do not divide their micro-batches by themselves: set a "
+            f"smaller micro_batch_tokens, or model.gradient_checkpointing=true, and start the same command again with resume=auto"
+        )
     return (
         f"the ranks could not compute together: {error}. If a rank needed longer than cluster.timeout, raise it; start the same "
         f"command again with resume=auto"
