@@ -133,6 +133,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "options",
         "data",
         "chat",
+        "compat.providers.provider",  # names of environments of other libraries
         "engines",
         "environments",
         "loggers",

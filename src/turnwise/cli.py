@@ -33,6 +33,7 @@ _COMMANDS = {
     "rollout": ("commands.evaluate", "run and score conversations without training"),
     "play": ("commands.evaluate", "take the turns of the model yourself, to try an environment"),
     "replay": ("commands.evaluate", "run environment and rewards again on recorded conversations"),
+    "envs": ("commands.envs", "list the environments of other libraries, and what one brings"),
     "serve": ("commands.serve", "run conversations for trainers and other clients (a rollout server)"),
     "show": ("commands.show", "print a run, or single conversations, as text"),
     "view": ("commands.show", "show runs in the browser: curves, conversations, tokens"),
@@ -85,6 +86,11 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("turnwise play recipes/calculator.yaml --row 3 --tokens", "on the fourth row, with every token"),
     ),
     "replay": (("turnwise replay runs/demo --all", "run environment and rewards again; print what differs"),),
+    "envs": (
+        ("turnwise envs", "the libraries, and whether they are installed"),
+        ("turnwise envs textarena", "the names of a library"),
+        ("turnwise envs reasoning_gym:countdown tries=2", "what an environment brings, and an opening"),
+    ),
     "serve": (("turnwise serve recipes/calculator.yaml", "run conversations for trainers (docs/server.md)"),),
     "show": (
         ("turnwise show runs/demo", "print the summary of a run"),

@@ -396,11 +396,21 @@ class Row:
     """The other columns, by their names after `data.columns` was applied."""
     source: str = ""
     """The data set that the row is from, if `data.train` or `data.eval` is a list of several; else empty."""
+    seed_step: int = 0
+    """For rows that an environment generates from their column `seed`: what each further pass over the rows adds to that seed, so
+    that no conversation is repeated. 0: all passes have the same rows."""
 
     @property
     def chat_template_kwargs(self) -> Mapping[str, Any]:
         """The row's own arguments of the chat template (its column `chat_template_kwargs`): `{"enable_thinking": False}`."""
         return self.fields.get("chat_template_kwargs") or {}
+
+    def in_pass(self, number: int) -> Row:
+        """The row in a pass over the rows, counted from 0: with another seed if it has a `seed_step`, else this row."""
+        if not number or not self.seed_step:
+            return self
+        seed = self["seed"] + number * self.seed_step
+        return replace(self, id=f"{self.id}+{number}", fields={**self.fields, "seed": seed})
 
     if not TYPE_CHECKING:  # a checker of types knows the attributes
 

@@ -257,7 +257,6 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, {"model": {"paht": "m"}, "train": {"steps": -1, "lr": "fast"}, "colour": "red"})
     told = refused(path).removeprefix(f"{path}: ").splitlines()
     assert sorted(line.partition(";")[0] for line in told) == [
-        "data is missing: add it to the recipe",
         "model.path is missing: add it to the recipe",
         "there is no option colour",
         "there is no option model.paht",

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from turnwise import types
-from turnwise.assembly.references import close_tried, close_tried_environment, named_callable
+from turnwise.assembly.references import close_tried, close_tried_environment, environment_constructor
 from turnwise.chat.renderer import Renderer
+from turnwise.compat.providers.provider import provider_of
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import (
     Environment,
@@ -234,7 +235,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
     """
     if (option := config.runs_conversations_elsewhere) is not None:
         return Environments(lambda: _elsewhere(option))
-    constructor = named_callable(config.environment, key="environment")
+    constructor = environment_constructor(config.environment)
 
     tools = [tool(use, key=f"tools.{n}") for n, use in enumerate(config.tools)]
     source, environment_tools = _check_environment(config, constructor, tools)
@@ -286,6 +287,8 @@ def _check_environment(
             environment_tools = source.tools() if source is not None else ()
             Tools([*tools, *environment_tools])  # refuses two tools of one name
     except Failed as failed:
+        if isinstance(failed.__cause__, ConfigError) and provider_of(name) is not None:
+            raise failed.__cause__ from None
         raise ConfigError(f"environment: {name} cannot be created: {failed.failure.message}") from failed
     if source is not None:
         if config.environment.thread:

@@ -6,14 +6,15 @@ import logging
 import math
 from collections.abc import Sequence
 
+from turnwise.assembly.references import environment_constructor
 from turnwise.chat.renderer import Renderer
+from turnwise.compat.providers.provider import environment_class
 from turnwise.data.conversations import read_conversations
 from turnwise.data.order import Curriculum, Order, RowOrder, weighted_order
-from turnwise.data.rows import read_rows
-from turnwise.errors import DataError
+from turnwise.data.rows import BringsRows, ProvidedRows, read_rows
+from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.options.schema import Config
 from turnwise.types import Row
-from turnwise.user_code.references import resolve
 
 __all__ = ["conversations", "curriculum", "drop_long_prompts", "row_order", "rows"]
 
@@ -37,6 +38,7 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         system=data.system_prompt,
         limit=min(bounds, default=None),
         writes_prompt=lambda: _environment_writes_prompt(config),
+        provides=lambda count: _provided(config, held_out=held_out, count=count),
     )
     _check_ends(found, config, source)
     return found
@@ -66,7 +68,33 @@ def _check_ends(rows: Sequence[Row], config: Config, source: str | list[str]) ->
 
 def _environment_writes_prompt(config: Config) -> bool:
     """Whether the environment says that it writes the prompts (`writes_prompt = True`), so that rows may have none."""
-    return bool(getattr(resolve(config.environment.use, key="environment"), "writes_prompt", False))
+    return bool(getattr(environment_class(config.environment.use), "writes_prompt", False))
+
+
+def _provided(config: Config, *, held_out: bool, count: int | None) -> ProvidedRows:
+    """The rows that the environment brings. Raises ConfigError if it brings none, or cannot be created."""
+    use = config.environment
+    try:
+        with boundary("environment"):
+            source = environment_constructor(use)()
+    except Failed as failed:
+        raise _config_error(failed, f"environment: {use.use} cannot be created") from failed
+    if not isinstance(source, BringsRows):
+        option = "data.eval=environment" if held_out and config.data.eval is not None else "data.train is missing"
+        raise ConfigError(
+            f"{option}: the environment {use.use} brings no rows (it has no method `rows`). Name a data set; for an environment "
+            f"that writes its prompts itself, empty:64 is 64 rows without columns"
+        )
+    try:
+        with boundary("environment"):
+            return source.rows(count, held_out=held_out)
+    except Failed as failed:
+        raise _config_error(failed, f"environment: the rows of {use.use}") from failed
+
+
+def _config_error(failed: Failed, what: str) -> ConfigError:
+    own = failed.__cause__
+    return own if isinstance(own, ConfigError) else ConfigError(f"{what}: {failed.failure.message}")
 
 
 def conversations(config: Config, *, held_out: bool = False) -> list[Row]:

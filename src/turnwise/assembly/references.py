@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from turnwise.compat.providers.provider import environment_target
 from turnwise.config.recipe import renamed_arguments
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.options.section import Use
@@ -23,14 +24,30 @@ from turnwise.user_code.references import resolve
 # callables
 
 
-def named_callable(use: Use, *, key: str, given: Sequence[Any] = (), partly: bool = False) -> functools.partial[Any]:
+def environment_constructor(use: Use) -> functools.partial[Any]:
+    """What makes the environment, or the source of environments, that a recipe names: an object of the user, or `provider:name`.
+
+    Raises ConfigError.
+    """
+    return named_callable(use, key="environment", find=environment_target)
+
+
+def named_callable(
+    use: Use,
+    *,
+    key: str,
+    given: Sequence[Any] = (),
+    partly: bool = False,
+    find: Callable[[str], Any] | None = None,
+) -> functools.partial[Any]:
     """The callable that `use` names, with its arguments bound. `given` stands for the positional arguments of later calls.
     `partly`: later calls have further arguments. Each call gets its own copy of lists and dictionaries among the arguments.
+    `find` gives the object of the reference; None imports it.
 
     Raises ConfigError, with `key` as the place in the recipe, if the object cannot be imported, cannot be called, or does not
     accept the arguments.
     """
-    target = resolve(use.use, key=key)
+    target = resolve(use.use, key=key) if find is None else find(use.use)
     if not callable(target):
         raise ConfigError(
             f"{key}: {use.use} is a {type(target).__name__} and cannot be called; give a function or a class"

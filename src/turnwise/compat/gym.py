@@ -1,8 +1,7 @@
 """Runs Gymnasium environments, and classes with `reset` and `step(action) -> (observation, done)`, unchanged.
 
-    environment:
-      use: turnwise.compat.gym:GymEnvironments
-      arguments: {environment: recipes/quiz.py:Quiz, arguments: {questions: 3}}
+    environment: gymnasium:Blackjack-v1
+    environment: {use: "gymnasium:recipes/quiz.py:Quiz", arguments: {arguments: {questions: 3}}}
 
 The model's answer becomes an action, or an error message for the model. The observation becomes a message. Each conversation has
 its own environment object, which runs in a thread and is closed once."""
@@ -20,6 +19,8 @@ from typing import Any, Literal
 import numpy as np
 
 from turnwise.compat.object_factory import ObjectFactory, end, messages_of, number, opened, plain, referred
+from turnwise.compat.providers.provider import About
+from turnwise.data.rows import ProvidedRows, seed_rows
 from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, DataError, Failed
@@ -102,7 +103,11 @@ class GymEnvironments:
     Example::
 
         make_environment = GymEnvironments("FrozenLake-v1", arguments={"is_slippery": False})
+
+    Rows may have no prompt, and a recipe may have no data at all: then a row is a seed, and the first observation is the prompt.
     """
+
+    writes_prompt = True
 
     def __init__(
         self,
@@ -162,6 +167,21 @@ class GymEnvironments:
 
     async def aclose(self) -> None:
         """Has no effect: conversations share no resources."""
+
+    @classmethod
+    def names(cls) -> Sequence[str]:
+        """The registered ids."""
+        import gymnasium
+
+        return sorted(gymnasium.registry)
+
+    def about(self) -> About:
+        """What the environment brings."""
+        return About(rows="endless, by seed; or rows of a data set with the columns seed and options")
+
+    def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
+        """Rows of seeds."""
+        return seed_rows(count, held_out=held_out)
 
     def _check(self, environment: Any) -> None:
         try:

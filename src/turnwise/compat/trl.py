@@ -39,11 +39,13 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 from turnwise.compat.object_factory import ObjectFactory, end, number, opened
+from turnwise.compat.providers.provider import About
+from turnwise.data.rows import ProvidedRows
 from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.result import ToolResponse
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.environments.tools.toolbox import Tools
-from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.types import EnvironmentHandle, Failure, Message, Opening, Reply, Row, Trajectory, Turn
 from turnwise.user_code.calls import (
     conversation_name,
@@ -288,6 +290,18 @@ class TrlEnvironments:
 
     def __call__(self) -> Environment:
         return self.make(lambda tools, then: Tools(tools, then=then) if tools else then)
+
+    def about(self) -> About:
+        """What the classes bring."""
+        return About(rows="as many as data.train names (empty:64); reset returns the prompt")
+
+    def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
+        """Rows without columns: `reset` returns the prompt. Raises DataError if the column `environment` must select a class."""
+        if self._named:
+            raise DataError(
+                "the column `environment` selects a class, so the rows come from a data set: set data.train"
+            )
+        return ProvidedRows(records=({} for _ in range(count or (100 if held_out else 10_000))))
 
     def tools(self) -> Sequence[Tool]:
         """The tools of all classes, one for each name."""

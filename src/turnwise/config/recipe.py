@@ -476,9 +476,20 @@ def checked(tree: Mapping[str, Any], *, source: str) -> Config:
     Raises ConfigError.
     """
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(without_hidden(_explain(error, source))) from None
+    _refuse_without_rows(config, source)
+    return config
+
+
+def _refuse_without_rows(config: Config, source: str) -> None:
+    """Refuse a recipe that leaves out data.train, with an environment of turnwise that brings no rows. Raises ConfigError."""
+    environment = config.environment.use
+    if config.data.train == "environment" and environment.startswith("turnwise.environments."):
+        raise ConfigError(
+            f"{source}: data.train is missing: add it to the recipe, because environment={environment} brings no rows"
+        )
 
 
 def with_model_directory(config: Config) -> Config:

@@ -290,8 +290,8 @@ class RowSource:
             self.pass_rates = {**self.pass_rates, **pass_rates_of(groups)}
 
     def _row(self, position: int) -> Row:
-        ((_, index),) = self.order.take(position, 1)
-        return self.rows[index]
+        ((epoch, index),) = self.order.take(position, 1)
+        return self.rows[index].in_pass(epoch)
 
     def _skips(self, last: int) -> bool:
         """Whether the curriculum skips the row at the present position. It skips none from the position `last` on."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 import gzip
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from turnwise.data.absent_values import AbsentValues, DroppedNulls
 from turnwise.data.images import media_kind, media_value, probe_image, recorded_path
@@ -249,6 +249,58 @@ FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".gz")
 compressed with gzip, as a run with `record.compression: gzip` writes it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProvidedRows:
+    """The rows that an environment brings."""
+
+    records: Iterable[Mapping[str, Any]]
+    """Their columns, as a data file has them. A row without a `prompt` gets its prompt from the environment."""
+    by_seed: bool = False
+    """Whether each row is a number in the column `seed`, from which the environment makes it: later passes over the rows then
+    have other seeds, and no row is repeated."""
+
+
+@runtime_checkable
+class BringsRows(Protocol):
+    """An `EnvironmentSource` that has rows of its own: a recipe may leave out `data.train`."""
+
+    def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
+        """The first `count` rows, or all for None: those of training, or the `held_out` ones for `data.eval`. Raises DataError if
+        there are none."""
+        ...
+
+
+Provides = Callable[[int | None], ProvidedRows]
+"""The first rows of the environment, or as many as it has for None. Raises ConfigError if it has none."""
+
+_HELD_OUT_SEEDS = 1_000_000_000
+_SEEDS, _HELD_OUT = 10_000, 100
+
+
+def seed_rows(
+    count: int | None, *, held_out: bool, columns: Callable[[int], Mapping[str, Any]] = lambda seed: {}
+) -> ProvidedRows:
+    """Rows of seeds: 0, 1, 2 and so on, or from 1,000,000,000 on if they are held out. `columns` are the other columns of a seed.
+    Without a count, there are 10,000, or 100 held-out rows."""
+    first = _HELD_OUT_SEEDS if held_out else 0
+    seeds = range(first, first + (count or (_HELD_OUT if held_out else _SEEDS)))
+    return ProvidedRows(records=({"seed": seed, **columns(seed)} for seed in seeds), by_seed=not held_out)
+
+
+def provided_count(source: str) -> tuple[int | None] | None:
+    """The number of rows in `environment:64`, in a tuple; a tuple of None for `environment`; None for any other source.
+
+    Raises DataError for a wrong number."""
+    name, colon, count = source.partition(":")
+    if name != "environment":
+        return None
+    if not colon:
+        return (None,)
+    if not count.isascii() or not count.isdecimal() or int(count) < 1:
+        raise DataError(f"{source}: write environment:N with a number of rows of at least 1, such as environment:64")
+    return (int(count),)
+
+
 def read_rows(
     source: str | Sequence[str],
     *,
@@ -258,6 +310,7 @@ def read_rows(
     system: str | None = None,
     limit: int | None = None,
     writes_prompt: Callable[[], bool] = lambda: False,
+    provides: Provides | None = None,
 ) -> list[Row]:
     """Read a data set.
 
@@ -265,8 +318,9 @@ def read_rows(
     whose rows are concatenated, numbered from 1, and carry the name of their data set (`Row.source`). `columns` maps names of
     turnwise to names in the data: `{"prompt": "question"}`. The column `prompt` is a text (one user message) or a list of
     messages; `id` is optional. The columns `images` and `videos` replace the placeholders `<image>` and `<video>` in the
-    messages. `system` is added to prompts without a system message. `empty:64` is a source of 64 rows without columns. A row may
-    have no prompt if `writes_prompt` says that the environment writes it: its messages are then one empty user message.
+    messages. `system` is added to prompts without a system message. `empty:64` is a source of 64 rows without columns, and
+    `environment` is the rows of `provides`. A row may have no prompt if `writes_prompt` says that the environment writes it: its
+    messages are then one empty user message.
 
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
@@ -279,6 +333,7 @@ def read_rows(
         split=split,
         subset=subset,
         limit=limit,
+        provides=provides,
     )
 
 
@@ -289,6 +344,7 @@ def build_rows(
     split: str,
     subset: str | None,
     limit: int | None,
+    provides: Provides | None = None,
 ) -> list[Row]:
     """The rows that `make` builds from the records. Its second argument is the folder to which paths are relative; its third
     counts the nulls that it drops.
@@ -297,9 +353,11 @@ def build_rows(
     """
     places: dict[str, str] = {}
     rows: list[Row] = []
+    by_seed: list[int] = []
+    """Indexes of the rows that the environment makes from seeds."""
     dropped = DroppedNulls()
     several = not isinstance(source, str) and len(source) > 1
-    for source_record, folder, name in islice(_all_records(source, split, subset), limit):
+    for source_record, folder, name in islice(_all_records(source, split, subset, provides, limit), limit):
         row = make(source_record, folder, dropped)
         if several:
             row = replace(row, source=name)
@@ -310,14 +368,17 @@ def build_rows(
             )
         places[row.id] = source_record.place
         rows.append(row)
+        by_seed += [len(rows) - 1] if source_record.by_seed else []
     if not rows:
         raise DataError(f"{source} has no rows; at least one is needed")
     dropped.report()
+    for index in by_seed:
+        rows[index] = replace(rows[index], seed_step=len(by_seed))
     return rows
 
 
 def _all_records(
-    source: str | Sequence[str], split: str, subset: str | None
+    source: str | Sequence[str], split: str, subset: str | None, provides: Provides | None, limit: int | None
 ) -> Iterator[tuple[SourceRecord, Path | None, str]]:
     """The records of one or several data sets. Each has the folder to which its paths are relative, and its data set."""
     sources = [source] if isinstance(source, str) else source
@@ -326,7 +387,11 @@ def _all_records(
         path = Path(os.path.expanduser(name))
         folder = path.absolute().parent if path.suffix in FILES else path.absolute() if os.path.isdir(path) else None
         last = 0
-        for source_record in records(name, split=split, subset=subset):
+        if (count := provided_count(name)) is not None:
+            found = _provided_records(name, provides, count[0] or limit)
+        else:
+            found = records(name, split=split, subset=subset)
+        for source_record in found:
             last = source_record.number
             if before:
                 source_record = replace(source_record, number=before + source_record.number)
@@ -343,6 +408,24 @@ class SourceRecord:
     place: str
     from_arrow: bool = False
     """Whether it was read from an Arrow table, where each row has the keys of all rows."""
+    by_seed: bool = False
+    """Whether the environment makes the row from its column `seed`."""
+
+
+def _provided_records(source: str, provides: Provides | None, count: int | None) -> Iterator[SourceRecord]:
+    """The records of the rows that the environment brings, at most `count`. Raises DataError if there are none here."""
+    if provides is None:
+        raise DataError(
+            f"{source} is the rows that an environment brings, and these rows have no answers to train on: name a data set of "
+            f"conversations (data.train)"
+        )
+    rows = provides(count)
+    for number, record in enumerate(islice(rows.records, count), 1):
+        if not isinstance(record, Mapping):
+            raise DataError(
+                f"{source}, row {number}: the environment gives a {type(record).__name__}; a row must be a dict"
+            )
+        yield SourceRecord(record, number, f"{source}, row {number}", by_seed=rows.by_seed)
 
 
 def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRecord]:
@@ -378,7 +461,7 @@ def records(source: str, *, split: str, subset: str | None) -> Iterator[SourceRe
 
 def refuse_missing_source(source: str) -> None:
     """Refuse a path of a data set where there is no file or directory. Reads nothing. Raises DataError."""
-    if is_live(source) or _empty_rows(source) is not None:
+    if is_live(source) or _empty_rows(source) is not None or provided_count(source) is not None:
         return
     path = Path(os.path.expanduser(source))
     if path.suffix in FILES:

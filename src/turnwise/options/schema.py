@@ -174,9 +174,10 @@ class CurriculumSection(Section):
 class DataSection(Section):
     """The data of a run. Each conversation starts from a row of the data."""
 
-    train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)]
+    train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] = "environment"
     """The training rows: a .jsonl or .parquet file, a directory saved by `datasets`, or a name on the Hugging Face hub; or a
-    list of these. `empty:64` is 64 rows without columns, for environments that write the prompts themselves."""
+    list of these. `environment`: the rows that the environment brings (docs/environment_libraries.md), and `environment:64`
+    those of the first 64. `empty:64` is 64 rows without columns, for environments that write the prompts themselves."""
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
     split: NonEmpty = "train"
@@ -538,7 +539,7 @@ class Config(Section):
     """A recipe."""
 
     model: ModelSection
-    data: DataSection
+    data: DataSection = DataSection()
     environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:SingleTurn")
     """A reference to the environment, which answers the model. The default environment ends each conversation after one turn."""
     tools: list[ToolUse] = []

@@ -1,0 +1,1 @@
+"""Environments of other people's libraries, by name: `environment: reasoning_gym:countdown`. One file for each library."""

@@ -1,0 +1,152 @@
+"""The libraries of environments that a recipe can name: `environment: <provider>:<name>`.
+
+A provider is a line of `PROVIDERS` and a class in a file of its own, which is imported only when a recipe names it. The class
+takes the name and the recipe's arguments, and is an `EnvironmentSource`. What else it brings is said by protocols: rows
+(`BringsRows`), a description (`Describes`), and the names that it knows (`names`). This module imports no library."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol, runtime_checkable
+
+from turnwise.errors import ConfigError, nearest
+from turnwise.user_code.references import resolve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provider:
+    """A library of environments."""
+
+    name: str
+    """What stands before the colon."""
+    source: str
+    """The class that makes its environments: `module:name`."""
+    brings: str
+    """What a name of it is, in a few words."""
+    module: str | None = None
+    """The module that must be importable; None if a name is a class of the user."""
+    package: str | None = None
+    """The package's name on PyPI."""
+    extra: str | None = None
+    """The extra of turnwise that installs the package."""
+
+    @property
+    def installed(self) -> str | None:
+        """The version of the installed package; None if it is not installed. Imports nothing."""
+        if self.module is None or self.package is None:
+            return "yes"
+        if importlib.util.find_spec(self.module) is None:
+            return None
+        try:
+            return version(self.package)
+        except PackageNotFoundError:
+            return "unknown version"
+
+    def make_class(self) -> type[Any]:
+        """The class that makes its environments. Raises ConfigError if the package is missing or cannot be imported."""
+        if self.installed is None:
+            raise ConfigError(
+                f"environment: {self.name} needs the package {self.package}, which is not installed: "
+                f"pip install 'turnwise[{self.extra}]'"
+            )
+        return resolve(self.source, key="environment")
+
+
+PROVIDERS: dict[str, Provider] = {
+    provider.name: provider
+    for provider in (
+        Provider(
+            name="reasoning_gym",
+            source="turnwise.compat.providers.reasoning_gym:ReasoningGym",
+            brings="a task with endless rows, such as countdown",
+            module="reasoning_gym",
+            package="reasoning-gym",
+            extra="reasoning_gym",
+        ),
+        Provider(
+            name="textarena",
+            source="turnwise.compat.providers.textarena:TextArena",
+            brings="a game, such as Wordle-v0",
+            module="textarena",
+            package="textarena",
+            extra="textarena",
+        ),
+        Provider(
+            name="gymnasium",
+            source="turnwise.compat.gym:GymEnvironments",
+            brings="a registered id, such as Blackjack-v1, or file.py:Class",
+            module="gymnasium",
+            package="gymnasium",
+            extra="gym",
+        ),
+        Provider(name="trl", source="turnwise.compat.trl:TrlEnvironments", brings="a class for TRL: file.py:Class"),
+    )
+}
+"""The providers by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What an environment of a provider brings, for people."""
+
+    rows: str
+    players: str = "one"
+    rewards: Sequence[str] = ("environment",)
+    """The names of the parts of its rewards, as they are recorded."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A source that says what it brings."""
+
+    def about(self) -> About:
+        """What its environments bring."""
+        ...
+
+
+@runtime_checkable
+class HasNames(Protocol):
+    """A provider whose names are known."""
+
+    @classmethod
+    def names(cls) -> Sequence[str]:
+        """The names, in the order of the library."""
+        ...
+
+
+def provider_of(reference: str) -> tuple[Provider, str] | None:
+    """The provider that a reference names, and the name behind the colon; None for other references."""
+    place, colon, name = reference.partition(":")
+    provider = PROVIDERS.get(place) if colon else None
+    return None if provider is None else (provider, name)
+
+
+def environment_class(reference: str) -> Any:
+    """The class or function that a recipe's environment names, without its arguments. Raises ConfigError."""
+    found = provider_of(reference)
+    return resolve(reference, key="environment") if found is None else found[0].make_class()
+
+
+def environment_target(reference: str) -> Callable[..., Any]:
+    """The callable that makes the environment with the recipe's arguments. Raises ConfigError."""
+    found = provider_of(reference)
+    if found is None:
+        return resolve(reference, key="environment")
+    provider, name = found
+    if not name:
+        raise ConfigError(f"environment: {reference!r} has no name; write {provider.name}:NAME ({provider.brings})")
+    return functools.partial(provider.make_class(), name)
+
+
+def refuse_unknown_name(name: str, names: Sequence[str], *, provider: str) -> None:
+    """Raises ConfigError with the most similar name."""
+    if name not in names:
+        raise ConfigError(
+            f"environment: {provider} has no environment {name!r}{nearest(name, names)}; `turnwise envs {provider}` lists its "
+            f"{len(names)} names"
+        )

@@ -1,0 +1,373 @@
+"""`environment: reasoning_gym:countdown`: a task of Reasoning Gym, with endless rows by seed and its own scorer.
+
+A row is a number in the column `seed`. The entry is made from it when the conversation begins, and scored by the data set's own
+`score_answer`. Some scorers evaluate the answer as Python: an answer that could run code, or compute for minutes, is not given to
+them; they get a text that is no answer."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from turnwise.compat.object_factory import number, plain
+from turnwise.compat.providers.provider import About, refuse_unknown_name
+from turnwise.data.rows import ProvidedRows, seed_rows
+from turnwise.environments.environment import Environment, PutInFront
+from turnwise.environments.tools.tool import Tool
+from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.user_code.threads import run_in_thread
+
+_INSTRUCTION = "Write your final answer between <{tag}> and </{tag}>."
+_FEEDBACK = "Your answer is wrong. Try again."
+_WITHOUT_ANSWER = "There is no answer between <{tag}> and </{tag}> in your message. Try again."
+_LONGEST_ANSWER = 20_000  # characters
+_SIZE = 1 << 62
+"""The size of most data sets, which compute an entry from its index: any seed is an index."""
+_CHUNK = 500
+_CHUNKED = frozenset({"acre", "composite", "gsm_symbolic", "list_functions", "word_ladder"})
+"""Data sets that make a list of all their entries: chunks of 500 entries, each with a seed of its own, take their place."""
+
+
+class ReasoningGym:
+    """Makes the environments of a task (an EnvironmentSource with rows).
+
+    Args:
+        name: The name of a data set, such as `countdown`; or `composite`, with `datasets` in `config`.
+        config: Options of the data set: `{max_numbers: 4}`. For `composite`: `{datasets: [{name: countdown, weight: 1}]}`.
+        seed: The seed of the data set. Two runs with the same seed have the same rows.
+        level: The level of the data set's curriculum, from 0; a list gives one level after the other to successive rows, in the
+            column `level`. `{attribute: level}` sets single attributes. Options in `config` come first.
+        tries: The number of answers that the model may give. After a wrong one, it is told so.
+        retry_factor: The factor of the reward for each further try.
+        right: The reward from which an answer counts as right, and the conversation ends.
+        feedback: What the model is told after a wrong answer.
+        tag: The answer is the text in the last pair of these tags. Null: it is the whole message.
+        instruction: The end of the prompt, with `{tag}` for the tag. The default asks for the tags; an empty text adds nothing.
+
+    Raises ConfigError.
+    """
+
+    writes_prompt = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        level: int | Sequence[int] | Mapping[str, int] | None = None,
+        tries: int = 1,
+        retry_factor: float = 1.0,
+        right: float = 1.0,
+        feedback: str = _FEEDBACK,
+        tag: str | None = "answer",
+        instruction: str | None = None,
+    ) -> None:
+        refuse_unknown_name(name, self.names(), provider="reasoning_gym")
+        if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
+            raise ConfigError(f"environment.arguments.tries is {tries!r}; it must be an integer of at least 1")
+        changed = {"retry_factor": retry_factor != 1.0, "feedback": feedback != _FEEDBACK}
+        if tries == 1 and (idle := next((option for option, set_ in changed.items() if set_), None)):
+            raise ConfigError(f"environment.arguments.{idle} has no effect with tries=1: remove it, or raise tries")
+        self.name = name
+        self.tries, self.retry_factor, self.right, self.feedback, self.tag = tries, retry_factor, right, feedback, tag
+        default = "" if tag is None else _INSTRUCTION
+        self.instruction = (default if instruction is None else instruction).replace("{tag}", tag or "")
+        self._levels = list(level) if isinstance(level, Sequence) and not isinstance(level, str) else None
+        if self._levels is not None and not self._levels:
+            raise ConfigError("environment.arguments.level is an empty list; give at least one level, such as [0, 1]")
+        levels = self._levels if self._levels is not None else [level]
+        self._endless = [_Endless(name, dict(config or {}), seed, given) for given in levels]
+        self._guards = [guard for endless in self._endless for guard in _guards(name, endless.first)]
+
+    @classmethod
+    def names(cls) -> Sequence[str]:
+        """The data sets, and `composite`."""
+        import reasoning_gym.composite  # noqa: F401  # registers the data set
+        from reasoning_gym.factory import DATASETS
+
+        return sorted(DATASETS)
+
+    def about(self) -> About:
+        """What the task brings."""
+        levels = "" if self._levels is None else f", with the levels {', '.join(map(str, self._levels))} in turn"
+        return About(rows=f"endless, by seed{levels}")
+
+    def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
+        """Rows of seeds."""
+        if self._levels is None:
+            return seed_rows(count, held_out=held_out)
+        levels = self._levels
+        return seed_rows(count, held_out=held_out, columns=lambda seed: {"level": levels[seed % len(levels)]})
+
+    def entry(self, row: Row) -> tuple[Any, Mapping[str, Any]]:
+        """The data set of a row, and its entry."""
+        seed = row["seed"]
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ValueError(f"row {row.id!r} has seed={seed!r:.80}; it must be an integer of at least 0")
+        dataset, index = self._endless[0 if self._levels is None else self._level(row)].at(seed)
+        entry = dataset[index]
+        if not isinstance(entry, Mapping) or not isinstance(entry.get("question"), str):
+            raise TypeError(
+                f"{self.name} gave the entry {entry!r:.200}; it must be a dictionary with a text `question`"
+            )
+        return dataset, entry
+
+    def _level(self, row: Row) -> int:
+        assert self._levels is not None
+        level = row["level"]
+        if level not in self._levels:
+            raise ValueError(f"row {row.id!r} has level={level!r:.80}; environment.arguments.level has {self._levels}")
+        return self._levels.index(level)
+
+    def answer(self, text: str) -> str | None:
+        """The answer in a message of the model; None if there is none."""
+        if self.tag is None:
+            return text.strip()
+        from reasoning_gym.utils import extract_answer
+
+        return extract_answer(text, tag_name=re.escape(self.tag))
+
+    def score(self, dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[float, str | None]:
+        """The reward of an answer; and why the scorer got another text in its place, or None."""
+        refused = None if answer is None else next((why for guard in self._guards if (why := guard(answer))), None)
+        given = answer if refused is None else _UNUSABLE
+        return number(dataset.score_answer(answer=given, entry=entry), f"{self.name}.score_answer"), refused
+
+    def __call__(self) -> Environment:
+        return _Task(self)
+
+    def tools(self) -> Sequence[Tool]:
+        """None."""
+        return ()
+
+    def make(self, in_front: PutInFront) -> Environment:
+        """The environment of one conversation, behind the recipe's tools."""
+        return in_front((), self())
+
+    async def aclose(self) -> None:
+        """Nothing is shared."""
+
+
+class _Task:
+    """One conversation about one entry."""
+
+    def __init__(self, source: ReasoningGym) -> None:
+        self._source = source
+        self._tried = 0
+
+    async def begin(self, row: Row) -> Opening:
+        self._dataset, self._entry = await self._aside(functools.partial(self._source.entry, row))
+        question = self._entry["question"]
+        if self._source.instruction:
+            question = f"{question}\n\n{self._source.instruction}"
+        *before, last = row.messages
+        text = f"{last['content']}\n\n{question}" if last["content"] else question
+        return Opening(messages=[*before, {**last, "content": text}])
+
+    async def step(self, turn: Turn) -> Reply:
+        source = self._source
+        answer = source.answer(str(turn.message.get("content") or ""))
+        score, refused = await self._aside(functools.partial(source.score, self._dataset, self._entry, answer))
+        reward = score * source.retry_factor**self._tried
+        self._tried += 1
+        info = {"answer": answer, "expected": plain(self._entry.get("answer")), "score": score}
+        info |= {} if refused is None else {"not_evaluated": refused}
+        if score >= source.right or self._tried >= source.tries:
+            return Reply(reward=reward, done=True, info=info)
+        told = _WITHOUT_ANSWER.replace("{tag}", source.tag or "") if answer is None else source.feedback
+        # the last answer counts: a wrong one that is followed by another has no reward
+        return Reply(messages=[{"role": "user", "content": told}], info=info)
+
+    async def close(self) -> None:
+        pass
+
+    async def _aside(self, function: Callable[[], Any]) -> Any:
+        return await run_in_thread(function, name=f"reasoning_gym:{self._source.name}", kind="environment")
+
+
+class _Endless:
+    """A data set without an end. Raises ConfigError if it cannot be created."""
+
+    def __init__(self, name: str, config: dict[str, Any], seed: int, level: Any) -> None:
+        chunked = name in _CHUNKED
+        self._size = _CHUNK if chunked else _SIZE
+        make = functools.partial(_dataset, name, config, level, self._size)
+        self._chunk: Callable[[int], Any] = functools.lru_cache(maxsize=16)(lambda chunk: make(seed + chunk * _CHUNK))
+        self.first = self._chunk(0)
+
+    def at(self, number_: int) -> tuple[Any, int]:
+        """The data set with the entry of this number, and its index in it."""
+        chunk, index = divmod(number_, self._size)
+        return self._chunk(chunk), index
+
+
+def _dataset(name: str, config: Mapping[str, Any], level: Any, size: int, seed: int) -> Any:
+    """A data set of the library. Raises ConfigError with the library's own message."""
+    import reasoning_gym
+    from reasoning_gym.composite import DatasetSpec
+
+    if reserved := next((option for option in ("seed", "size") if option in config), None):
+        raise ConfigError(
+            f"environment.arguments.config.{reserved}: remove it; the rows are endless, and their seed is "
+            f"environment.arguments.seed"
+        )
+    config = dict(config)
+    try:
+        with boundary("environment"):
+            if level is not None:
+                config = {**_of_level(name, level), **config}
+            if name == "composite":
+                specs = [{"weight": 1.0, "config": {}, **dict(spec)} for spec in config.pop("datasets", ())]
+                config["datasets"] = [DatasetSpec(**spec) for spec in specs]
+            return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)
+    except Failed as failed:
+        if isinstance(failed.__cause__, ConfigError):
+            raise failed.__cause__ from None
+        raise ConfigError(
+            f"environment: reasoning_gym:{name} cannot be created with config={config!r:.200}: {failed.failure.message}"
+        ) from None
+
+
+def _of_level(name: str, level: Any) -> dict[str, Any]:
+    """The options that the curriculum of a data set has at a level. Raises ConfigError."""
+    from reasoning_gym.factory import create_curriculum, has_curriculum
+
+    if not has_curriculum(name):
+        raise ConfigError(f"environment.arguments.level: {name} has no curriculum: remove it, and use config")
+    curriculum = create_curriculum(name)
+    levels = level if isinstance(level, Mapping) else dict.fromkeys(curriculum.attributes, level)
+    for attribute, number_ in levels.items():
+        if attribute not in curriculum.attributes:
+            raise ConfigError(
+                f"environment.arguments.level: the curriculum of {name} has no attribute {attribute!r}"
+                f"{nearest(attribute, curriculum.attributes)}; it has {', '.join(curriculum.attributes)}"
+            )
+        if isinstance(number_, bool) or not isinstance(number_, int) or number_ < 0:
+            raise ConfigError(f"environment.arguments.level has {number_!r}; a level is an integer of at least 0")
+        most = len(curriculum.attributes[attribute].levels) - 1
+        if number_ > most and isinstance(level, Mapping):
+            raise ConfigError(f"environment.arguments.level: {attribute} has the levels 0 to {most}, and not {number_}")
+        curriculum.set_attr_level(attribute, min(number_, most))
+    configured = vars(curriculum.generate_configuration({}))
+    options = inspect.signature(type(curriculum.generate_configuration({}))).parameters
+    return {
+        option: value for option, value in configured.items() if option in options and option not in ("seed", "size")
+    }
+
+
+# scorers that evaluate answers
+
+_Guard = Callable[[str], str | None]
+"""Why an answer must not be given to the scorer, or None."""
+
+_NAMES = frozenset(
+    [
+        "C",
+        "E",
+        "I",
+        "pi",
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "sec",
+        "csc",
+        "asin",
+        "acos",
+        "atan",
+        "sinh",
+        "cosh",
+        "tanh",
+        "exp",
+        "log",
+        "ln",
+        "sqrt",
+        "Abs",
+    ]
+)
+_MOST_BITS = 4096.0
+"""The largest number that an answer may have as an intermediate result."""
+_UNUSABLE = "?"
+"""What a scorer gets in place of an answer that must not be evaluated: no Python."""
+
+
+def _literal(answer: str) -> str | None:
+    """For scorers that call `eval`: lists, texts and numbers only."""
+    text = answer.strip()
+    if not any(sign in text for sign in "([*<"):
+        return None  # without these, nothing is called and nothing is large
+    try:
+        ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return "it is not a list of numbers or texts"
+    return None
+
+
+def _expression(answer: str) -> str | None:
+    """For scorers that call sympy's `parse_expr`, which evaluates its text as Python: arithmetic with variables of one letter."""
+    if len(answer) > _LONGEST_ANSWER:
+        return f"it has more than {_LONGEST_ANSWER} characters"
+    try:
+        bits = _bits(ast.parse(answer.strip(), mode="eval").body)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
+        return "it is not an arithmetic expression"
+    return "it is too large to compute" if bits > _MOST_BITS else None
+
+
+def _bits(node: ast.expr) -> float:
+    """A bound of the bits of an expression's value. Raises ValueError for what is not arithmetic."""
+    match node:
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
+            return float(int(abs(value)).bit_length() + 1)
+        case ast.Name(id=name) if len(name) == 1 or name in _NAMES:
+            return 8.0
+        case ast.UnaryOp(operand=operand):
+            return _bits(operand)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _NAMES:
+            return 64.0 + _bits(argument)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            exponent = _bits(right)
+            return _bits(left) * 2.0 ** min(exponent, 64.0)
+        case ast.BinOp(left=left, op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod(), right=right):
+            return _bits(left) + _bits(right)
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.BitXor(), right=right):
+            return max(_bits(left), _bits(right)) + 1.0
+    raise ValueError
+
+
+_EVALUATES: Mapping[str, _Guard] = {
+    "binary_matrix": _literal,
+    "countdown": _expression,
+    "intermediate_integration": _expression,
+    "n_queens": _literal,
+    "polynomial_multiplication": _expression,
+    "puzzle24": _expression,
+    "simple_integration": _expression,
+    "spiral_matrix": _literal,
+    "string_insertion": _literal,
+}
+"""The data sets whose scorers evaluate the answer, and what may be given to them."""
+
+_CALLS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(\s*(?!entry\b)")
+_HARMLESS = frozenset({"propositional_logic"})
+"""Its `parse_expr` is a parser of its own."""
+
+
+def _guards(name: str, dataset: Any) -> list[_Guard]:
+    """The guards of a data set. Raises ConfigError for a scorer that evaluates answers and is not known."""
+    if name == "composite":
+        return [guard for inner, other in dataset.datasets.items() for guard in _guards(inner, other)]
+    if name in _EVALUATES:
+        return [_EVALUATES[name]]
+    if name not in _HARMLESS and _CALLS.search(inspect.getsource(type(dataset).score_answer)):
+        raise ConfigError(
+            f"environment: the scorer of reasoning_gym:{name} evaluates the model's answer as Python, in the process of the "
+            f"training. This version of turnwise does not know which answers are harmless: use another data set"
+        )
+    return []

@@ -1,0 +1,101 @@
+"""Reasoning Gym through the loop: the data sets' own entries and scores, and answers that its scorers would execute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, hold
+from turnwise import assembly
+from turnwise.config.recipe import checked
+from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+from turnwise.rollout.context import Limits
+from turnwise.types import Row, Trajectory
+
+reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install 'turnwise[reasoning_gym]'")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
+
+LIMITS = Limits(turns=8, tokens_per_turn=4000)
+TEN = ("basic_arithmetic", "chain_sum", "countdown", "family_relationships", "gcd", "leg_counting", "n_queens", "spell_backward",
+       "syllogism", "word_ladder")  # fmt: skip
+
+
+def recipe(name: str, **arguments: Any) -> Config:
+    use = {"use": f"reasoning_gym:{name}", "arguments": arguments}
+    return checked({"model": "m", "environment": use}, source="recipe")
+
+
+def played(config: Config, row: Row, *answers: str) -> Trajectory:
+    trajectory = hold(Says(*answers), assembly.environment_factory(config), row=row, limits=LIMITS)
+    assert trajectory.error is None, trajectory.error
+    return trajectory
+
+
+@pytest.mark.parametrize("name", TEN)
+def test_an_entry_and_its_rewards_are_those_of_the_library(name: str) -> None:
+    config = recipe(name, seed=5)
+    row = assembly.rows(config, limit=4)[3]
+    own = reasoning_gym.create_dataset(name, seed=5, size=500)
+    entry = own[3]
+    for answer in (entry["answer"], "nothing"):
+        trajectory = played(config, row, f"Hm. <answer>{answer}</answer>")
+        (turn,) = trajectory.turns
+        assert turn.reward == own.score_answer(answer=answer, entry=entry)
+        assert trajectory.messages[0]["content"].startswith(entry["question"])
+        assert turn.info["answer"] == answer
+
+
+def test_wrong_answers_are_told_and_the_last_one_counts() -> None:
+    config = recipe("gcd", tries=3, retry_factor=0.5)
+    (row,) = assembly.rows(config, limit=1)
+    right = reasoning_gym.create_dataset("gcd", seed=0, size=1)[0]["answer"]
+    trajectory = played(config, row, "no tags", "<answer>-1</answer>", f"<answer>{right}</answer>")
+    assert [turn.reward for turn in trajectory.turns] == [0, 0, 0.25]
+    users = [message["content"] for message in trajectory.messages if message["role"] == "user"]
+    assert users[1:] == [
+        "There is no answer between <answer> and </answer> in your message. Try again.",
+        "Your answer is wrong. Try again.",
+    ]
+
+
+def test_the_levels_of_a_curriculum_go_by_the_rows_and_composite_sets_mix() -> None:
+    config = recipe("chain_sum", level=[0, 3])
+    rows = assembly.rows(config, limit=4)
+    assert [row["level"] for row in rows] == [0, 3, 0, 3]
+    lengths = [len(played(config, row, "x").messages[0]["content"]) for row in rows]
+    assert max(lengths[0], lengths[2]) < min(lengths[1], lengths[3])
+    mixed = recipe("composite", config={"datasets": [{"name": "gcd"}, {"name": "leg_counting", "weight": 2}]})
+    shown = [played(mixed, row, "x").messages[0]["content"] for row in assembly.rows(mixed, limit=8)]
+    assert 0 < sum("Greatest Common Divisor" in text for text in shown) < 8
+
+
+@pytest.mark.parametrize("name", ["countdown", "n_queens", "polynomial_multiplication", "string_insertion"])
+@pytest.mark.parametrize("attack", ["__import__('pathlib').Path({path!r}).touch()", "9**9**9**9", "[9]*10**10"])
+def test_an_answer_that_the_scorer_would_execute_is_not_given_to_it(tmp_path: Path, name: str, attack: str) -> None:
+    path = tmp_path / "executed"
+    config = recipe(name)
+    (row,) = assembly.rows(config, limit=1)
+    trajectory = played(config, row, f"<answer>{attack.replace('{path!r}', repr(str(path)))}</answer>")
+    assert not path.exists()
+    assert trajectory.turns[0].reward <= 0.01
+    assert "not_evaluated" in trajectory.turns[0].info
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("countdwn", {}, "did you mean 'countdown'"),
+        ("countdown", {"config": {"max_number": 3}}, "max_number"),
+        ("countdown", {"config": {"seed": 3}}, r"config.seed: remove it"),
+        ("countdown", {"tries": 0}, "tries is 0; it must be an integer of at least 1"),
+        ("countdown", {"retry_factor": 0.5}, "retry_factor has no effect with tries=1"),
+        ("countdown", {"level": {"number": 1}}, "no attribute 'number'; did you mean 'numbers'"),
+        ("composite", {"config": {"datasets": []}}, "composite cannot be created"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_run(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assembly.environment_factory(recipe(name, **arguments))

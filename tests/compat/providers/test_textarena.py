@@ -1,0 +1,144 @@
+"""TextArena through the loop: games of one and of two players, with the rewards of the library's own loop."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.conversations import Says, hold
+from turnwise import assembly
+from turnwise.config.recipe import checked
+from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+from turnwise.rollout.context import Limits
+from turnwise.types import Trajectory
+
+textarena = pytest.importorskip("textarena", reason="needs pip install 'turnwise[textarena]'")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
+
+LIMITS = Limits(turns=40, tokens_per_turn=400)
+ALONE = {
+    "GuessTheNumber-v0": ["[10]", "[5]", "12", "[15]", "[16]", "[17]", "[18]", "[19]", "[20]", "[1]"],
+    "TowerOfHanoi-v0": ["[A C]", "[A B]", "[C B]", "[A C]", "[B A]", "[B C]", "[A C]"],
+    "Mastermind-v0": ["[1 2 3 4]", "nonsense", "more nonsense"],
+    "FrozenLake-v0": ["[down]", "[right]"] * 20,
+    "LightsOut-v0": ["[0, 0]", "[x]", "[y]"],
+    "Bandit-v0": ["[red]"] * 40,
+}
+TOGETHER = {
+    "TicTacToe-v0": ["[4]", "[0]", "[8]", "[2]", "[6]", "[1]", "[3]", "[5]", "[7]"],
+    "ConnectFour-v0": [f"[col {n % 7}]" for n in range(30)],
+    "Nim-v0": ["[0 1]", "[1 1]", "[2 1]", "[2 1]", "[1 1]", "[2 1]", "[2 1]"],
+    "KuhnPoker-v0-short": ["[check]", "[bet]", "[call]", "[fold]"] * 10,
+}
+OPPONENT = """
+def first_free(observation):
+    import re
+    return (re.findall(r"\\[[^\\[\\]]+\\]", observation) or ["[0]"])[-1]
+
+def none(observation):
+    return None
+"""
+
+
+def recipe(name: str, **arguments: Any) -> Config:
+    use = {"use": f"textarena:{name}", "arguments": arguments}
+    return checked({"model": "m", "environment": use}, source="recipe")
+
+
+def played(config: Config, moves: list[str], *, row: int = 0) -> Trajectory:
+    rows = assembly.rows(config, limit=row + 1)
+    padded = [*moves, *["?"] * 40]
+    return hold(Says(*padded), assembly.environment_factory(config), row=rows[row], limits=LIMITS)
+
+
+def own_reward(name: str, seed: int, players: int, moves: list[str], opponent: Any = None) -> float:
+    """The reward of player 0 in the library's own loop."""
+    python, numpy = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    game = textarena.make(name)
+    game.reset(num_players=players, seed=seed)
+    waiting, done = [*moves, *["?"] * 40], False
+    while not done:
+        player, observation = game.get_observation()
+        done, _ = game.step(action=waiting.pop(0) if player == 0 else opponent(observation))
+    rewards, _ = game.close()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    return rewards[0]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_game_for_one_has_the_reward_of_the_librarys_own_loop(name: str) -> None:
+    trajectory = played(recipe(name), ALONE[name])
+    assert trajectory.error is None, trajectory.error
+    assert trajectory.stop == "done"
+    assert sum(turn.reward for turn in trajectory.turns) == own_reward(name, 0, 1, ALONE[name])
+    assert "turn_count" in trajectory.turns[-1].info
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_game_for_two_has_the_reward_of_the_librarys_own_loop(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "opponent.py"
+    path.write_text(OPPONENT, encoding="utf-8")
+    space: dict[str, Any] = {}
+    exec(OPPONENT, space)
+    trajectory = played(recipe(name, opponent=f"{path}:first_free", seat=0), TOGETHER[name])
+    assert trajectory.error is None, trajectory.error
+    assert trajectory.stop == "done"
+    expected = own_reward(name, 0, 2, TOGETHER[name], space["first_free"])
+    assert sum(turn.reward for turn in trajectory.turns) == expected
+
+
+def test_only_what_is_new_is_shown_and_an_illegal_move_is_answered_by_the_game() -> None:
+    trajectory = played(recipe("TicTacToe-v0", opponent="random", seat=0), ["[4]", "[4]"])
+    first, second = [m["content"] for m in trajectory.messages if m["role"] == "user"][1:3]
+    assert first.startswith("[GAME] Player 0 placed their symbol (O) in cell 4.")
+    assert "You are Player 0" not in first
+    assert second.startswith("[GAME] Player 0 attempted an invalid move. Reason: cell 4 is already occupied.")
+
+
+def test_games_at_the_same_time_depend_on_their_seeds_only() -> None:
+    config = recipe("TicTacToe-v0", opponent="random")
+    state = random.getstate()
+    texts = [[m["content"] for m in played(config, ["[8]", "[7]", "[6]"], row=1).messages] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert "You are Player 1" in texts[0][0]  # the seats alternate
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("TicTacToe-v9", {}, "did you mean 'TicTacToe-v0'"),
+        ("TicTacToe-v0", {}, "a game of 2 players, and the model is one of them: set environment.arguments.opponent"),
+        ("TicTacToe-v0", {"players": 1, "opponent": "random"}, "does not begin with 1 players: .*has to be 2"),
+        ("TicTacToe-v0", {"opponent": "random", "seat": 2}, "seat is 2; with 2 players it must be 0 to 1"),
+        ("TicTacToe-v0", {"opponent": "self"}, "self-play needs several policies"),
+        ("TicTacToe-v0", {"opponent": {"endpont": {}}}, "no option 'endpont'; did you mean 'endpoint'"),
+        ("Nim-v0", {"opponent": "random", "arguments": {"pile": 3}}, "pile"),
+        ("GuessTheNumber-v0", {"opponent": "random"}, "opponent has no effect"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_run(name: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        assembly.environment_factory(recipe(name, **arguments))
+
+
+def test_a_move_that_is_no_text_and_a_reward_that_is_none_fail_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "opponent.py"
+    path.write_text(OPPONENT, encoding="utf-8")
+    trajectory = played(recipe("TicTacToe-v0", opponent=f"{path}:none", seat=0), ["[4]"])
+    assert trajectory.error is not None
+    assert "made the move None; it must be a text" in trajectory.error.message
+    monkeypatch.setattr(textarena.SinglePlayerState, "close", lambda self: ({0: None}, {}))
+    trajectory = played(recipe("TowerOfHanoi-v0"), ["?", "?", "?"])
+    assert trajectory.error is not None
+    assert "gave the reward None; it must be a finite number" in trajectory.error.message
