@@ -193,6 +193,8 @@ CHANGED = {
     "loss.constant_length": "loss.constant_length=7",
     "loss.dual_clip": "loss.dual_clip=3",
     "loss.level": "loss.level=turn",
+    "loss.log_clip_low": "loss.log_clip_low=0.2",
+    "loss.log_clip_high": "loss.log_clip_high=0.2",
     "loss.tau_positive": "loss.tau_positive=2",
     "loss.tau_negative": "loss.tau_negative=2",
     "loss.clip_low": "loss.clip_low=0.5",
@@ -242,6 +244,7 @@ BASES = {
     **dict.fromkeys(("credit.key", "credit.decay", "credit.weight", "credit.initial"), "credit.name=turn_potential"),
     **dict.fromkeys(("credit.lam", "credit.whiten"), "credit.name=turn_gae"),
     "credit.turn_gamma": "credit.name=bilevel_gae",
+    **dict.fromkeys(("loss.log_clip_low", "loss.log_clip_high"), "loss.name=gmpo"),
     **dict.fromkeys(("loss.tau_positive", "loss.tau_negative"), "loss.name=sapo"),
 }
 """What it is compared with, where that is not the recipe as it is."""

@@ -12,10 +12,19 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import completion, group, trajectory
-from turnwise.options.algorithm import Cispo, CorrectionSection, Gspo, LossSection, PpoClip, Reinforce, Sapo
+from turnwise.options.algorithm import Cispo, CorrectionSection, Gmpo, Gspo, LossSection, PpoClip, Reinforce, Sapo
 from turnwise.training.batch import pack, token_shares
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.losses import Loss, LossTerms, Targets, kl_k3, make_loss, off_policy_sequence_mask, ppo_clip
+from turnwise.training.losses import (
+    Loss,
+    LossTerms,
+    Targets,
+    gmpo,
+    kl_k3,
+    make_loss,
+    off_policy_sequence_mask,
+    ppo_clip,
+)
 from turnwise.training.update import StopFlag
 from turnwise.training.value_model import value_loss
 from turnwise.types import Sampling, Segment
@@ -52,6 +61,23 @@ def test_ppo_clip_on_policy_has_the_gradient_of_the_policy_gradient() -> None:
     torch.testing.assert_close(logprob.grad, torch.tensor([-3.0, 4.0]))
 
 
+def test_gmpo_is_the_objective_of_its_paper() -> None:
+    """`-(product of min(r^sgn A, clip(r)^sgn A)^sgn A)^(1/n) A` (equation 4), as one number for the sequence."""
+    behaviour = torch.tensor([-1.0, -1.0, -2.0, -0.5], dtype=torch.float64)
+    for sign in (1.0, -1.0):
+        logprob = (behaviour + torch.tensor([2.0, 0.5, 1.5, 0.9]).log()).requires_grad_(True)
+        own = targets(behaviour, torch.full((4,), sign * 3.0, dtype=torch.float64))
+        terms = gmpo(logprob, own, Gmpo(log_clip_low=math.log(1.25), log_clip_high=math.log(1.6)))
+        (gradient,) = torch.autograd.grad((terms.loss_N * own.weight_N).sum(), logprob)
+        ratio = (logprob - behaviour).exp()
+        each = torch.minimum(ratio**sign, ratio.clamp(0.8, 1.6) ** sign) ** sign
+        paper = -(each.prod() ** 0.25) * sign * 3.0
+        torch.testing.assert_close((terms.loss_N * own.weight_N).sum(), paper)
+        torch.testing.assert_close(gradient, torch.autograd.grad(paper, logprob)[0])
+        assert (gradient == 0).tolist() == ([True, False, False, False] if sign > 0 else [False, True, False, False])
+        assert int(terms.clipped) == 2
+
+
 def test_k3_is_zero_for_equal_policies_and_positive_otherwise() -> None:
     value = kl_k3(torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.0, -2.0, -1.0]))
     torch.testing.assert_close(value, torch.tensor([0.0, math.exp(-1.0), math.e - 2.0]))
@@ -73,6 +99,8 @@ LOSSES: dict[str, LossSection] = {
     "dual_clip": PpoClip(clip_low=0.1, clip_high=0.2, dual_clip=1.3),
     "gspo": Gspo(clip_low=0.05, clip_high=0.05),
     "gspo by turn": Gspo(clip_low=0.05, clip_high=0.05, level="turn"),
+    "gmpo": Gmpo(log_clip_low=0.1, log_clip_high=0.2),
+    "gmpo by turn": Gmpo(log_clip_low=0.1, log_clip_high=0.2, level="turn"),
     "cispo": Cispo(clip_low=0.3, clip_high=0.1),
     "sapo": Sapo(tau_positive=1.0, tau_negative=2.0),
     "reinforce": Reinforce(),
@@ -151,14 +179,24 @@ def plain_token_gradient(config: LossSection, place: int, values: dict[str, list
         tau = config.tau_positive if advantage > 0 else config.tau_negative
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
         return -4 * gate * (1 - gate) * ratio * advantage
-    assert isinstance(config, PpoClip | Gspo)
-    if isinstance(config, Gspo):
+    assert isinstance(config, PpoClip | Gspo | Gmpo)
+    if not isinstance(config, PpoClip):
         own = [
             place_
             for place_ in range(len(log_ratios))
             if values["sequence"][place_] == values["sequence"][place]
             and (config.level == "sequence" or values["turn"][place_] == values["turn"][place])
         ]
+        if isinstance(config, Gmpo):
+            bounds = [
+                (-math.inf, config.log_clip_high)
+                if values["advantage"][other] > 0
+                else (-config.log_clip_low, math.inf)
+                for other in range(len(log_ratios))
+            ]
+            if clip(log_ratios[place], *bounds[place]) != log_ratios[place]:
+                return 0.0
+            return -advantage * math.exp(sum(clip(log_ratios[other], *bounds[other]) for other in own) / len(own))
         ratio = math.exp(sum(log_ratios[other] for other in own) / len(own))
     clipped = clip(ratio, 1 - config.clip_low, 1 + config.clip_high)
     if clipped * advantage < ratio * advantage:

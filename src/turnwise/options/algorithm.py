@@ -472,6 +472,26 @@ class Gspo(LossSection):
     ratios are much closer to 1 than ratios of tokens."""
 
 
+class Gmpo(LossSection):
+    """GMPO: all tokens of a sequence have the same ratio: the geometric mean of their probability ratios, each of which is
+    clipped before (arXiv 2507.20673). Single tokens with extreme ratios change it little."""
+
+    of_ratio: ClassVar[tuple[str, ...]] = (
+        "level",
+        "log_clip_low",
+        "log_clip_high",
+    )
+
+    name: Literal["gmpo"] = "gmpo"
+    normalizer: Normalizer = "sequence"
+    level: Literal["sequence", "turn"] = "sequence"
+    """The tokens that have the same ratio. `sequence`: all sampled tokens of a sequence. `turn`: all sampled tokens of a turn."""
+    log_clip_low: Annotated[float, Field(gt=0)] = 0.4
+    """The lower bound: the logarithm of the ratio of a token with a negative advantage is at least -`loss.log_clip_low`."""
+    log_clip_high: Annotated[float, Field(gt=0)] = 0.4
+    """The upper bound: the logarithm of the ratio of a token with a positive advantage is at most `loss.log_clip_high`."""
+
+
 class Cispo(LossSection):
     """CISPO: REINFORCE, where the weight of each token is its clipped probability ratio. Clipped tokens keep their gradient."""
 
@@ -517,7 +537,7 @@ class OwnLoss(OwnFunction, LossSection):
     name: Literal["own"] = "own"
 
 
-LOSSES = (PpoClip, Gspo, Cispo, Sapo, Reinforce, OwnLoss)
+LOSSES = (PpoClip, Gspo, Gmpo, Cispo, Sapo, Reinforce, OwnLoss)
 """The class for each `loss.name`. `training.losses` has its function."""
 
 

@@ -25,6 +25,7 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.options.algorithm import (
     Cispo,
     CorrectionSection,
+    Gmpo,
     Gspo,
     LossSection,
     Nll,
@@ -214,6 +215,28 @@ def gspo(logprob_N: torch.Tensor, targets: Targets, options: Gspo) -> LossTerms:
     return _terms(logprob_N, targets, loss_N=loss_N, outside_N=_outside(ratio_N, options))
 
 
+def gmpo(logprob_N: torch.Tensor, targets: Targets, options: Gmpo) -> LossTerms:
+    """The geometric mean of the clipped ratios of a sequence, times the advantage: `-s A`, `s = exp(mean of c)`.
+
+    `c = min(log r, log_clip_high)` for tokens with A > 0, and `max(log r, -log_clip_low)` with A < 0. The loss of a token is
+    `-s_t A` with `s_t = sg(s) exp(c) / sg(exp(c))`, in which tokens may have different advantages. If they are equal, the mean
+    over the sequence has the value and the gradient of the paper's objective. `level="turn"` combines the tokens of each turn
+    instead.
+
+    Example: ratios 2 and 1/2, A = 1, log_clip_high = log 1.5: the second token has the gradient of `-sqrt(1.5 * 0.5) A log p`,
+    and the first, which is clipped, has none.
+
+    Paper: GMPO, arXiv 2507.20673.
+    """
+    log_ratio_N = logprob_N - targets.old_logprobs
+    high_N, low_N = log_ratio_N.clamp(max=options.log_clip_high), log_ratio_N.clamp(min=-options.log_clip_low)
+    clipped_N = torch.where(targets.advantage_N > 0, high_N, torch.where(targets.advantage_N < 0, low_N, log_ratio_N))
+    mean_N = mean_of_groups(clipped_N.detach(), groups_of(targets, options.level))
+    loss_N = -(mean_N + clipped_N - clipped_N.detach()).exp() * targets.advantage_N
+    outside_N = (log_ratio_N < -options.log_clip_low) | (log_ratio_N > options.log_clip_high)
+    return _terms(logprob_N, targets, loss_N=loss_N, outside_N=outside_N)
+
+
 def cispo(logprob_N: torch.Tensor, targets: Targets, options: Cispo) -> LossTerms:
     """REINFORCE with clipped importance weights: `-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logprob`.
 
@@ -370,6 +393,7 @@ def _problem_of_own(loss_N: Any, logprob_N: torch.Tensor) -> str | None:
 LOSSES: Mapping[type[LossSection], Callable[[torch.Tensor, Targets, Any], LossTerms]] = {
     PpoClip: ppo_clip,
     Gspo: gspo,
+    Gmpo: gmpo,
     Cispo: cispo,
     Sapo: sapo,
     Reinforce: reinforce,
