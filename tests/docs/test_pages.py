@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import importlib
+import importlib.util
 import json
 import os
 import re
@@ -26,6 +28,7 @@ from turnwise import assembly
 from turnwise.cli import main
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
 from turnwise.config.recipe import RENAMED
+from turnwise.config.resume_rules import RULES
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.examine import examine
 from turnwise.environments.mcp import McpServers
@@ -492,3 +495,29 @@ def test_the_reports_in_the_documentation_are_those_of_the_doctor() -> None:
         assert comparable(block) in page
         # 26 lines and the 7 of the template profile: a report fits on a screen
         assert len([line for line in text.splitlines() if line]) <= 33
+
+
+def test_the_table_of_trl_has_every_field_of_grpo_config_and_options_that_exist() -> None:
+    spec = importlib.util.find_spec("trl")  # read, not imported: that takes seconds
+    assert spec is not None
+    assert spec.origin is not None
+    source = (Path(spec.origin).parent / "trainer" / "grpo_config.py").read_text(encoding="utf-8")
+    (config,) = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef) and n.name == "GRPOConfig")
+    fields = {n.target.id for n in config.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
+    table = page.partition("## All fields of GRPOConfig")[2].partition("\n## ")[0]
+    first, second = zip(
+        *(line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")), strict=True
+    )
+    named = {name for cell in first for name in re.findall(r"`(\w+)`", cell)}
+    training = {
+        "logging_steps",
+        "gradient_checkpointing",
+        "bf16",
+        "learning_rate",
+        "remove_unused_columns",
+    }  # of the base class
+    assert fields - training <= named
+    options = {option for cell in second for option in re.findall(r"`([a-z_]+(?:\[\])?\.[a-z_.\[\]]+)", cell)}
+    known = {part for option in RULES for part in (option, option.rpartition(".")[0])}
+    assert options - known == set()
