@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import os
@@ -268,6 +269,20 @@ def test_a_list_keeps_its_place(page: Any, address: str, run: Path) -> None:
     assert page.locator(".body .row:has-text('2.0:0/2')").bounding_box()["y"] == before["y"]
 
 
+def test_long_messages_are_folded_and_a_row_is_followed(page: Any, address: str, run: Path) -> None:
+    record = conversation(1, step=4, text="begin " + "long " * 4000 + "end")
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    open_view(page, address, "#/conversations?query=4.0:0/1")
+    page.wait_for_selector("text=1 of 25")  # found by its id
+    page.click(".body .row >> nth=0")
+    page.click("text=show 14,009 more characters")
+    page.wait_for_selector("text=show 14,009 more characters", state="detached")
+    page.click("text=This row over time")
+    page.wait_for_selector("text=13 of 25")
+    assert page.inner_text(".body .row >> nth=0").startswith("1.0:0/0")
+
+
 def test_a_filter_says_what_it_does_not_understand(page: Any, address: str) -> None:
     open_view(page, address, "#/conversations")
     page.wait_for_selector("text=24 of 24")
@@ -280,6 +295,11 @@ def test_a_filter_says_what_it_does_not_understand(page: Any, address: str) -> N
         page.click("text=Reset")
     page.check("label:has-text('failed') input")
     page.wait_for_selector("text=1 of 24")
+    with page.expect_download() as download:
+        page.click("text=CSV")  # what is listed
+    (row,) = csv.DictReader(download.value.path().read_text().splitlines())
+    assert (download.value.suggested_filename, row["id"], row["error"]) == ("first-train.csv", "2.0:0/3", "environment")
+    page.locator("label:has-text('failed') input").focus()
     page.keyboard.press("?")  # the key of the page, although a checkbox has the focus
     page.wait_for_selector("dialog[open]")
     page.keyboard.press("3")
@@ -367,6 +387,8 @@ def test_tokens_say_what_they_are(page: Any, address: str) -> None:
     page.keyboard.press("ArrowRight")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("text=context: not sampled")
+    page.keyboard.press("s")  # to the next turn
+    page.wait_for_selector(".detail:has-text('turn 1')")
     page.hover(".token >> nth=10")
     assert "advantage -0.2" in page.inner_text(".detail")  # one number for each token
 

@@ -427,7 +427,7 @@ def _scalar(value: Any) -> str | None:
 
 def _texts(record: Mapping[str, Any]) -> Iterator[str]:
     """The texts that a search finds."""
-    for key in ("messages", "row", "row_columns", "error"):
+    for key in ("id", "messages", "row", "row_columns", "error"):
         for text in _strings(record.get(key)):
             yield text.encode("utf-8", "replace").decode()  # a model may write half of a surrogate pair
     for turn in _objects(record.get("turns")):

@@ -14,7 +14,7 @@ import { Runs } from "./runs.js";
 const KEYS = [
   ["1 2 3 4 5 6 7", "overview, runs side by side, curves, conversations, timeline, the same rows of two runs, evaluations"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
   ["Enter", "open the conversation, or the two of a row"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
-  ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"],
+  ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"], ["s", "the first token of the next sampled turn"],
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
 ];
 

@@ -1,5 +1,5 @@
 // One conversation as chat or token by token; a group side by side; two conversations side by side.
-import { Choice, contentParts, harmless, html, number, Problem, seconds as duration, signed, useKeys, useLoaded, useMemo, useReducer } from "./ui.js";
+import { Choice, contentParts, harmless, html, number, Problem, seconds as duration, signed, useKeys, useLoaded, useMemo, useReducer, useState } from "./ui.js";
 import * as data from "./data.js";
 import { conversationAt, Link } from "./address.js";
 import { useColumns } from "./columns.js";
@@ -33,9 +33,18 @@ function Facts({ conversation }) {
   ${conversation.template_mismatch && html`<${Problem} text=${`template mismatch: ${conversation.template_mismatch}`} />`}`;
 }
 
+const LONGEST_TEXT = 6000, SHOWN = 3000; // characters
+
+/** A text of a message: the middle of a long one is folded away until it is asked for. */
+function Text({ text }) {
+  const [open, setOpen] = useState(false);
+  if (open || text.length <= LONGEST_TEXT) return html`<pre>${harmless(text)}</pre>`;
+  return html`<pre>${harmless(text.slice(0, SHOWN))}</pre><button onClick=${() => setOpen(true)}>show ${(text.length - 2 * SHOWN).toLocaleString("en")} more characters</button><pre>${harmless(text.slice(-SHOWN))}</pre>`;
+}
+
 function Content({ content, run }) {
   return contentParts(content).map((part, place) => {
-    if (part.type === "text") return html`<pre key=${place}>${harmless(part.text)}</pre>`;
+    if (part.type === "text") return html`<${Text} key=${place} text=${String(part.text)} />`;
     const reference = part[part.type];
     const url = part.type === "image" && typeof reference === "string" ? (reference.startsWith("sha256:") ? data.imageUrl(run, reference) : null) : null;
     return url ? html`<img key=${place} src=${url} alt="image in the message" />` : html`<pre key=${place} class="muted">[${part.type}: ${JSON.stringify(reference)}]</pre>`;
@@ -115,6 +124,7 @@ export function ConversationPage({ runs, run, kind, address, go, link }) {
       <button onClick=${() => move(-1)} aria-label="Previous conversation">‹</button><button onClick=${() => move(1)} aria-label="Next conversation">›</button>
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
       <${Link} class="button" to=${link({ view: "group" })}>Group</${Link}>
+      ${conversation?.row?.id !== undefined && conversation?.row?.id !== null && html`<${Link} class="button" to=${link({ view: "conversations", row: String(conversation.row.id), step: null, group: null, query: null, stop: null, failed: null, errors: null, least: null, most: null, sort: "step", down: "0", id: null, at: null })}>This row over time</${Link}>`}
       <b>${conversation?.id}</b>
       ${conversation && html`<span>reward ${conversation.reward === null ? "none" : number(conversation.reward)}</span>`}
     </div>

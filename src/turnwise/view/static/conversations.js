@@ -29,7 +29,7 @@ export function wrong(name, text) {
 }
 
 /** The numbers of the conversations that pass the filters, in their order. `found` are those of the search, or null. */
-export function select(columns, { stop, group, failed, errors, sort, down, ...texts }, found) {
+export function select(columns, { stop, group, row, failed, errors, sort, down, ...texts }, found) {
   const [step, least, most] = ["step", "least", "most"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
   const wanted = found && new Set(found);
   const numbers = [];
@@ -39,6 +39,7 @@ export function select(columns, { stop, group, failed, errors, sort, down, ...te
     if (step && (columns.step[n] === null || columns.step[n] < from || columns.step[n] > to)) continue;
     if (stop && columns.stop[n] !== stop) continue;
     if (group && columns.group[n] !== group) continue;
+    if (row && columns.row[n] !== row) continue;
     if (failed && columns.error[n] === null) continue;
     if (errors && !columns.call_errors[n]) continue;
     if (least && !(columns.reward[n] !== null && columns.reward[n] >= Number(least))) continue;
@@ -104,6 +105,23 @@ function useSteadyRows(scroll, numbers, key) {
   };
 }
 
+/** The rows of conversations as CSV, with all columns. A text that a spreadsheet would take for a formula begins with a quote. */
+export function csv(columns, numbers) {
+  const names = Object.keys(columns);
+  const cell = (value) => {
+    if (value === null || value === undefined) return "";
+    const text = typeof value === "string" && /^[=+\-@\t\r]/.test(value) ? `'${value}` : String(value);
+    return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return [names, ...numbers.map((n) => names.map((name) => columns[name][n]))].map((row) => row.map(cell).join(",")).join("\r\n");
+}
+
+function download(name, text) {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+  Object.assign(document.createElement("a"), { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
 export function Conversations({ runs, run, kind, address, go, link }) {
   const columns = useColumns(run, kind, runs);
   const [typed, setTyped] = useState(address.query || "");
@@ -114,7 +132,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
   if (fresh) lastFound.current = [query, fresh];
   const found = lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
   const total = runs[run].lines[kind], loaded = loadedCount(run, kind);
-  const filters = ["step", "stop", "group", "failed", "errors", "least", "most", "sort", "down", "query"];
+  const filters = ["step", "stop", "group", "row", "failed", "errors", "least", "most", "sort", "down", "query"];
   const key = JSON.stringify(filters.map((name) => address[name]));
   const numbers = useMemo(() => (columns && !(address.query && !found) ? select(columns, address, found) : []), [columns, key, found]);
   const rewards = useMemo(() => {
@@ -163,10 +181,12 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       ${field("step", "Step", { placeholder: "5 or 5-9" })} ${field("least", "Reward from")} ${field("most", "to")}
       <label>Stop <select value=${address.stop || ""} onChange=${(event) => go({ stop: event.target.value })}><option value="">all</option>${stops.map((stop) => html`<option key=${stop}>${stop}</option>`)}</select></label>
       ${check("failed", "failed")} ${check("errors", "tool errors")}
+      ${address.row && html`<button onClick=${() => go({ row: null })}>row ${address.row} ✕</button>`}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
       ${runs[run].left_out?.[kind] > 0 && html`<span class="muted">this file has ${total.toLocaleString("en")} of the ${(total + runs[run].left_out[kind]).toLocaleString("en")} conversations of the run</span>`}
       ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
+      ${numbers.length > 0 && html`<button onClick=${() => download(`${runs[run].name.replaceAll("/", "-")}-${kind}.csv`, csv(columns, numbers))} title="the listed conversations, with all columns">CSV</button>`}
       ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
     <div class="scroll" ref=${scroll} tabindex="0" role="region" aria-label="Conversations" ...${steady}>

@@ -88,7 +88,7 @@ export async function search(run, kind, query) {
   if (!wanted.length) return [];
   return Object.entries(exported.runs[run].conversations[kind])
     .filter(([, found]) => {
-      const words = wordsOf([...textsIn([found.messages, found.row, found.row_columns, found.error]), ...found.turns.map((turn) => turn.text ?? "")].join(" \n "));
+      const words = wordsOf([...textsIn([found.id, found.messages, found.row, found.row_columns, found.error]), ...found.turns.map((turn) => turn.text ?? "")].join(" \n "));
       return wanted.every(([phrase, beginning]) => contains(words, phrase, beginning));
     })
     .map(([number]) => Number(number));

@@ -79,7 +79,7 @@ function Block({ tokens, previous, mode, most, picked, top, index, measure }) {
 }
 
 function Detail({ token }) {
-  if (!token) return html`<div class="detail muted">Point at a token, or move with ← and →.</div>`;
+  if (!token) return html`<div class="detail muted">Point at a token, or move with ← and →; s: to the next tokens that the model sampled.</div>`;
   const fact = (name, value) => value !== null && value !== undefined && html`<span>${name} <b>${value}</b></span> `;
   return html`<div class="detail" role="status"><code>${JSON.stringify(token.text ?? "")}</code> ${fact("id", token.id)}${fact("position", token.position)}
     ${token.turn < 0 ? html`<span>context: not sampled, not trained on</span>` : html`${fact("turn", token.turn)}${fact("weight", number(token.weight))}${fact("log-probability", token.logprob === null ? null : number(token.logprob))}${fact("probability", token.logprob === null ? null : number(Math.exp(token.logprob)))}${fact("advantage", token.advantage === null ? "none" : signed(token.advantage))}${fact("value", token.value === null ? null : number(token.value))}${fact("trainer/engine", token.ratio === null ? null : number(Math.exp(token.ratio)))}${fact("weights of step", token.version)}`}</div>`;
@@ -105,9 +105,11 @@ export function Tokens({ conversation, address, go, scale = null, onScale }) {
   const picked = at === null ? null : tokens[at];
   const point = (event) => { const target = event.target.closest?.("[data-at]"); if (target) setAt(Number(target.dataset.at)); };
   useKeys((event) => {
-    if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
+    if (["ArrowRight", "ArrowLeft", "s"].includes(event.key)) {
       event.preventDefault();
-      const next = Math.max(0, Math.min(tokens.length - 1, (at ?? -1) + (event.key === "ArrowRight" ? 1 : -1)));
+      const by = event.key === "ArrowLeft" ? -1 : 1, sampled = event.key === "s" ? tokens.findIndex((token, place) => place > (at ?? -1) && token.turn >= 0 && (tokens[place - 1]?.turn ?? -1) !== token.turn) : null;
+      if (sampled === -1) return; // there is no further turn
+      const next = sampled ?? Math.max(0, Math.min(tokens.length - 1, (at ?? -1) + by));
       setAt(next);
       let start = 0;
       virtual.scrollToIndex(parts.findIndex((part) => (start += part.length) > next), { align: "auto" });
