@@ -377,7 +377,7 @@ def _advantage(turns: Sequence[Mapping[str, Any]], tokens_of_turns: Sequence[Map
         of_tokens = _numbers(value)
         if of_tokens:
             total, count = total + sum(of_tokens), count + len(of_tokens)
-        elif type(value) in (int, float):
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             total, count = total + value * tokens, count + tokens
     return total / count if count else None
 
@@ -389,7 +389,8 @@ def _excerpts(record: Mapping[str, Any]) -> tuple[str | None, ...]:
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     question = next((m for m in reversed(messages[:first]) if m.get("role") != "system"), None)
     answer = next((m for m in reversed(messages) if m.get("role") == "assistant"), None)
-    parts = record.get("rewards") if isinstance(record.get("rewards"), dict) else {}
+    rewards = record.get("rewards")
+    parts = rewards if isinstance(rewards, dict) else {}
     failure = str(error.get("message")) if isinstance(error, dict) else None
     texts = [None if m is None else " ".join(_strings(m.get("content"))) or None for m in (question, answer)]
     if texts[1] is None and answer is not None:
