@@ -217,7 +217,7 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
         ),
         ("engine.name=tgi", "engine.name: there is no engine 'tgi'; there are: local, scripted"),
         ("engine.name=scripted", "engine.script is missing"),
-        ("loss.name=ppo", "loss.name: there is no loss 'ppo'; there are: ppo_clip, gspo, cispo, sapo, reinforce"),
+        ("loss.name=ppo", "loss.name: there is no loss 'ppo'; there are: ppo_clip, gspo, gmpo, cispo, sapo, reinforce"),
         ("loss.name=dr_grpo", "there is no loss 'dr_grpo'; write loss.name=ppo_clip loss.normalizer=constant"),
         ("loss.clip_ratio_c=3", "there is no option loss.clip_ratio_c; it is called loss.dual_clip here"),
         (

@@ -26,7 +26,7 @@ LOSS = {
 
 ''',
         ),
-        ("PpoClip, Gspo, Cispo, Sapo, Reinforce)", "Powers, "),
+        ("PpoClip, Gspo, ", "Powers, "),
     ],
     "training/losses.py": [
         (
