@@ -7,6 +7,7 @@ The nouns know nothing of the code that makes or reads them: this module imports
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -608,6 +609,9 @@ class Trajectory:
     logprob_kind: LogprobKind = LogprobKind.NONE
     template_mismatch: TemplateMismatch | None = None
     """The first difference between the tokens and what the chat template writes for the messages; None if they agree."""
+    escaped: Counter[str] = field(default_factory=Counter)
+    """Control tokens that stood as text in messages of others and were kept text, with their numbers
+    (`data.escape_control_tokens`)."""
     started: float | None = None
     """When the conversation began, in Unix seconds; None where unknown."""
     seconds: float = 0.0

@@ -93,6 +93,7 @@ TESTED: Mapping[str, str] = {
     "model.device": _effects("a_device_that_is_not_there_is_told"),
     "data.max_prompt_tokens": _effects("rows_with_longer_prompts_are_left_out"),
     "data.return_multi_modal_inputs": "chat/test_media.py::test_images_of_rows_can_be_made_ready_at_the_start",
+    "data.escape_control_tokens": "chat/test_control_text.py::test_the_option_says_in_whose_messages",
     "environment.arguments": "test_assembly.py::test_each_conversation_gets_a_fresh_environment_with_its_arguments",
     "environment.thread": _THREADS,
     "tools[].thread": _THREADS,

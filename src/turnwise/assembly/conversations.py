@@ -380,6 +380,7 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
         chat_template_kwargs=config.model.chat_template_kwargs,
         describe_tools=config.tool_calls.describe,
         unchecked=config.override_checks,
+        escape_control_tokens=config.data.escape_control_tokens,
     )
 
 
@@ -491,6 +492,10 @@ def refuse_for_endpoint(config: Config, scorer: Scorer, sampling: Sampling) -> N
         (
             config.data.return_multi_modal_inputs is not None,
             "data.return_multi_modal_inputs has no effect with engine.name=openai, which gets text only: remove it",
+        ),
+        (
+            config.data.escape_control_tokens == "all",
+            "data.escape_control_tokens=all needs the model's tokenizer, which engine.name=openai does not have: remove it",
         ),
         (
             calls.max_tool_response_length is not None and calls.tool_response_unit == "tokens",

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise.chat.control_text import ControlText, EscapedRoles
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
 from turnwise.chat.probes import (
@@ -46,9 +47,11 @@ from turnwise.chat.template_arguments import argument_text
 from turnwise.chat.template_profile import (
     TemplateProblem,
     TemplateProfile,
+    control_tokens,
     find_profile,
     generation_config_stops,
     special_tokens,
+    token_normalizer,
 )
 from turnwise.chat.text_encoder import text_decoder, text_encoder
 from turnwise.chat.token_differences import SanityMode
@@ -299,7 +302,8 @@ class Renderer:
     template does not show it. `describe_tools` says who shows the tools on offer to the model: the template, or, where the
     template does not, this class in the system message. `unchecked` names checks that `refuse_unusable_tools` does not make.
     `vision` is the processor of a vision model. `chat_template_kwargs` are further arguments of the chat template, such as
-    `{"enable_thinking": False}`; `for_arguments` gives the renderer of a row that has its own.
+    `{"enable_thinking": False}`; `for_arguments` gives the renderer of a row that has its own. `escape_control_tokens` says in
+    whose messages `control_text` keeps control tokens text.
 
     Raises TemplateError if the tokenizer has no chat template, one that cannot be continued turn by turn, or one that never
     reads one of `chat_template_kwargs`.
@@ -316,6 +320,7 @@ class Renderer:
         unchecked: Collection[str] = (),
         vision: MediaProcessor | None = None,
         chat_template_kwargs: Mapping[str, Any] = {},
+        escape_control_tokens: EscapedRoles = "tools",
     ) -> None:
         self.tokenizer = tokenizer
         self.sanity: SanityMode = sanity
@@ -336,6 +341,13 @@ class Renderer:
             self._describe_in_system_message()
         self.stop_token_ids = self.profile.stop_tokens.token_ids
         self.turn_parser = TurnParser(self.profile, self.decode, self.where)
+        self.control_text = ControlText(
+            escape_control_tokens,
+            find_control=functools.partial(control_tokens, tokenizer, self.template, self.encode),
+            encode=self.encode,
+            decode=self.decode,
+            normalize=token_normalizer(tokenizer),
+        )
         self._boundary = TurnBoundary(
             self.template, self.profile, encode=self.encode, decode=self.decode, special=self.special
         )
@@ -350,6 +362,7 @@ class Renderer:
                 unchecked=unchecked,
                 vision=vision,
                 chat_template_kwargs=json.loads(arguments),
+                escape_control_tokens=escape_control_tokens,
             )
             other._base = self
             return other
@@ -398,6 +411,7 @@ class Renderer:
         describe_tools: DescribeTools = "template",
         unchecked: Collection[str] = (),
         chat_template_kwargs: Mapping[str, Any] = {},
+        escape_control_tokens: EscapedRoles = "tools",
     ) -> Renderer:
         """Load the tokenizer, and the stop tokens of the generation config where there is one.
 
@@ -428,6 +442,7 @@ class Renderer:
             unchecked=unchecked,
             vision=MediaProcessor.from_pretrained(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
+            escape_control_tokens=escape_control_tokens,
         )
 
     def _describe_in_system_message(self) -> None:

@@ -12,12 +12,21 @@ several lines: a token inside a turn does not end it. Does not know conversation
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.chat.probes import PLACEHOLDER, QUESTION, PriorConversation, assistant_message, probe_call, probe_word
+from turnwise.chat.probes import (
+    PLACEHOLDER,
+    QUESTION,
+    TOOL,
+    PriorConversation,
+    assistant_message,
+    probe_call,
+    probe_word,
+)
 from turnwise.chat.reasoning import ReasoningFormat
 from turnwise.chat.template import MessageFormat, Template
 from turnwise.chat.text_encoder import decode
@@ -127,6 +136,32 @@ class StopTokens:
 def special_tokens(tokenizer: Any) -> frozenset[int]:
     """The ids that no plain text is encoded to: the tokenizer's special tokens, and the tokens that were added to it."""
     return frozenset(tokenizer.all_special_ids) | frozenset(tokenizer.added_tokens_decoder)
+
+
+def control_tokens(tokenizer: Any, template: Template, encode: Callable[[str], Sequence[int]]) -> frozenset[int]:
+    """The special tokens that mean something to a model: those with the flag `special`, and those that the template writes.
+
+    Other added tokens, such as Gemma's `<table>` and runs of line ends, are shorter spellings of text.
+    """
+    added = tokenizer.added_tokens_decoder
+    flagged = frozenset(tokenizer.all_special_ids) | {token for token, what in added.items() if what.special}
+    texts: list[str] = []
+    answer = {"role": "tool", "tool_call_id": "callprob0", "name": "probe_tool", "content": "It is."}
+    for turn in ([], [assistant_message("Said.")], [probe_call({"text": "x"}), answer]):
+        with contextlib.suppress(TemplateError):
+            messages = [QUESTION, *turn]
+            texts.append(template.render(messages, tools=[TOOL], add_generation_prompt=turn[-1:] != [answer]))
+            texts.append(template.render([*messages, QUESTION], tools=[TOOL], add_generation_prompt=True))
+    return flagged | (frozenset(token for text in texts for token in encode(text)) & special_tokens(tokenizer))
+
+
+def token_normalizer(tokenizer: Any) -> Callable[[str], str] | None:
+    """What is done with a text before added tokens are looked for in it; None if they are looked for in the text itself."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    normalizer = None if backend is None else backend.normalizer
+    if normalizer is None or not any(token.normalized for token in tokenizer.added_tokens_decoder.values()):
+        return None
+    return normalizer.normalize_str
 
 
 def find_stop_tokens(

@@ -54,6 +54,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "data.", "eval eval_split"),
     **_all("named", "data.", "max_prompt_tokens shuffle weights"),  # rows are compared before long ones are dropped
     "data.return_multi_modal_inputs": "free",
+    "data.escape_control_tokens": "named",
     **_all("named", "data.curriculum.", "low high keep column"),
     # the environment and its tools
     **_all("named", "environment.", "use arguments"),

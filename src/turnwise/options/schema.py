@@ -206,6 +206,9 @@ class DataSection(Section):
     return_multi_modal_inputs: bool | None = None
     """For rows with images: true runs the processor on each row once, at the start, and keeps the tensors with the row (as
     `multi_modal_inputs`). False or null: each conversation processes its own images."""
+    escape_control_tokens: Literal["none", "tools", "all"] = "tools"
+    """In whose messages control tokens of the model that stand as text, such as `<|im_end|>` in a web page, are kept text: a
+    space is put into them. `tools`: results of tools. `all`: also messages of users. `none`: they become control tokens."""
 
 
 # what answers the model

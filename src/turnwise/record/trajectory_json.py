@@ -18,6 +18,7 @@ import math
 import os
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -220,6 +221,7 @@ def trajectory_record(
         "logprob_kind": trajectory.logprob_kind,
         "template_mismatch": None if mismatch is None else mismatch.message,
         **_present({"template_mismatch_kind": None if mismatch is None else mismatch.kind}),
+        **_present({"escaped": dict(trajectory.escaped)}),
         **_present({"started": _time(trajectory.started)}),
         "seconds": round(trajectory.seconds, 4),
     }
@@ -493,6 +495,7 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
         penalties=[[e] if isinstance(e, float | int) else e for e in _estimates(record, "penalty")],
         logprob_kind=_enum(LogprobKind, record, "logprob_kind") or LogprobKind.NONE,
         template_mismatch=None if mismatch is None else TemplateMismatch(mismatch_kind, mismatch),
+        escaped=Counter({name: int(number) for name, number in record.numbers("escaped").items()}),
         started=record.number_or_none("started"),
         seconds=record.number("seconds"),
     )

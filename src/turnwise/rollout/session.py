@@ -328,6 +328,7 @@ class Session:
         """Take the environment's opening messages and tools."""
         with boundary("environment"):
             check_opening(opening)
+        opening = replace(opening, messages=self._escaped(opening.messages))
         self._use_template_arguments(opening.chat_template_kwargs or {})
         self._sampling_change = opening.sampling or self._sampling_change
         self.trajectory.tools = tuple(opening.tools)
@@ -394,7 +395,7 @@ class Session:
             with boundary("tokens"):
                 self._edit_turn(turn, reply.edit)
         if reply.rewrite is not None:
-            self._replace_history(reply.rewrite, reply.returns_to)
+            self._replace_history(self._escaped(reply.rewrite), reply.returns_to)
         if not reply.done:
             with boundary("environment"):
                 self._take_prompt(turn, reply)
@@ -667,7 +668,13 @@ class Session:
         """The messages with those of tools as the model can receive them."""
         vision = self._context.renderer.vision
         with boundary("tokens"):
-            return presentable(turn, messages, without_media if vision is None else vision.clean_tool_message)
+            present = without_media if vision is None else vision.clean_tool_message
+            return self._escaped(presentable(turn, messages, present))
+
+    def _escaped(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages, with control tokens that stand as text in those of others kept text."""
+        with boundary("tokens"):
+            return [self._context.renderer.control_text.escape(one, self.trajectory.escaped) for one in messages]
 
     def _check_tokens(self, history: SegmentHistory) -> None:
         """The sanity check of a segment. The first mismatch of a conversation is kept."""

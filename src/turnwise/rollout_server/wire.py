@@ -483,7 +483,7 @@ def take_over(trajectory: Trajectory, done: Trajectory) -> None:
     trajectory.messages, trajectory.previous_histories = done.messages, done.previous_histories
     trajectory.tools, trajectory.turns, trajectory.segments = done.tools, done.turns, done.segments
     trajectory.stop, trajectory.error = done.stop, done.error
-    trajectory.metrics = done.metrics
+    trajectory.metrics, trajectory.escaped = done.metrics, done.escaped
     trajectory.logprob_kind, trajectory.template_mismatch = done.logprob_kind, done.template_mismatch
     trajectory.started, trajectory.seconds = done.started, done.seconds
 
@@ -553,7 +553,8 @@ def served_options(config: Config) -> dict[str, Any]:
         f"model.{name}": plain["model"][name]
         for name in ("lora", "quantization", "chat_template_kwargs", "router_replay")
     }
-    return dict(_flat({**{name: plain[name] for name in names}, **of_model}, ""))
+    of_data = {"data.escape_control_tokens": plain["data"]["escape_control_tokens"]}
+    return dict(_flat({**{name: plain[name] for name in names}, **of_model, **of_data}, ""))
 
 
 def base_weights(config: Config) -> str | None:
