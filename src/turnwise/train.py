@@ -212,7 +212,11 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
     if critic_step is not None:
         await critic_step.set_values(groups)
     kl_reward = None if run.kl_reward is None else await run.kl_reward.set_penalties(groups)
+    if run.teacher_step is not None:
+        await run.teacher_step.set_scores(groups)
     run.credit(groups)
+    if run.teacher_step is not None:
+        await run.teacher_step.add_advantages(groups)
     batches = pack_groups(run, groups)
     update = critic = None
     if critic_step is None or critic_step.trains_policy(run.step):
@@ -279,6 +283,7 @@ def _finish_step(
         **(update.correction if update else {}),
         **(update.experts if update else {}),
         **(update.memory_metrics if update else {}),
+        **(update.teacher if update else {}),
         "tokens/prefix_saved": result.saved,
         **(result.critic.named() if result.critic else {}),
         **(result.kl_reward.named() if result.kl_reward else {}),

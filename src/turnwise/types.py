@@ -58,8 +58,8 @@ class Failure:
     """Why a conversation failed."""
 
     kind: str
-    """What failed: `row`, `environment`, `engine`, `tokens`, `reward`, `loss_mask` or `deadline`; `internal` is a bug in
-    turnwise."""
+    """What failed: `row`, `environment`, `engine`, `tokens`, `reward`, `teacher`, `loss_mask` or `deadline`; `internal` is a bug
+    in turnwise."""
     message: str
     """The value, the rule and the fix."""
     traceback: str = field(default="", compare=False)
@@ -606,6 +606,12 @@ class Trajectory:
     penalties: list[Sequence[float]] = field(default_factory=list)
     """What `reward.kl` subtracts from the reward: for each turn, a number for each of its sampled tokens. Empty without
     `reward.kl`. `reward` does not contain it; estimators of advantages subtract it."""
+    teacher_scores: list[Sequence[Sequence[float]]] = field(default_factory=list)
+    """What the teacher says of the sampled tokens: for each turn, a row for each of its sampled tokens, with the token's
+    log-probability, the ids of the K most likely tokens, and their log-probabilities. Empty without scores of a teacher."""
+    teacher_shares: tuple[float, ...] = ()
+    """The share of each local teacher in what is learnt from the trajectory, where their distributions are compared in the
+    update."""
     logprob_kind: LogprobKind = LogprobKind.NONE
     template_mismatch: TemplateMismatch | None = None
     """The first difference between the tokens and what the chat template writes for the messages; None if they agree."""

@@ -53,6 +53,7 @@ _THREADS = "environments/test_environment.py::test_a_recipe_asks_for_threads"
 _RANKS = "cluster/test_cluster_run.py::test_"
 _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
 _WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
+_TEACHER = "runs/test_distillation.py::test_"
 _QUANTIZED = "training/test_quantization.py::test_"
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
@@ -152,6 +153,24 @@ TESTED: Mapping[str, str] = {
     },
     "reference.source": "runs/test_kl_reward.py::"
     "test_with_an_adapter_the_model_without_it_and_a_copy_are_the_same_reference",
+    **{
+        f"teacher.{name}": f"{_TEACHER}options_of_the_teacher_change_what_is_learnt"
+        for name in (
+            "signal",
+            "coef",
+            "gamma",
+            "divergence",
+            "beta",
+            "top_k",
+            "column",
+            *(f"models[].{name}" for name in ("name", "path", "dtype", "weight", "context")),
+        )
+    },
+    **{
+        f"teacher.{name}": f"{_TEACHER}a_teacher_on_a_server_gives_what_a_local_teacher_gives"
+        for name in ("models[].url", "models[].server", "timeout")
+    },
+    "teacher.models[].bits": f"{_TEACHER}the_sources_of_local_teachers_are_those_of_the_recipe",
     "critic.path": f"{_CRITIC}the_critic_starts_from_another_model_or_from_the_critic_of_a_run",
     **{f"critic.{name}": f"{_CRITIC}options_of_the_critic_change_what_is_learnt" for name in ("lr", "clip")},
     "critic.warmup_steps": f"{_CRITIC}the_policy_waits_while_the_critic_warms_up",

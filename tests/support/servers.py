@@ -45,7 +45,7 @@ def serving(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[Server]
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             nonlocal now
-            question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            question = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or "{}")
             with lock:
                 number = len(server.asked)
                 server.asked.append(question)
@@ -69,6 +69,8 @@ def serving(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[Server]
                 self.wfile.write(body)
             except OSError:  # whoever asked has gone
                 pass
+
+        do_GET = do_POST  # a question without content
 
         def log_message(self, format: str, *args: object) -> None:
             pass

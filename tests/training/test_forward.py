@@ -127,7 +127,8 @@ def test_values_and_gradients_are_those_of_the_definition(sampling: Sampling, fr
     head.requires_grad_(not frozen)
     single_ND = hidden_ND.float().requires_grad_()
     chunked = TokenLogprobs(head, sampling, vocabulary=V, chunk_bytes=CHUNK)
-    own_logprob_N, own_entropy_N = chunked(single_ND, token_N, entropy=True)
+    found = chunked(single_ND, token_N, entropy=True)
+    own_logprob_N, own_entropy_N = found.logprob_N, found.entropy_N
     torch.testing.assert_close(own_logprob_N.double(), logprob_N, atol=2e-5, rtol=1e-5)
     assert own_entropy_N is not None
     torch.testing.assert_close(own_entropy_N.double(), entropy_N, atol=2e-5, rtol=1e-5)
@@ -202,11 +203,11 @@ def test_no_tensor_holds_the_logits_of_all_targets(sampling: Sampling, frozen: b
     token_N = torch.randint(vocabulary, (300,))
     for chunk_bytes, largest in ((10 * 4 * vocabulary, 10 * vocabulary), (1 << 30, 300 * vocabulary)):
         with Largest() as seen:
-            logprob_N, entropy_N = TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)(
+            found = TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)(
                 hidden_ND, token_N, entropy=True
             )
-            assert entropy_N is not None
-            (logprob_N + entropy_N).sum().backward()
+            assert found.entropy_N is not None
+            (found.logprob_N + found.entropy_N).sum().backward()
         assert seen.elements == largest
 
 

@@ -36,8 +36,10 @@ from turnwise.assembly.learners import (
     rank_device,
     sampled_model,
     sft_learner,
+    teacher_sources,
 )
 from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
+from turnwise.assembly.teachers import refuse_unusable_teachers, teacher_step
 
 __all__ = [
     "Environments",
@@ -63,6 +65,7 @@ __all__ = [
     "rank_device",
     "read_scripts",
     "refuse_for_endpoint",
+    "refuse_unusable_teachers",
     "refuse_what_needs_conversations_here",
     "renderer",
     "rollout_context",
@@ -74,6 +77,8 @@ __all__ = [
     "scorer",
     "scripted_engine",
     "sft_learner",
+    "teacher_sources",
+    "teacher_step",
     "text_context",
     "tool_schemas",
     "turn_weighting",

@@ -20,7 +20,8 @@ from turnwise.options.algorithm import (
     OwnLoss,
     ReferenceSection,
 )
-from turnwise.options.schema import Config
+from turnwise.options.schema import Config, LoraSection, QuantizationSection
+from turnwise.options.teacher import TeacherSection
 from turnwise.ray_workers.ranks import RayRanks
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.types import Sampling
@@ -79,6 +80,7 @@ def learner(config: Config, path: str | Path, *, before_training: str | Path | N
         correction=config.correction,
         optimizer=config.train,
         reference=_reference(config, before_training),
+        teacher=config.teacher,
         share_prompts=config.train.share_prompts,
     )
 
@@ -91,6 +93,27 @@ def _reference(config: Config, before_training: str | Path | None) -> ReferenceS
     adapter_off = config.model.lora.rank is not None and section.path is None  # on the trained model's own weights
     path = section.path or (None if adapter_off else before_training)
     return section.model_copy(update={"path": path})
+
+
+def teacher_sources(config: Config) -> dict[str, ModelSource | None]:
+    """The local teachers of the recipe by their names, to be loaded. None: the trained model without its adapter."""
+    sources: dict[str, ModelSource | None] = {}
+    for teacher in config.teacher.local:
+        assert teacher.path is not None
+        changes = {
+            "path": teacher.path,
+            "lora": LoraSection(),
+            "adapter": None,
+            "gradient_checkpointing": False,
+            "gguf_file": None,
+            "quantization": QuantizationSection(bits=teacher.bits),
+            "dtype": teacher.dtype or config.model.dtype,
+        }
+        base = config.model.lora.rank is not None and teacher.path == config.model.path
+        # in another precision than the student, it is another model
+        shared = base and teacher.bits is None and changes["dtype"] == config.model.dtype
+        sources[teacher.name] = None if shared else model_source(config).model_copy(update=changes)
+    return sources
 
 
 def sft_learner(config: Config, path: str | Path) -> Learner:
@@ -172,6 +195,7 @@ def _learner(
     correction: CorrectionSection,
     optimizer: OptimizationSection,
     reference: ReferenceSection | None = None,
+    teacher: TeacherSection | None = None,
     share_prompts: str = "auto",
 ) -> Learner:
     if config.cluster.distributed:
@@ -185,6 +209,8 @@ def _learner(
                 optimizer=optimizer,
                 sharding=config.cluster.fsdp,
                 reference=reference,
+                teacher=teacher or TeacherSection(),
+                teachers={} if teacher is None else teacher_sources(config),
                 share_prompts=share_prompts,
                 autocast=config.model.autocast,
                 deterministic=config.deterministic,
@@ -200,9 +226,10 @@ def _learner(
     return LocalLearner.from_pretrained(
         model_source(config, path),
         sampling=sampled_from,
-        loss=make_loss(loss, correction),
+        loss=make_loss(loss, correction, teacher or TeacherSection()),
         optimizer=optimizer,
         reference=reference,
+        teachers={} if teacher is None else teacher_sources(config),
         share_prompts=share_prompts,
         threads=1 if config.deterministic else 0,
         autocast=config.model.autocast,

@@ -98,6 +98,10 @@ RULES: Mapping[str, Rule] = {
     "reference.path": "fixed",  # the checkpoint does not hold the reference model
     "reference.source": "free",
     **_all("named", "reference.", "sync_every sync_weight"),
+    **_all("named", "teacher.", "signal coef gamma divergence beta top_k column"),
+    "teacher.timeout": "free",
+    **_all("named", "teacher.models[].", "name path dtype bits weight context"),
+    **_all("free", "teacher.models[].", "url server"),
     **_of_all_classes("named", "credit"),
     "critic.path": "fixed",  # with an adapter, its base model is not in the checkpoint
     **_all("named", "critic.", "lr clip warmup_steps"),

@@ -8,6 +8,7 @@ a run would not read is refused here.
 from __future__ import annotations
 
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
+from turnwise.config.teacher_checks import teacher_problems
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
 from turnwise.options.algorithm import (
@@ -307,6 +308,7 @@ def refuse_without_effect(config: Config) -> None:
         *_row_problems(config),
         *_loss_problems(config),
         *kl_problems(config),
+        *teacher_problems(config),
         *credit_problems(config),
         *critic_problems(config),
         *_optimization_problems(config),
@@ -643,6 +645,8 @@ def refuse_without_reward(config: Config) -> None:
 
     Raises ConfigError.
     """
+    if config.teacher.on and config.credit.name == "none":
+        return  # a teacher alone is learnt from
     reward = config.reward
     functions = [*reward.trajectory, *reward.turns, *reward.group, *reward.batch]
     if any(function.weight for function in functions) or config.tools or config.mcp.servers is not None:

@@ -314,7 +314,7 @@ def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
     """Compute log-probabilities of the hidden states' targets, and their backward pass."""
     vocabulary = model.config.get_text_config().vocab_size
     head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary)
-    logprob_N, _ = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long))
+    logprob_N = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long)).logprob_N
     logprob_N.sum().backward()
 
 
@@ -436,11 +436,28 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
     return [
         MemoryPart("weights", trace.weights),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
+        MemoryPart("teachers", _teacher_bytes(config, trace) if section == "train" else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
         MemoryPart("program", PROGRAM_BYTES + (_PEFT if lora else 0)),
     ]
+
+
+def _teacher_bytes(config: Config, trace: TracedPass) -> float:
+    """The weights of local teachers: by their configuration, or as a model of the policy's size where that cannot be read. A
+    teacher that shares the policy's weights takes none."""
+    total = 0.0
+    for source in assembly.teacher_sources(config).values():
+        if source is None:
+            continue
+        try:
+            with boundary("model"):
+                model = empty_model(source, read_model_config(source.path))
+            total += sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        except Failed:
+            total += trace.weights
+    return total
 
 
 def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection, on_cpu: float) -> float:

@@ -83,6 +83,17 @@ class CreditSection(NamedSection):
         return self.needs_values is None and not self.needs_baseline
 
 
+class NoCredit(CreditSection):
+    """All advantages are 0: rewards are measured, and nothing is learnt from them. For training by a teacher alone
+    (docs/distillation.md)."""
+
+    name: Literal["none"] = "none"
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+
 class ScaledSection(CreditSection):
     """Options of estimators that divide advantages by a standard deviation."""
 
@@ -365,6 +376,7 @@ ESTIMATORS = (
     MtGrpo,
     Igpo,
     TurnPotential,
+    NoCredit,
     OwnCredit,
 )
 """The class for each `credit.name`. `rewards.credit` has its function."""

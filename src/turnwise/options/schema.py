@@ -52,6 +52,7 @@ from turnwise.options.section import (
     named,
     short_for,
 )
+from turnwise.options.teacher import TeacherSection
 
 # model and data
 
@@ -571,6 +572,7 @@ class Config(Section):
     critic: CriticSection = CriticSection()
     loss: Annotated[LossSection, OneOf(LOSSES, default="ppo_clip")] = PpoClip()
     reference: ReferenceSection = ReferenceSection()
+    teacher: TeacherSection = TeacherSection()
     correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")
     """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the

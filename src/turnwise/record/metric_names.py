@@ -329,6 +329,26 @@ METRICS = (
         same=("actor/reward_kl_penalty_coeff",), lines=_TRAIN,
     ),
     Metric(
+        "teacher/divergence", "nats", "mean over trained tokens",
+        "With a teacher: the student's log-probability of each sampled token minus the teacher's, an estimate of KL(student || "
+        "teacher). With several teachers: from their weighted mean.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "teacher/divergence_turn", "nats", "mean over trained turns",
+        "The same, added up over the tokens of a turn.", lines=_TRAIN,
+    ),
+    Metric(
+        "teacher/agreement", "share", "mean over trained tokens",
+        "Tokens at which student and teacher find the same token most likely. With several teachers that score tokens before the "
+        "update: the teacher with the largest weight.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "teacher/loss", "nats", "mean over trained tokens",
+        "With `teacher.signal: divergence`: the divergence that is in the loss, without `teacher.coef`.", lines=_TRAIN,
+    ),
+    Metric(
         "critic/loss", "", _STEPS, "Loss of the critic: half of the squared error of its estimates, with value clipping.",
         same=("critic/vf_loss", "loss/value_avg"), lines=_TRAIN,
     ),

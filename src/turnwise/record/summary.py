@@ -292,7 +292,8 @@ def _defaults(section: type[Section], options: Mapping[str, Any], prefix: str) -
     for name, field_ in section.model_fields.items():
         key = f"{prefix}{name}"
         classes = section_classes(field_)
-        chosen = [cls for cls in classes if "name" in cls.model_fields and name_of(cls) == options.get(f"{key}.name")]
+        named = [cls for cls in classes if "name" in cls.model_fields] if len(classes) > 1 else []
+        chosen = [cls for cls in named if name_of(cls) == options.get(f"{key}.name")]
         if chosen or (len(classes) == 1 and any(option.startswith(f"{key}.") for option in options)):
             yield from _defaults((chosen or classes)[0], options, f"{key}.")
             if chosen:

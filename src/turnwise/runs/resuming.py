@@ -120,6 +120,20 @@ class OpenedRun:
                 f"changed since the run in {self.directory.shown} started: restore them"
             )
         self._compare_reference(learner)
+        self._compare_teachers(learner)
+
+    def _compare_teachers(self, learner: Learner) -> None:
+        """Store the fingerprints of the teachers of a new run, or compare them with the stored fingerprints."""
+        previous = self.origin.setdefault("teachers", {})
+        paths = {teacher.name: teacher.path for teacher in self.config.teacher.local}
+        for name, found in learner.teacher_fingerprints().items():
+            kept = None if "teacher.models[].path" in self.config.resume_changes else previous.get(name)
+            if kept not in (None, found):
+                raise RunError(
+                    f"the weights of the teacher {name!r} ({paths[name]}) changed since the run in {self.directory.shown} "
+                    f"started: restore them, or name the change: resume_changes='[teacher.models[].path]'"
+                )
+            previous[name] = found
 
     def _compare_reference(self, learner: Learner) -> None:
         """Store the fingerprint of the reference model of a new run, or compare it with the stored fingerprint."""

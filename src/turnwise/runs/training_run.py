@@ -32,6 +32,7 @@ from turnwise.runs.run_state import RunInputs, RunState, loggers, read_inputs
 from turnwise.training.critic_step import CriticStep
 from turnwise.training.kl_reward import KlReward
 from turnwise.training.learner import Critic, Learner
+from turnwise.training.teacher import TeacherStep
 from turnwise.types import NOT_SAMPLED, Row, Trajectory
 
 __all__ = [
@@ -65,6 +66,8 @@ class TrainingRun(RunState):
     """The values of the critic and its update; None without a critic."""
     kl_reward: KlReward | None
     """The KL divergence in the reward; None without `reward.kl`."""
+    teacher_step: TeacherStep | None
+    """The scores of teachers; None without a teacher."""
     pipeline: Pipeline
     """Runs the conversations and hands scored groups to the training loop."""
     data: DataState
@@ -105,9 +108,7 @@ def assemble(config: Config) -> TrainingRun:
         config = inputs.config
     if (note := assembly.credit_note(config)) is not None:
         inputs.notes.append(note)
-    scorer.refuse_unknown_columns([*inputs.rows, *inputs.held_out])
-    if (option := config.runs_conversations_elsewhere) is not None:
-        assembly.refuse_what_needs_conversations_here(scorer, [*inputs.rows, *inputs.held_out], option)
+    _refuse_unusable_rows(config, scorer, inputs)
     opened, renderer = inputs.opened, inputs.renderer
     environments = assembly.environment_factory(config, encode=renderer.encode)
     learner = assembly.learner(config, opened.source, before_training=opened.before_training)
@@ -137,6 +138,7 @@ def assemble(config: Config) -> TrainingRun:
         watch=LearningWatch(config, _finished_steps(opened)),
         critic_step=_critic_step(config, critic, credit.needs_values),
         kl_reward=_kl_reward(config, learner, opened),
+        teacher_step=assembly.teacher_step(config, learner, renderer),
         pipeline=Pipeline(
             context=context,
             scorer=scorer,
@@ -162,6 +164,15 @@ def _refuse_with_known_steps(config: Config, inputs: RunInputs) -> None:
             f"{error} (train.epochs={config.train.epochs:g} with {len(inputs.rows)} rows and train.batch_size="
             f"{config.train.batch_size} is train.steps={inputs.config.train.steps})"
         ) from None
+
+
+def _refuse_unusable_rows(config: Config, scorer: Scorer, inputs: RunInputs) -> None:
+    """Refuse what reward functions and teachers miss in the rows. Raises ConfigError."""
+    rows = [*inputs.rows, *inputs.held_out]
+    scorer.refuse_unknown_columns(rows)
+    if (option := config.runs_conversations_elsewhere) is not None:
+        assembly.refuse_what_needs_conversations_here(scorer, rows, option)
+    assembly.refuse_unusable_teachers(config, inputs.rows, inputs.renderer)
 
 
 def _critic_step(config: Config, critic: Critic | None, level: Literal["turn", "token"] | None) -> CriticStep | None:

@@ -70,6 +70,10 @@ class Branch:
     media: Sequence[Media]
     routes: np.ndarray | None
     """The experts of each token (`PackedSequence.routes`)."""
+    teacher: np.ndarray | None = None
+    """The scores of each token by the teacher, [T, 1 + 2K] (`Trajectory.teacher_scores`); 0 where it was not sampled."""
+    teacher_shares: tuple[float, ...] = ()
+    """`Trajectory.teacher_shares`."""
 
     @property
     def is_target(self) -> np.ndarray:
@@ -87,7 +91,8 @@ class Branch:
         seen = np.array([(id(media.inputs), media.start) for media in self.media], dtype=np.int64)
         columns = (self.token_ids, self.turn, self.advantages, self.weights, self.version, self.known, seen)
         routes = b"" if self.routes is None else self.routes.tobytes()
-        return b"".join([*(column.tobytes() for column in columns), routes])
+        scores = b"" if self.teacher is None else self.teacher.tobytes()
+        return b"".join([*(column.tobytes() for column in columns), routes, scores, repr(self.teacher_shares).encode()])
 
 
 def branches_of(
@@ -103,8 +108,8 @@ def branches_of(
     of_values: Sequence[np.ndarray | None] = [None] * len(trajectory.segments)
     if trajectory.values:
         of_values = _token_columns(trajectory, trajectory.values, "values")
-    columns = zip(trajectory.segments, shares, of_advantages, of_values, strict=True)
-    for index, (segment, share, advantages, values) in enumerate(columns):
+    columns = zip(trajectory.segments, shares, of_advantages, of_values, _teacher_scores(trajectory), strict=True)
+    for index, (segment, share, advantages, values, scores) in enumerate(columns):
         turn = np.array(segment.turn, dtype=np.int64)
         # turn_weights[-1] is the last turn's weight, which must not count for tokens that the model did not sample
         weights = np.where(turn >= 0, turn_weights[turn], 0.0)
@@ -129,6 +134,8 @@ def branches_of(
             sources=((trajectory.id, index),),
             media=[media for media in segment.media if media.start < end],
             routes=routes_of(segment, end),
+            teacher=None if scores is None else scores[:end],
+            teacher_shares=trajectory.teacher_shares,
         )
 
 
@@ -167,6 +174,21 @@ def _token_columns(trajectory: Trajectory, entries: Sequence[float | Sequence[fl
         for column, place in zip(columns, places, strict=True):
             column[place], values = values[: len(place)], values[len(place) :]
     return columns
+
+
+def _teacher_scores(trajectory: Trajectory) -> list[np.ndarray | None]:
+    """The scores of each token by the teacher, a column for each segment; 0 where the model did not sample the token."""
+    if not trajectory.teacher_scores:
+        return [None] * len(trajectory.segments)
+    turns = [np.array(segment.turn, dtype=np.int64) for segment in trajectory.segments]
+    width = next(len(rows[0]) for rows in trajectory.teacher_scores if len(rows))
+    columns = [np.zeros((len(turn), width), dtype=np.float64) for turn in turns]
+    for index, rows in enumerate(trajectory.teacher_scores):
+        left = np.array(rows, dtype=np.float64).reshape(-1, width)
+        for column, turn in zip(columns, turns, strict=True):
+            places = np.flatnonzero(turn == index)
+            column[places], left = left[: len(places)], left[len(places) :]
+    return list(columns)
 
 
 # Average: the share of each token in the loss of a batch
@@ -765,12 +787,30 @@ def _targets(branches: Sequence[Branch], *, version: int | None) -> Targets:
         advantage_N=column(lambda branch: branch.advantages),
         value_N=column(_values) if all(branch.values is not None for branch in branches) else None,
         weight_N=column(lambda branch: (branch.share * branch.weights).astype(np.float32)),
+        **_of_teachers(branches),
     )
 
 
 def _values(branch: Branch) -> np.ndarray:
     assert branch.values is not None
     return branch.values
+
+
+def _of_teachers(branches: Sequence[Branch]) -> dict[str, torch.Tensor]:
+    """The columns of `Targets` about teachers; none without teachers."""
+    if branches[0].teacher_shares:
+        shares = [np.tile(branch.teacher_shares, (int(branch.is_target.sum()), 1)) for branch in branches]
+        return {"teacher_share_NT": torch.from_numpy(np.concatenate(shares).astype(np.float32))}
+    scores = [branch.teacher[branch.is_target] for branch in branches if branch.teacher is not None]
+    if not scores:
+        return {}
+    score_NX = torch.from_numpy(np.concatenate(scores))
+    top_k = score_NX.shape[1] // 2
+    return {
+        "teacher_logprob_N": score_NX[:, 0].float(),
+        "teacher_ids_NK": score_NX[:, 1 : 1 + top_k].long(),
+        "teacher_top_logprob_NK": score_NX[:, 1 + top_k :].float(),
+    }
 
 
 # The trainer's log-probabilities, written into the segments beside those of the engine

@@ -20,6 +20,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
 from turnwise.models.vision import VisionAdapter
 from turnwise.training.batch import MicroBatch
+from turnwise.training.divergence import Compared, TeacherComparison
 from turnwise.training.recurrent_tree import has_recurrent_layers, use_recurrent_tree
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Sampling
@@ -89,7 +91,7 @@ class ModelInputs:
 # Chunks: values of targets, computed for a chunk of targets at a time in both passes
 
 _Values = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""From hidden states [C, D] and tokens [C] to values [K, C]: log-probabilities, and entropies if K is 2."""
+"""From hidden states [C, D] and a column [C] to values [K, C]. `TokenLogprobs` passes places of targets as the column."""
 
 
 def in_chunks(
@@ -212,33 +214,122 @@ class TokenLogprobs:
         self._max_chunk = max(1, chunk_bytes // (4 * vocabulary))
 
     def __call__(
-        self, hidden_ND: torch.Tensor, token_N: torch.Tensor, *, entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target."""
+        self,
+        hidden_ND: torch.Tensor,
+        token_N: torch.Tensor,
+        *,
+        entropy: bool = False,
+        comparison: TeacherComparison | None = None,
+    ) -> TargetValues:
+        """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target; with a `comparison`,
+        what it finds."""
+        measured: list[Compared] = []
 
-        def values(hidden_CD: torch.Tensor, token_C: torch.Tensor) -> torch.Tensor:
+        def values(hidden_CD: torch.Tensor, place_C: torch.Tensor) -> torch.Tensor:
             # the logits have no name here, so that bfloat16 logits are freed when they have been converted
-            found = logprobs_of_logits(
-                self._head(hidden_CD), token_C, self._sampling, entropy=entropy, overwrite=self._plain
+            found = values_of_logits(
+                self._head(hidden_CD),
+                token_N[place_C],
+                self._sampling,
+                entropy=entropy,
+                overwrite=self._plain,
+                comparison=comparison,
+                place_N=place_C,
             )
-            return torch.stack([value_C for value_C in found if value_C is not None])
+            measured.append(found.compared)
+            return torch.stack(found.with_gradient)
 
         parameters = [parameter for parameter in self._head.parameters() if parameter.requires_grad]
-        count = -(-len(hidden_ND) // self._max_chunk)
-        if parameters and torch.is_grad_enabled() and count <= _KEPT_CHUNKS:
+        divided = comparison is not None and comparison.of_distribution
+        max_chunk = max(1, self._max_chunk // 2) if divided else self._max_chunk
+        count = -(-len(hidden_ND) // max_chunk)
+        if parameters and torch.is_grad_enabled() and count <= _KEPT_CHUNKS and not divided:
             count = 1
         # chunks of about the same size, so that no small chunk is left at the end
         chunk = max(1, -(-len(hidden_ND) // max(count, 1)))
-        in_one = len(hidden_ND) <= chunk
-        values_KN = values(hidden_ND, token_N) if in_one else in_chunks(values, hidden_ND, token_N, parameters, chunk)
-        return values_KN[0], values_KN[1] if entropy else None
+        place_N = torch.arange(len(hidden_ND), device=hidden_ND.device)
+        in_one = len(hidden_ND) <= chunk and not divided
+        values_KN = values(hidden_ND, place_N) if in_one else in_chunks(values, hidden_ND, place_N, parameters, chunk)
+        # joined now: the backward pass computes the chunks again, and appends to the list
+        return TargetValues(
+            logprob_N=values_KN[0],
+            entropy_N=values_KN[1] if entropy else None,
+            compared=Compared.joined(measured, values_KN[-1] if divided else None),
+        )
+
+    def logits(self, hidden_CD: torch.Tensor) -> torch.Tensor:
+        """Logits [C, V] of the output layer."""
+        return self._head(hidden_CD)
+
+    def scores(
+        self, hidden_ND: torch.Tensor, token_N: torch.Tensor, top_k: int, vocabulary: int | None
+    ) -> torch.Tensor:
+        """See `Forward.scores`."""
+        pairs = zip(hidden_ND.split(self._max_chunk), token_N.split(self._max_chunk), strict=True)
+        return torch.cat(
+            [
+                _scores_of_logits(self._head(hidden_CD)[:, :vocabulary], token_C, self._sampling, top_k)
+                for hidden_CD, token_C in pairs
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetValues:
+    """What a pass computes of each of the N targets."""
+
+    logprob_N: torch.Tensor
+    entropy_N: torch.Tensor | None = None
+    compared: Compared = Compared()
+    """What the comparison with a teacher finds."""
+
+    @property
+    def with_gradient(self) -> list[torch.Tensor]:
+        """The columns that have gradients."""
+        columns = (self.logprob_N, self.entropy_N, self.compared.divergence_N)
+        return [value_N for value_N in columns if value_N is not None]
+
+
+def values_of_logits(
+    logits_NV: torch.Tensor,
+    token_N: torch.Tensor,
+    sampling: Sampling,
+    *,
+    entropy: bool,
+    overwrite: bool = False,
+    comparison: TeacherComparison | None = None,
+    place_N: torch.Tensor | None = None,
+) -> TargetValues:
+    """What is asked for, from logits [N, V], which the backward pass may `overwrite`. `place_N`: the places of the targets, for
+    the comparison; None: 0 to N - 1."""
+    logits_NV = _sampled_from(logits_NV, token_N, sampling)
+    if place_N is None:
+        place_N = torch.arange(len(token_N), device=token_N.device)
+    if not entropy and (comparison is None or not comparison.of_distribution):
+        compared = Compared() if comparison is None else comparison.at(logits_NV, token_N, place_N)
+        return TargetValues(logprob_N=_TargetLogprobs.apply(logits_NV, token_N, overwrite), compared=compared)
+    all_NV = logits_NV.log_softmax(dim=-1)
+    logprob_N = all_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1)
+    # tokens that top-k, top-p or min-p removed have probability 0 and log-probability -inf: their product counts as 0
+    entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(dim=-1) if entropy else None
+    return TargetValues(
+        logprob_N=logprob_N,
+        entropy_N=entropy_N,
+        compared=Compared() if comparison is None else comparison.at(all_NV, token_N, place_N),
+    )
 
 
 def logprobs_of_logits(
     logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling, *, entropy: bool, overwrite: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probabilities [N], and with `entropy` entropies [N], from logits [N, V], which the backward pass may `overwrite`."""
-    logits_NV = sampling_logits(
+    found = values_of_logits(logits_NV, token_N, sampling, entropy=entropy, overwrite=overwrite)
+    return found.logprob_N, found.entropy_N
+
+
+def _sampled_from(logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Logits [N, V] of the distribution that is sampled from."""
+    return sampling_logits(
         logits_NV,
         temperature_N=sampling.temperature,
         top_k_N=sampling.top_k,
@@ -246,13 +337,14 @@ def logprobs_of_logits(
         min_p_N=sampling.min_p,
         keep_N=token_N,
     )
-    if not entropy:
-        return _TargetLogprobs.apply(logits_NV, token_N, overwrite), None
-    all_NV = logits_NV.log_softmax(dim=-1)
-    logprob_N = all_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1)
-    # tokens that top-k, top-p or min-p removed have probability 0 and log-probability -inf: their product counts as 0
-    entropy_N = -(all_NV.exp() * all_NV.masked_fill(all_NV.isinf(), 0.0)).sum(dim=-1)
-    return logprob_N, entropy_N
+
+
+def _scores_of_logits(logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling, top_k: int) -> torch.Tensor:
+    """See `Forward.scores`."""
+    all_NV = _sampled_from(logits_NV, token_N, sampling).log_softmax(dim=-1)
+    top_NK, ids_NK = all_NV.topk(top_k, dim=-1)
+    own_N1 = all_NV.gather(-1, token_N.unsqueeze(-1))
+    return torch.cat([own_N1.double(), ids_NK.double(), top_NK.double()], dim=-1)
 
 
 class _TargetLogprobs(torch.autograd.Function):
@@ -326,20 +418,72 @@ class Forward:
 
         `on_choice` is called with the experts of each layer of a model that has `routers`.
         """
+        found = self.values(micro, entropy=entropy, on_choice=on_choice)
+        return found.logprob_N, found.entropy_N
+
+    def values(
+        self,
+        micro: MicroBatch[Any],
+        *,
+        entropy: bool = False,
+        on_choice: Callable[[Choice], None] | None = None,
+        comparison: TeacherComparison | None = None,
+    ) -> TargetValues:
+        """As `logprobs`, with what a `comparison` with a teacher finds at each target."""
         with self._inputs.of(micro) as inputs, self._experts(micro, on_choice):
-            in_bfloat16 = autocast(micro.token_ids_BL.device, self._autocast)
-            if self._body is not None and self._head is not None:
-                with in_bfloat16:
-                    hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
+            output_UX = self._output(micro, inputs)
+            token_U = micro.token_U
+            if comparison is not None:  # equal predictions may be compared with different teachers
+                output_UX, token_U = output_UX[micro.prediction_N], token_U[micro.prediction_N]
+            if self._head is not None:
                 if torch.is_grad_enabled():
                     trim_kept()  # what is free between the activations is of no use for the logits: memory is fullest with them
                 # outside of autocast, where a frozen head would compute its gradients in bfloat16 (`_WithSlopes`)
-                logprob_U, entropy_U = self._head(hidden_UD, micro.token_U, entropy=entropy)
+                found = self._head(output_UX, token_U, entropy=entropy, comparison=comparison)
             else:
-                with in_bfloat16:
-                    logits_UV = self._logits(micro, inputs)
-                logprob_U, entropy_U = logprobs_of_logits(logits_UV, micro.token_U, self._sampling, entropy=entropy)
-        return logprob_U[micro.prediction_N], None if entropy_U is None else entropy_U[micro.prediction_N]
+                found = values_of_logits(output_UX, token_U, self._sampling, entropy=entropy, comparison=comparison)
+        if comparison is not None:
+            return found
+        entropy_U = found.entropy_N
+        return TargetValues(
+            logprob_N=found.logprob_N[micro.prediction_N],
+            entropy_N=None if entropy_U is None else entropy_U[micro.prediction_N],
+        )
+
+    @torch.no_grad()
+    def scores(self, micro: MicroBatch[Any], top_k: int, *, vocabulary: int | None = None) -> torch.Tensor:
+        """Of each target: its log-probability, the `top_k` most likely tokens, and their log-probabilities. Float64, shape
+        [N, 1 + 2 top_k], in which token ids are exact. `vocabulary`: the distribution is that over this many tokens, the first of
+        the vocabulary; None: over all. Without gradients."""
+        with self._inputs.of(micro) as inputs:
+            output_UX = self._output(micro, inputs)
+            if self._head is not None:
+                scores_UX = self._head.scores(output_UX, micro.token_U, top_k, vocabulary)
+            else:
+                scores_UX = _scores_of_logits(output_UX[:, :vocabulary], micro.token_U, self._sampling, top_k)
+        return scores_UX[micro.prediction_N]
+
+    @torch.no_grad()
+    def distributions(self, micro: MicroBatch[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """A function from places [C] of targets to the log-probabilities [C, V] of all tokens there. It keeps one hidden state
+        for each prediction. Without gradients."""
+        with self._inputs.of(micro) as inputs:
+            output_UX = self._output(micro, inputs)
+
+        @torch.no_grad()
+        def rows(place_C: torch.Tensor) -> torch.Tensor:
+            chosen_C = micro.prediction_N[place_C]
+            logits_CV = output_UX[chosen_C] if self._head is None else self._head.logits(output_UX[chosen_C])
+            return _sampled_from(logits_CV, micro.token_U[chosen_C], self._sampling).log_softmax(dim=-1)
+
+        return rows
+
+    def _output(self, micro: MicroBatch[Any], inputs: dict[str, Any]) -> torch.Tensor:
+        """Of each prediction: the hidden state [U, D] where the output layer is run by itself, else the logits [U, V]."""
+        with autocast(micro.token_ids_BL.device, self._autocast):
+            if self._body is not None and self._head is not None:
+                return self._body(**inputs)[0][micro.row_U, micro.column_U]
+            return self._logits(micro, inputs)
 
     def _experts(
         self, micro: MicroBatch[Any], on_choice: Callable[[Choice], None] | None

@@ -15,7 +15,7 @@ from typing import Literal
 from turnwise.training.batch import logprob_kind
 from turnwise.training.learner import Learner
 from turnwise.training.losses import kl_numbers
-from turnwise.training.value_batch import ValuePacking, by_turn, pack_states
+from turnwise.training.value_batch import StateBatch, ValuePacking, by_turn, pack_states
 from turnwise.types import Failure, Group, LogprobKind, Trajectory
 
 _LARGEST_CHANGE = 0.2
@@ -109,20 +109,35 @@ class KlReward:
 
     async def _estimates(self, trajectories: Sequence[Trajectory]) -> list[list[list[float]]]:
         """For each trajectory and turn, the estimate of the divergence for each sampled token."""
-        required = self.learner.requirements
-        packing = ValuePacking(
-            level="token",
-            micro_batch_tokens=required.tokens(self.micro_batch_tokens),
-            parallel=1,
-            share_prompts=required.share_prompts,
-        )
-        batch = pack_states(trajectories, packing, with_routes=True)
+        batch = _token_batch(self.learner, trajectories, self.micro_batch_tokens)
         reference = await self.learner.logprobs(batch, reference=True)
-        reported = [number for t in trajectories for number in _reported(t, required.logprob_kinds)]
-        if any(math.isnan(number) for number in reported):
-            own = await self.learner.logprobs(batch)
-            reported = [o if math.isnan(number) else number for number, o in zip(reported, own, strict=True)]
-        return by_turn(trajectories, kl_numbers(reported, reference, self.estimator))
+        sampled = await sampled_logprobs(self.learner, trajectories, self.micro_batch_tokens)
+        return by_turn(trajectories, kl_numbers(sampled, reference, self.estimator))
+
+
+def _token_batch(learner: Learner, trajectories: Sequence[Trajectory], micro_batch_tokens: int | None) -> StateBatch:
+    """A state before each sampled token."""
+    required = learner.requirements
+    packing = ValuePacking(
+        level="token",
+        micro_batch_tokens=required.tokens(micro_batch_tokens),
+        parallel=1,
+        share_prompts=required.share_prompts,
+    )
+    return pack_states(trajectories, packing, with_routes=True)
+
+
+async def sampled_logprobs(
+    learner: Learner, trajectories: Sequence[Trajectory], micro_batch_tokens: int | None
+) -> list[float]:
+    """The log-probability of each sampled token under the policy that sampled it, in the order of `by_turn`: the engine's, or the
+    learner's own where the engine's is of a kind that cannot be used."""
+    kinds = learner.requirements.logprob_kinds
+    reported = [number for trajectory in trajectories for number in _reported(trajectory, kinds)]
+    if any(math.isnan(number) for number in reported):
+        own = await learner.logprobs(_token_batch(learner, trajectories, micro_batch_tokens))
+        reported = [o if math.isnan(number) else number for number, o in zip(reported, own, strict=True)]
+    return reported
 
 
 def _reported(trajectory: Trajectory, kinds: Collection[LogprobKind]) -> list[float]:

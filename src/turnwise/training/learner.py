@@ -83,6 +83,8 @@ class UpdateStats:
     """The metrics of rollout correction, by their names; empty without correction."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the experts of a mixture of experts, by their names; empty for other models."""
+    teacher: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of student and teacher, by their names; empty without a teacher."""
     logprobs: Sequence[Mapping[int, np.ndarray]] = ()
     """For each batch, the log-probabilities of the targets of each sequence (`Targets.sequence_N`, float32, in the order of the
     tokens), in the first forward pass of the batch. Empty if the learner does not report them."""
@@ -167,6 +169,12 @@ class Learner(Protocol):
         under the reference model. Changes nothing. Raises ValueError if there is no reference model."""
         ...
 
+    async def scores(self, batch: StateBatch, *, teacher: str | None, top_k: int) -> Tensor:
+        """For each state of the batch, the log-probability of the token after it, the `top_k` most likely tokens, and their
+        log-probabilities: float64, [S, 1 + 2 top_k]. By the local teacher with this name; None: by the present weights. Changes
+        nothing."""
+        ...
+
     def mix_reference(self, share: float) -> None:
         """Move the weights of the reference model towards the present weights: `share` times the present weights plus
         `1 - share` times its own. Raises ValueError if there is no reference model."""
@@ -211,6 +219,10 @@ class Learner(Protocol):
 
     def reference_fingerprint(self) -> str | None:
         """The same of the reference model; None if there is none."""
+        ...
+
+    def teacher_fingerprints(self) -> Mapping[str, str]:
+        """The same of each local teacher, by its name."""
         ...
 
 

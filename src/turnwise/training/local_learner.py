@@ -46,7 +46,8 @@ class LocalLearner(LearnerBase):
     """A `Learner` in this process, on one device.
 
     There is a reference model if the loss has a KL term, or if `reference` is given (`Reference`); `reference_model` is its
-    model, None the model before training. `share_prompts` is `auto`, `always` or `never`. `threads` is the number of torch
+    model, None the model before training. `teachers` are local teachers by their names (None: the trained model without its
+    adapter). `share_prompts` is `auto`, `always` or `never`. `threads` is the number of torch
     threads; 0 measures which number is faster. `autocast` computes matrix products in bfloat16; parameters, gradients and
     log-probabilities are float32. With `router_replay`, the policy's passes use the experts that were recorded while sampling.
 
@@ -63,6 +64,7 @@ class LocalLearner(LearnerBase):
         optimizer: OptimizationSection | None = None,
         reference: ReferenceSection | None = None,
         reference_model: Any | None = None,
+        teachers: Mapping[str, Any | None] | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
@@ -86,6 +88,18 @@ class LocalLearner(LearnerBase):
             self._reference = Reference(
                 model, sampling, shares=shares, model=reference_model, separate=separate, autocast=autocast
             )
+        self._teachers = {
+            name: Reference(
+                model,
+                sampling,
+                shares=shares,
+                model=teacher,
+                autocast=autocast and (teacher is None or teacher.dtype == torch.float32),
+                option="teacher.path",
+                padded=True,
+            )
+            for name, teacher in (teachers or {}).items()
+        }
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if large:
             keep_freed_blocks()
@@ -110,12 +124,13 @@ class LocalLearner(LearnerBase):
         loss: Loss,
         optimizer: OptimizationSection,
         reference: ReferenceSection | None = None,
+        teachers: Mapping[str, ModelSource | None] | None = None,
         share_prompts: str = "auto",
         threads: int = 0,
         autocast: bool = False,
         router_replay: bool = False,
     ) -> LocalLearner:
-        """Load the model, and the reference model of `reference.path` with the same options, except the adapter.
+        """Load the model, the reference model of `reference.path` with the same options, except the adapter, and the teachers.
 
         Raises ConfigError if a model cannot be loaded or used as asked for.
         """
@@ -128,6 +143,10 @@ class LocalLearner(LearnerBase):
             optimizer=optimizer,
             reference=reference,
             reference_model=None if path is None else load_model(source.of_base(path).model_copy(update=beside)),
+            teachers={
+                name: None if teacher is None else load_model(teacher.model_copy(update=beside))
+                for name, teacher in (teachers or {}).items()
+            },
             share_prompts=share_prompts,
             threads=threads,
             autocast=autocast,
@@ -165,6 +184,22 @@ class LocalLearner(LearnerBase):
                 with self._threads.during("measure", micro.token_ids_BL.numel()):
                     logprobs.append(self.bound.measured(micro, of_reference if reference else of_policy))
         return logprobs
+
+    def target_scores(
+        self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, teacher: str | None, top_k: int
+    ) -> list[torch.Tensor]:
+        """See `LearnerBase.target_scores`."""
+        scoring = self._forward if teacher is None else self._teachers[teacher]
+        device = self._model.device
+
+        def of_micro_batch(micro: MicroBatch[Any]) -> torch.Tensor:
+            return scoring.scores(micro.to(device), top_k)
+
+        scores: list[torch.Tensor] = []
+        for micro in stop.until_set(micro_batches):
+            with self._threads.during("measure", micro.token_ids_BL.numel()):
+                scores.append(self.bound.measured(micro, of_micro_batch))
+        return scores
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
@@ -206,7 +241,9 @@ class LocalLearner(LearnerBase):
         reference_logprob_N = None
         if self._reference is not None and self.loss.needs_reference:
             reference_logprob_N = self._reference.logprobs(micro)
-        return policy_loss(self._forward, self.loss, micro, reference_logprob_N, balance)
+        compares = self.loss.teacher.on and not self.loss.teacher.scores
+        rows = [teacher.distributions(micro) for teacher in self._teachers.values()] if compares else []
+        return policy_loss(self._forward, self.loss, micro, reference_logprob_N, balance, rows)
 
     @property
     def trains_adapter(self) -> bool:
@@ -274,3 +311,6 @@ class LocalLearner(LearnerBase):
 
     def reference_fingerprint(self) -> str | None:
         return None if self._reference is None else self._reference.fingerprint()
+
+    def teacher_fingerprints(self) -> Mapping[str, str]:
+        return {name: teacher.fingerprint() for name, teacher in self._teachers.items()}

@@ -34,6 +34,8 @@ from turnwise.options.algorithm import (
     Reinforce,
     Sapo,
 )
+from turnwise.options.teacher import TeacherSection
+from turnwise.training.divergence import Distributions, Rows, ScoredTokens, TeacherComparison
 from turnwise.user_code.algorithms import Needs, declared_needs, own_function
 
 # Input and output of a loss
@@ -77,6 +79,15 @@ class Targets:
     sampled (`fresh_tokens`), the ratios of the loss are then 1, however engine and trainer round."""
     version: int | None = None
     """Version of the weights that are trained; None where the targets have no versions."""
+    teacher_logprob_N: torch.Tensor | None = None
+    """The teacher's log-probability of the token, where teachers score before the update. None: there are no scores."""
+    teacher_ids_NK: torch.Tensor | None = None
+    """The K tokens that the teacher finds most likely, the most likely first."""
+    teacher_top_logprob_NK: torch.Tensor | None = None
+    """Their log-probabilities."""
+    teacher_share_NT: torch.Tensor | None = None
+    """The share of each local teacher in what is learnt at the token, where their distributions are compared in the update. The
+    shares of a token add up to 1."""
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     """Factor of the token in the loss, above 0. The weights add up to one over the batch, unless the normalizer is `constant`."""
@@ -408,7 +419,8 @@ LOSSES: Mapping[type[LossSection], Callable[[torch.Tensor, Targets, Any], LossTe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """An objective, plus `kl_coef` times the KL divergence from the reference model, minus `entropy_coef` times the entropy."""
+    """An objective, plus `kl_coef` times the KL divergence from the reference model, minus `entropy_coef` times the entropy, plus
+    `teacher.coef` times the divergence from the teacher (with `teacher.signal: divergence`)."""
 
     objective: Objective
     needs_behaviour_logprobs: bool
@@ -418,6 +430,7 @@ class Loss:
     needs: Needs = Needs(zero_advantages=False)
     """What the objective needs besides log-probabilities and advantages."""
     correction: CorrectionSection = CorrectionSection()
+    teacher: TeacherSection = TeacherSection()
 
     @property
     def corrects(self) -> bool:
@@ -439,7 +452,22 @@ class Loss:
         """Whether tokens with advantage 0 have a gradient."""
         options = self.options
         of_terms = options.kl_coef > 0 or options.entropy_coef != 0.0 or options.router_aux_loss_coef > 0
-        return of_terms or self.needs.zero_advantages
+        return of_terms or self.needs.zero_advantages or self.teacher.loss_coef > 0
+
+    def comparison(self, targets: Targets, rows: Sequence[Rows]) -> TeacherComparison | None:
+        """What a pass compares with the teacher; None without a teacher. `rows`: the distributions of the local teachers, where
+        they have not scored the tokens before."""
+        kind = self.teacher.divergence if self.teacher.loss_coef > 0 else None
+        ids_NK, top_NK, logprob_N = targets.teacher_ids_NK, targets.teacher_top_logprob_NK, targets.teacher_logprob_N
+        if logprob_N is not None and ids_NK is not None and top_NK is not None:
+            return ScoredTokens(
+                logprob_N=logprob_N, ids_NK=ids_NK, top_logprob_NK=top_NK, kind=kind, beta=self.teacher.beta
+            )
+        shares_NT = targets.teacher_share_NT
+        if kind is None or shares_NT is None or not rows:
+            return None
+        pairs = list(zip(shares_NT.unbind(dim=1), rows, strict=True))
+        return Distributions(teachers=pairs, kind=kind, beta=self.teacher.beta)
 
     def __call__(
         self,
@@ -448,6 +476,7 @@ class Loss:
         *,
         reference_logprob_N: torch.Tensor | None = None,
         entropy_N: torch.Tensor | None = None,
+        divergence_N: torch.Tensor | None = None,
     ) -> LossTerms:
         if self.needs.reference or self.needs.entropy:
             columns = {
@@ -468,6 +497,8 @@ class Loss:
                 terms = replace(terms, loss_N=terms.loss_N + self.options.kl_coef * kl_N)
         if entropy_N is not None and self.options.entropy_coef != 0.0:
             terms = replace(terms, loss_N=terms.loss_N - self.options.entropy_coef * entropy_N)
+        if divergence_N is not None:
+            terms = replace(terms, loss_N=terms.loss_N + self.teacher.loss_coef * divergence_N)
         return terms
 
 
@@ -482,9 +513,13 @@ def off_policy_sequence_mask(logprob_N: torch.Tensor, targets: Targets, delta: f
     return torch.where((targets.advantage_N < 0) & (divergence_N > delta), 0.0, 1.0)
 
 
-def make_loss(options: LossSection, correction: CorrectionSection = CorrectionSection()) -> Loss:
-    """The loss of the sections `loss` and `correction` of a recipe. Raises ConfigError if a function of the user cannot be
-    imported."""
+def make_loss(
+    options: LossSection,
+    correction: CorrectionSection = CorrectionSection(),
+    teacher: TeacherSection = TeacherSection(),
+) -> Loss:
+    """The loss of the sections `loss`, `correction` and `teacher` of a recipe. Raises ConfigError if a function of the
+    user cannot be imported."""
     function = LOSSES[type(options)]
     needs = Needs(zero_advantages=False)
     if isinstance(options, OwnLoss):
@@ -495,4 +530,5 @@ def make_loss(options: LossSection, correction: CorrectionSection = CorrectionSe
         options=options,
         needs=needs,
         correction=correction,
+        teacher=teacher,
     )

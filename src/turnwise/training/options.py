@@ -5,12 +5,14 @@ Knows sections of a recipe and numbers. Does not know complete recipes or models
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from turnwise.options.algorithm import CorrectionSection, LossSection, OptimizationSection, ReferenceSection
 from turnwise.options.engines import FsdpSection
+from turnwise.options.teacher import TeacherSection
 from turnwise.types import Sampling
 
 if TYPE_CHECKING:
@@ -28,6 +30,9 @@ class ShardOptions:
     optimizer: OptimizationSection
     sharding: FsdpSection
     reference: ReferenceSection | None = None
+    teacher: TeacherSection = TeacherSection()
+    teachers: Mapping[str, ModelSource | None] = field(default_factory=dict)
+    """The local teachers by their names; None: the trained model without its adapter."""
     share_prompts: str = "auto"
     autocast: bool = False
     deterministic: bool = False

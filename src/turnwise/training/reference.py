@@ -1,14 +1,14 @@
-"""The reference model: a policy that is not trained, of which the KL divergence is measured.
+"""The reference model, and local teachers: policies that are not trained, and that score the tokens of the trained model.
 
-It is the model before training, another model with the same vocabulary, or, with an adapter, the trained model without its
-adapter. Its weights may be mixed with those of the policy. Knows models and their forward pass. Does not know the estimators of
-the divergence, or which loss uses them.
+Such a model is the model before training, another model with the same vocabulary, or, with an adapter, the trained model without
+its adapter. The weights of a reference model may be mixed with those of the policy. Knows models and their forward pass. Does not
+know the estimators of the divergence, or which loss uses them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,11 +24,12 @@ __all__ = ["Reference", "reference_model"]
 
 
 class Reference:
-    """A reference model for the trained model `policy`, and its forward pass.
+    """A reference model, or a teacher, for the trained model `policy`, and its forward pass.
 
     `model` is the reference model; None: the model before training. With an adapter, that is the model without the adapter, on
     the same weights, or with `separate` a copy of these weights. `shares` is whether batches are packed as prefix trees.
-    `autocast` is that of the learner.
+    `autocast` is that of the learner. `option` is the place in the recipe that named the model. With `padded`, the model may have
+    another number of embeddings than the policy: where tokenizers are equal, they differ in rows that no token has.
 
     Raises ConfigError if `model` has another vocabulary, or cannot compute prefix trees where batches are packed for them.
     """
@@ -42,15 +43,26 @@ class Reference:
         model: Any | None = None,
         separate: bool = False,
         autocast: bool = False,
+        option: str = "reference.path",
+        padded: bool = False,
     ) -> None:
-        self._model = reference_model(policy, model, shares=shares, separate=separate)
+        self._model = reference_model(policy, model, shares=shares, separate=separate, option=option, padded=padded)
         self._forward = Forward(self._model, sampling, autocast=autocast)
+        self._vocabulary = vocabulary_of(policy)
         self._mixed = False
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
         """Log-probabilities [N] of the targets of a micro-batch."""
         return self._forward.logprobs(micro)[0]
+
+    def scores(self, micro: MicroBatch[Any], top_k: int) -> torch.Tensor:
+        """See `Forward.scores`."""
+        return self._forward.scores(micro, top_k, vocabulary=self._vocabulary)
+
+    def distributions(self, micro: MicroBatch[Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """See `Forward.distributions`."""
+        return self._forward.distributions(micro)
 
     def fingerprint(self) -> str:
         """SHA-256 of the weights."""
@@ -77,17 +89,30 @@ class Reference:
         self._mixed = bool(state)
 
 
-def reference_model(policy: Any, model: Any | None, *, shares: bool, separate: bool) -> Any:
+def vocabulary_of(model: Any) -> int:
+    """The number of embeddings of a model."""
+    return model.get_input_embeddings().num_embeddings
+
+
+def reference_model(
+    policy: Any,
+    model: Any | None,
+    *,
+    shares: bool,
+    separate: bool,
+    option: str = "reference.path",
+    padded: bool = False,
+) -> Any:
     """The frozen model of a reference. The arguments, and what is raised, are those of `Reference`."""
-    if model is not None:
+    if model is not None and not padded:
         _refuse_other_vocabulary(policy, model)
     frozen: Any = _before_training(policy, separate=separate) if model is None else model
     frozen.requires_grad_(False)
     # batches are packed for the attention that the trained model has now; a copy has the same attention
     if model is not None and shares and not try_tree_attention(frozen):
         raise ConfigError(
-            f"the reference model ({type(frozen).__name__}) cannot compute shared prefixes, and the trained model can: "
-            f"set train.share_prompts=never, or use another reference.path"
+            f"the model of {option} ({type(frozen).__name__}) cannot compute shared prefixes, and the trained model can: "
+            f"set train.share_prompts=never, or use another {option}"
         )
     return frozen
 
@@ -101,7 +126,7 @@ def _before_training(policy: Any, *, separate: bool) -> Any:
 
 
 def _refuse_other_vocabulary(policy: Any, reference: Any) -> None:
-    sizes = [model.get_input_embeddings().num_embeddings for model in (policy, reference)]
+    sizes = [vocabulary_of(model) for model in (policy, reference)]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"the reference model has an embedding of {sizes[1]} tokens and the trained model of {sizes[0]}: reference.path must "

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import functools
 import itertools
 import math
 import threading
@@ -36,15 +37,18 @@ from turnwise.models.cpu import TorchThreads
 from turnwise.options.algorithm import Nll
 from turnwise.training.batch import Batch, Columns, MicroBatch
 from turnwise.training.correction import CorrectionSums, correct
+from turnwise.training.divergence import Compared, Rows
 from turnwise.training.expert_load import Balance, ExpertLoad, LoadCounter, load_metrics
 from turnwise.training.forward import Forward
 from turnwise.training.learner import UpdateStats
-from turnwise.training.losses import Loss, Targets, fresh_tokens, nll, with_own_ratios
+from turnwise.training.losses import Loss, Targets, fresh_tokens, groups_of, nll, with_own_ratios
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.value_batch import StateBatch
 
 # Sums: loss and metrics of optimizer steps, added up over micro-batches
+
+A = TypeVar("A", "ExpertLoad", "TeacherSums")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class UpdateSums:
     """The log-probabilities of each micro-batch."""
     experts: ExpertLoad | None = None
     """What the experts of the model have computed; None if it has none."""
+    teacher: TeacherSums | None = None
+    """What a comparison with the teacher has found; None without one."""
 
     def __add__(self, other: UpdateSums) -> UpdateSums:
         return UpdateSums(
@@ -75,11 +81,61 @@ class UpdateSums:
             fresh_deviation=max(self.fresh_deviation, other.fresh_deviation),
             logprobs=self.logprobs + other.logprobs,
             experts=_added(self.experts, other.experts),
+            teacher=_added(self.teacher, other.teacher),
         )
 
 
-def _added(first: ExpertLoad | None, second: ExpertLoad | None) -> ExpertLoad | None:
+def _added(first: A | None, second: A | None) -> A | None:
     return first + second if first is not None and second is not None else first or second
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSums:
+    """How student and teacher differ at the targets of a micro-batch, or of several added up. Equal segments count each."""
+
+    tokens: float
+    turns: float
+    log_ratio: float
+    """The student's log-probability of the sampled token minus the teacher's."""
+    agrees: float
+    """The tokens at which both find the same token most likely."""
+    divergence: float | None = None
+    """The divergence that is in the loss; None where there is none."""
+
+    def __add__(self, other: TeacherSums) -> TeacherSums:
+        both = self.divergence is not None and other.divergence is not None
+        return TeacherSums(
+            tokens=self.tokens + other.tokens,
+            turns=self.turns + other.turns,
+            log_ratio=self.log_ratio + other.log_ratio,
+            agrees=self.agrees + other.agrees,
+            divergence=(self.divergence or 0.0) + (other.divergence or 0.0) if both else None,
+        )
+
+    @classmethod
+    def of(cls, compared: Compared, logprob_N: torch.Tensor, targets: Targets) -> TeacherSums | None:
+        """Of one micro-batch; None without a teacher."""
+        teacher_N, agrees_N, divergence_N = compared.teacher_logprob_N, compared.agrees_N, compared.divergence_N
+        if teacher_N is None or agrees_N is None:
+            return None
+        counts_N = targets.counts
+        turn_N = groups_of(targets, "turn")
+        return cls(
+            tokens=float(counts_N.sum()),
+            turns=float((counts_N / torch.bincount(turn_N)[turn_N]).sum()),
+            log_ratio=float((counts_N * (logprob_N.detach() - teacher_N)).sum()),
+            agrees=float((counts_N * agrees_N).sum()),
+            divergence=None if divergence_N is None else float((counts_N * divergence_N.detach()).sum()),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """The metrics by their names in metrics.jsonl."""
+        named = {
+            "teacher/divergence": self.log_ratio / self.tokens,
+            "teacher/divergence_turn": self.log_ratio / self.turns,
+            "teacher/agreement": self.agrees / self.tokens,
+        }
+        return named if self.divergence is None else {**named, "teacher/loss": self.divergence / self.tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +194,9 @@ def update_stats(
         correction=correction.metrics(),
         experts=load_metrics(sum(loads[1:], loads[0]) if loads else None, router_aux_loss_coef, len(sums)),
         logprobs=[dict(itertools.chain.from_iterable(part.by_sequence() for part in batch)) for batch in logprobs],
+        teacher={}
+        if (compared := functools.reduce(_added, [one.teacher for one in sums])) is None
+        else compared.metrics(),
     )
 
 
@@ -310,6 +369,21 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
             lambda stop: batch.in_order(self.target_logprobs(batch.micro_batches, stop, reference=reference))
         )
 
+    @abstractmethod
+    def target_scores(
+        self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, teacher: str | None, top_k: int
+    ) -> list[torch.Tensor]:
+        """The scores of the targets of each micro-batch (`Forward.scores`), by a teacher or by the present weights. The list is
+        shorter if `stop` is set."""
+
+    async def scores(self, batch: StateBatch, *, teacher: str | None, top_k: int) -> torch.Tensor:
+        """See `Learner.scores`. Computed in a thread."""
+        return await run_cancellable(
+            lambda stop: batch.rows_in_order(
+                self.target_scores(batch.micro_batches, stop, teacher=teacher, top_k=top_k), 1 + 2 * top_k
+            )
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
@@ -391,16 +465,28 @@ def policy_loss(
     micro: MicroBatch[Targets],
     reference_logprob_N: torch.Tensor | None,
     balance: Balance | None = None,
+    teachers: Sequence[Rows] = (),
 ) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
-    """The loss of a micro-batch, and a function that computes its metrics. `balance`: with an auxiliary loss of the experts."""
+    """The loss of a micro-batch, and a function that computes its metrics. `balance`: with an auxiliary loss of the experts.
+    `teachers`: the distributions of local teachers that have not scored the tokens before."""
     targets = micro.targets
     counter = None if forward.routers is None else LoadCounter(micro, forward.routers, balance)
-    logprob_N, entropy_N = forward.logprobs(
-        micro, entropy=loss.needs_entropy, on_choice=None if counter is None else counter.note
+    found = forward.values(
+        micro,
+        entropy=loss.needs_entropy,
+        on_choice=None if counter is None else counter.note,
+        comparison=loss.comparison(targets, teachers),
     )
+    logprob_N, compared = found.logprob_N, found.compared
     if targets.first_step:
         targets = with_own_ratios(targets, logprob_N)
-    terms = loss(logprob_N, targets, reference_logprob_N=reference_logprob_N, entropy_N=entropy_N)
+    terms = loss(
+        logprob_N,
+        targets,
+        reference_logprob_N=reference_logprob_N,
+        entropy_N=found.entropy_N,
+        divergence_N=compared.divergence_N,
+    )
     total = (terms.loss_N * targets.weight_N).sum()
     auxiliary = None if counter is None else counter.loss()
     if auxiliary is not None and balance is not None:
@@ -415,6 +501,7 @@ def policy_loss(
         fresh_deviation=fresh_deviation(logprob_N, targets),
         logprobs=(TargetLogprobs.of(targets, logprob_N),),
         experts=None if counter is None else counter.load(auxiliary),
+        teacher=TeacherSums.of(compared, logprob_N, targets),
     )
 
 

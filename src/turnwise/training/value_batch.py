@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
@@ -20,13 +20,16 @@ from turnwise.types import Media, Trajectory
 __all__ = [
     "StateBatch",
     "StatePlaces",
+    "StateSequence",
     "ValueBatch",
     "ValuePacking",
     "ValueTargets",
     "by_turn",
+    "pack_state_sequences",
     "pack_states",
     "pack_value_targets",
     "set_values",
+    "token_sequences",
 ]
 
 
@@ -76,6 +79,13 @@ class StateBatch:
             result_S[micro.targets.place_N] = result_N.double().cpu()
         return result_S.tolist()
 
+    def rows_in_order(self, results: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+        """The same for rows [N, X] of numbers, as a float64 tensor [S, X]."""
+        result_SX = torch.zeros((self.states, width), dtype=torch.float64)
+        for micro, result_NX in zip(self.micro_batches, results, strict=False):
+            result_SX[micro.targets.place_N] = result_NX.double().cpu()
+        return result_SX
+
 
 @dataclass(frozen=True, slots=True)
 class ValueBatch:
@@ -97,7 +107,7 @@ class ValuePacking:
 
 
 @dataclass(frozen=True, slots=True)
-class _StateSequence:
+class StateSequence:
     """A segment up to its last state, with the numbers of its states in the batch."""
 
     token_ids: np.ndarray
@@ -115,17 +125,33 @@ def pack_states(trajectories: Sequence[Trajectory], packing: ValuePacking, *, wi
 
     `with_routes`: with the experts of their tokens, for log-probabilities of the policy.
     """
-    sequences: list[_StateSequence] = []
+    sequences: list[StateSequence] = []
     states = 0
     for trajectory in trajectories:
         places, count = _numbered(trajectory, packing.level)
         sequences += _sequences(trajectory, places, offset=states, with_routes=with_routes)
         states += count
+    return pack_state_sequences(sequences, states, packing)
 
-    def columns(part: Sequence[_StateSequence]) -> StatePlaces:
+
+def pack_state_sequences(sequences: Sequence[StateSequence], states: int, packing: ValuePacking) -> StateBatch:
+    """Pack sequences that have some of `states` states."""
+
+    def columns(part: Sequence[StateSequence]) -> StatePlaces:
         return StatePlaces(torch.from_numpy(np.concatenate([sequence.places for sequence in part])))
 
     return StateBatch(_packed(sequences, columns, packing), states)
+
+
+def token_sequences(trajectories: Sequence[Trajectory]) -> Iterator[tuple[int, list[StateSequence], int]]:
+    """Of each trajectory: the number of its first state, its segments with a state before each trained token, and the number of
+    its states. The numbers are those of `by_turn`, in which all sampled tokens have a state."""
+    offset = 0
+    for trajectory in trajectories:
+        places, count = _numbered(trajectory, "token")
+        trained = np.repeat([turn.weight > 0 for turn in trajectory.turns], _counts(trajectory, "token"))
+        yield offset, list(_sequences(trajectory, places, offset=offset, included=trained)), count
+        offset += count
 
 
 def pack_value_targets(trajectories: Sequence[Trajectory], packing: ValuePacking) -> ValueBatch:
@@ -133,7 +159,7 @@ def pack_value_targets(trajectories: Sequence[Trajectory], packing: ValuePacking
 
     Raises ValueError if `values` or `returns` have another number of entries than the trajectory has states.
     """
-    sequences: list[_StateSequence] = []
+    sequences: list[StateSequence] = []
     values, returns, weights = [], [], []
     states = 0
     for trajectory in trajectories:
@@ -153,7 +179,7 @@ def pack_value_targets(trajectories: Sequence[Trajectory], packing: ValuePacking
     # the sum is that of the batch, so the division into micro-batches does not change the loss
     weight_S = weight_S / weight_S.sum()
 
-    def columns(part: Sequence[_StateSequence]) -> ValueTargets:
+    def columns(part: Sequence[StateSequence]) -> ValueTargets:
         places = np.concatenate([sequence.places for sequence in part])
         old_value_N, return_N, weight_N = (
             torch.from_numpy(column_S[places].astype(np.float32)) for column_S in (value_S, return_S, weight_S)
@@ -182,10 +208,13 @@ def set_values(trajectories: Sequence[Trajectory], values: Sequence[float], leve
         trajectory.values = entries[::-1]
 
 
+V = TypeVar("V")
+
+
 def by_turn(
-    trajectories: Sequence[Trajectory], values: Sequence[float], level: Literal["turn", "token"] = "token"
-) -> list[list[list[float]]]:
-    """The numbers of all states, in the order of `pack_states`, as lists for each trajectory and turn."""
+    trajectories: Sequence[Trajectory], values: Sequence[V], level: Literal["turn", "token"] = "token"
+) -> list[list[list[V]]]:
+    """The values of all states, in the order of `pack_states`, as lists for each trajectory and turn."""
     numbers = iter(values)
     return [
         [[next(numbers) for _ in range(count)] for count in _counts(trajectory, level)] for trajectory in trajectories
@@ -230,7 +259,7 @@ def _sequences(
     offset: int,
     included: np.ndarray | None = None,
     with_routes: bool = False,
-) -> Iterator[_StateSequence]:
+) -> Iterator[StateSequence]:
     """The segments that have states. `included` has an entry for each state of the trajectory; None includes all."""
     for segment, place in zip(trajectory.segments, places, strict=True):
         is_target = place >= 0
@@ -240,7 +269,7 @@ def _sequences(
         if not len(targets):
             continue
         end = int(targets[-1]) + 1  # no state is after the last target
-        yield _StateSequence(
+        yield StateSequence(
             token_ids=np.array(segment.token_ids[:end], dtype=np.int64),
             is_target=is_target[:end],
             media=[media for media in segment.media if media.start < end],
@@ -250,8 +279,8 @@ def _sequences(
 
 
 def _packed(
-    sequences: Sequence[_StateSequence],
-    columns: Callable[[Sequence[_StateSequence]], Columns],
+    sequences: Sequence[StateSequence],
+    columns: Callable[[Sequence[StateSequence]], Columns],
     packing: ValuePacking,
 ) -> list[MicroBatch[Columns]]:
     return pack_sequences(

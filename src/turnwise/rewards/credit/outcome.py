@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from turnwise.options.algorithm import CreditSection, Gdpo, Gpg, Grpo, Opo, ReinforcePpBaseline, Remax, Rloo
+from turnwise.options.algorithm import CreditSection, Gdpo, Gpg, Grpo, NoCredit, Opo, ReinforcePpBaseline, Remax, Rloo
 from turnwise.rewards.credit.credit import (
     Advantages,
     Episode,
@@ -21,7 +21,7 @@ from turnwise.rewards.credit.credit import (
 )
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
 
-__all__ = ["gdpo", "gpg", "grpo", "opo", "reinforce_pp_baseline", "remax", "rloo"]
+__all__ = ["gdpo", "gpg", "grpo", "none", "opo", "reinforce_pp_baseline", "remax", "rloo"]
 
 
 def grpo(batch: EpisodeGroups, options: Grpo = Grpo()) -> Advantages:
@@ -188,6 +188,15 @@ def gdpo(batch: EpisodeGroups, options: Gdpo = Gdpo()) -> Advantages:
     return _for_all_turns(batch, [[(value - mean) / divisor for value in group] for group in sums])
 
 
+def none(batch: EpisodeGroups, options: NoCredit = NoCredit()) -> Advantages:
+    """No advantage for any turn, whatever the rewards: a teacher alone is learnt from.
+
+    >>> none([[Episode([0.0, 1.0])]])
+    [[[0.0, 0.0]]]
+    """
+    return _for_all_turns(batch, [[0.0] * len(group) for group in batch])
+
+
 def _rewards(batch: EpisodeGroups) -> list[list[float]]:
     return [[episode.reward for episode in group] for group in batch]
 
@@ -201,6 +210,7 @@ def _for_all_turns(batch: EpisodeGroups, values: Sequence[Sequence[float]]) -> A
 
 
 ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
+    NoCredit: Estimator(none),
     Grpo: Estimator(grpo),
     Rloo: Estimator(rloo),
     Opo: Estimator(opo),

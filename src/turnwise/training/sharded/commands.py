@@ -113,6 +113,20 @@ class MeasureLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureScores:
+    """Compute the scores of this rank's micro-batches by a teacher, or by the present weights."""
+
+    mine: Sequence[MicroBatch[Any]]
+    rounds: int
+    teacher: str | None
+    top_k: int
+
+    def run(self, rank: Rank) -> list[list[torch.Tensor]]:
+        scores = rank.built.target_scores(self.mine, self.rounds, rank.stop, teacher=self.teacher, top_k=self.top_k)
+        return rank.ranks.gather(scores)
+
+
+@dataclass(frozen=True, slots=True)
 class BuildCritic:
     """Load the value model and divide it."""
 
@@ -246,6 +260,14 @@ class Fingerprint:
 
     def run(self, rank: Rank) -> str | None:
         return rank.built.reference_fingerprint() if self.reference else rank.built.fingerprint()
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherFingerprints:
+    """See `Learner.teacher_fingerprints`."""
+
+    def run(self, rank: Rank) -> dict[str, str | None]:
+        return rank.built.teacher_fingerprints()
 
 
 @dataclass(frozen=True, slots=True)

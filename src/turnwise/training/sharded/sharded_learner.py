@@ -35,6 +35,7 @@ from turnwise.training.sharded.commands import (
     LoadComplete,
     LoadShards,
     MeasureLogprobs,
+    MeasureScores,
     MeasureValues,
     MixReference,
     OptimizerStep,
@@ -43,6 +44,7 @@ from turnwise.training.sharded.commands import (
     RankCommand,
     SaveShards,
     StreamWeights,
+    TeacherFingerprints,
 )
 from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
@@ -176,7 +178,7 @@ class ShardedLearner(LearnerBase):
     def __init__(self, ranks: Ranks, options: ShardOptions) -> None:
         self.leader = Leader(ranks)
         """Runs commands on all ranks; a critic on the same ranks uses it, too."""
-        self.loss = make_loss(options.loss, options.correction)
+        self.loss = make_loss(options.loss, options.correction, options.teacher)
         self._report: ShardReport = self.leader.run(Build(options))
 
     @property
@@ -196,6 +198,14 @@ class ShardedLearner(LearnerBase):
     ) -> list[torch.Tensor]:
         """See `LearnerBase.target_logprobs`."""
         return self.leader.measure(micro_batches, lambda mine, rounds: MeasureLogprobs(mine, rounds, reference), stop)
+
+    def target_scores(
+        self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, teacher: str | None, top_k: int
+    ) -> list[torch.Tensor]:
+        """See `LearnerBase.target_scores`."""
+        return self.leader.measure(
+            micro_batches, lambda mine, rounds: MeasureScores(mine, rounds, teacher, top_k), stop
+        )
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag
@@ -258,6 +268,9 @@ class ShardedLearner(LearnerBase):
 
     def reference_fingerprint(self) -> str | None:
         return self.leader.run(Fingerprint(reference=True))
+
+    def teacher_fingerprints(self) -> Mapping[str, str]:
+        return self.leader.run(TeacherFingerprints())
 
     def close(self) -> None:
         self.leader.close()

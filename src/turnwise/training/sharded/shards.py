@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,23 +24,24 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from turnwise.models.experts import Choice
-from turnwise.models.loading import largest_logit, of_tensors, token_logprobs
+from turnwise.models.loading import ModelSource, largest_logit, of_tensors, token_logprobs
 from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import use_deterministic_algorithms
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.divergence import TeacherComparison
 from turnwise.training.expert_load import (
     Balance,
     ExpertLoad,
     recorded_load,
     refuse_aux_loss_without_experts,
 )
-from turnwise.training.forward import Forward, shares_prefixes
+from turnwise.training.forward import Forward, TargetValues, shares_prefixes
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.options import CriticOptions, ShardOptions
-from turnwise.training.reference import reference_model
+from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import ShardedModel, complete, like, load_sharded
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
@@ -184,16 +185,28 @@ class ShardedForward(Forward):
             )
         )
 
-    def logprobs(
-        self, micro: MicroBatch[Any], *, entropy: bool = False, on_choice: Callable[[Choice], None] | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def values(
+        self,
+        micro: MicroBatch[Any],
+        *,
+        entropy: bool = False,
+        on_choice: Callable[[Choice], None] | None = None,
+        comparison: TeacherComparison | None = None,
+    ) -> TargetValues:
         return self._sharded.run(
-            lambda: super(ShardedForward, self).logprobs(micro, entropy=entropy, on_choice=on_choice)
+            lambda: super(ShardedForward, self).values(
+                micro, entropy=entropy, on_choice=on_choice, comparison=comparison
+            )
         )
+
+    @torch.no_grad()
+    def scores(self, micro: MicroBatch[Any], top_k: int, *, vocabulary: int | None = None) -> torch.Tensor:
+        return self._sharded.run(lambda: super(ShardedForward, self).scores(micro, top_k, vocabulary=vocabulary))
 
 
 class ShardedReference:
-    """The reference model of a sharded learner: a model of its own, or the trained model without its adapter (`model` None)."""
+    """The reference model or a teacher of a sharded learner: a model of its own, or the trained model without its adapter
+    (`model` None)."""
 
     def __init__(self, forward: ShardedForward, policy: Any, model: ShardedModel | None) -> None:
         self._forward = forward
@@ -208,6 +221,12 @@ class ShardedReference:
             return self._forward.logprobs(micro)[0]
         with _adapter_off(self._policy):
             return self._forward.logprobs(micro)[0]
+
+    def scores(self, micro: MicroBatch[Any], top_k: int) -> torch.Tensor:
+        """See `Forward.scores`."""
+        vocabulary = vocabulary_of(self._policy)
+        with nullcontext() if self.model is not None else _adapter_off(self._policy):
+            return self._forward.scores(micro, top_k, vocabulary=vocabulary)
 
     @torch.no_grad()
     def mix(self, policy: Any, share: float) -> None:
@@ -235,7 +254,7 @@ class ModelShard:
         if options.deterministic:
             use_deterministic_algorithms()
         self.ranks = ranks
-        self._loss = make_loss(options.loss, options.correction)
+        self._loss = make_loss(options.loss, options.correction, options.teacher)
         loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=ranks.leads)
         self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
         self.model: Any = self._sharded.model
@@ -252,6 +271,7 @@ class ModelShard:
         )
         refuse_aux_loss_without_experts(self._loss, self.model)
         self.reference = self._make_reference(options, shares)
+        self.teachers = {name: self._make_teacher(source, options, shares) for name, source in options.teachers.items()}
         self.parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
         self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
         self.requirements = BatchRequirements(
@@ -279,6 +299,26 @@ class ModelShard:
         return ShardedReference(
             ShardedForward(sharded, options.sampling, autocast=options.autocast), self.model, sharded
         )
+
+    def _make_teacher(self, source: ModelSource | None, options: ShardOptions, shares: bool) -> ShardedReference:
+        """A local teacher, divided among the ranks; None: the trained model without its adapter."""
+        if source is None:
+            return ShardedReference(self._forward, self.model, None)
+        sharded = load_sharded(source, self.ranks.mesh, options.sharding, prepare=_freeze).sharded
+        sharded.probe(
+            lambda: reference_model(
+                self.model, sharded.model, shares=shares, separate=False, option="teacher.path", padded=True
+            )
+        )
+        autocast = options.autocast and source.dtype == "float32"
+        return ShardedReference(ShardedForward(sharded, options.sampling, autocast=autocast), self.model, sharded)
+
+    def target_scores(
+        self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag, *, teacher: str | None, top_k: int
+    ) -> list[torch.Tensor]:
+        """The scores [N, 1 + 2 top_k] of this rank's micro-batches by a teacher, on the CPU; fewer if rank 0 has set its flag."""
+        scoring = self._forward if teacher is None else self.teachers[teacher]
+        return measure_rounds(self.ranks, mine, rounds, stop, lambda micro: scoring.scores(micro, top_k))
 
     def target_logprobs(
         self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag, *, reference: bool
@@ -378,6 +418,13 @@ class ModelShard:
         return (
             self.base_fingerprint if self.reference.model is None else self._fingerprint_of(self.reference.model.model)
         )
+
+    def teacher_fingerprints(self) -> dict[str, str | None]:
+        """See `Learner.teacher_fingerprints`; on rank 0."""
+        return {
+            name: self.base_fingerprint if teacher.model is None else self._fingerprint_of(teacher.model.model)
+            for name, teacher in self.teachers.items()
+        }
 
     def _fingerprint_of(self, model: Any) -> str | None:
         state = model.state_dict()

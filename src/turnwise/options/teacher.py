@@ -1,0 +1,175 @@
+"""The section of a recipe about distillation: which teachers score the tokens that are trained on, and what is learnt from them.
+
+A teacher is a local model, a server, or the trained model itself. A section checks only its own values; combinations with other
+sections are the subject of `config/teacher_checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Seconds, Section, Use, changed_options
+
+
+class TeacherModel(Section):
+    """A teacher. Without `path` and `url`, it is the trained model itself, which `context` shows more than the student saw."""
+
+    name: NonEmpty = "teacher"
+    """The teacher's name, by which rows choose it (`teacher.column`). Several teachers need different names."""
+    path: PathText | None = None
+    """A local teacher: a model directory, a checkpoint of a run, or a name on the Hugging Face hub. It must have the same
+    vocabulary as `model.path`. The model of `model.path` itself, with an adapter, is the trained model without its adapter, and
+    takes no further memory. Null: the teacher is on a server, or is the trained model itself."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """The data type of a local teacher's parameters. Null: `model.dtype`."""
+    bits: Literal[4] | None = None
+    """4: a local teacher is quantized to 4 bits when it is loaded. Null: it is not quantized."""
+    url: NonEmpty | None = None
+    """A teacher on a server: its address, such as `http://host:8000`. Null: the teacher is in this process."""
+    server: Literal["vllm", "sglang"] = "vllm"
+    """The kind of server at `url`."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """With several teachers and no `teacher.column`: how much this teacher counts in what is learnt. The weights are divided by
+    their sum."""
+    context: Use | None = None
+    """What the teacher reads in place of the student's prompt: a reference to a function `context(trajectory, turn) -> messages`,
+    such as the same messages with the row's answer in the first of them. The turn's tokens are scored after these messages, and
+    trained on without them. Null: the teacher reads what the student read."""
+
+    @property
+    def is_student(self) -> bool:
+        """Whether the trained model, with its present weights, is the teacher."""
+        return self.path is None and self.url is None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        of_path = [name for name in ("dtype", "bits") if getattr(self, name) is not None]
+        problem = None
+        if self.path is not None and self.url is not None:
+            problem = "path and url are two teachers: remove one, or write two entries in teacher.models"
+        elif self.path is None and of_path:
+            problem = f"{of_path[0]} has an effect on a local teacher only: set path, or remove {of_path[0]}"
+        elif self.url is None and self.server != "vllm":
+            problem = "server has no effect without url: set url, or remove server"
+        elif self.is_student and self.context is None:
+            problem = (
+                "a teacher needs path (a local model) or url (a server); for the trained model itself as its teacher, context: "
+                "a function that gives it more to read"
+            )
+        if problem is not None:
+            raise PydanticCustomError("teacher", "{message}", {"message": problem})
+        return self
+
+
+class TeacherSection(Section):
+    """On-policy distillation: teachers score the sampled tokens, beside rewards or in place of them (docs/distillation.md).
+    `teacher: path/to/model` is short for one local teacher, and the options of one teacher may stand in this section."""
+
+    models: list[TeacherModel] = []
+    """The teachers. Empty: there is no teacher, and nothing is learnt but from rewards."""
+    signal: Literal["sampled", "divergence"] = "sampled"
+    """What is learnt from the teacher. `sampled`: each sampled token gets an advantage, the log-probability of the token under
+    the teacher minus that under the student. `divergence`: the loss gets a term, the divergence between the distributions of
+    both over the next token."""
+    coef: Annotated[float, Field(gt=0)] = 1.0
+    """The weight of the teacher: the factor of the advantages that are added to those of rewards, or of the term of the loss. For
+    the teacher alone, set `credit=none`."""
+    gamma: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """With `teacher.signal: sampled`: how much the later tokens of the conversation count for a token, discounted for each token.
+    0: each token counts for itself."""
+    divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
+    """With `teacher.signal: divergence`: which divergence. `reverse_kl`: KL(student || teacher). `forward_kl`: KL(teacher ||
+    student). `jsd`: the generalized Jensen-Shannon divergence of `teacher.beta` (arXiv 2306.13649)."""
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """The weight of the teacher in the mixture of both, for `teacher.divergence: jsd`. Near 0 it is like `forward_kl`, near 1
+    like `reverse_kl`."""
+    top_k: Positive | None = None
+    """With `teacher.signal: divergence`: the divergence is that over this many of the teacher's most likely tokens, and all
+    other tokens as one class. Teachers on servers and with `context` need it. Null: over the complete vocabulary."""
+    column: NonEmpty | None = None
+    """The column of the data with the name of the row's teacher, such as `teacher`. Null: all teachers score all
+    conversations."""
+    timeout: Seconds = 300.0
+    """The time limit for the scores of a step from a server, in seconds."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`teacher: DIR`, or `teacher: {path: DIR, coef: 2}`, is short for one entry in `models`."""
+        if isinstance(value, str):
+            return {"models": [{"path": value}]}
+        if not isinstance(value, Mapping) or not (own := {key for key in value if key in TeacherModel.model_fields}):
+            return value
+        if "models" in value:
+            raise PydanticCustomError(
+                "teacher",
+                "{message}",
+                {"message": f"{sorted(own)[0]} belongs to one teacher: write it into the entries of teacher.models"},
+            )
+        model = {key: value[key] for key in value if key in own}
+        return {**{key: value[key] for key in value if key not in own}, "models": [model]}
+
+    @model_validator(mode="after")
+    def _combination(self) -> Self:
+        problem = self._problem()
+        if problem is not None:
+            raise PydanticCustomError("teacher", "{message}", {"message": problem})
+        return self
+
+    def _problem(self) -> str | None:
+        names = [model.name for model in self.models]
+        changed = changed_options(self)
+        double = next((name for name in names if names.count(name) > 1), None)
+        of_divergence = next((name for name in changed if name in ("divergence", "beta", "top_k")), None)
+        if double is not None:
+            return f"two entries of teacher.models have the name {double!r}: give each teacher a name of its own"
+        if not self.models and changed:
+            return f"{changed[0]} has no effect without a teacher: set teacher.path, or remove teacher.{changed[0]}"
+        if self.signal == "sampled" and of_divergence is not None:
+            return f"{of_divergence} has no effect with signal=sampled: set signal=divergence, or remove it"
+        if self.signal == "divergence" and "gamma" in changed:
+            return "gamma has no effect with signal=divergence: set signal=sampled, or remove it"
+        if self.divergence != "jsd" and "beta" in changed:
+            return f"beta has no effect with divergence={self.divergence}: set divergence=jsd, or remove it"
+        return self._problem_of_several()
+
+    def _problem_of_several(self) -> str | None:
+        remote = next((model.name for model in self.models if model.url is not None), None)
+        other = next((model.name for model in self.models if model.context is not None), None)
+        weighted = any("weight" in changed_options(model) for model in self.models)
+        if self.column is not None and len(self.models) < 2:
+            return "column has no effect with one teacher: add teachers to teacher.models, or remove it"
+        if weighted and (len(self.models) < 2 or self.column is not None):
+            return "weight has no effect with one teacher for each row: remove it"
+        if self.models and remote is None and "timeout" in changed_options(self):
+            return "timeout has no effect without a teacher on a server (url): remove it"
+        if self.signal == "divergence" and self.top_k is None and (remote or other):
+            why = f"the teacher {remote or other!r} {'is on a server' if remote else 'has another context'}"
+            return f"signal=divergence over the complete vocabulary needs a local teacher, and {why}: set teacher.top_k (20)"
+        if self.top_k is not None and len(self.models) > 1 and self.column is None:
+            return "top_k of several teachers cannot be mixed: choose a teacher for each row (teacher.column), or remove top_k"
+        return None
+
+    @property
+    def on(self) -> bool:
+        """Whether there is a teacher."""
+        return bool(self.models)
+
+    @property
+    def scores(self) -> bool:
+        """Whether teachers score tokens before the update; otherwise their distributions are computed in the update itself."""
+        return self.on and (self.signal == "sampled" or self.top_k is not None)
+
+    @property
+    def local(self) -> list[TeacherModel]:
+        """The teachers whose weights are loaded."""
+        return [model for model in self.models if model.path is not None]
+
+    @property
+    def loss_coef(self) -> NotNegative:
+        """The factor of the divergence in the loss."""
+        return self.coef if self.on and self.signal == "divergence" else 0.0
