@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -88,10 +89,8 @@ class ReasoningGym:
     @classmethod
     def names(cls) -> Sequence[str]:
         """The data sets, and `composite`."""
-        import reasoning_gym.composite  # noqa: F401  # registers the data set
-        from reasoning_gym.factory import DATASETS
-
-        return sorted(DATASETS)
+        _library("composite")  # registers the data set
+        return sorted(_library("factory").DATASETS)
 
     def about(self) -> About:
         """What the task brings."""
@@ -129,9 +128,7 @@ class ReasoningGym:
         """The answer in a message of the model; None if there is none."""
         if self.tag is None:
             return text.strip()
-        from reasoning_gym.utils import extract_answer
-
-        return extract_answer(text, tag_name=re.escape(self.tag))
+        return _library("utils").extract_answer(text, tag_name=re.escape(self.tag))
 
     def score(self, dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[float, str | None]:
         """The reward of an answer; and why the scorer got another text in its place, or None."""
@@ -191,6 +188,11 @@ class _Task:
         return await run_in_thread(function, name=f"reasoning_gym:{self._source.name}", kind="environment")
 
 
+def _library(module: str) -> Any:
+    """A module of the library, which need not be installed where types are checked."""
+    return importlib.import_module(f"reasoning_gym.{module}")
+
+
 class _Endless:
     """A data set without an end. Raises ConfigError if it cannot be created."""
 
@@ -209,9 +211,6 @@ class _Endless:
 
 def _dataset(name: str, config: Mapping[str, Any], level: Any, size: int, seed: int) -> Any:
     """A data set of the library. Raises ConfigError with the library's own message."""
-    import reasoning_gym
-    from reasoning_gym.composite import DatasetSpec
-
     if reserved := next((option for option in ("seed", "size") if option in config), None):
         raise ConfigError(
             f"environment.arguments.config.{reserved}: remove it; the rows are endless, and their seed is "
@@ -224,8 +223,8 @@ def _dataset(name: str, config: Mapping[str, Any], level: Any, size: int, seed: 
                 config = {**_of_level(name, level), **config}
             if name == "composite":
                 specs = [{"weight": 1.0, "config": {}, **dict(spec)} for spec in config.pop("datasets", ())]
-                config["datasets"] = [DatasetSpec(**spec) for spec in specs]
-            return reasoning_gym.create_dataset(name, seed=seed, size=size, **config)
+                config["datasets"] = [_library("composite").DatasetSpec(**spec) for spec in specs]
+            return _library("factory").create_dataset(name, seed=seed, size=size, **config)
     except Failed as failed:
         if isinstance(failed.__cause__, ConfigError):
             raise failed.__cause__ from None
@@ -236,11 +235,10 @@ def _dataset(name: str, config: Mapping[str, Any], level: Any, size: int, seed: 
 
 def _of_level(name: str, level: Any) -> dict[str, Any]:
     """The options that the curriculum of a data set has at a level. Raises ConfigError."""
-    from reasoning_gym.factory import create_curriculum, has_curriculum
-
-    if not has_curriculum(name):
+    factory = _library("factory")
+    if not factory.has_curriculum(name):
         raise ConfigError(f"environment.arguments.level: {name} has no curriculum: remove it, and use config")
-    curriculum = create_curriculum(name)
+    curriculum = factory.create_curriculum(name)
     levels = level if isinstance(level, Mapping) else dict.fromkeys(curriculum.attributes, level)
     for attribute, number_ in levels.items():
         if attribute not in curriculum.attributes:

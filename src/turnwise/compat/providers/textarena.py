@@ -10,6 +10,7 @@ one of its calls runs, one call after the other: games do not influence each oth
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import random
 import re
@@ -95,9 +96,7 @@ class TextArena:
     @classmethod
     def names(cls) -> Sequence[str]:
         """The registered names."""
-        from textarena.envs.registration import ENV_REGISTRY
-
-        return list(ENV_REGISTRY)
+        return list(_registration().ENV_REGISTRY)
 
     def about(self) -> About:
         """What the game brings."""
@@ -113,9 +112,7 @@ class TextArena:
 
     def make_game(self) -> Any:
         """A new game."""
-        import textarena
-
-        return textarena.make(self.name, **self._arguments)
+        return _registration().make(self.name, **self._arguments)
 
     def _count_players(self, given: int | None) -> int:
         """The number of players. Raises ConfigError with the game's own message if no game can begin."""
@@ -150,6 +147,12 @@ class TextArena:
 
     async def aclose(self) -> None:
         """Nothing is shared."""
+
+
+def _registration() -> Any:
+    """The library's register of games; the library need not be installed where types are checked."""
+    importlib.import_module("textarena")  # fills it
+    return importlib.import_module("textarena.envs.registration")
 
 
 class _TextGame:
