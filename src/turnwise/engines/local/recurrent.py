@@ -131,7 +131,10 @@ Tokens = OneToken | ManyTokens
 class Recurrent(Protocol):
     """A layer that keeps states."""
 
-    state_shapes: Sequence[StateShape]
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        """The states that it keeps for each row."""
+        ...
 
     def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
         """The result [M, D] for the new tokens. The states of their rows move on by them."""
