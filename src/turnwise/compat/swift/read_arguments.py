@@ -139,7 +139,7 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (None, []),
         "call the reward model in a reward function: reward.trajectory",
     ),
-    "teacher_model": ((None,), "there is no distillation here"),
+    "teacher_model": ((None,), "set teacher.path in the recipe (docs/distillation.md)"),
     "response_prefix": ((None, ""), "the beginning of an answer is set by the chat template, or by a scheduler"),
     "add_non_thinking_prefix": (
         (None,),

@@ -178,7 +178,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ROLLOUT}.agent.custom_async_server.path": ((None,), _NO),
     f"{TURNS}.completion_callback": ((None,), "write it as an environment (README)"),
     f"{TURNS}.num_repeat_rollouts": ((None,), _NO),
-    "distillation.enabled": ((False,), "turnwise does not train with teachers: train on the rewards alone"),
+    "distillation.enabled": ((False,), "set teacher.path in the recipe (docs/distillation.md)"),
     "reward_model.enable": ((False,), "call the reward model in a reward function: custom_reward_function"),
     "reward_model.reward_manager": (("naive", "batch"), "one score for a conversation: custom_reward_function"),
     "reward_model.sandbox_fusion.url": ((None,), "call the service in a reward function: custom_reward_function"),
