@@ -47,7 +47,7 @@ def test_best_and_final_values_have_their_steps(tmp_path: Path) -> None:
     ],
 )
 def test_how_a_run_ended(tmp_path: Path, ended: dict[str, Any] | None, state: str) -> None:
-    path = a_run(tmp_path / "a", **({} if ended is None else {"ended": ended}))
+    path = a_run(tmp_path / "a", ended=ended)
     run = summarize_run(path)
     assert (run.state, run.reason) == (state, None if ended is None else ended["reason"])
     lock = RunLock(path)

@@ -9,10 +9,14 @@ from typing import Any
 import yaml
 
 
-def a_run(path: Path, *, options: dict[str, Any] | None = None, kind: str = "train", **about: Any) -> Path:
+def a_run(
+    path: Path, *, options: dict[str, Any] | None = None, kind: str = "train", ended: dict[str, Any] | None = None
+) -> Path:
     """A run of four of five steps, with two evaluations."""
     path.mkdir(parents=True)
-    (path / "run.json").write_text(json.dumps({"kind": kind, "checkpoint": 4, **about}))
+    (path / "run.json").write_text(
+        json.dumps({"kind": kind, "checkpoint": 4} | ({} if ended is None else {"ended": ended}))
+    )
     recipe = {"model": {"path": "m"}, "output": str(path), "train": {"steps": 5, "lr": 1e-4}, **(options or {})}
     (path / "config.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     steps = [
