@@ -241,7 +241,7 @@ def _optimize(sweep: Sweep, varied: Mapping[str, Sequence[str]], options: argpar
     Raises ConfigError if optuna is not installed.
     """
     try:
-        import optuna
+        import optuna  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError("--trials needs the `optuna` package: pip install 'turnwise[sweep]'") from None
     from turnwise.record.summary import lower_is_better, summarize_run

@@ -119,7 +119,8 @@ def summarize_run(path: Path) -> RunSummary:
     options = recorded_values(path)
     lines = list(read_lines(path / "metrics.jsonl", damaged=damaged))
     evaluations = list(read_lines(path / "evaluations.jsonl", damaged=damaged))
-    note = about.get("ended") if isinstance(about.get("ended"), dict) else {}
+    ended = about.get("ended")
+    note: Mapping[str, Any] = ended if isinstance(ended, dict) else {}
     if kind is not None:
         step = next((line["step"] for line in reversed(lines) if isinstance(line.get("step"), int)), 0)
         metrics = RunMetrics(lines, evaluations)
@@ -197,7 +198,7 @@ def _values(lines: Sequence[Mapping[str, Any]], name: str) -> MetricValues | Non
     found: MetricValues | None = None
     for line in lines if name != "step" else ():
         value, step = line.get(name), line.get("step")
-        if type(value) not in (int, float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
             continue
         if found is None:
             found = MetricValues(value, value, step, value, step)
@@ -236,7 +237,11 @@ def _state(
 # options
 
 
-class _FastLoader(yaml.CSafeLoader if hasattr(yaml, "CSafeLoader") else yaml.SafeLoader):
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""PyYAML's loader in C, where it was built with libyaml."""
+
+
+class _FastLoader(_SafeLoader):
     """Reads a recipe that turnwise has written ten times as fast as the loader that explains the defects of users' files."""
 
 
