@@ -341,16 +341,14 @@ class Renderer:
             self._describe_in_system_message()
         self.stop_token_ids = self.profile.stop_tokens.token_ids
         self.turn_parser = TurnParser(self.profile, self.decode, self.where)
+        coder: dict[str, Any] = {"encode": self.encode, "decode": self.decode}
         self.control_text = ControlText(
             escape_control_tokens,
             find_control=functools.partial(control_tokens, tokenizer, self.template, self.encode),
-            encode=self.encode,
-            decode=self.decode,
+            **coder,
             normalize=token_normalizer(tokenizer),
         )
-        self._boundary = TurnBoundary(
-            self.template, self.profile, encode=self.encode, decode=self.decode, special=self.special
-        )
+        self._boundary = TurnBoundary(self.template, self.profile, **coder, special=self.special)
 
         def with_arguments(arguments: str) -> Renderer:
             other = Renderer(

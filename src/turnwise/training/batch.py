@@ -796,7 +796,7 @@ def _values(branch: Branch) -> np.ndarray:
     return branch.values
 
 
-def _of_teachers(branches: Sequence[Branch]) -> dict[str, torch.Tensor]:
+def _of_teachers(branches: Sequence[Branch]) -> dict[str, Any]:
     """The columns of `Targets` about teachers; none without teachers."""
     if branches[0].teacher_shares:
         shares = [np.tile(branch.teacher_shares, (int(branch.is_target.sum()), 1)) for branch in branches]

@@ -76,7 +76,7 @@ class LocalCritic(CriticBase):
             list(trained_parameters(model, self._head).values()), optimizer or OptimizationSection()
         )
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
-        self.bound = MicroBatchBound(model.device, free=self._free_memory)
+        self.bound: MicroBatchBound = MicroBatchBound(model.device, free=self._free_memory)  # pyright: ignore[reportIncompatibleVariableOverride]
         self._requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),

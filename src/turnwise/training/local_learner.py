@@ -105,7 +105,7 @@ class LocalLearner(LearnerBase):
             keep_freed_blocks()
         self._optimizer = Optimizer(parameters, optimizer or OptimizationSection())
         self._gradients = Gradients(self._optimizer, self._threads, parallel=threads == 0, large=large)
-        self.bound = MicroBatchBound(model.device, free=self.free_memory)
+        self.bound: MicroBatchBound = MicroBatchBound(model.device, free=self.free_memory)  # pyright: ignore[reportIncompatibleVariableOverride]
         self._requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,

@@ -15,7 +15,7 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -90,7 +90,7 @@ class MicroBatchBound:
         if self.tokens is None:
             return micro_batches
         above = any(len(micro.sequences) > 1 and _size(micro) > self.tokens for micro in micro_batches)
-        return pack_again(micro_batches, self.tokens) if above else micro_batches
+        return cast("Sequence[M]", pack_again(micro_batches, self.tokens)) if above else micro_batches
 
     def _lower(self, micro: MicroBatch[Any], reason: str) -> None:
         """Take half of the tokens of a micro-batch, for which memory did not suffice, as the bound. Raises RunError."""

@@ -123,7 +123,8 @@ class TeacherStep:
         if not np.isfinite(rows).all():
             trajectory.fail(_not_finite(trajectory, self.teachers[int(np.argmax(shares))].name))
             return
-        (trajectory.teacher_scores,) = by_turn([trajectory], rows.tolist())
+        (of_turns,) = by_turn([trajectory], rows.tolist())
+        trajectory.teacher_scores = list(of_turns)
 
     def _shares(self, trajectory: Trajectory) -> list[float]:
         """The share of each teacher in a trajectory. They add up to 1."""
