@@ -175,6 +175,11 @@ def test_passes_without_gradients_are_divided_too() -> None:
     numbers = asyncio.run(limited.logprobs(batch))
     assert len(sizes) > 2
     assert numbers == pytest.approx(asyncio.run(free.logprobs(batch)), abs=1e-5)
+    failed, bound = limited.bound.exceeded, limited.requirements.most_tokens
+    sizes.clear()
+    assert asyncio.run(limited.logprobs(batch)) == numbers
+    assert (limited.bound.exceeded, limited.requirements.most_tokens) == (failed, bound)  # no size fails twice
+    assert max(sizes) <= 10
 
 
 def test_a_critic_goes_on_with_smaller_micro_batches() -> None:

@@ -74,11 +74,12 @@ class MicroBatchBound:
 
         Raises RunError if memory does not suffice for one sequence.
         """
-        try:
-            return compute(micro)
-        except torch.OutOfMemoryError as error:
-            reason = str(error)
-        self._lower(micro, reason)
+        if not self._above(micro):  # what is above it has failed before
+            try:
+                return compute(micro)
+            except torch.OutOfMemoryError as error:
+                reason = str(error)
+            self._lower(micro, reason)
         places = _DividedPlaces(torch.arange(len(micro.prediction_N)))
         parts = pack_again([replace(micro, targets=places)], self.tokens or 1)
         result = [(part.targets.place_N, self.measured(part, compute)) for part in parts]
@@ -89,8 +90,12 @@ class MicroBatchBound:
         """The micro-batches, packed again if one of several sequences is above the bound."""
         if self.tokens is None:
             return micro_batches
-        above = any(len(micro.sequences) > 1 and _size(micro) > self.tokens for micro in micro_batches)
+        above = any(map(self._above, micro_batches))
         return cast("Sequence[M]", pack_again(micro_batches, self.tokens)) if above else micro_batches
+
+    def _above(self, micro: MicroBatch[Any]) -> bool:
+        """Whether a micro-batch has more tokens than the bound, and can be divided."""
+        return self.tokens is not None and len(micro.sequences) > 1 and _size(micro) > self.tokens
 
     def _lower(self, micro: MicroBatch[Any], reason: str) -> None:
         """Take half of the tokens of a micro-batch, for which memory did not suffice, as the bound. Raises RunError."""
@@ -102,7 +107,7 @@ class MicroBatchBound:
                 f"Set model.gradient_checkpointing=true, model.dtype=bfloat16 or model.lora.rank, or smaller limits of a "
                 f"conversation, and start the same command again with resume=auto; turnwise doctor says what each of them saves"
             )
-        self.tokens = max(tokens // 2, 1)
+        self.tokens = max(min(tokens, self.tokens or tokens) // 2, 1)  # never above the present bound
         self.exceeded += 1
         self._free()
         gc.collect()  # what a circle of references still holds
