@@ -62,6 +62,21 @@ def test_the_card_has_the_metrics_and_the_options_that_were_changed(
     assert "has no checkpoint" in capsys.readouterr().err
 
 
+def test_the_card_of_a_run_that_was_killed_later_has_step_and_metrics_of_the_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run / "checkpoints" / "step-000003"
+    (folder / "model").mkdir(parents=True)
+    (folder / "checkpoint.json").write_text('{"step": 3}')
+    (run / "checkpoint").rename(run / "other")
+    (run / "checkpoint").symlink_to(folder.relative_to(run) / "model")
+    assert main(["push", str(run), "--to", "me/model", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert ": 3 of 5 steps (the run: killed, and it went on to step 4), from `org/base`" in out
+    assert "| `reward/mean` | 0.5 | 0.8 | 2 |" in out
+    assert "| `eval/reward/mean` | 0.25 | 0.25 | 0 |" in out
+
+
 class FakeHub(BaseHTTPRequestHandler):
     """The requests of a commit of small files."""
 

@@ -69,6 +69,30 @@ def test_the_table_is_also_json_and_csv(runs: Path, capsys: pytest.CaptureFixtur
     assert list(rows[0])[:7] == ["run", "kind", "state", "reason", "step", "steps", "warnings"]
 
 
+def test_a_run_that_failed_in_its_first_step_says_why(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = runs / "short"
+    run.mkdir()
+    ended = {"how": "failed", "time": 1.0, "reason": "no space left"}
+    (run / "run.json").write_text(json.dumps({"kind": "train", "checkpoint": None, "ended": ended}))
+    (run / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "m"}, "train": {"steps": 5, "lr": 0.5}}))
+    RunDirectory(run).write_warning(step=1, name="kl", text="too far. Lower train.lr")
+    one = printed(capsys, run)
+    assert one.startswith(f"{run}: failed after step 0 of 5, ")
+    assert "\n  no space left\n  warning in step 1: kl: too far\n" in one
+    assert "  train.steps  5  (default null)\nno conversations are recorded\n" in one
+    assert f"{run}: failed: no space left\n" in printed(capsys, runs)
+    assert main(["show", str(run), "--last", "1"]) == 1
+    assert "has no conversations: it ended before its first step" in capsys.readouterr().err
+
+
+def test_json_and_csv_name_what_is_left_out_on_stderr(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for form in ("--json", "--csv"):
+        assert main(["show", str(runs / "slow"), str(runs / "notes"), form]) == 0
+        out, err = capsys.readouterr()
+        assert "left out" not in out
+        assert f"left out: {runs / 'notes'} is not a run" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

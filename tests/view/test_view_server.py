@@ -321,10 +321,67 @@ def change(run: Path, number: int, **changes: object) -> None:
     path.write_text("".join(line + "\n" for line in lines))
 
 
+def test_a_run_that_failed_in_its_first_step_is_shown_with_the_reason(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "first"
+    run.mkdir(parents=True)
+    ended = {"how": "failed", "time": 1.0, "reason": "no space left"}
+    (run / "run.json").write_text(json.dumps({"kind": "train", "checkpoint": None, "ended": ended}))
+    assert find_runs([run]) == find_runs([run.parent]) == [run]
+    viewed = ViewedRun(run)
+    viewed.update()
+    overview = viewed.overview()
+    assert (overview["state"], overview["reason"], overview["step"]) == ("failed", "no space left", 0)
+    assert viewed.summary()["problem"] is None
+    viewed.close()
+
+
+def test_a_directory_that_cannot_be_looked_into_is_no_run(run: Path, tmp_path: Path) -> None:
+    """As one without permission, which root has: the names of its files would be too long for the system."""
+    deep = tmp_path
+    while len(str(deep)) < 3700:
+        deep /= "d" * 200
+    deep /= "d" * (4070 - len(str(deep)))  # at most 4095 bytes
+    deep.mkdir(parents=True)
+    (deep / ("e" * 14)).mkdir()
+    with pytest.raises(OSError, match="name too long"):
+        (deep / ("e" * 14) / "trajectories.jsonl").stat()
+    with pytest.raises(RunError, match="is not a run and contains none"):
+        find_runs([deep])
+
+
+def test_the_viewer_goes_on_reading_when_looking_for_new_runs_fails(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    viewed = ViewedRun(run)
+    server = ViewServer([viewed], paths=[Path("\0")])  # no system call takes this path
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        until = time.monotonic() + 60
+        while len(viewed.indexes["train"]) < 24 and time.monotonic() < until:
+            get_json(server, "/api/runs")
+            time.sleep(0.05)
+        assert len(viewed.indexes["train"]) == 24
+    finally:
+        server.stop()
+        thread.join()
+        viewed.close()
+    assert caplog.messages == ["looking for new runs failed, and is tried again: embedded null byte"]
+
+
+def test_half_of_a_surrogate_pair_is_answered(server: ViewServer, run: Path) -> None:
+    text = "half \ud83d of a pair"
+    messages = json.loads((run / "trajectories.jsonl").read_text().splitlines()[3])["messages"]
+    messages[1]["content"] = text
+    change(run, 3, messages=messages)
+    found: Any = get_json(server, "/api/runs/0/conversations/train/3")
+    assert found["messages"][1]["content"] == text
+
+
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", str(tmp_path), "--no-browser"]) == 1
     message = capsys.readouterr().err
-    assert f"{tmp_path} is not a run and contains none: a run has the file trajectories.jsonl." in message
+    assert f"{tmp_path} is not a run and contains none: a run has the file trajectories.jsonl or run.json." in message
 
 
 def test_a_directory_that_is_half_written(run: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
 
 def _is_one(path: Path) -> bool:
     """Whether a directory is a run or an evaluation, and not a directory of runs."""
-    return may_be_run(path) or (path / "metrics.jsonl").is_file() or bool(evaluated_runs(path))
+    return may_be_run(path) or os.path.isfile(path / "metrics.jsonl") or bool(evaluated_runs(path))
 
 
 def show_runs(console: Console, options: argparse.Namespace) -> None:
@@ -162,6 +163,7 @@ def show_runs(console: Console, options: argparse.Namespace) -> None:
     if options.json or options.csv:
         text = json.dumps(records, indent=1, default=str) if options.json else records_as_csv(records).rstrip("\n")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_left_out(Console(stderr=True), problems)
         return
     print_runs(console, records)
     print_left_out(console, problems)
@@ -231,12 +233,12 @@ def show(
         return
     run = models[0] if models else run
     path = existing_file(run / ("eval_trajectories.jsonl" if evaluation else "trajectories.jsonl"))
-    if not existing_file(run / "trajectories.jsonl").is_file():
+    if not may_be_run(run):
         raise RunError(
             f"{run.absolute()} is not a run: it contains no trajectories.jsonl. `turnwise train`, `sft` and `rollout` write "
             f"runs"
         )
-    if not path.is_file():
+    if evaluation and not path.is_file():
         raise RunError(f"{run.absolute()} has no evaluations, because its recipe has no held-out rows (data.eval)")
     if len(selection.counts()) > 1:
         raise RunError(f"{' and '.join(selection.counts())} select different conversations: give one of them")
@@ -248,6 +250,10 @@ def show(
         for part in _summary(run, path):
             console.print(part, soft_wrap=isinstance(part, Text))  # paths are not wrapped
         return
+    if not path.is_file():
+        raise RunError(
+            f"{run.absolute()} has no conversations: it ended before its first step; `turnwise show {run}` says how"
+        )
     damaged: list[str] = []
     trajectories = selection.of(path, damaged)
     print_lines(console, damage_notes(damaged), style="yellow")
@@ -334,7 +340,11 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
             yield change_line(change)
     for folder in evaluations_of(run):
         yield Text(f"evaluated by turnwise eval: turnwise show {folder}")
-    yield from _conversations(run, path, damaged)
+    if path.is_file():
+        yield from _conversations(run, path, damaged)
+    else:  # it failed before its first step ended
+        yield Text("no conversations are recorded")
+        yield from (Text(f"  {note}", style="yellow") for note in damage_notes(damaged))
 
 
 def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:

@@ -59,7 +59,8 @@ def is_compressed(path: Path) -> bool:
 def existing_file(path: Path) -> Path:
     """`path`, or the compressed file `path` + `.gz` if only that exists."""
     compressed = path.with_name(path.name + SUFFIX)
-    return compressed if not path.is_file() and compressed.is_file() else path
+    # os.path: a directory that may not be read has none, and is no error here
+    return compressed if not os.path.isfile(path) and os.path.isfile(compressed) else path
 
 
 def compressed_parts(lines: Iterable[bytes]) -> Iterator[bytes]:

@@ -7,6 +7,7 @@ of `decode_trajectory`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -41,7 +42,7 @@ def trajectories_file(run_or_file: str | Path) -> Path:
 
 def evaluated_runs(path: Path) -> list[Path]:
     """The run directories of the models in the directory of an evaluation; empty for another directory."""
-    if existing_file(path / "trajectories.jsonl").is_file():
+    if os.path.isfile(existing_file(path / "trajectories.jsonl")):
         return []
     folders = (file.parent for file in path.glob("*/evaluation.json"))
     return sorted(folder for folder in folders if existing_file(folder / "trajectories.jsonl").is_file())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def summarize_run(path: Path) -> RunSummary:
     """Read the summary of a run directory. Raises RunError if it is none, or if its recipe cannot be read."""
     about = _about(path)
     kind = about.get("kind") if about.get("kind") in _TRAINED else None
-    if kind is None and not existing_file(path / "trajectories.jsonl").is_file():
+    if not may_be_run(path):
         raise RunError(
             f"{path.absolute()} is not a run: it contains neither run.json of a training run nor trajectories.jsonl. "
             f"`turnwise train`, `sft`, `rollout` and `eval` write runs"
@@ -160,7 +161,7 @@ def recorded_warnings(path: Path, *, damaged: list[str] | None = None) -> list[R
 def _about(path: Path) -> Mapping[str, Any]:
     """`run.json`; empty where there is none, or where it is damaged: the other files are shown all the same."""
     file = path / "run.json"
-    if not file.is_file():
+    if not os.path.isfile(file):  # also where the directory may not be read
         return {}
     try:
         about = parse_json(read_text(file, error=RunError), where=str(file), error=RunError)
@@ -462,12 +463,13 @@ def find_summaries(paths: Sequence[Path]) -> tuple[list[RunSummary], list[str]]:
 
 def _below(path: Path) -> list[Path]:
     """The runs in a directory of runs, by name."""
-    folders = sorted(folder for folder in path.iterdir() if folder.is_dir()) if path.is_dir() else []
+    try:
+        folders = sorted(folder for folder in path.iterdir() if folder.is_dir())
+    except OSError:  # not a directory, or one that may not be read
+        return []
     return [run for folder in folders for run in (evaluated_runs(folder) or ([folder] if may_be_run(folder) else []))]
 
 
 def may_be_run(path: Path) -> bool:
     """Whether a directory looks like a run: it has conversations, or a `run.json` that is not that of an evaluation."""
-    return existing_file(path / "trajectories.jsonl").is_file() or (
-        (path / "run.json").is_file() and _about(path).get("kind") in _TRAINED
-    )
+    return os.path.isfile(existing_file(path / "trajectories.jsonl")) or _about(path).get("kind") in _TRAINED

@@ -5,6 +5,7 @@ The HTML has no script, and every text in it is escaped: the model wrote some of
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from turnwise.errors import RunError
 from turnwise.record.reader import RecordedTrajectories, read_lines
-from turnwise.record.summary import RunSummary, changed_from_defaults, summarize_run
+from turnwise.record.summary import RunMetrics, RunSummary, changed_from_defaults, summarize_run
 from turnwise.terminal.runs import option_text, state_line
 from turnwise.types import Trajectory
 
@@ -114,17 +115,20 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def model_card(directory: Path, *, name: str, curve: bool) -> str:
-    """The README.md of a model repository: what was trained, the metrics, the recipe, and how to load the model.
+    """The README.md of a model repository: what was trained until the newest checkpoint, the metrics until then, and the
+    recipe.
 
     `curve` is whether the repository has the picture curve.png. Raises RunError if the directory is not a run.
     """
     run = summarize_run(directory)
+    ran, run = run.step, _until_checkpoint(run)
     base = str(run.options.get("model.path", ""))
     known = base.count("/") == 1 and not base.startswith((".", "/", "~")) and not Path(base).exists()
     adapter = any(key == "model.lora.rank" and value is not None for key, value in run.options.items())
     head = ["---", "library_name: peft" if adapter else "library_name: transformers", "pipeline_tag: text-generation"]
     head += [f"base_model: {base}"] if known else []
     head += ["tags:", "- turnwise", "- reinforcement-learning" if run.kind == "train" else "- sft", "---"]
+    further = f", and it went on to step {ran}" if ran != run.step else ""
     done = f"{run.step} of {run.steps} steps" if run.steps is not None else f"{run.step} steps"
     how = "reinforcement learning over multi-turn conversations" if run.kind == "train" else "supervised fine-tuning"
     metrics = ["| metric | last | best | step of the best |", "|---|---|---|---|"]
@@ -137,7 +141,8 @@ def model_card(directory: Path, *, name: str, curve: bool) -> str:
         "",
         f"# {name.rpartition('/')[2]}",
         "",
-        f"Trained with [turnwise](https://pypi.org/project/turnwise/) by {how}: {done} ({run.state}), from `{base}`.",
+        f"Trained with [turnwise](https://pypi.org/project/turnwise/) by {how}: {done} (the run: {run.state}{further}), "
+        f"from `{base}`.",
         "",
         *(["![The curve of the run](curve.png)", ""] if curve else []),
         *metrics,
@@ -150,6 +155,22 @@ def model_card(directory: Path, *, name: str, curve: bool) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _until_checkpoint(run: RunSummary) -> RunSummary:
+    """The run as it was when its newest checkpoint was written: with this step, and the metrics of the steps until then. A killed
+    run has later ones. The run itself where its checkpoint has no step."""
+    try:
+        # checkpoint -> checkpoints/step-000004/model
+        about = json.loads(((run.path / "checkpoint").resolve().parent / "checkpoint.json").read_text(encoding="utf-8"))
+        step = about["step"]
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # a model that was put there by hand
+        return run
+    lines, evaluations = (
+        [line for line in read_lines(run.path / name, damaged=[]) if line.get("step", 0) <= step]
+        for name in ("metrics.jsonl", "evaluations.jsonl")
+    )
+    return dataclasses.replace(run, step=step, metrics=RunMetrics(lines, evaluations))
 
 
 def _cell(value: Any) -> str:

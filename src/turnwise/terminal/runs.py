@@ -179,7 +179,8 @@ def records_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows of `run_records` as a table. What is equal in all rows is said once, above."""
+    """Print the rows of `run_records` as a table, and why runs failed or were stopped. What is equal in all rows is said once,
+    above."""
     from turnwise.terminal.tables import number, print_table
 
     columns = list(records[0])
@@ -202,6 +203,10 @@ def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
             row.append(f"{number(last)}{at}")
         shown.append(row + ["-" if record[name] is None else _cell(record[name]) for name in options])
     print_table(console, shown)
+    for record in records:
+        if record["reason"]:
+            text = f"{record['run']}: {record['state']}: {_short(record['reason'])}"
+            console.print(text, style=_STYLES.get(record["state"]), highlight=False, markup=False, soft_wrap=True)
     if metrics:
         console.print("metrics: the last value (the best value @its step, where that is another)", style="dim")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
@@ -25,6 +26,7 @@ from turnwise.record.summary import (
     differing_options,
     group_failures,
     held_out_change,
+    may_be_run,
     summarize_run,
 )
 from turnwise.record.trajectory_json import decode_trajectory
@@ -49,8 +51,8 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not (found := runs_at(path)):
             raise RunError(
-                f"{path.absolute()} is not a run and contains none: a run has the file trajectories.jsonl. Give the directory "
-                f"of a run, such as runs/demo, or a directory of runs, such as runs"
+                f"{path.absolute()} is not a run and contains none: a run has the file trajectories.jsonl or run.json. Give the "
+                f"directory of a run, such as runs/demo, or a directory of runs, such as runs"
             )
         known = {run.resolve() for run in runs}
         runs += [run for run in found if run.resolve() not in known]
@@ -61,7 +63,7 @@ def runs_at(path: Path) -> list[Path]:
     """The run directories of one path; empty if there are none."""
     if _is_run(path):
         beside = path.with_name(f"{path.name}-eval") if path.name else path
-        return [path, *_runs_below(beside)] if (beside / "eval.json").is_file() else [path]
+        return [path, *_runs_below(beside)] if os.path.isfile(beside / "eval.json") else [path]
     found: list[Path] = []
     for folder in _folders(path):
         found += [folder] if _is_run(folder) else _runs_below(folder) if _is_evaluation(folder) else []
@@ -82,11 +84,13 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _is_evaluation(path: Path) -> bool:
-    return (path / "eval.json").is_file() or next(path.glob("*/evaluation.json"), None) is not None
+    return os.path.isfile(path / "eval.json") or next(path.glob("*/evaluation.json"), None) is not None
 
 
 def _is_run(path: Path) -> bool:
-    return any(existing_file(path / name).is_file() for name in (*FILES.values(), *_METRICS.values()))
+    # os.path: a directory that may not be read is none. A run that failed in its first step has only run.json and its recipe
+    files = (*FILES.values(), *_METRICS.values())
+    return any(os.path.isfile(existing_file(path / name)) for name in files) or may_be_run(path)
 
 
 class ViewedRun:
@@ -114,7 +118,7 @@ class ViewedRun:
             try:
                 complete &= index.update(seconds)
                 problem = next(iter(index.damage), problem)
-            except RunError as error:
+            except (RunError, OSError) as error:
                 problem = str(error)
         self.problem = problem
         return complete

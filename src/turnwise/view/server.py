@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
+import logging
 import mimetypes
 import os
 import re
@@ -25,9 +27,9 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from turnwise.errors import ConfigError, RunError
+from turnwise.errors import ConfigError, RunError, text_of
 from turnwise.services.http_server import (
     RequestRefused,
     bearer_token,
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 # the files of the page
@@ -167,7 +172,6 @@ def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()
     """The viewer as an ASGI application. Raises ConfigError if starlette is not installed."""
     try:
         from starlette.applications import Starlette
-        from starlette.responses import JSONResponse
         from starlette.routing import Mount, Route
     except ImportError:
         raise missing_library("starlette", server=_NAME, extra="view") from None
@@ -176,9 +180,9 @@ def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()
     def json_route(path: str, answer: Callable[[Request], Any]) -> Route:
         async def endpoint(request: Request) -> Response:
             try:
-                return JSONResponse(await asyncio.to_thread(answer, request))
+                return _json(await asyncio.to_thread(answer, request))
             except RunError as error:
-                return JSONResponse({"error": str(error)}, 404)
+                return _json({"error": str(error)}, 404)
 
         return Route(path, endpoint)
 
@@ -216,14 +220,31 @@ def _page_path(token: str) -> str:
     return f"/{hashlib.sha256(f'the path of the page: {token}'.encode()).hexdigest()[:32]}"
 
 
+def _json(content: Any, status: int = 200) -> Response:
+    """An answer in ASCII: half of a surrogate pair, which a model may write, has no encoding in UTF-8, but an escape in JSON."""
+    from starlette.responses import Response
+
+    text = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return Response(text, status, media_type="application/json")
+
+
 async def _watch(runs: list[ViewedRun], app: Starlette, paths: Sequence[Path]) -> None:
-    """Index what the runs append, and add runs that appear, for as long as the server runs. Requests of the page go first."""
+    """Index what the runs append, and add runs that appear, for as long as the server runs. Requests of the page go first.
+
+    What fails is logged once, and is the problem of the run on the page; the next round tries it again.
+    """
+    said: set[str] = set()
+    new_runs = functools.partial(_new_runs, runs, paths)
     while True:
+        found = await _attempted(new_runs)
         # at the end of the list: the numbers of the runs stay as they are
-        runs += await asyncio.to_thread(_new_runs, list(runs), paths)
+        runs += _logged("looking for new runs", found, said) or []
         complete = True
         for run in runs:  # in turns, so that no run waits for the index of another one
-            complete &= await asyncio.to_thread(run.update, _SLICE)
+            done = await _attempted(functools.partial(run.update, _SLICE))
+            if isinstance(done, BaseException):
+                run.problem = text_of(done)
+            complete &= _logged(f"reading {run.path}", done, said) is not False
             waited = 0.0
             while waited < _PAUSE and time.monotonic() - app.state.last_request < _QUIET:
                 await asyncio.sleep(_QUIET)
@@ -232,6 +253,23 @@ async def _watch(runs: list[ViewedRun], app: Starlette, paths: Sequence[Path]) -
             # what the first overview needs: loaded when the first rows are shown
             await asyncio.to_thread(importlib.import_module, "turnwise.options.schema")
             await asyncio.sleep(_SECONDS)
+
+
+async def _attempted(doing: Callable[[], T]) -> T | BaseException:
+    """What `doing` returns in a thread, or what it raises: an error must not end the watching without a word."""
+    (result,) = await asyncio.gather(asyncio.to_thread(doing), return_exceptions=True)
+    return result
+
+
+def _logged(what: str, result: T | BaseException, said: set[str]) -> T | None:
+    """The result; None of an error, which is logged unless it is among `said`."""
+    if not isinstance(result, BaseException):
+        return result
+    text = f"{what} failed, and is tried again: {text_of(result)}"
+    if text not in said:
+        said.add(text)
+        _log.warning("%s", text)
+    return None
 
 
 def _new_runs(runs: Sequence[ViewedRun], paths: Sequence[Path]) -> list[ViewedRun]:
@@ -293,14 +331,14 @@ class _Answers:
         return self._run(request).timeline(_path_number(request, "step"))
 
     async def image(self, request: Request) -> Response:
-        from starlette.responses import FileResponse, JSONResponse
+        from starlette.responses import FileResponse
 
         try:
             path = self._run(request).image(request.path_params["name"])
         except RunError:
             path = None
         if path is None:
-            return JSONResponse({"error": "there is no image of this name"}, 404)
+            return _json({"error": "there is no image of this name"}, 404)
         return FileResponse(path, media_type="image/png", headers={"Cache-Control": "max-age=86400"})
 
     def _run(self, request: Request) -> ViewedRun:
