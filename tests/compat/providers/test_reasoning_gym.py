@@ -9,6 +9,7 @@ import pytest
 
 from support.conversations import Says, hold
 from turnwise import assembly
+from turnwise.compat.providers.reasoning_gym import _EVALUATES, ReasoningGym
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
@@ -82,6 +83,82 @@ def test_an_answer_that_the_scorer_would_execute_is_not_given_to_it(tmp_path: Pa
     assert not path.exists()
     assert trajectory.turns[0].reward <= 0.01
     assert "not_evaluated" in trajectory.turns[0].info
+
+
+ATTACKS = {
+    "string_insertion": [
+        "{0 for StringInsertionDataset.score_answer in {lambda self, answer, entry: 1.0}}",
+        'f"{1:>9999999999}"',
+        '"%9999999999d" % 1',
+        "oracle_answer",
+    ],
+    "spiral_matrix": ["[x for x in (1, 2)]", "{**self}", "entry", "[answer]"],
+    "countdown": ["exp(3)", "factorial(9)", "binomial(99, 9)", "Lambda", "1e999", "9**9**9", "'9'*9", "9!", "x"],
+    "puzzle24": ["gamma(99999999)", "fibonacci(99999999)", "(lambda: 24)()", "1e-99999999", "24 # \\"],
+    "polynomial_multiplication": ["Sum(x, (x, 1, 10**9))", "sin(x)", "x_0", "(9**9)**(9**9)", "S.One", "２*x"],
+    "simple_integration": [
+        "exp(exp(exp(exp(3))))",
+        "exp(exp(exp(exp(3 + 0*x))))",
+        "cosh(cosh(cosh(9)))",
+        "E**E**E**E**9",
+        "Pow(x, 9)",
+        "(a + b + c + d + x)**64",
+        "+".join(f"1/(x+{n})" for n in range(99)),
+        "Integral(x**2, x)",
+    ],
+    "coin_flip": ["1e999999999", "1E-9_99_999"],
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_syntax_names_and_sizes_that_are_not_known_to_be_harmless_are_refused(name: str) -> None:
+    source = ReasoningGym(name)
+    dataset, entry = source.entry(assembly.rows(recipe(name), limit=1)[0])
+    for attack in ATTACKS[name]:
+        score, refused = source.score(dataset, entry, attack)
+        assert score <= 0.01, attack
+        assert refused is not None, attack
+    if name == "string_insertion":
+        assert dataset.score_answer("no list", entry) == 0.0, "the class of the library is as it was"
+
+
+@pytest.mark.parametrize("name", sorted(_EVALUATES))
+def test_right_answers_of_guarded_data_sets_are_given_to_the_scorer(name: str) -> None:
+    source = ReasoningGym(name)
+    texts = {row.id: source.entry(row)[1]["answer"] for row in assembly.rows(recipe(name), limit=5)}
+    # sympy leaves some integrals as they are
+    answers = [text for text in texts.values() if text is not None and "Integral(" not in text]
+    assert answers
+    assert [_EVALUATES[name](answer) for answer in answers] == [None] * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("string_insertion", "['A', 'B']"),
+        ("n_queens", "[['Q', '_'], ['_', 'Q']]"),
+        ("spiral_matrix", "[1, -2, 3]"),
+        ("countdown", "(50 - 3)*2/4 + 7"),
+        ("simple_integration", "exp(0.5*x)*sin(3*x) + E**(x**2) - (2*x + 1)**(3/2)/3 + log(x**2 + 1) + C"),
+        ("polynomial_multiplication", "12*x**2*y - 3*z**10"),
+    ],
+)
+def test_usual_answers_are_not_refused(name: str, answer: str) -> None:
+    assert _EVALUATES[name](answer) is None
+
+
+def test_the_guard_of_one_inner_data_set_of_a_composite_is_not_applied_to_another() -> None:
+    sets = [{"name": "countdown"}, {"name": "spell_backward"}, {"name": "simple_integration"}]
+    source = ReasoningGym("composite", config={"datasets": sets})
+    seen = set()
+    for row in assembly.rows(recipe("composite", config={"datasets": sets}), limit=12):
+        dataset, entry = source.entry(row)
+        seen.add(inner := entry["metadata"]["source_dataset"])
+        if inner == "spell_backward":
+            assert source.score(dataset, entry, entry["answer"]) == (1.0, None)
+        else:
+            assert source.score(dataset, entry, "__import__('os')")[1] is not None
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,14 @@ def test_games_at_the_same_time_depend_on_their_seeds_only() -> None:
     assert random.getstate() == state
 
 
+def test_a_game_that_draws_when_it_is_made_depends_on_its_seed_only() -> None:
+    config = recipe("Countdown-v0", arguments={"numbers": None, "target": None})
+    state = random.getstate()
+    first, again, other = (played(config, [], row=row).messages[0]["content"] for row in (0, 0, 1))
+    assert first == again != other
+    assert random.getstate() == state
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [

@@ -10,6 +10,7 @@ import ast
 import functools
 import importlib
 import inspect
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -84,7 +85,9 @@ class ReasoningGym:
             raise ConfigError("environment.arguments.level is an empty list; give at least one level, such as [0, 1]")
         levels = self._levels if self._levels is not None else [level]
         self._endless = [_Endless(name, dict(config or {}), seed, given) for given in levels]
-        self._guards = [guard for endless in self._endless for guard in _guards(name, endless.first)]
+        self._guards = {
+            set_: guard for endless in self._endless for set_, guard in _guards(name, endless.first).items()
+        }
 
     @classmethod
     def names(cls) -> Sequence[str]:
@@ -132,7 +135,9 @@ class ReasoningGym:
 
     def score(self, dataset: Any, entry: Mapping[str, Any], answer: str | None) -> tuple[float, str | None]:
         """The reward of an answer; and why the scorer got another text in its place, or None."""
-        refused = None if answer is None else next((why for guard in self._guards if (why := guard(answer))), None)
+        # a composite set names the set that an entry is from, and scores it by that name
+        guard = self._guards.get(entry["metadata"]["source_dataset"] if self.name == "composite" else self.name)
+        refused = None if answer is None or guard is None else guard(answer)
         given = answer if refused is None else _UNUSABLE
         return number(dataset.score_answer(answer=given, entry=entry), f"{self.name}.score_answer"), refused
 
@@ -264,108 +269,196 @@ def _of_level(name: str, level: Any) -> dict[str, Any]:
 _Guard = Callable[[str], str | None]
 """Why an answer must not be given to the scorer, or None."""
 
-_NAMES = frozenset(
-    [
-        "C",
-        "E",
-        "I",
-        "pi",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "asin",
-        "acos",
-        "atan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "exp",
-        "log",
-        "ln",
-        "sqrt",
-        "Abs",
-    ]
-)
+_CONSTANTS = frozenset({"C", "E", "I", "pi"})
+_EXPONENTIAL = frozenset({"exp", "sinh", "cosh"})
+_FUNCTIONS = _EXPONENTIAL | {
+    *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "tanh", "log", "ln", "sqrt", "Abs"),
+}
 _MOST_BITS = 4096.0
 """The largest number that an answer may have as an intermediate result."""
+_MOST_DEGREE = 40.0
+"""The largest degree of an answer that the scorer simplifies, over one denominator."""
+_MOST_TERMS = 1000
+"""The most terms that a simplifier may find when it expands an answer."""
 _UNUSABLE = "?"
 """What a scorer gets in place of an answer that must not be evaluated: no Python."""
+_LITERAL = (
+    ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.USub, ast.UAdd, ast.Load,
+)  # fmt: skip
+_CHARACTERS = re.compile(r"[0-9A-Za-z.+\-*/%^()\s]*", re.ASCII)
+"""What arithmetic consists of. Without quotes, brackets, underscores, `!`, `#` and `,`, sympy reads the same tokens as Python."""
+_LARGE_EXPONENT = re.compile(r"[eE][+-]?\d{3}")
+_TOO_LARGE = "it is too large to compute"
 
 
 def _literal(answer: str) -> str | None:
     """For scorers that call `eval`: lists, texts and numbers only."""
-    text = answer.strip()
-    if not any(sign in text for sign in "([*<"):
-        return None  # without these, nothing is called and nothing is large
-    try:
-        ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return "it is not a list of numbers or texts"
-    return None
-
-
-def _expression(answer: str) -> str | None:
-    """For scorers that call sympy's `parse_expr`, which evaluates its text as Python: arithmetic with variables of one letter."""
     if len(answer) > _LONGEST_ANSWER:
         return f"it has more than {_LONGEST_ANSWER} characters"
     try:
-        bits = _bits(ast.parse(answer.strip(), mode="eval").body)
+        body = ast.parse(answer.strip(), mode="eval").body
+    except (SyntaxError, ValueError):
+        return None  # `eval` raises this too: the scorer compares the text
+    except (MemoryError, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(body, ast.Name) and re.fullmatch("[A-Z]+", answer.strip()):
+        return None  # a text of letters; other names could be those of the scorer, such as `oracle_answer`
+    if all(isinstance(node, _LITERAL) for node in ast.walk(body)):
+        return None
+    return "it is not a list of numbers or texts"
+
+
+def _fraction(answer: str) -> str | None:
+    """For a scorer that calls `Fraction`, which computes all digits of 1e999999999."""
+    return _TOO_LARGE if _LARGE_EXPONENT.search(answer.replace("_", "")) else None
+
+
+def _arithmetic(answer: str) -> str | None:
+    """For scorers that call sympy's `parse_expr`, which evaluates its text as Python: numbers."""
+    return _evaluable(answer, longest=1000)
+
+
+def _polynomial(answer: str) -> str | None:
+    """The same: numbers and variables of one letter. The scorer does not expand powers."""
+    return _evaluable(answer, longest=_LONGEST_ANSWER, variables=True)
+
+
+def _integral(answer: str) -> str | None:
+    """The same: functions too. The scorer differentiates and simplifies."""
+    refused = _evaluable(answer, longest=1000, variables=True, functions=_FUNCTIONS)
+    if refused is not None:
+        return refused
+    body = ast.parse(answer.strip(), mode="eval").body
+    # a polynomial of this degree in the variables and in each sin(x), exp(x), ... has this many terms
+    unknowns = {ast.unparse(node) for node in ast.walk(body) if isinstance(node, ast.Name | ast.Call)}
+    degree = sum(_degree(body))
+    if not degree <= _MOST_DEGREE:
+        return _TOO_LARGE
+    unknowns -= _CONSTANTS | _FUNCTIONS
+    return _TOO_LARGE if math.comb(math.ceil(degree) + len(unknowns), len(unknowns)) > _MOST_TERMS else None
+
+
+def _evaluable(
+    answer: str, *, longest: int, variables: bool = False, functions: frozenset[str] = frozenset()
+) -> str | None:
+    text = answer.strip()
+    if len(text) > longest:
+        return f"it has more than {longest} characters"
+    if not _CHARACTERS.fullmatch(text):
+        return "it is not an arithmetic expression"
+    if _LARGE_EXPONENT.search(text):
+        return _TOO_LARGE
+    try:
+        bits = _bits(ast.parse(text, mode="eval").body, variables=variables, functions=functions)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError, OverflowError):
         return "it is not an arithmetic expression"
-    return "it is too large to compute" if bits > _MOST_BITS else None
+    return _TOO_LARGE if bits > _MOST_BITS else None
 
 
-def _bits(node: ast.expr) -> float:
-    """A bound of the bits of an expression's value. Raises ValueError for what is not arithmetic."""
+def _bits(node: ast.expr, *, variables: bool, functions: frozenset[str]) -> float:
+    """A bound of the bits of an expression's value: of its numerator and its denominator. Raises ValueError for what is not
+    arithmetic, and OverflowError for what is too large in between.
+
+    A variable counts as 1: it may vanish, as in exp(exp(exp(9 + 0*x))).
+    """
+    bits = functools.partial(_bits, variables=variables, functions=functions)
     match node:
-        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
-            return float(int(abs(value)).bit_length() + 1)
-        case ast.Name(id=name) if len(name) == 1 or name in _NAMES:
-            return 8.0
-        case ast.UnaryOp(operand=operand):
-            return _bits(operand)
-        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in _NAMES:
-            return 64.0 + _bits(argument)
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            return float(value.bit_length())
+        case ast.Constant(value=float()):  # the decimal digits: a simplifier takes them for a fraction
+            assert node.end_col_offset is not None
+            written = ast.unparse(node)
+            return 3.4 * (node.end_col_offset - node.col_offset) + 350.0 * ("e" in written)
+        case ast.Name(id=name) if variables and (name in _CONSTANTS or (len(name) == 1 and name.isascii())):
+            return 2.0 if name in _CONSTANTS else 1.0
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
+            return bits(operand)
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
+            inner = bits(argument)
+            return 1.5 * 2.0 ** min(inner, 64.0) if name in _EXPONENTIAL else 16.0 + inner
+        case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as exponent)):
+            return max(bits(left), 1.0) * float(exponent)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            exponent = _bits(right)
-            return _bits(left) * 2.0 ** min(exponent, 64.0)
+            return max(bits(left), 1.0) * 2.0 ** min(bits(right), 64.0)
         case ast.BinOp(left=left, op=ast.Mult() | ast.Div() | ast.FloorDiv() | ast.Mod(), right=right):
-            return _bits(left) + _bits(right)
+            return bits(left) + bits(right)
         case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.BitXor(), right=right):
-            return max(_bits(left), _bits(right)) + 1.0
+            return max(bits(left), bits(right)) + 1.0
     raise ValueError
+
+
+def _degree(node: ast.expr) -> tuple[float, float]:
+    """A bound of the degrees of the numerator and the denominator in the variables and functions, over one denominator."""
+    match node:
+        case ast.Name(id=name):
+            return (0.0 if name in _CONSTANTS else 1.0), 0.0
+        case ast.UnaryOp(operand=operand):
+            return _degree(operand)
+        case ast.Call(args=[argument]):
+            return 1.0 + sum(_degree(argument)), 0.0
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            up, down = _degree(left)
+            if sum(_degree(right)):
+                return 1.0 + up + down + sum(_degree(right)), 0.0
+            if up + down == 0:
+                return 0.0, 0.0
+            factor = _magnitude(right)
+            negative = isinstance(right, ast.UnaryOp) and isinstance(right.op, ast.USub)
+            return (down * factor, up * factor) if negative else (up * factor, down * factor)
+        case ast.BinOp(left=left, op=op, right=right):
+            (up, down), (other_up, other_down) = _degree(left), _degree(right)
+            if isinstance(op, ast.Mult):
+                return up + other_up, down + other_down
+            if isinstance(op, ast.Add | ast.Sub):
+                return max(up + other_down, other_up + down), down + other_down
+            return up + other_down, down + other_up
+    return 0.0, 0.0
+
+
+def _magnitude(exponent: ast.expr) -> float:
+    """The absolute value of a number or of a fraction of numbers; infinity for others."""
+    match exponent:
+        case ast.Constant(value=int() | float() as value):
+            return abs(float(value))
+        case ast.UnaryOp(operand=operand):
+            return _magnitude(operand)
+        case ast.BinOp(left=left, op=ast.Div(), right=ast.Constant(value=int() as below)) if below != 0:
+            return _magnitude(left) / below
+    return math.inf
 
 
 _EVALUATES: Mapping[str, _Guard] = {
     "binary_matrix": _literal,
-    "countdown": _expression,
-    "intermediate_integration": _expression,
+    "coin_flip": _fraction,
+    "countdown": _arithmetic,
+    "intermediate_integration": _integral,
     "n_queens": _literal,
-    "polynomial_multiplication": _expression,
-    "puzzle24": _expression,
-    "simple_integration": _expression,
+    "polynomial_multiplication": _polynomial,
+    "puzzle24": _arithmetic,
+    "simple_integration": _integral,
     "spiral_matrix": _literal,
     "string_insertion": _literal,
 }
 """The data sets whose scorers evaluate the answer, and what may be given to them."""
 
-_CALLS = re.compile(r"\b(?:eval|exec|parse_expr|sympify)\(\s*(?!entry\b)")
+_CALLS = re.compile(r"\b(?:eval|exec|parse_expr|sympify|Fraction)\(\s*(?!entry\b)")
 _HARMLESS = frozenset({"propositional_logic"})
 """Its `parse_expr` is a parser of its own."""
 
 
-def _guards(name: str, dataset: Any) -> list[_Guard]:
-    """The guards of a data set. Raises ConfigError for a scorer that evaluates answers and is not known."""
+def _guards(name: str, dataset: Any) -> dict[str, _Guard]:
+    """The guards of a data set, or of those in a composite set, by the name of the set.
+
+    Raises ConfigError for a scorer that evaluates answers and is not known.
+    """
     if name == "composite":
-        return [guard for inner, other in dataset.datasets.items() for guard in _guards(inner, other)]
+        inner = [_guards(other, inner) for other, inner in dataset.datasets.items()]
+        return {set_: guard for guards in inner for set_, guard in guards.items()}
     if name in _EVALUATES:
-        return [_EVALUATES[name]]
+        return {name: _EVALUATES[name]}
     if name not in _HARMLESS and _CALLS.search(inspect.getsource(type(dataset).score_answer)):
         raise ConfigError(
             f"environment: the scorer of reasoning_gym:{name} evaluates the model's answer as Python, in the process of the "
             f"training. This version of turnwise does not know which answers are harmless: use another data set"
         )
-    return []
+    return {}

@@ -118,7 +118,7 @@ class TextArena:
         """The number of players. Raises ConfigError with the game's own message if no game can begin."""
         problem = ""
         try:
-            with boundary("environment"):
+            with boundary("environment"), _OwnRandom(0).active():
                 game = self.make_game()
         except Failed as failed:
             raise ConfigError(
@@ -160,7 +160,7 @@ class _TextGame:
 
     def __init__(self, source: TextArena) -> None:
         self._source = source
-        self._foreign = ThreadedObject(source.make_game, None, name=f"textarena:{source.name}")
+        self._foreign = ThreadedObject(self._make_game, None, name=f"textarena:{source.name}")
         self._shown = ""
         """What the wrappers have shown so far, if they repeat it."""
 
@@ -257,6 +257,10 @@ class _TextGame:
                     new = rest[len(own) :]
                     break
         return new.strip("\n") or "(nothing new)"
+
+    def _make_game(self) -> Any:
+        with self._random.active():  # some games draw when they are made, as Countdown-v0 its numbers
+            return self._source.make_game()
 
     async def _ask(self, function: Callable[[], Any]) -> Any:
         def ask() -> Any:
