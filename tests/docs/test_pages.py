@@ -146,7 +146,7 @@ def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
     assert (config.train.steps, config.train.batch_size, config.train.group_size) == (200, 16, 8)
     monkeypatch.chdir(tmp_path)
     commands = re.findall(r"^turnwise \w+ .*guess.*$", README, re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for line in commands:  # known commands and options, which miss nothing but their files
         assert main(line.partition("#")[0].split()[1:]) == 1
         assert "guess" in capsys.readouterr().err

@@ -542,7 +542,9 @@ def test_marks_that_a_tool_has_read_are_context_and_neither_call_nor_answer() ->
     (segment,) = trajectory.segments
     parts = spoken(segment)
     assert [text for who, text in parts if who >= 0] == [call("read") + "<|im_end|>", "#### 6<|im_end|>"]
-    assert page in parts[2][1]
+    # text that looks like the template's tokens stays text (data.escape_control_tokens), and the record says so
+    assert page.replace("|>", " |>") in parts[2][1]
+    assert trajectory.escaped == {"<|im_end|>": 2, "<|im_start|>": 1}
 
 
 def test_half_a_character_that_a_tool_gives_back_is_no_end() -> None:

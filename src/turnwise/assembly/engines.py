@@ -553,7 +553,7 @@ def ray_options(config: Config, renderer: Renderer, *, trains: bool = False) -> 
 def _gpu_beside_workers(config: Config) -> str | None:
     """The GPU of a command that trains on a machine of the Ray cluster, which does not know of it. A rank's GPU is reserved, and
     the machine of a command with `ray://` is outside of the cluster."""
-    outside = (config.cluster.address or "").startswith("ray://")
+    outside = (config.cluster.address or os.environ.get("RAY_ADDRESS") or "").startswith("ray://")
     if outside or RAY_ADDRESS in os.environ or on_cpu(config.model.device):
         return None
     number, names = config.model.device.partition(":")[2], visible_devices()

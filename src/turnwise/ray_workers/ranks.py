@@ -64,12 +64,15 @@ class RayRanks:
         self._gpus = gpus and cluster.ranks.num_gpus is None
         self._workers = f"{cluster.workers.count} x ({ray_api.needs_text(cluster.workers)})" if workers else ""
         self._ranks: list[_Rank] = []
+        self._connected = False
         self._group: Any = None
         """What Ray has reserved."""
 
     def start(self, words: Sequence[str]) -> None:
         """Reserve the resources of all ranks, and start their processes. Raises ConfigError or EngineError."""
-        ray_api.connect(self._address, self._needs)
+        if not self._connected:  # a second start uses the connection of the first, and the directories that it has copied
+            ray_api.connect(self._address, self._needs)
+            self._connected = True
         deadline = time.monotonic() + self._needs.start_timeout
         needs = self._needs
         if self._gpus and ray_api.has_gpus():
@@ -124,6 +127,7 @@ class RayRanks:
     def close(self) -> None:
         """End the connection with Ray."""
         ray_api.disconnect()
+        self._connected = False
 
     def _reserve(self, needs: RanksSection, deadline: float) -> None:
         """Reserve the resources of all ranks. Raises ConfigError if the cluster does not have them in time."""

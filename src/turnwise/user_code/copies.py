@@ -301,6 +301,8 @@ def _copy_trajectory(trajectory: Trajectory) -> Trajectory:
         values=copy_containers(trajectory.values),
         returns=copy_containers(trajectory.returns),
         penalties=copy_containers(trajectory.penalties),
+        teacher_scores=copy_containers(trajectory.teacher_scores),
+        escaped=trajectory.escaped.copy(),
     )
 
 

@@ -208,7 +208,7 @@ def test_the_example_in_the_docstring_is_right(module: ModuleType, name: str) ->
     )
     assert test.examples
     assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
-    own = name in ("shared", "discounted", "critic")  # schemes of the multi-turn note, which cites no paper
+    own = name in ("shared", "discounted", "critic", "none")  # schemes of the multi-turn note, which cites no paper
     assert own or any(word in function.__doc__ for word in ("Paper", "Reference"))
 
 

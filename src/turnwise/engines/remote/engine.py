@@ -361,7 +361,11 @@ class RemoteEngine:
                     await change(replica)
             await self._compare(probe, update.version)
         except BaseException as error:
-            await asyncio.gather(*map(self._give_back, changed))
+            if self._current is None or self._current.tensors is None:
+                await asyncio.gather(*map(self._give_back, changed))
+            else:  # broadcasts, as above
+                for replica in changed:
+                    await self._give_back(replica)
             if isinstance(error, EngineError):
                 raise EngineError(
                     f"the weights of version {update.version} were not taken over; the engine goes on with version "

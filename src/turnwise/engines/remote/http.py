@@ -36,7 +36,7 @@ class ServerLost(EngineError):
 class ServerRefused(EngineError):
     """A server refused a request (status 4xx). A repeated request would be refused again."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
         self.status = status
 
