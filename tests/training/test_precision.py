@@ -164,6 +164,31 @@ def test_the_engine_keeps_attention_in_chunks() -> None:
     assert list(completion.logprobs) == pytest.approx(own, abs=1e-4)
 
 
+def test_the_engine_scales_the_attention_of_llama_4_by_the_index_of_each_token_in_its_row() -> None:
+    chunks = {"attention_chunk_size": 40, "num_local_experts": 2, "intermediate_size_mlp": 32, "no_rope_layers": [1, 0]}
+    model = made(
+        hf.Llama4TextConfig(**SIZES, **chunks, floor_scale=30, attn_scale=4.0)
+    )  # 8192 and 0.1 in the published models
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight.mul_(20)  # random attention is nearly uniform, whatever its scale
+    prompts = [[5 + n % 200 for n in range(length)] for length in (20, 90)]
+
+    async def ask() -> list[Completion]:
+        engine = LocalEngine(model, slots=2, threads=1)
+        requests = [
+            Request(conversation=str(n), token_ids=prompt, sampling=Sampling(max_tokens=20), seed=n)
+            for n, prompt in enumerate(prompts)
+        ]
+        completions = await asyncio.gather(*map(engine.generate, requests))
+        await engine.close()
+        return completions
+
+    for prompt, completion in zip(prompts, asyncio.run(ask()), strict=True):
+        logprob_TV = plain(model, [*prompt, *completion.token_ids])
+        own = [float(logprob_TV[len(prompt) - 1 + n, token]) for n, token in enumerate(completion.token_ids)]
+        assert list(completion.logprobs) == pytest.approx(own, abs=1e-4)
+
+
 def test_a_window_longer_than_what_is_tried_out_is_kept_by_the_engine() -> None:
     model = made(hf.Phi3Config(**SIZES, sliding_window=100))
     prompt = [5 + n % 200 for n in range(150)]

@@ -224,6 +224,7 @@ class GenericForward:
         self._device = next(model.parameters()).device
         self._dtype = torch.bfloat16 if autocast else next(model.parameters()).dtype
         _check_masks(model)
+        self._tuned = [module for module in self._model.modules() if _scales_queries(module)]
         with self.inference():
             self._layers = probe_layers(self._model)
         self._arguments = inspect.signature(model.forward).parameters
@@ -347,7 +348,8 @@ class GenericForward:
             "cache_params": cache,  # of models without attention
         }
         arguments = {name: value for name, value in arguments.items() if name in self._arguments}
-        with _routed(kv, view, len(rows_N) * tokens_NT.shape[1]):
+        tuned = _tuned_by_index(self._tuned, self._tensor(index_NT))
+        with _routed(kv, view, len(rows_N) * tokens_NT.shape[1]), tuned:
             output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
         cache.write_back()
         return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
@@ -376,6 +378,36 @@ class GenericForward:
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def _scales_queries(module: torch.nn.Module) -> bool:
+    """Whether it is an attention of Llama 4 without rotary positions, which scales the queries of late tokens."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
+
+
+@contextmanager
+def _tuned_by_index(attentions: Sequence[Any], index_NT: torch.Tensor) -> Iterator[None]:
+    """Inside, the attentions of Llama 4 scale each query by the index of its token in its row (arXiv 2501.19399).
+
+    Their own code counts on from one length of the cache, the same for all rows, and rows have different lengths.
+    """
+    hooks: list[Any] = []
+    try:
+        for attention in attentions:
+            steps_NT = torch.floor((index_NT.float() + 1.0) / attention.floor_scale)
+            scale_NT1 = (torch.log1p(steps_NT) * attention.attn_scale + 1.0).unsqueeze(-1)
+
+            def scaled(module: Any, given: Any, query: torch.Tensor, by: torch.Tensor = scale_NT1) -> torch.Tensor:
+                return (query * by).to(query.dtype)
+
+            attention.attn_temperature_tuning = False
+            hooks.append(attention.q_proj.register_forward_hook(scaled))
+        yield
+    finally:
+        for attention in attentions:
+            attention.attn_temperature_tuning = True
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
