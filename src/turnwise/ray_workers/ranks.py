@@ -70,7 +70,9 @@ class RayRanks:
 
     def start(self, words: Sequence[str]) -> None:
         """Reserve the resources of all ranks, and start their processes. Raises ConfigError or EngineError."""
-        if not self._connected:  # a second start uses the connection of the first, and the directories that it has copied
+        if (
+            not self._connected
+        ):  # a second start uses the connection of the first, and the directories that it has copied
             ray_api.connect(self._address, self._needs)
             self._connected = True
         deadline = time.monotonic() + self._needs.start_timeout
