@@ -25,7 +25,7 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
     """The rows of `data.train`, or the `held_out` rows of `data.eval`. `limit` is a bound in addition to data.max_rows:
     the smaller bound applies.
 
-    Raises DataError.
+    Raises DataError, and ConfigError for a curriculum of rows of which none is used twice.
     """
     data = config.data
     bounds = [bound for bound in (limit, data.max_rows) if bound is not None]
@@ -40,6 +40,12 @@ def rows(config: Config, *, held_out: bool = False, limit: int | None = None) ->
         writes_prompt=lambda: _environment_writes_prompt(config),
         provides=lambda count: _provided(config, held_out=held_out, count=count),
     )
+    if not held_out and curriculum(config) is not None and any(row.seed_step for row in found):
+        # each pass has other seeds: a pass rate would be stored for every row, and never be read
+        raise ConfigError(
+            f"data.curriculum has no effect on the rows that {config.environment.use} makes by seed: none is used twice. Remove "
+            f'it, or set data.train to a file with the same seeds in each pass, of lines such as {{"seed": 0}}'
+        )
     _check_ends(found, config, source)
     return found
 

@@ -73,6 +73,18 @@ def test_the_levels_of_a_curriculum_go_by_the_rows_and_composite_sets_mix() -> N
     assert 0 < sum("Greatest Common Divisor" in text for text in shown) < 8
 
 
+def test_a_curriculum_is_refused_with_endless_rows_and_has_an_effect_on_a_file_of_seeds(tmp_path: Path) -> None:
+    file = tmp_path / "seeds.jsonl"
+    file.write_text('{"seed": 0, "level": 1}\n{"seed": 1, "level": 0}\n')
+    use = {"use": "reasoning_gym:gcd", "arguments": {"level": [0, 1]}}
+    tree = {"model": "m", "environment": use, "data": {"curriculum": {"high": 1.0}}}
+    with pytest.raises(ConfigError, match=r"data.curriculum has no effect on the rows that .* makes by seed"):
+        assembly.rows(checked(tree, source="recipe"))
+    tree["data"]["train"] = str(file)
+    rows = assembly.rows(checked(tree, source="recipe"))
+    assert [(row.id, row.in_pass(1).id) for row in rows] == [("1", "1"), ("2", "2")]
+
+
 @pytest.mark.parametrize("name", ["countdown", "n_queens", "polynomial_multiplication", "string_insertion"])
 @pytest.mark.parametrize("attack", ["__import__('pathlib').Path({path!r}).touch()", "9**9**9**9", "[9]*10**10"])
 def test_an_answer_that_the_scorer_would_execute_is_not_given_to_it(tmp_path: Path, name: str, attack: str) -> None:
