@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from support.recipes import save_recipe
 from support.runs import a_run
 from turnwise.cli import main
-from turnwise.commands.sweep import Sweep, combinations, divided, run_name, split_values
+from turnwise.commands.command import Context, Stops
+from turnwise.commands.sweep import Sweep, chosen_metric, combinations, divided, run_name, split_values
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.summary import summarize_run
 
@@ -60,6 +64,111 @@ def test_a_directory_of_another_sweep_is_refused(tmp_path: Path) -> None:
     assert again.state("a") == "killed"
 
 
+@pytest.fixture
+def context() -> Iterator[Context]:
+    with Stops() as stops:
+        yield Context(Console(file=io.StringIO(), width=400), stops)
+
+
+def a_sweep(tmp_path: Path, runs: dict[str, list[str]]) -> Sweep:
+    """A sweep with runs of four steps that are finished."""
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("seed: 1")
+    sweep = Sweep(tmp_path / "runs", str(recipe), [], command="train")
+    sweep.open()
+    for name in runs:
+        a_run(tmp_path / "runs" / name, ended={"how": "finished", "time": 1.0})
+    sweep.runs = dict(runs)
+    return sweep
+
+
+def test_a_run_of_the_same_name_with_other_options_is_not_taken_as_a_run_of_this_sweep(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path, {"lr=1e-6": ["train.lr=1e-6"]})
+    sweep.refuse_others({"lr=1e-6": ["train.lr=1e-6"], "lr=1e-5": ["train.lr=1e-5"]})
+    with pytest.raises(RunError, match=r"is a run with train.lr=1e-6, and not with critic.lr=1e-6: .* --out DIR"):
+        sweep.refuse_others(combinations({"critic.lr": ["1e-5", "1e-6"]}))
+
+
+@pytest.mark.parametrize(
+    ("given", "command", "evaluates", "expected"),
+    [
+        (None, "train", True, "eval/reward/mean"),
+        (None, "train", False, "reward/mean"),
+        (None, "sft", True, "eval/loss"),
+        (None, "sft", False, "loss"),
+        ("entropy", "train", False, "entropy"),
+        ("rewards/mine/mean", "train", False, "rewards/mine/mean"),
+        ("of_my_own_code", "train", False, "of_my_own_code"),
+    ],
+)
+def test_the_metric_is_one_that_the_runs_will_have(
+    given: str | None, command: str, evaluates: bool, expected: str
+) -> None:
+    assert chosen_metric(given, command=command, evaluates=evaluates) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "command", "evaluates", "message"),
+    [
+        ("eval/reward/mean", "train", False, "is of held-out rows, and the recipe has none: set data.eval"),
+        ("reward/mean", "sft", True, "is not a metric of turnwise sft"),
+        ("entropi", "train", True, "is not a metric; did you mean entropy"),
+    ],
+)
+def test_a_metric_that_no_run_will_have_is_refused_before_the_first(
+    given: str, command: str, evaluates: bool, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen_metric(given, command=command, evaluates=evaluates)
+
+
+@pytest.mark.parametrize("metric", ["loss", "reward/mean", "never_written"])
+def test_runs_are_compared_by_any_metric(tmp_path: Path, metric: str, context: Context) -> None:
+    sweep = a_sweep(tmp_path, {"a": ["seed=1"], "b": ["seed=2"]})
+    assert sweep.compare(context, metric) == 0
+    out = context.console.file.getvalue()  # type: ignore[attr-defined]
+    assert out.count("finished") == 2
+    assert ("not sorted: no run has the metric never_written" in out) == (metric == "never_written")
+
+
+def test_a_finished_run_without_the_metric_names_those_that_it_has(tmp_path: Path) -> None:
+    sweep = a_sweep(tmp_path, {"a": ["seed=1"]})
+    assert sweep.result("a", "reward/mean") == 0.6
+    assert sweep.result("absent", "reward/mean") is None
+    with pytest.raises(RunError, match=r"no metric entropy.*The metrics are: reward/mean, loss, eval/reward/mean"):
+        sweep.result("a", "entropy")
+
+
+def test_trials_go_on_with_new_values_and_are_refused_with_other_options(tmp_path: Path, context: Context) -> None:
+    pytest.importorskip("optuna")
+    from turnwise.commands.sweep import _optimize
+
+    class Noted(Sweep):
+        """Training is left out: a run is finished at once."""
+
+        def check(self, words: Sequence[str]) -> None: ...
+
+        def run(self, name: str, words: Sequence[str], context: Context, *, title: str) -> None:
+            if name not in self.runs:
+                self.runs[name] = list(words)
+                a_run(self.directory / name, ended={"how": "finished", "time": 1.0})
+
+    (tmp_path / "r.yaml").write_text("seed: 1")
+    sweep = Noted(tmp_path / "runs", str(tmp_path / "r.yaml"), [], command="train")
+    for trials in (2, 4, 6):
+        _optimize(sweep, {"train.lr": ["1e-6..1e-4"]}, trials, "loss", context)
+    assert len({words[0] for words in sweep.runs.values()}) == 6
+    for other in (
+        {"critic.lr": ["1e-6..1e-4"]},
+        {"train.lr": ["1..2"]},
+        {"train.lr": ["1e-6..1e-4"], "seed": ["1", "2"]},
+    ):
+        with pytest.raises(
+            RunError, match="not among the values of this sweep: choose another directory with --out DIR"
+        ):
+            _optimize(sweep, other, 8, "loss", context)
+
+
 def test_a_sweep_without_several_values_is_refused(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +194,8 @@ def test_a_run_that_fails_ends_no_other_and_finished_runs_are_skipped(
         str(recipe),
         f"reference.path={tmp_path / 'absent'},null",
         "loss.kl_coef=0.1",
+        "--metric",
+        "entropy",
         "--out",
         str(tmp_path / "s"),
     ]
@@ -92,6 +203,8 @@ def test_a_run_that_fails_ends_no_other_and_finished_runs_are_skipped(
         assert main(words) == 1  # one of the two fails
         out = capsys.readouterr().out
         assert "run 1 of 2: ended with status 1; the sweep goes on" in out
+        assert "entropy" in out
+        assert "not sorted" not in out
     assert "run 2 of 2: reference.path=null is finished already" in out
     assert summarize_run(tmp_path / "s" / "path=null").state == "finished"
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from turnwise.commands.command import Context, add_recipe, count, print_lines
 from turnwise.errors import ConfigError, RunError
+from turnwise.record.metric_names import METRICS, metric_hint
 
 # arguments
 
@@ -43,7 +44,8 @@ def register_sweep(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--metric", metavar="NAME",
-        help="the metric to sort the comparison by, and to improve with --trials; default: eval/reward/mean or reward/mean",
+        help="the metric to sort the comparison by, and to improve with --trials; default: reward/mean, or loss with --sft; with "
+        "data.eval, the same on held-out rows (eval/reward/mean, eval/loss)",
     )  # fmt: skip
     parser.add_argument(
         "--trials", type=count, metavar="N",
@@ -61,17 +63,44 @@ def _run_sweep(options: argparse.Namespace, context: Context) -> int:
     base, _ = load(options.recipe, fixed)
     directory: Path = options.out or Path(f"{base.output.rstrip('/')}-sweep")
     sweep = Sweep(directory, options.recipe, fixed, command="sft" if options.sft else "train")
+    # `data.eval` is varied or fixed
+    evaluates = "data.eval" in varied or base.data.eval is not None
+    metric = chosen_metric(options.metric, command=sweep.command, evaluates=evaluates)
     if options.trials is None:
         runs = combinations(varied)
         for words in runs.values():
             sweep.check(words)
         sweep.open()
+        sweep.refuse_others(runs)
         for number, (name, words) in enumerate(runs.items(), 1):
             sweep.run(name, words, context, title=f"run {number} of {len(runs)}")
     else:
         sweep.open()
-        _optimize(sweep, varied, options, context)
-    return sweep.compare(context, options.metric)
+        _optimize(sweep, varied, options.trials, metric, context)
+    return sweep.compare(context, metric)
+
+
+def chosen_metric(given: str | None, *, command: str, evaluates: bool) -> str:
+    """The metric that says which run is the best: `given`, or the reward, and the loss of fine-tuning; on held-out rows if there
+    are any. Raises ConfigError for a metric that the runs will not have, as far as its name says so."""
+    if given is None:
+        return ("eval/" if evaluates else "") + ("loss" if command == "sft" else "reward/mean")
+    if given.startswith("eval/") and not evaluates:
+        raise ConfigError(f"--metric {given} is of held-out rows, and the recipe has none: set data.eval")
+    wanted = given.removeprefix("eval/")
+    known = [metric for metric in METRICS if metric.matches(wanted)]
+    if not known:
+        if hint := metric_hint(wanted):
+            raise ConfigError(f"--metric {given} is not a metric{hint} (docs/metrics.md lists them)")
+        return given  # a name of the user's own code
+    lines = {line.strip() for metric in known for line in metric.lines.split(",")}
+    line = command if given == wanted else {"train": "eval", "sft": "sft eval"}[command]
+    if line not in lines:
+        raise ConfigError(
+            f"--metric {given} is not a metric of turnwise {command}: it belongs to {', '.join(sorted(lines))}; docs/metrics.md "
+            f"lists all"
+        )
+    return given
 
 
 # values
@@ -141,7 +170,7 @@ class Sweep:
 
     def __init__(self, directory: Path, recipe: str, fixed: Sequence[str], *, command: str) -> None:
         self.directory = directory
-        self._recipe, self._fixed, self._command = recipe, list(fixed), command
+        self._recipe, self._fixed, self.command = recipe, list(fixed), command
         text = Path(recipe).read_bytes()
         self._about = {"command": command, "recipe": hashlib.sha256(text).hexdigest(), "options": self._fixed}
         self._failed: list[str] = []
@@ -163,6 +192,18 @@ class Sweep:
             raise RunError(f"{self.directory} contains other files: choose another directory with --out DIR")
         self.directory.mkdir(parents=True, exist_ok=True)
 
+    def refuse_others(self, runs: Mapping[str, Sequence[str]]) -> None:
+        """Refuse a directory with runs of the same names and of other options. Raises RunError.
+
+        The name of a run has the last part of each key: `lr=1e-6` is a run of `train.lr=1e-6` or of `critic.lr=1e-6`.
+        """
+        for name, words in runs.items():
+            if self.runs.get(name, list(words)) != list(words):
+                raise RunError(
+                    f"{self.directory / name} is a run with {' '.join(self.runs[name])}, and not with {' '.join(words)}: choose "
+                    f"another directory with --out DIR"
+                )
+
     def check(self, words: Sequence[str]) -> None:
         """Refuse a combination that cannot be trained, before any run begins. Raises ConfigError."""
         from turnwise.commands.command import refuse_missing_files
@@ -172,7 +213,7 @@ class Sweep:
 
         config, _ = load(self._recipe, [*self._fixed, *words])
         refuse_missing_files(config)
-        (refuse_sft_without_effect if self._command == "sft" else refuse_without_effect)(config)
+        (refuse_sft_without_effect if self.command == "sft" else refuse_without_effect)(config)
 
     def state(self, name: str) -> str | None:
         """How the run of this name ended; None if it was not started."""
@@ -193,28 +234,44 @@ class Sweep:
             context.console, [f"\n{title}: {' '.join(words)} into {path}{'' if state is None else ' (resumed)'}"]
         )
         own = [*self._fixed, *words, "resume=auto", f"output={path}"]
-        command = [sys.executable, "-m", "turnwise", self._command, self._recipe, *own]
+        command = [sys.executable, "-m", "turnwise", self.command, self._recipe, *own]
         if (status := context.stops.run(_process(command))) != 0:
             self._failed.append(name)
             print_lines(context.console, [f"{title}: ended with status {status}; the sweep goes on"], style="red")
 
-    def compare(self, context: Context, metric: str | None) -> int:
-        """Print the comparison. Returns the exit status: 1 if a run failed."""
+    def result(self, name: str, metric: str) -> float | None:
+        """The last value of a metric in a run; None if the run has not finished. Raises RunError if a finished one lacks it."""
+        from turnwise.record.summary import summarize_run
+
+        if self.state(name) != "finished":
+            return None
+        metrics = summarize_run(self.directory / name).metrics
+        if metric not in metrics:
+            raise RunError(
+                f"{self.directory / name} has no metric {metric}{metric_hint(metric, list(metrics))}: choose one with --metric. "
+                f"The metrics are: {', '.join(metrics)}"
+            )
+        return metrics[metric].last
+
+    def compare(self, context: Context, metric: str) -> int:
+        """Print the comparison, sorted by a metric if any run has it. Returns the exit status: 1 if a run failed."""
         from turnwise.record.summary import find_summaries
-        from turnwise.terminal.runs import print_left_out, print_runs, run_records
+        from turnwise.terminal.runs import known_metrics, print_left_out, print_runs, run_records
 
         summaries, problems = find_summaries([self.directory / name for name in self.runs])
         if summaries:
-            by = metric or next((n for n in _USUAL if any(n in run.metrics for run in summaries)), None)
+            names = list(dict.fromkeys(name for run in summaries for name in run.metrics))
+            by = metric if metric in names else None
+            shown = [] if by is None else list(dict.fromkeys([*known_metrics(summaries, []), by]))
             print_lines(context.console, [""])
-            print_runs(context.console, run_records(summaries, by=by))
+            print_runs(context.console, run_records(summaries, metrics=shown, by=by))
+            if by is None:
+                print_lines(
+                    context.console, [f"not sorted: no run has the metric {metric}{metric_hint(metric, names)}"]
+                )
         print_left_out(context.console, problems)
         print_lines(context.console, [f"to see them again: turnwise show {self.directory}"])
         return 1 if self._failed else 0
-
-
-_USUAL = ("eval/reward/mean", "reward/mean", "eval/loss", "loss")
-"""The metrics by which runs are compared: the first that a run has."""
 
 
 async def _process(command: Sequence[str]) -> int:
@@ -235,40 +292,60 @@ async def _process(command: Sequence[str]) -> int:
 # optuna
 
 
-def _optimize(sweep: Sweep, varied: Mapping[str, Sequence[str]], options: argparse.Namespace, context: Context) -> None:
-    """Train `--trials` runs with values that optuna chooses (its default sampler). Finished runs of the directory count.
+def _optimize(sweep: Sweep, varied: Mapping[str, Sequence[str]], trials: int, metric: str, context: Context) -> None:
+    """Train `trials` runs with values that optuna chooses (its default sampler). Finished runs of the directory count.
 
-    Raises ConfigError if optuna is not installed.
+    Raises ConfigError if optuna is not installed, and RunError if the directory has trials of other options or values, or a
+    finished run lacks the metric.
     """
     try:
         import optuna  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise ConfigError("--trials needs the `optuna` package: pip install 'turnwise[sweep]'") from None
-    from turnwise.record.summary import lower_is_better, summarize_run
+    from turnwise.record.summary import lower_is_better
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     distributions = {key: _distribution(optuna, values) for key, values in varied.items()}
-    metric = options.metric or "eval/reward/mean"
-    study = optuna.create_study(
-        direction="minimize" if lower_is_better(metric) else "maximize", sampler=optuna.samplers.TPESampler(seed=0)
-    )
-    for number in range(options.trials):
+    earlier = {name: words for name, words in sweep.runs.items() if name.startswith("trial-")}
+    for name, words in earlier.items():
+        _trial(optuna, sweep.directory / name, words, distributions, None)
+    # a sampler draws its first trials from its seed alone: a sweep that goes on must not draw the same ones again
+    sampler = optuna.samplers.TPESampler(seed=len(earlier))
+    study = optuna.create_study(direction="minimize" if lower_is_better(metric) else "maximize", sampler=sampler)
+    for number in range(trials):
         name = f"trial-{number:03}"
-        if (words := sweep.runs.get(name)) is None:
-            trial = study.ask(distributions)
-            words = [f"{key}={value}" for key, value in trial.params.items()]
-            sweep.check(words)
-        else:  # an earlier call has chosen these values
-            study.enqueue_trial({key: _parameter(word, distributions[key]) for key, word in _pairs(words)})
-            trial = study.ask(distributions)
-        sweep.run(name, words, context, title=f"trial {number + 1} of {options.trials}")
-        value = None
-        with contextlib.suppress(RunError):
-            value = summarize_run(sweep.directory / name).metrics.get(metric)
-        if value is None:
-            study.tell(trial, state=optuna.trial.TrialState.FAIL)
-        else:
-            study.tell(trial, value.last)
+        title = f"trial {number + 1} of {trials}"
+        if (words := earlier.get(name)) is not None:  # an earlier call has chosen these values
+            sweep.run(name, words, context, title=title)
+            value = sweep.result(name, metric)
+            study.add_trial(_trial(optuna, sweep.directory / name, words, distributions, value))
+            continue
+        trial = study.ask(distributions)
+        words = [f"{key}={value}" for key, value in trial.params.items()]
+        sweep.check(words)
+        sweep.run(name, words, context, title=title)
+        value = sweep.result(name, metric)
+        study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
+
+
+def _trial(optuna: Any, path: Path, words: Sequence[str], distributions: Mapping[str, Any], value: float | None) -> Any:
+    """A trial with values that were chosen before; without a result, it has failed.
+
+    Raises RunError if other options were varied, or within other values.
+    """
+    pairs = _pairs(words)
+    other = RunError(
+        f"{path} is a trial with {' '.join(words)}, which are not among the values of this sweep: choose another directory with "
+        f"--out DIR"
+    )
+    if {key for key, _ in pairs} != set(distributions):
+        raise other
+    state = optuna.trial.TrialState.FAIL if value is None else optuna.trial.TrialState.COMPLETE
+    try:
+        params = {key: _parameter(text, distributions[key]) for key, text in pairs}
+        return optuna.trial.create_trial(params=params, distributions=dict(distributions), value=value, state=state)
+    except ValueError:
+        raise other from None
 
 
 def _pairs(words: Sequence[str]) -> list[tuple[str, str]]:
