@@ -13,6 +13,7 @@ import pytest
 
 from turnwise.cli import main
 from turnwise.errors import ConfigError
+from turnwise.record import datasets
 from turnwise.record.datasets import DatasetChoice, Kind, rows_of, write_dataset
 from turnwise.types import Row, Segment, Stop, ToolCall, Trajectory, Turn
 
@@ -141,6 +142,32 @@ def test_what_messages_do_not_show_is_left_out_with_the_reason() -> None:
     assert (len(second["messages"]), second["weights"], second["input_ids"]) == (4, [0.0, 1.0], [7, 8])
 
 
+def test_half_of_a_surrogate_pair_is_left_out_and_a_file_that_exists_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = conversation("h", 2.0)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"text": "\ud83d"}}}
+    half.messages[1] = {**half.messages[1], "tool_calls": [call]}
+    left_out = Counter[str]()
+    (row,) = rows([half, *GROUP], "sft", left_out)
+    assert row["id"] == "b"
+    assert left_out == {"have half of a surrogate pair, which is no character, in a text": 1}
+    # a disk that is full leaves nothing that blocks the next call
+    monkeypatch.setattr(datasets, "read", lambda _: iter(GROUP))
+    with monkeypatch.context() as full:
+
+        def fail(file: Path, text: str, **_: Any) -> None:
+            file.touch()
+            raise OSError("No space left on device")
+
+        full.setattr(Path, "write_text", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_dataset(tmp_path, tmp_path / "out", DatasetChoice(what="sft"))
+    assert list((tmp_path / "out").iterdir()) == []
+    assert write_dataset(tmp_path, tmp_path / "out", DatasetChoice(what="sft")).rows == 1
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["train.jsonl"]
+
+
 def test_a_data_set_is_written_once_and_never_empty(tmp_path: Path) -> None:
     file = tmp_path / "trajectories.jsonl"
     file.write_text("", encoding="utf-8")
@@ -177,7 +204,7 @@ def test_arguments_without_effect_are_refused(
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_trainers_of_trl_train_on_the_tokens_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+    import datasets as hf_datasets
     import trl
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -191,7 +218,7 @@ def test_the_trainers_of_trl_train_on_the_tokens_of_the_record(tmp_path: Path, m
         write_dataset(run, tmp_path / what, DatasetChoice(what=what))
         options = {"max_steps": 1, "per_device_train_batch_size": 2, "report_to": "none", "save_strategy": "no"}
         args = getattr(trl, config)(output_dir=str(tmp_path / "out"), use_cpu=True, bf16=False, **options)
-        data = datasets.load_dataset(str(tmp_path / what), split="train", cache_dir=str(tmp_path / "cache"))
+        data = hf_datasets.load_dataset(str(tmp_path / what), split="train", cache_dir=str(tmp_path / "cache"))
         made = getattr(trl, trainer)(model, args=args, train_dataset=data, processing_class=tokenizer)
         made.train()
         lines = (tmp_path / what / "train.jsonl").read_text(encoding="utf-8").splitlines()

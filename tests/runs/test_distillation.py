@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from collections.abc import Callable
@@ -13,17 +14,21 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from support import byte_tokenizer
+from support.conversations import RENDERER
+from support.image_recipe import save_image_recipe
 from support.recipes import save_recipe
 from support.servers import Answer, serving
 from support.tiny import save_model, tiny_model
 from support.training import train_run
 from test_train import lines, timeless
 from turnwise import assembly
-from turnwise.assembly.teachers import refuse_unknown_teachers
+from turnwise.assembly.teachers import _prompt, refuse_unknown_teachers
 from turnwise.config.recipe import checked, load
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward
 from turnwise.doctor.memory import predict, read_model_config, workload_of
-from turnwise.errors import ConfigError, RunError
+from turnwise.engines.remote.scoring import ScoringServer
+from turnwise.errors import ConfigError, EngineError, Failed, RunError
+from turnwise.options.section import Use
 from turnwise.runs.training_run import assemble
 from turnwise.types import Row, Trajectory, Turn
 
@@ -251,6 +256,52 @@ def test_a_teacher_on_a_server_gives_what_a_local_teacher_gives(
         assemble(load(recipe, [*given, *options])[0])
 
 
+def test_the_time_limit_of_a_server_is_that_of_all_sequences() -> None:
+    """Each answer comes within the limit, and those of the last of five groups of 32 come after it."""
+    answer = {"choices": [{"prompt_logprobs": [None, {"2": {"logprob": -0.5}}]}]}
+
+    def slowly(question: dict[str, Any], number: int) -> Answer:
+        return Answer(answer if question else {"data": [{"id": "t"}]}, seconds=0.4 if question else 0.0)
+
+    with serving(slowly) as server:
+        scoring = ScoringServer(server.url, "vllm", timeout=1.0)
+        found = asyncio.run(scoring.score([([1, 2], [1])] * 160, 1))
+    problems = [str(one) for one in found if isinstance(one, EngineError)]
+    assert problems
+    assert all("gave no answer within 1 s, the time for all 160 sequences" in one for one in problems)
+
+
+def nameless(trajectory: Trajectory, turn: Turn) -> list[dict[str, Any]]:
+    return [{"role": "assistant", "content": "", "tool_calls": [{"x": 1}]}, {"role": "tool", "content": "y"}]
+
+
+def halved(trajectory: Trajectory, turn: Turn) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "\ud83d"}]
+
+
+@pytest.mark.parametrize(("function", "told"), [(nameless, "KeyError: "), (halved, "half of a surrogate pair")])
+def test_messages_of_a_context_that_cannot_be_encoded_fail_the_conversation(function: Any, told: str) -> None:
+    trajectory = Trajectory(id="a", group="g", row=Row(id="g", messages=[]), turns=[Turn(index=0, message={}, text="")])
+    use = Use.model_validate(f"{HERE}:{function.__name__}")
+    with pytest.raises(Failed) as failed:
+        _prompt(use, RENDERER)(trajectory, 0)
+    assert failed.value.failure.kind == "teacher"
+    assert failed.value.failure.message.startswith(f"teacher.context: {function.__name__}, turn 0: ")
+    assert told in failed.value.failure.message
+
+
+def same(trajectory: Trajectory, turn: Turn) -> list[dict[str, Any]]:
+    return trajectory.messages[: turn.message_index]
+
+
+def test_a_context_shows_its_images_to_the_teacher(tmp_path: Path) -> None:
+    """A context with the messages of the student is what the student read: without the images, the teacher would differ."""
+    recipe = save_image_recipe(tmp_path)
+    options = ["credit=none", "train.steps=1", "limits.turns=1"]
+    _, (metrics,), _ = train_run(recipe, tmp_path / "run", f"teacher.context={HERE}:same", *options)
+    assert metrics["teacher/divergence"] == pytest.approx(0.0, abs=1e-4)
+
+
 def test_a_row_that_names_no_teacher_is_refused() -> None:
     teachers = {"models": [{"name": "a", "path": "x"}, {"name": "b", "path": "y"}], "column": "teacher"}
     config = checked({"model": "m", "data": {"train": "rows.jsonl"}, "teacher": teachers}, source="recipe")
@@ -300,6 +351,21 @@ def test_a_row_that_names_no_teacher_is_refused() -> None:
             "needs the teacher's output layer in one process",
         ),
         ({"path": "t"}, {"credit": "none", "train": {"dynamic_sampling": 1}}, "train.dynamic_sampling has no effect"),
+        (
+            {"path": "t"},
+            {"credit": "none", "reward": {"kl": {"coef": 0.1}}},
+            "reward.kl.coef has no effect with credit=none",
+        ),
+        (
+            {"path": "t", "signal": "divergence"},
+            {"credit": "none", "train": {"ppo_epochs": 2}, "loss": {"clip_low": 0.1}},
+            "loss.clip_low has no effect with credit=none and teacher.signal=divergence",
+        ),
+        (
+            {"path": "t", "signal": "divergence"},
+            {"credit": "none", "train": {"ppo_epochs": 2, "max_staleness": 1}, "correction": {"action": "truncate"}},
+            "correction.action=truncate has no effect with credit=none and teacher.signal=divergence",
+        ),
     ],
 )
 def test_options_of_teachers_without_effect_are_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,7 @@ from support.tiny import save_model, save_rows
 from support.training import train_silently
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.config.resume_rules import RULES, check_options, option_values
+from turnwise.config.resume_rules import RULES, check_options, named_changes, option_values
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError, RunError
 from turnwise.options.schema import Config
@@ -169,8 +170,14 @@ def test_a_change_that_makes_it_another_run_is_refused(copied: Path, change: str
     with pytest.raises(RunError, match=rf"cannot be resumed with other options:\n  {told}"):
         opened(copied, change)
     if "cannot change" not in told:
-        with pytest.raises(RunError, match=rf"resume_changes='\[{change.partition('=')[0]}"):
+        with pytest.raises(RunError, match=rf"resume_changes='\[\"?{change.partition('=')[0]}"):
             opened(copied, change)
+
+
+def test_the_fix_that_names_an_option_of_a_list_is_yaml_behind_a_shell(copied: Path) -> None:
+    names = ["train.lr", "teacher.models[].path"]
+    teacher = ["resume=auto", "teacher.path=big", *shlex.split(named_changes(names))]
+    assert load(copied, teacher)[0].resume_changes == names
 
 
 def test_what_changes_nothing_that_is_learned_may_change_and_is_reported(copied: Path) -> None:

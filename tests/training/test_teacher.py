@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +17,11 @@ from training.test_batch import conversations, group
 from turnwise.options.algorithm import Reinforce
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.batch import pack
-from turnwise.training.divergence import REST_FLOOR, divergence_of, top_k_classes
+from turnwise.training.divergence import REST_FLOOR, ScoredTokens, divergence_of, top_k_classes
 from turnwise.training.forward import Forward
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.teacher import LearnerTeacher, Teacher, TeacherStep
+from turnwise.training.teacher import LearnerTeacher, Scores, Teacher, TeacherStep
 from turnwise.training.update import policy_loss
 from turnwise.types import Group, LogprobKind, Row, Sampling, Trajectory
 
@@ -90,6 +91,67 @@ def test_the_classes_of_top_k_are_the_likely_tokens_and_all_others() -> None:
     certain = torch.tensor([[0.0]], dtype=torch.float64)
     _, rest = top_k_classes(student_CV[:1], ids_CK[:1, :1], certain)
     assert float(rest[0, -1]) == pytest.approx(math.log(REST_FLOOR))
+
+
+@pytest.mark.parametrize(("kind", "beta"), KINDS)
+def test_likely_tokens_that_the_student_does_not_have_count_for_all_others(kind: Any, beta: float) -> None:
+    """A teacher with more padding gives ids beyond the student's 11: also the first, and all of a row."""
+    generator = torch.Generator().manual_seed(0)
+    student_CV, teacher_CV = (
+        (torch.randn(4, size, generator=generator, dtype=torch.float64)).log_softmax(-1) for size in (11, 14)
+    )
+    ids_CK = torch.tensor([[0, 12, 3], [13, 0, 2], [13, 12, 11], [5, 6, 7]])
+    top_CK = teacher_CV.gather(-1, ids_CK)
+    logits_CV = student_CV.clone().requires_grad_()
+    classes = top_k_classes(logits_CV, ids_CK, top_CK)
+    found_C = divergence_of(*classes, kind, beta)
+    (gradient_CV,) = torch.autograd.grad(found_C.sum(), logits_CV)
+    plain_CV = student_CV.clone().requires_grad_()
+    rows = []
+    for row in range(4):
+        known = [token for token in ids_CK[row].tolist() if token < 11]
+        others = [token for token in range(11) if token not in known]
+        q_V, p_V = plain_CV[row].exp(), teacher_CV[row].exp()
+        q_V = torch.cat([q_V[known], q_V[others].sum()[None]])
+        p_V = torch.cat([p_V[known], 1 - p_V[known].sum()[None]])
+        rows.append(definition(q_V, p_V, kind, beta))
+    torch.testing.assert_close(found_C, torch.stack(rows))
+    torch.testing.assert_close(gradient_CV, torch.autograd.grad(torch.stack(rows).sum(), plain_CV)[0])
+    # the most likely token that both have is what is compared
+    scored = ScoredTokens(logprob_N=torch.zeros(4), ids_NK=ids_CK, top_logprob_NK=top_CK, kind=None)
+    own_CV = torch.nn.functional.one_hot(torch.tensor([0, 0, 0, 6]), 11).double()
+    found = scored.at(own_CV, torch.zeros(4, dtype=torch.int64), torch.arange(4))
+    assert found.agrees_N is not None
+    assert found.agrees_N.tolist() == [True, True, False, False]
+
+
+def test_conversations_of_which_nothing_is_trained_on_have_scores() -> None:
+    """A step with conversations that are masked, as by train.overlong_filter: all of them, or all of one teacher."""
+
+    class Scoring:
+        async def scores(self, sequences: Any, states: int, top_k: int) -> Scores:
+            assert sequences
+            return Scores(np.full((states, 1 + 2 * top_k), -1.0))
+
+    models = [{"name": name, "path": name} for name in "tu"]
+    teachers = [Teacher(name, 1.0, Scoring()) for name in "tu"]
+    for options, masked, expected in (
+        (section(), "abcd", [0.0, 0.0, 0.0, 0.0]),
+        (TeacherSection.model_validate({"models": models, "column": "of"}), "d", [-1.0, -1.0, -1.0, 0.0]),
+    ):
+        trajectories = group()
+        for one in trajectories:
+            one.row.fields["of"] = "u" if one.id == "d" else "t"
+            for turn in one.turns:
+                turn.weight = float(one.id not in masked)
+        step = TeacherStep(
+            None,  # type: ignore[arg-type]
+            teachers=teachers[: len(options.models)],
+            section=options,
+            micro_batch_tokens=64,
+        )
+        asyncio.run(step.set_scores(groups_of(trajectories)))
+        assert [one.teacher_scores[0][0] for one in trajectories] == [[value] * 3 for value in expected]
 
 
 @pytest.mark.parametrize(

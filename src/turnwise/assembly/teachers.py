@@ -6,7 +6,7 @@ A teacher must have the student's tokens, which is tested by their ids, before a
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,16 @@ from turnwise.assembly.references import named_callable, reference_name
 from turnwise.chat.renderer import Renderer
 from turnwise.engines.remote.scoring import ScoringServer
 from turnwise.errors import ConfigError, EngineError, Failed, TemplateError, boundary
+from turnwise.json_yaml import half_character
 from turnwise.local_paths import same_directory
 from turnwise.options.schema import Config
 from turnwise.options.section import Use
 from turnwise.options.teacher import TeacherModel
 from turnwise.training.learner import Learner
-from turnwise.types import Failure, Row, Trajectory
+from turnwise.types import Failure, Media, Row, Trajectory
 
 if TYPE_CHECKING:
-    from turnwise.training.teacher import Scores, ScoresTokens, TeacherStep
+    from turnwise.training.teacher import Scores, ScoresTokens, TeacherPrompt, TeacherStep
     from turnwise.training.value_batch import StateSequence
 
 __all__ = ["refuse_unusable_teachers", "teacher_step"]
@@ -74,15 +75,18 @@ class ServerTeacher:
         """See `ScoresTokens.scores`."""
         from turnwise.training.teacher import Scores  # torch
 
-        asked = [(one.token_ids.tolist(), np.flatnonzero(one.is_target).tolist()) for one in sequences]
         rows = np.zeros((states, 1 + 2 * top_k))
-        problems: dict[int, str] = {}
-        for sequence, found in zip(sequences, await self.server.score(asked, top_k), strict=True):
-            if sequence.media:
-                problems[int(sequence.places[0])] = (
-                    "a teacher on a server scores text, and the conversation has images: use a local teacher"
-                )
-            elif isinstance(found, EngineError):
+        problems: dict[int, str] = {
+            int(
+                one.places[0]
+            ): "a teacher on a server scores text, and the conversation has images: use a local teacher"
+            for one in sequences
+            if one.media
+        }
+        texts = [one for one in sequences if not one.media]
+        asked = [(one.token_ids.tolist(), np.flatnonzero(one.is_target).tolist()) for one in texts]
+        for sequence, found in zip(texts, await self.server.score(asked, top_k), strict=True):
+            if isinstance(found, EngineError):
                 problems[int(sequence.places[0])] = str(found)
             else:
                 for place, token in zip(sequence.places.tolist(), found, strict=True):
@@ -95,12 +99,12 @@ class ServerTeacher:
 
 
 @same_directory()
-def _prompt(use: Use, renderer: Renderer) -> Callable[[Trajectory, int], Sequence[int]]:
-    """The tokens of `teacher.context`, a function `(trajectory, turn) -> messages`. Raises ConfigError if it cannot be called."""
+def _prompt(use: Use, renderer: Renderer) -> TeacherPrompt:
+    """What `teacher.context` shows, a function `(trajectory, turn) -> messages`. Raises ConfigError if it cannot be called."""
     function = named_callable(use, key="teacher.context", given=(None, None))
     name = reference_name(use)
 
-    def prompt(trajectory: Trajectory, index: int) -> Sequence[int]:
+    def prompt(trajectory: Trajectory, index: int) -> tuple[Sequence[int], Sequence[Media]]:
         turn = trajectory.turns[index]
         with boundary("teacher"):
             messages: Any = function(trajectory, turn)
@@ -113,11 +117,12 @@ def _prompt(use: Use, renderer: Renderer) -> Callable[[Trajectory, int], Sequenc
                     f"ending where the model's turn begins: with a message of the user or of a tool",
                 )
             )
-        arguments = renderer.for_arguments(turn.chat_template_kwargs)
-        try:
-            return arguments.encode_opening(messages, turn.tools).token_ids
-        except TemplateError as error:
-            raise Failed(Failure("teacher", f"teacher.context: {name}, turn {index}: {error}")) from error
+        # whatever is wrong with messages of a user's function is a failure of this conversation: the template may raise anything
+        with boundary("teacher", where=f"teacher.context: {name}, turn {index}"):
+            if (half := half_character(messages)) is not None:
+                raise TemplateError(half)
+            encoded = renderer.for_arguments(turn.chat_template_kwargs).encode_opening(messages, turn.tools)
+        return encoded.token_ids, encoded.media
 
     return prompt
 

@@ -14,7 +14,7 @@ from turnwise.options.environment_values import same_value, with_digests
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, Use, named_sections
 
-__all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "option_values", "refuse_unknown_names"]
+__all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "named_changes", "option_values", "refuse_unknown_names"]
 
 Rule = Literal["free", "rows", "named", "fixed"]
 
@@ -212,7 +212,7 @@ def check_options(
         lines = "\n  ".join(f"{key}={_short(now[key])} (the run used {_short(before[key])})" for key in refused)
         names = [key for key in refused if RULES[key] == "named"]
         fixed = [key for key in refused if RULES[key] == "fixed"]
-        also = f"; to change them for the next steps, set resume_changes='[{', '.join(names)}]'" if names else ""
+        also = f"; to change them for the next steps, set {named_changes(names)}" if names else ""
         never = f"; {', '.join(fixed)} cannot change" if fixed else ""
         raise RunError(
             f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the values of the run{also}{never}. Or "
@@ -221,6 +221,12 @@ def check_options(
     return [
         f"resuming with {key}={_short(now[key])} (was {_short(before[key])})" for key in changed if RULES[key] != "rows"
     ]
+
+
+def named_changes(names: Sequence[str]) -> str:
+    """The override that names these options as changed, for a shell. A name with `[]`, as of a list, is quoted for YAML."""
+    listed = ", ".join(f'"{name}"' if "[" in name else name for name in names)
+    return f"resume_changes='[{listed}]'"
 
 
 def _short(value: Any) -> str:

@@ -125,6 +125,8 @@ def _other_sections(config: Config) -> list[Problem]:
         "reward": (config.reward, "fine-tuning has no rewards"),
         "credit": (config.credit, "fine-tuning has no rewards"),
         "critic": (config.critic, "fine-tuning has no rewards"),
+        "teacher": (config.teacher, "it learns from the data, and teachers score sampled turns"),
+        "reference": (config.reference, "its loss has no KL divergence"),
         "data.curriculum": (config.data.curriculum, "fine-tuning has no rewards"),
         "health": (config.health, "it is an option of `turnwise train`"),
         "correction": (config.correction, "nothing is sampled"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from turnwise.options.schema import Config
+from turnwise.options.section import changed_options
 
 __all__ = ["teacher_problems"]
 
@@ -24,6 +25,11 @@ def teacher_problems(config: Config) -> list[tuple[bool, str]]:
             alone and config.train.dynamic_sampling > 0,
             "train.dynamic_sampling has no effect with credit=none, because rewards are not learnt from: remove it",
         ),
+        (
+            alone and config.reward.kl.coef > 0,
+            "reward.kl.coef has no effect with credit=none, because rewards are not learnt from: set loss.kl_coef, or remove it",
+        ),
+        *_zero_advantage_problems(config),
         (
             same is not None and not lora,
             f"teacher.path={config.model.path} is the model that is trained: after the first step it would hold the student back "
@@ -53,6 +59,29 @@ def teacher_problems(config: Config) -> list[tuple[bool, str]]:
             teacher.on and config.critic.warmup_steps > 0 and alone,
             "critic.warmup_steps has no effect with credit=none: remove it",
         ),
+    ]
+
+
+def _zero_advantage_problems(config: Config) -> list[tuple[bool, str]]:
+    """Options of the policy gradient where all advantages are 0, and only the divergence from the teacher is learnt."""
+    zero = config.credit.name == "none" and config.teacher.signal == "divergence"
+    correction = config.correction
+    ignored = [f"loss.{name}" for name in changed_options(config.loss) if name in config.loss.of_ratio]
+    if correction.action in (
+        "truncate",
+        "mask",
+        "icepop",
+    ):  # `reject` takes tokens from the average, also of the divergence
+        ignored.append(f"correction.action={correction.action}")
+    if correction.off_policy_sequence_mask_delta is not None:
+        ignored.append("correction.off_policy_sequence_mask_delta")
+    return [
+        (
+            zero,
+            f"{name} has no effect with credit=none and teacher.signal=divergence, where all advantages are 0: remove it, or set "
+            f"teacher.signal=sampled",
+        )
+        for name in ignored[:1]
     ]
 
 

@@ -8,6 +8,7 @@ messages do not say what was sampled is left out, with the reason.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.errors import ConfigError
+from turnwise.json_yaml import lone_surrogate
 from turnwise.record.reader import read
 from turnwise.types import Message, Segment, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, reaches
@@ -84,7 +86,12 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
             f"with equal rewards, or one conversation, have none{_FIX[choice.what]}"
         )
     out.mkdir(parents=True, exist_ok=True)
-    written.file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    unfinished = written.file.with_name(f".{written.file.name}.{os.getpid()}")
+    try:
+        unfinished.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        unfinished.replace(written.file)  # a file of this name is complete: it makes the next call refuse
+    finally:
+        unfinished.unlink(missing_ok=True)
     written.rows = len(lines)
     return written
 
@@ -129,9 +136,18 @@ def _unfit(trajectory: Trajectory, choice: DatasetChoice) -> str | None:
         return "have a malformed call, which messages do not show"
     if any(isinstance(message.get("content"), list) for message in trajectory.messages):
         return "have images or content in parts"
+    if lone_surrogate([trajectory.messages, *trajectory.previous_histories, *_shown(trajectory)]) is not None:
+        return "have half of a surrogate pair, which is no character, in a text"
     if choice.what != "sft" and (len(trajectory.segments) > 1 or trajectory.previous_histories):
         return "have several segments, so that one list of messages does not say what was sampled"
     return None
+
+
+def _shown(trajectory: Trajectory) -> Iterator[Any]:
+    """What else of a conversation is in a row (`_common`)."""
+    yield from (trajectory.id, trajectory.group, trajectory.tools)
+    for turn in trajectory.turns:
+        yield from (turn.tools, turn.chat_template_kwargs)
 
 
 # rows

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from turnwise.chat.renderer import Renderer
-from turnwise.config.resume_rules import check_options, option_values, refuse_unknown_names
+from turnwise.config.resume_rules import check_options, named_changes, option_values, refuse_unknown_names
 from turnwise.errors import RunError, TemplateError
 from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunDirectory
@@ -126,12 +126,13 @@ class OpenedRun:
         """Store the fingerprints of the teachers of a new run, or compare them with the stored fingerprints."""
         previous = self.origin.setdefault("teachers", {})
         paths = {teacher.name: teacher.path for teacher in self.config.teacher.local}
+        named = named_changes(["teacher.models[].path"])
         for name, found in learner.teacher_fingerprints().items():
             kept = None if "teacher.models[].path" in self.config.resume_changes else previous.get(name)
             if kept not in (None, found):
                 raise RunError(
                     f"the weights of the teacher {name!r} ({paths[name]}) changed since the run in {self.directory.shown} "
-                    f"started: restore them, or name the change: resume_changes='[teacher.models[].path]'"
+                    f"started: restore them, or name the change: {named}"
                 )
             previous[name] = found
 

@@ -66,11 +66,18 @@ def top_k_classes(
     """Log-probabilities [C, K + 1] of student and teacher: the K tokens that the teacher finds most likely, and all others.
 
     `logprob_CV` are the student's log-probabilities of all tokens, `ids_CK` the teacher's tokens and `teacher_CK` their
-    log-probabilities. K must be less than V.
+    log-probabilities. K must be less than V. Ids of V or more, which a teacher with more padding may give, are classes of
+    probability 0: what the teacher gives them counts for all others.
     """
-    of_tokens_CK = logprob_CV.gather(-1, ids_CK)
+    inside_CK = ids_CK < logprob_CV.shape[-1]
+    teacher_CK = teacher_CK.masked_fill(~inside_CK, -torch.inf)
+    # in the place of an id that is outside stands one of the same row that is not; -1: there is none
+    known_C1 = ids_CK.masked_fill(~inside_CK, -1).amax(dim=-1, keepdim=True)
+    ids_CK = torch.where(inside_CK, ids_CK, known_C1.clamp_min(0))
+    of_tokens_CK = logprob_CV.gather(-1, ids_CK).masked_fill(~inside_CK, -torch.inf)
+    taken_CV = torch.zeros_like(logprob_CV, dtype=torch.bool).scatter(-1, ids_CK, (known_C1 >= 0).expand_as(ids_CK))
     # not log(1 - sum), which has no digits left where the sum is almost 1
-    rest_C1 = logprob_CV.scatter(-1, ids_CK, -torch.inf).logsumexp(dim=-1, keepdim=True)
+    rest_C1 = logprob_CV.masked_fill(taken_CV, -torch.inf).logsumexp(dim=-1, keepdim=True)
     left_C1 = 1.0 - teacher_CK.double().exp().sum(dim=-1, keepdim=True)
     teacher_rest_C1 = left_C1.clamp_min(REST_FLOOR).log().to(teacher_CK.dtype)
     return torch.cat([of_tokens_CK, rest_C1], dim=-1), torch.cat([teacher_CK, teacher_rest_C1], dim=-1)
@@ -148,7 +155,9 @@ class ScoredTokens:
         if self.kind is not None:
             classes = top_k_classes(logits_CV, self.ids_NK[place_C], self.top_logprob_NK[place_C])
             divergence_C = divergence_of(*classes, self.kind, self.beta)
-        agrees_C = logits_CV.detach().argmax(dim=-1) == self.ids_NK[place_C, 0]
+        ids_CK = self.ids_NK[place_C]
+        first_C1 = (ids_CK < logits_CV.shape[-1]).byte().argmax(dim=-1, keepdim=True)  # that is a token of the student
+        agrees_C = logits_CV.detach().argmax(dim=-1) == ids_CK.gather(-1, first_C1).squeeze(-1)
         return Compared(divergence_C, agrees_C, self.logprob_N[place_C])
 
 

@@ -27,9 +27,9 @@ from turnwise.training.value_batch import (
     pack_state_sequences,
     token_sequences,
 )
-from turnwise.types import Failure, Group, Trajectory
+from turnwise.types import Failure, Group, Media, Trajectory
 
-__all__ = ["LearnerTeacher", "Scores", "ScoresTokens", "Teacher", "TeacherStep"]
+__all__ = ["LearnerTeacher", "Scores", "ScoresTokens", "Teacher", "TeacherPrompt", "TeacherStep"]
 
 
 class ScoresTokens(Protocol):
@@ -73,6 +73,11 @@ class LearnerTeacher:
         return Scores((await self.learner.scores(batch, teacher=self.name, top_k=top_k)).numpy())
 
 
+TeacherPrompt = Callable[[Trajectory, int], tuple[Sequence[int], Sequence[Media]]]
+"""From a trajectory and the index of a turn to the token ids before the turn, and the images and videos in them.
+Raises Failed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """A teacher of a run."""
@@ -81,9 +86,8 @@ class Teacher:
     weight: float
     scoring: ScoresTokens | None
     """None: its distributions are computed in the update."""
-    prompt: Callable[[Trajectory, int], Sequence[int]] | None = None
-    """The tokens that the teacher reads before a turn, `(trajectory, turn) -> token ids`; None: those that the student read.
-    Raises Failed."""
+    prompt: TeacherPrompt | None = None
+    """What the teacher reads before a turn; None: what the student read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +158,9 @@ class TeacherStep:
                 sequences += _in_context(trajectory, offset, count, of_segments, teacher.prompt)
             except Failed as failed:
                 trajectory.fail(failed.failure)
-        if not sequences:
-            return {}
         top_k = self.section.top_k or 1
+        if not sequences:  # nothing of them is trained on
+            return {place: np.zeros((part.stop - part.start, 1 + 2 * top_k)) for place, part in ranges.items()}
         scores = await teacher.scoring.scores(sequences, states, top_k)
         for place, part in ranges.items():
             problem = next((text for first, text in scores.problems.items() if part.start <= first < part.stop), None)
@@ -203,7 +207,7 @@ def _in_context(
     offset: int,
     count: int,
     of_segments: Sequence[StateSequence],
-    prompt: Callable[[Trajectory, int], Sequence[int]],
+    prompt: TeacherPrompt,
 ) -> list[StateSequence]:
     """A sequence for each trained turn: the teacher's prompt, and the tokens that the student sampled. Raises Failed."""
     tokens: dict[int, int] = {}
@@ -215,10 +219,10 @@ def _in_context(
         places = [place for place in of_turn if place in tokens]
         if not places:
             continue
-        before = prompt(trajectory, turn.index)
+        before, media = prompt(trajectory, turn.index)
         ids = np.array([*before, *(tokens[place] for place in places)], dtype=np.int64)
         is_target = np.arange(len(ids)) >= len(before)
-        found.append(StateSequence(token_ids=ids, is_target=is_target, media=[], places=np.array(places)))
+        found.append(StateSequence(token_ids=ids, is_target=is_target, media=media, places=np.array(places)))
     return found
 
 

@@ -32,11 +32,12 @@ class ScoredToken:
 
 
 class ScoringServer:
-    """A server at `url`. `timeout` is the limit of a request in seconds. Raises ConfigError if the URL is invalid."""
+    """A server at `url`. `timeout` is the limit of a call of `score` in seconds. Raises ConfigError if the URL is invalid."""
 
     def __init__(self, url: str, kind: Literal["vllm", "sglang"], *, timeout: float) -> None:
         self.url = url
         self._kind = kind
+        self._timeout = timeout
         self._server = HttpServer(url, limits=HttpLimits(answer=timeout), token_hint="use a server without a token")
         self._model: str | None = None
 
@@ -46,13 +47,19 @@ class ScoringServer:
         """For each sequence, given as its token ids and the positions of tokens in it (above 0, rising): these tokens, with the
         `top_k` most likely tokens at their places; or why the sequence could not be scored."""
         limit = asyncio.Semaphore(_AT_ONCE)
+        deadline = asyncio.get_running_loop().time() + self._timeout
 
         async def one(token_ids: Sequence[int], positions: Sequence[int]) -> list[ScoredToken] | EngineError:
-            async with limit:
-                try:
+            try:
+                async with asyncio.timeout_at(deadline), limit:
                     return await self._score(token_ids, positions, top_k)
-                except EngineError as error:
-                    return error
+            except TimeoutError:
+                return EngineError(
+                    f"{self.url} gave no answer within {self._timeout:g} s, the time for all {len(sequences)} sequences: raise "
+                    f"teacher.timeout"
+                )
+            except EngineError as error:
+                return error
 
         try:
             return list(await asyncio.gather(*(one(*sequence) for sequence in sequences)))
