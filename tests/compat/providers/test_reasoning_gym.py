@@ -77,7 +77,7 @@ def test_a_curriculum_is_refused_with_endless_rows_and_has_an_effect_on_a_file_o
     file = tmp_path / "seeds.jsonl"
     file.write_text('{"seed": 0, "level": 1}\n{"seed": 1, "level": 0}\n')
     use = {"use": "reasoning_gym:gcd", "arguments": {"level": [0, 1]}}
-    tree = {"model": "m", "environment": use, "data": {"curriculum": {"high": 1.0}}}
+    tree: dict[str, Any] = {"model": "m", "environment": use, "data": {"curriculum": {"high": 1.0}}}
     with pytest.raises(ConfigError, match=r"data.curriculum has no effect on the rows that .* makes by seed"):
         assembly.rows(checked(tree, source="recipe"))
     tree["data"]["train"] = str(file)
@@ -162,7 +162,7 @@ def test_usual_answers_are_not_refused(name: str, answer: str) -> None:
 def test_the_guard_of_one_inner_data_set_of_a_composite_is_not_applied_to_another() -> None:
     sets = [{"name": "countdown"}, {"name": "spell_backward"}, {"name": "simple_integration"}]
     source = ReasoningGym("composite", config={"datasets": sets})
-    seen = set()
+    seen: set[str] = set()
     for row in assembly.rows(recipe("composite", config={"datasets": sets}), limit=12):
         dataset, entry = source.entry(row)
         seen.add(inner := entry["metadata"]["source_dataset"])
