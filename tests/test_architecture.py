@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "json_yaml",
         "local_paths",
         "models.gguf",
+        "models.device",
         "user_code.algorithms",  # what a user's estimator or loss declares that it needs
     },
     "record": {"types", "errors", "config", "options", "data.images", "json_yaml", "user_code.reward_number"},
@@ -152,6 +153,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "config",
         "options",
         "data",
+        "doctor.fit",
         "doctor.memory",
         "doctor.template",
         "engines",

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @pytest.fixture
 def words(tmp_path: Path) -> Path:
     options = {
-        "model": {"path": str(save_model(tmp_path / "model")), "device": "cuda"},
+        "model": {"path": str(save_model(tmp_path / "model")), "device": "cuda", "dtype": "float32"},
         "data": {"train": str(save_rows(tmp_path / "train.jsonl"))},
         "environment": f"{test_train.PLACES}:low_bytes",
         "limits": {"turns": 3, "tokens_per_turn": 8},

@@ -48,7 +48,8 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 
 def trained(recipe: Path, *options: str, device: str = "cuda") -> list[dict[str, Any]]:
     """The metrics of a run."""
-    made = test_train.run(recipe, f"model.device={device}", *options)
+    exact = [] if any(option.startswith("model.dtype") for option in options) else ["model.dtype=float32"]
+    made = test_train.run(recipe, f"model.device={device}", *exact, *options)
     assert next(made.learner.model.parameters()).device.type == device
     return test_train.lines(recipe.parent / "run" / "metrics.jsonl")
 

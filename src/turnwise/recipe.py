@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from turnwise.config.recipe import checked, load, with_model_directory
+from turnwise.config.recipe import checked, load, with_known_model
 from turnwise.errors import ConfigError
 from turnwise.options.environment_values import with_references
 from turnwise.options.schema import Config
@@ -79,7 +79,7 @@ class Recipe:
     def __init__(self, **options: Unpack[Options]) -> None:
         self.tree: dict[str, Any] = _tree(dict(options))
         """The options as in a YAML file."""
-        self.config: Config = with_model_directory(checked(self.tree, source="the recipe"))
+        self.config: Config = with_known_model(checked(self.tree, source="the recipe"))
         """The options with their defaults."""
 
     @classmethod
@@ -94,7 +94,7 @@ class Recipe:
         """A copy with other options. Mappings are merged: `train={"lr": 1e-4}` keeps the other options of `train`."""
         recipe = type(self).__new__(type(self))
         recipe.tree = _merged(self.tree, _tree(dict(options)))
-        changed = with_model_directory(checked(recipe.tree, source="the recipe"))
+        changed = with_known_model(checked(recipe.tree, source="the recipe"))
         recipe.config = changed.with_origins(self.config.origins)
         return recipe
 

@@ -508,6 +508,9 @@ def test_a_starter_project_with_a_model_of_ones_own(tmp_path: Path, capsys: pyte
     assert "turnwise doctor Qwen/Qwen3-0.6B --recipe recipe.yaml" in capsys.readouterr().out
     config, _ = load(tmp_path / "recipe.yaml")
     assert config.model.path == "Qwen/Qwen3-0.6B"
+    text = (tmp_path / "recipe.yaml").read_text()
+    assert "half a minute" not in text  # true of the demo's model
+    assert "tiny model" not in text
     assert not (tmp_path / "model").exists()
 
 

@@ -40,7 +40,7 @@ NOT_RUN = {
     "docs/environment_libraries.md": 1,
     "docs/evaluation.md": 1,
     "docs/examples.md": 1,
-    "docs/memory.md": 1,
+    "docs/memory.md": 2,
     "docs/one_gpu.md": 1,
     "docs/tokens.md": 1,
     "docs/trl.md": 1,

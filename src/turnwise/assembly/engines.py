@@ -39,6 +39,7 @@ from turnwise.engines.remote.servers import Owner
 from turnwise.engines.remote.weights import WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.engines import ClusterSection, ServerEngineSection, local_ranks
 from turnwise.options.schema import Config, LoraSection
@@ -229,7 +230,7 @@ def cache_gb(config: Config, context: int | None) -> float | None:
 
 def _dtype(config: Config) -> str:
     """The data type of the weights on servers."""
-    return "bfloat16" if config.model.autocast else config.model.dtype
+    return "bfloat16" if config.model.autocast else known_dtype(config)
 
 
 # the engine that samples tokens, by its name

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
+from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import (
     CorrectionSection,
     LossSection,
@@ -107,11 +108,11 @@ def teacher_sources(config: Config) -> dict[str, ModelSource | None]:
             "gradient_checkpointing": False,
             "gguf_file": None,
             "quantization": QuantizationSection(bits=teacher.bits),
-            "dtype": teacher.dtype or config.model.dtype,
+            "dtype": teacher.dtype or known_dtype(config),
         }
         base = config.model.lora.rank is not None and teacher.path == config.model.path
         # in another precision than the student, it is another model
-        shared = base and teacher.bits is None and changes["dtype"] == config.model.dtype
+        shared = base and teacher.bits is None and changes["dtype"] == known_dtype(config)
         sources[teacher.name] = None if shared else model_source(config).model_copy(update=changes)
     return sources
 
@@ -258,7 +259,8 @@ def model_source(config: Config, path: str | Path | None = None) -> ModelSource:
 
     # the checkpoint of a run with an adapter holds the adapter only; the base model is that of model.path
     resumed = config.model.lora.rank is not None and path is not None and str(path) != config.model.path
-    source = ModelSource(**dict(config.model), adapter=str(path) if resumed else None, seed=config.seed)
+    own = {**dict(config.model), "dtype": known_dtype(config)}
+    source = ModelSource(**own, adapter=str(path) if resumed else None, seed=config.seed)
     changes = {"path": config.model.path if path is None or resumed else str(path)}
     return source.model_copy(update={**changes, "device": "cpu"} if config.deterministic else changes)
 

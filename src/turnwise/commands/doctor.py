@@ -194,12 +194,12 @@ def _memory(
     prompt: int | None = None,
 ) -> Check:
     """The check of the memory, with the lengths that are known."""
-    from turnwise.doctor.memory import memory_check
+    from turnwise.doctor.fit import fit_check
     from turnwise.planning.memory import rank_memory_check
 
     if config.cluster.distributed:
         return rank_memory_check(config, ranks, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt)
-    return memory_check(config, config.model.path, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt)
+    return fit_check(config, config.model.path, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt)
 
 
 def _known_model(config: Config, read: Callable[[str], Any]) -> Any | None:

@@ -17,6 +17,7 @@ from turnwise.commands.command import (
     add_overrides,
     add_recipe,
     load_recipe,
+    positive,
     print_lines,
     resume_command,
     run_to_end,
@@ -177,11 +178,21 @@ def register_init(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="MODEL", help="a model directory or a hub name for the recipe, instead of the demo's model"
     )
+    parser.add_argument(
+        "--gpu",
+        nargs="?",
+        type=positive,
+        const=0.0,
+        metavar="GIB",
+        help="write a recipe that fits into so much memory of a GPU, with a reason for each choice; without a number, into what "
+        "is free on the GPU of this machine. Needs --model",
+    )
     parser.set_defaults(command=_run_init)
 
 
 def _run_init(options: argparse.Namespace, context: Context) -> int:
-    paths = write_project(options.folder, model=options.model)
+    changes, fits = ({}, []) if options.gpu is None else _for_gpu(options.model, options.gpu)
+    paths = write_project(options.folder, model=options.model, changes=changes)
     model = "model" if options.model is None else options.model
     commands = {
         f"turnwise doctor {shlex.quote(model)} --recipe recipe.yaml": "check the model and the recipe",
@@ -191,9 +202,23 @@ def _run_init(options: argparse.Namespace, context: Context) -> int:
     }
     enter = [] if options.folder == Path() else [f"  cd {shlex.quote(str(options.folder))}"]
     files = _aligned({str(path): _ABOUT[path.name] for path in paths})
-    lines = [*files, "\nnext:", *enter, *(f"  {line}" for line in _aligned(commands))]
+    lines = [*fits, *files, "\nnext:", *enter, *(f"  {line}" for line in _aligned(commands))]
     print_lines(context.console, lines)
     return 0
+
+
+_CONTEXTS = (4096, 2048, 1024)
+"""Tokens of a conversation that are tried, the longest first."""
+
+
+def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
+    """The lines of the starter's recipe that are others for a model on a GPU with so much memory (0: that of this machine's GPU),
+    and what is printed about them. Raises ConfigError if the model cannot be trained there."""
+    if model is None:
+        raise ConfigError("--gpu needs the model that is to be trained: turnwise init DIR --model MODEL --gpu 24")
+    from turnwise.doctor.fit import starter_plan  # torch
+
+    return starter_plan(model, gib or None, contexts=_CONTEXTS)
 
 
 def _aligned(texts: Mapping[str, str]) -> list[str]:

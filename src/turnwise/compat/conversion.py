@@ -135,6 +135,12 @@ class RecipeBuilder(ABC):
         """Whether the key, or one value of it, was rejected."""
         return any(rejected.key == key for rejected in self.unsupported)
 
+    def keep_float32(self) -> None:
+        """Set the data type of the weights, if the configuration gives none: what was converted and rejected depends on it, and
+        the recipe's own default depends on the machine."""
+        if self.recipe and self.get("model.dtype") is None:
+            self.set("model.dtype", "float32")
+
     def report(self) -> ConversionReport:
         """The recipe and the report about all keys."""
         return ConversionReport(self.recipe, self.converted, self.unsupported, self.assumptions, self.failing)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError
+from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import OptimizationSection
 from turnwise.options.engines import SglangEngineSection, VllmEngineSection
 from turnwise.options.schema import Config
@@ -204,7 +205,7 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
             f"--max-restarts): remove it, or set cluster.launcher=local",
         ),
         (
-            several and fsdp.param_dtype == config.model.dtype,
+            several and fsdp.param_dtype == known_dtype(config),
             f"cluster.fsdp.param_dtype={fsdp.param_dtype} has no effect with model.dtype={config.model.dtype}: remove one of "
             f"them",
         ),

@@ -18,6 +18,7 @@ from turnwise.config.resume_rules import RULES
 from turnwise.errors import ConfigError, nearest, without_hidden
 from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.local_paths import no_file
+from turnwise.models.device import known_dtype
 from turnwise.models.gguf import dequantized
 from turnwise.options.environment_values import insert_values
 from turnwise.options.schema import Config, LoraSection
@@ -457,7 +458,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, list[
         raise ConfigError(f"{path} must contain a mapping of options; it contains a {type(tree).__name__}")
     notes = _override(tree, overrides)
     inserted, origins = insert_values(tree, where=str(path))
-    return with_model_directory(checked(inserted, source=str(path))).with_origins(origins), notes
+    return with_known_model(checked(inserted, source=str(path))).with_origins(origins), notes
 
 
 def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str], *, source: str) -> tuple[Config, list[str]]:
@@ -467,7 +468,7 @@ def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str], *, source:
     """
     changed = copy.deepcopy(dict(tree))
     notes = _override(changed, overrides)
-    return with_model_directory(checked(changed, source=source)), notes
+    return with_known_model(checked(changed, source=source)), notes
 
 
 def checked(tree: Mapping[str, Any], *, source: str) -> Config:
@@ -492,12 +493,15 @@ def _refuse_without_rows(config: Config, source: str) -> None:
         )
 
 
-def with_model_directory(config: Config) -> Config:
-    """The recipe with a model directory in place of a GGUF file. The first use of a file converts it. Raises ConfigError."""
-    if (name := config.model.gguf_file) is None:
-        return config
-    path = str(dequantized(config.model.path, name, config.model.dtype))
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": path, "gguf_file": None})})
+def with_known_model(config: Config) -> Config:
+    """The recipe with a data type in place of `model.dtype: auto`, and with a model directory in place of a GGUF file.
+
+    The data type is that of the present machine. The first use of a file converts it. Raises ConfigError.
+    """
+    changes: dict[str, Any] = {"dtype": known_dtype(config)}
+    if (name := config.model.gguf_file) is not None:
+        changes |= {"path": str(dequantized(config.model.path, name, changes["dtype"])), "gguf_file": None}
+    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
 
 
 def schema_problems(tree: Mapping[str, Any]) -> list[tuple[str, Any, str]]:

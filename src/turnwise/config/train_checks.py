@@ -11,6 +11,7 @@ from turnwise.config.engine_checks import cluster_problems, refuse_engine
 from turnwise.config.teacher_checks import teacher_problems
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
+from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import (
     OWN_CREDIT,
     AutoCredit,
@@ -571,7 +572,7 @@ def run_problems(config: Config) -> list[Problem]:
             "betas has no effect with optimizer.name=adafactor, which has no moving average of the gradient: remove it",
         ),
         (
-            optimizer.master_weights != "float32" and (config.model.dtype == "float32" or lora.rank is not None),
+            optimizer.master_weights != "float32" and (known_dtype(config) == "float32" or lora.rank is not None),
             f"optimizer.master_weights={optimizer.master_weights} has no effect, because all trained weights are float32 "
             f"(model.dtype=float32, or an adapter): remove it",
         ),

@@ -121,14 +121,15 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _memory(path: str, config: Config, memory_gb: float | None) -> Check:
-    from turnwise.doctor.memory import longest_prompt, memory_check  # torch
+    from turnwise.doctor.fit import fit_check  # torch
+    from turnwise.doctor.memory import longest_prompt
 
     if fine_tunes(config):
-        return memory_check(config, path, section="sft", memory_gb=memory_gb)
+        return fit_check(config, path, section="sft", memory_gb=memory_gb)
     prompt = None
     with contextlib.suppress(TurnwiseError):  # the checks `model` and `rows` report it
         prompt = longest_prompt(config, assembly.rows(config), _renderer(path, config))
-    return memory_check(config, path, section="train", memory_gb=memory_gb, prompt=prompt)
+    return fit_check(config, path, section="train", memory_gb=memory_gb, prompt=prompt)
 
 
 def _rule(config: Config | None) -> TurnWeighting | None:

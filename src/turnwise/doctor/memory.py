@@ -8,9 +8,10 @@ module knows the recipe and the model's configuration; it needs no device and no
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise import assembly
 from turnwise.chat.media import has_media
 from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference, refused_with_quantization
 from turnwise.doctor.check import Check, override_notes
-from turnwise.engines.local.engine import LARGE_CACHE
+from turnwise.engines.local.engine import DEFAULT_CACHE_GB, LARGE_CACHE
 from turnwise.engines.local.fused import unsupported_reason
 from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
@@ -35,6 +37,7 @@ from turnwise.local_paths import refuse_other_than_model
 from turnwise.models import cpu
 from turnwise.models.allocator import LARGE_MODEL
 from turnwise.models.cpu import packed_bytes, with_fast_layers
+from turnwise.models.device import gpu_memory, sees_gpu, uses_gpu
 from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
 from turnwise.models.lora import adapter_base
@@ -42,9 +45,9 @@ from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_leng
 from turnwise.models.precision import autocast
 from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
-from turnwise.options.schema import Config
+from turnwise.options.schema import Config, LoraSection
 from turnwise.training.batch import default_micro_batch_tokens
-from turnwise.training.forward import TokenLogprobs
+from turnwise.training.forward import LOGITS_BYTES, TokenLogprobs, logits_bytes
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
 from turnwise.types import Row, Sampling
 
@@ -63,12 +66,18 @@ class Workload:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations have returned and that are still referenced."""
+    """Counts the bytes of all tensors that operations have returned and that are still referenced.
 
-    def __init__(self) -> None:
+    `weights` are in memory before: an operation that returns a view of them (such as a transposed one) makes no tensor.
+    """
+
+    def __init__(self, weights: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.viewed = 0
+        """Bytes of the weights of which operations have returned views."""
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
@@ -81,6 +90,11 @@ class _LiveBytes(TorchDispatchMode):
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._known:
+            return
+        if key in self._weights:
+            self._weights.remove(key)
+            self._known[key] = weakref.ref(storage)
+            self.viewed += size
             return
 
         def freed(_: object) -> None:
@@ -127,6 +141,8 @@ class PassOptions:
     on_gpu: bool
     on_ranks: bool
     """Whether the model is divided among several processes."""
+    logits_bytes: int = LOGITS_BYTES
+    """The memory for the logits of a chunk."""
 
 
 def traced_pass(options: PassOptions, model_config: Any) -> TracedPass:
@@ -141,11 +157,57 @@ _traced: dict[tuple[str, str], TracedPass] = {}
 """Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass."""
 
 
+_DEPTHS = (1, 2)
+"""The numbers of layers that are traced of a model whose layers are all alike: with each further one, as many bytes are added."""
+
+
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     model = empty_model(options.source, model_config)
     stored, dequantized = _quantized_bytes(model, options.source)
-    _distribute_evenly(model)
     large = model.num_parameters() > LARGE_MODEL and not options.on_ranks
+    layers = _layers_alike(model, model_config)
+    shallow = [empty_model(options.source, _with_layers(model_config, depth)) for depth in _DEPTHS if layers > depth]
+    # on a CPU, large models have other layers
+    if len(shallow) == len(_DEPTHS) and len({one.num_parameters() > LARGE_MODEL for one in (*shallow, model)}) == 1:
+        (few, peak_few), (more, peak_more) = (_traced_bytes(one, options, large=large) for one in shallow)
+        further = (layers - _DEPTHS[0]) / (_DEPTHS[1] - _DEPTHS[0])
+        activations, peak = few + further * (more - few), peak_few + further * (peak_more - peak_few)
+    else:
+        activations, peak = _traced_bytes(model, options, large=large)
+    return replace(
+        _without_pass(list(model.parameters()), stored),
+        copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if options.mixed else _packed(model),
+        activations=int(activations),
+        peak=int(peak) + dequantized,
+        keeps_blocks=large and not options.on_gpu,
+    )
+
+
+def _layers_alike(model: Any, model_config: Any) -> int:
+    """The number of the model's layers if all of them are the same, else 0."""
+    text = model_config.get_text_config()
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    shapes = {tuple((name, tuple(value.shape)) for name, value in layer.named_parameters()) for layer in layers}
+    lists = [values for values in text.to_dict().values() if isinstance(values, list) and len(values) == len(layers)]
+    known = len(layers) == getattr(text, "num_hidden_layers", None) and not hasattr(model_config, "vision_config")
+    alike = len(shapes) == 1 and all(value == values[0] for values in lists for value in values)
+    return len(layers) if known and alike else 0
+
+
+def _with_layers(model_config: Any, layers: int) -> Any:
+    """The configuration of the same model with fewer layers."""
+    changed = copy.deepcopy(model_config)
+    text = changed.get_text_config()
+    before, text.num_hidden_layers = text.num_hidden_layers, layers
+    for name, values in text.to_dict().items():
+        if isinstance(values, list) and len(values) == before:
+            setattr(text, name, values[:layers])
+    return changed
+
+
+def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int, int]:
+    """The bytes that the model's body keeps for the backward pass, and the most at once in both passes, with the gradients."""
+    _distribute_evenly(model)
     tokens = options.micro_batch_tokens
     if tokens is None:
         tokens = default_micro_batch_tokens(torch.device("cuda" if options.on_gpu else "cpu"), large=large)
@@ -158,27 +220,23 @@ def _trace(options: PassOptions, model_config: Any) -> TracedPass:
         if not options.on_gpu:
             with_fast_layers(model)
         fake.allow_non_fake_inputs = True
-        parameters = list(model.parameters())
-        live, activations = _LiveBytes(), 0
+        live, activations = _LiveBytes(model.parameters()), 0
         with live:
-            for _ in range(2):  # in the second micro-batch, the gradients of the first are in memory
-                before = live.live
-                with autocast(torch.device("cpu"), options.mixed):
-                    hidden_TD = _body(model)(
-                        input_ids=torch.from_numpy(row.token_ids[None]),
-                        position_ids=torch.from_numpy(row.position[None]),
-                        use_cache=False,
-                    )[0][0]
-                activations = live.live - before
-                _backward(model, hidden_TD[torch.from_numpy(places_N)])
-                del hidden_TD
-    return replace(
-        _without_pass(parameters, stored),
-        copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if options.mixed else _packed(model),
-        activations=activations,
-        peak=live.peak + dequantized,
-        keeps_blocks=large and not options.on_gpu,
-    )
+            for parameter in model.parameters():
+                if parameter.requires_grad:  # the gradients of earlier micro-batches
+                    parameter.grad = torch.empty_like(parameter)
+            before = live.live
+            with autocast(torch.device("cpu"), options.mixed):
+                hidden_TD = _body(model)(
+                    input_ids=torch.from_numpy(row.token_ids[None]),
+                    position_ids=torch.from_numpy(row.position[None]),
+                    use_cache=False,
+                )[0][0]
+            activations = live.live - before
+            _backward(model, hidden_TD[torch.from_numpy(places_N)], options.logits_bytes)
+            del hidden_TD
+    # measured peaks on a CPU are higher by about the weights that products read (benchmarks/memory.py)
+    return activations, live.peak + (0 if options.on_gpu else live.viewed)
 
 
 _EVEN = "turnwise_even"
@@ -253,6 +311,24 @@ def _without_pass(parameters: Sequence[torch.nn.Parameter], stored: float = 0.0)
     )
 
 
+def _without_pass_of(model: Any, source: ModelSource) -> TracedPass:
+    return _without_pass(list(model.parameters()), _quantized_bytes(model, source)[0])
+
+
+def always_bytes(config: Config, model_config: Any, section: str) -> float:
+    """The bytes that stay in memory from the start of a run to its end, which are known without a pass."""
+    source = assembly.model_source(config)
+    trace = _without_pass_of(empty_model(source, model_config), source)
+    return sum(part.bytes for part in _always(config, trace, section))
+
+
+def empty_parameters(config: Config, model_config: Any) -> tuple[int, float]:
+    """The number of the model's parameters without an adapter, and their bytes in bfloat16."""
+    source = assembly.model_source(config).model_copy(update={"lora": LoraSection(), "dtype": "bfloat16"})
+    count = empty_model(source, model_config).num_parameters()
+    return count, 2.0 * count
+
+
 def empty_model(source: ModelSource, model_config: Any) -> Any:
     """The model on torch's meta device, with the adapter and the gradient checkpointing of the source."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -310,10 +386,17 @@ def _copied_weights(model: Any) -> list[torch.Tensor]:
     return list({id(weight): weight for linear in linears for weight in linear.parameters(recurse=False)}.values())
 
 
-def _backward(model: Any, hidden_ND: torch.Tensor) -> None:
+_TRACED_CHUNKS = 6
+"""More than those that are computed in one piece."""
+
+
+def _backward(model: Any, hidden_ND: torch.Tensor, chunk_bytes: int) -> None:
     """Compute log-probabilities of the hidden states' targets, and their backward pass."""
     vocabulary = model.config.get_text_config().vocab_size
-    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary)
+    if any(parameter.requires_grad for parameter in model.get_output_embeddings().parameters()):
+        # the logits of a chunk are dropped with it: a few chunks need as much memory as all
+        hidden_ND = hidden_ND[: _TRACED_CHUNKS * max(1, chunk_bytes // (4 * vocabulary))]
+    head = TokenLogprobs(model.get_output_embeddings(), Sampling(), vocabulary=vocabulary, chunk_bytes=chunk_bytes)
     logprob_N = head(hidden_ND, torch.zeros(len(hidden_ND), dtype=torch.long)).logprob_N
     logprob_N.sum().backward()
 
@@ -328,6 +411,12 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
         return 0
     rows = min(engine.slots, config.max_concurrent, conversations)
     rows = 1 << (rows - 1).bit_length()  # rows and their capacity grow by doubling
+    most = DEFAULT_CACHE_GB if engine.memory_gb is None else engine.memory_gb
+    return min(most * 2**30, rows * kv_bytes_of_row(config, model_config, tokens))
+
+
+def kv_bytes_of_row(config: Config, model_config: Any, tokens: int) -> float:
+    """The bytes that the embedded engine keeps for a conversation of so many tokens."""
     capacity = max(256, 1 << (tokens - 1).bit_length())
     text = model_config.get_text_config()  # reads a fact under any name that the architecture gives it
     dtype = "float32" if config.model.exact else "bfloat16"
@@ -337,7 +426,7 @@ def kv_cache_bytes(config: Config, model_config: Any, *, conversations: int, tok
         token, states = bytes_kept(empty_model(assembly.model_source(config), model_config), getattr(torch, dtype))
     else:
         token = kv_token_bytes({name: getattr(text, name, None) for name in KV_FACTS}, dtype)
-    return min(engine.memory_gb * 2**30, float(rows * (token * capacity + states)))
+    return float(token * capacity + states)
 
 
 # the prediction
@@ -380,10 +469,17 @@ class Prediction:
 
 
 def predict(
-    config: Config, model_config: Any, workload: Workload, *, section: str = "train", on_ranks: bool = False
+    config: Config,
+    model_config: Any,
+    workload: Workload,
+    *,
+    section: str = "train",
+    on_ranks: bool = False,
+    on_update: bool = False,
+    card_gib: float | None = None,
 ) -> Prediction:
     """The peak of a training step of the recipe, on a model with this transformers configuration: that of the update, or that of
-    sampling if it is higher.
+    sampling if it is higher and not `on_update`. `card_gib` is the memory of the GPU; None: that of the recipe's.
 
     `section` is `train` or `sft`; fine-tuning has no engine. `on_ranks`: the step is one of several processes, which divide the
     model. Raises ConfigError if the adapter does not fit the model.
@@ -399,6 +495,7 @@ def predict(
         mixed=mixed,
         on_gpu=on_gpu(config),
         on_ranks=on_ranks,
+        logits_bytes=LOGITS_BYTES if on_ranks else _logits_bytes(config, card_gib),
     )
     trace = traced_pass(of_pass, model_config)
     step = _step_bytes(trace, optimizer)
@@ -421,9 +518,17 @@ def predict(
     ]
     phases = [
         Prediction([part for part in (*_always(config, trace, section), *phase) if part.bytes])
-        for phase in (update, [copies, keys_values])
+        for phase in ((update,) if on_update else (update, [copies, keys_values]))
     ]
     return max(phases, key=lambda phase: phase.gib)
+
+
+def _logits_bytes(config: Config, card_gib: float | None) -> int:
+    if not on_gpu(config):
+        return LOGITS_BYTES
+    if card_gib is None:
+        card_gib = machine_gib(config)
+    return logits_bytes(None if card_gib == float("inf") else int(card_gib * 2**30))
 
 
 def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]:
@@ -479,8 +584,9 @@ def memory_check(
     memory_gb: float | None = None,
     longest: int | None = None,
     prompt: int | None = None,
+    card_gib: float | None = None,
 ) -> Check:
-    """The predicted peak of a training step, and the options to change if it does not fit.
+    """The predicted peak of a training step, and the options to change if it does not fit. `card_gib`: see `predict`.
 
     `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
     conversation, and `prompt` that of the longest prompt. If the model's configuration is missing, or the model cannot run on
@@ -490,7 +596,7 @@ def memory_check(
         with boundary("model"):
             model_config = read_model_config(path)
             workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
-            found = predict(config, model_config, workload, section=section)
+            found = predict(config, model_config, workload, section=section, card_gib=card_gib)
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
     shown = [(part.name, f"{part.bytes / 2**30:.1f}") for part in found.parts]
@@ -503,8 +609,8 @@ def memory_check(
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
     changes = sorted(
-        (predict(changed, model_config, workload, section=section).gib, name)
-        for name, changed in _savings(config, section)
+        (predict(other, model_config, workload, section=section, card_gib=card_gib).gib, name)
+        for name, other in _savings(config, section)
     )
     details += [(f"with {name}", f"{gib:.1f} GiB") for gib, name in changes if gib < found.gib]
     fitting = [name for gib, name in changes if gib <= limit]
@@ -523,8 +629,7 @@ def certain_check(config: Config, path: str, *, section: str) -> Check:
             model = empty_model(source, read_model_config(path))
     except Failed as failed:
         return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
-    trace = _without_pass(list(model.parameters()), _quantized_bytes(model, source)[0])
-    parts = [part for part in _always(config, trace, section) if part.bytes >= 2**20]
+    parts = [part for part in _always(config, _without_pass_of(model, source), section) if part.bytes >= 2**20]
     needed, limit = Prediction(parts).gib, machine_gib(config)
     text = ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in parts)
     text = f"training needs at least {needed:.1f} GiB ({text}; not counted: activations, caches, engines)"
@@ -562,16 +667,16 @@ def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
     elif config.model.quantization.bits is None and not refused_with_quantization(config):
         values["model.quantization.bits"] = 4
     if section == "train" and (engine := config.engine.embedded) is not None:
-        values["engine.memory_gb"] = engine.memory_gb / 4
+        values["engine.memory_gb"] = (DEFAULT_CACHE_GB if engine.memory_gb is None else engine.memory_gb) / 4
     for name, value in values.items():
         shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-        yield f"{name}={shown}", _changed(config, name.split("."), value)
+        yield f"{name}={shown}", changed(config, name.split("."), value)
 
 
-def _changed(part: Any, names: Sequence[str], value: Any) -> Any:
+def changed(part: Any, names: Sequence[str], value: Any) -> Any:
     """A copy of a section with another value of an option, by its dotted name."""
     first, *rest = names
-    return part.model_copy(update={first: _changed(getattr(part, first), rest, value) if rest else value})
+    return part.model_copy(update={first: changed(getattr(part, first), rest, value) if rest else value})
 
 
 def read_model_config(path: str) -> Any:
@@ -635,8 +740,7 @@ def _longest_conversation(config: Config, known: int | None) -> int:
 
 def on_gpu(config: Config) -> bool:
     """Whether the recipe uses a GPU on this machine."""
-    device = config.model.device
-    return not config.deterministic and (device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()))
+    return not config.deterministic and uses_gpu(config.model.device)
 
 
 _CONTROL_GROUP_LIMITS = (
@@ -647,12 +751,13 @@ _CONTROL_GROUP_LIMITS = (
 
 
 def machine_gib(config: Config) -> float:
-    """The memory of the GPU that the recipe uses, or of the machine; infinite if a GPU is named that is not here.
+    """The memory of the GPU that the recipe uses, without what other processes use of it, or the memory of the machine; infinite
+    if a GPU is named that is not here.
 
     In a container, that of the machine is the limit of the control group, if it is lower.
     """
     if on_gpu(config):
-        return torch.cuda.mem_get_info()[1] / 2**30 if torch.cuda.is_available() else float("inf")
+        return gpu_memory(config.model.device).free / 2**30 if sees_gpu() else float("inf")
     bytes_here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for file in _CONTROL_GROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # not there, or `max`

@@ -26,7 +26,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.cpu import with_fast_layers
+from turnwise.models.device import uses_gpu, why_no_gpu
 from turnwise.models.lora import (
     adapter_base,
     adapter_weights,
@@ -111,6 +112,8 @@ _SHOWN = 3
 class ModelSource(ModelSection):
     """The section `model` of a recipe, and what only a run knows of the model that it loads."""
 
+    dtype: Literal["float32", "bfloat16"] = "float32"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """As in the recipe, without `auto`; no section changes after it was made."""
     adapter: str | None = None
     """A directory with saved weights of the adapter `lora`. None: the adapter starts with random values."""
     seed: int = 0
@@ -175,7 +178,9 @@ def _load_base(source: ModelSource) -> Any:
     transformers_logging.disable_progress_bar()
     path, device = source.path, source.device
     refuse_other_than_model(path, error=ConfigError)
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    name = ("cuda" if uses_gpu(device) else "cpu") if device == "auto" else device
+    if name == "cpu" and device == "auto" and (reason := why_no_gpu()) is not None:
+        _log.warning("model.device=auto: the model is on the CPU, although this machine has a GPU's driver: %s", reason)
     quantized: dict[str, Any] = {}
     if source.quantization.bits is not None:
         quantization = transformers_config(source.quantization, source.dtype)
@@ -195,7 +200,8 @@ def _load_base(source: ModelSource) -> Any:
         if not quantized:
             model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"model.device={device} cannot be used: {error}") from error
+        reason = why_no_gpu() if name.startswith("cuda") else None
+        raise ConfigError(f"model.device={device} cannot be used: {reason or error}") from error
     model.eval()  # with dropout, the learner would compute another distribution than the engine samples from
     use_complete_attention(model)
     return model

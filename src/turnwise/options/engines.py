@@ -62,8 +62,9 @@ class LocalEngineSection(EngineSection):
     name: Literal["local"] = "local"
     slots: Positive = 256
     """The most conversations whose KV cache is kept. If there are more, the least recently used cache is dropped."""
-    memory_gb: Annotated[float, Field(gt=0)] = 2.0
-    """The most memory that the KV cache may use, in GB."""
+    memory_gb: Annotated[float, Field(gt=0)] | None = None
+    """The most memory that the KV cache may use, in GB. Null: 2; for training in one process on a GPU, what the run leaves free
+    there while conversations run."""
     threads: Annotated[int, Field(ge=0)] = 0
     """The number of torch threads while sampling. 0: the run measures which number is fastest."""
     records_experts: ClassVar[bool] = True

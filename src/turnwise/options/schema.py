@@ -116,8 +116,9 @@ class ModelSection(Section):
     gguf_file: NonEmpty | None = None
     """The name of a GGUF file in the directory `model.path`. Its weights are dequantized once, into a model directory in the
     cache, which the run uses instead (docs/memory.md). Null: the directory has safetensors files."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """The data type of the model's parameters. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """The data type of the model's parameters. `auto` is bfloat16 on a GPU (of NVIDIA's, from Ampere on), and float32 on a CPU,
+    with autocast and with several ranks. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
     `train.optimizer.master_weights` is changed."""
     device: NonEmpty = "auto"
     """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
@@ -153,7 +154,7 @@ class ModelSection(Section):
     @property
     def exact(self) -> bool:
         """Whether everything is computed in float32: trainer and engine then give the same log-probabilities up to rounding."""
-        return self.dtype == "float32" and not self.autocast
+        return self.dtype != "bfloat16" and not self.autocast
 
 
 class CurriculumSection(Section):

@@ -75,9 +75,13 @@ def read_inputs(config: Config, kind: Literal["train", "sft"], read: ReadRows) -
         config, renderer, source=str(opened.source), tools=tools_in_rows, rows=rows, training=kind == "train"
     )
     if not config.cluster.distributed:  # ranks divide the model among them
-        from turnwise.doctor.memory import refuse_too_large  # torch
+        from turnwise.doctor.fit import fitted_to_card  # torch
+        from turnwise.doctor.memory import longest_prompt, refuse_too_large
 
         notes += refuse_too_large(config, str(opened.source), section=kind)
+        prompt = longest_prompt(config, rows, renderer) if kind == "train" else None
+        config, computed = fitted_to_card(config, str(opened.source), section=kind, prompt=prompt)
+        notes += computed
     notes += row_notes
     notes += unread_columns(config, rows) if kind == "train" else []
     rows, dropped = assembly.drop_long_prompts(config, rows, renderer)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -39,10 +39,11 @@ def demo_overrides() -> list[str]:
     ]
 
 
-def write_project(folder: Path, *, model: str | None = None) -> list[Path]:
+def write_project(folder: Path, *, model: str | None = None, changes: Mapping[str, str] | None = None) -> list[Path]:
     """Write a starter project into `folder`: a recipe, an environment, rows, and the model of the demo unless `model` is given.
 
-    Returns the files and directories. Raises ConfigError if one of them exists already, or if it cannot be written.
+    `changes` are lines of the recipe, and what is written in their place. Returns the files and directories. Raises ConfigError
+    if one of them exists already, or if it cannot be written.
     """
     names = ["recipe.yaml", "environment.py", *_ROWS, *([_MODEL] if model is None else [])]
     paths = [folder / name for name in names]
@@ -53,17 +54,39 @@ def write_project(folder: Path, *, model: str | None = None) -> list[Path]:
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _write(paths, model)
+        _write(paths, model, changes or {})
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
     return paths
 
 
-def _write(paths: Sequence[Path], model: str | None) -> None:
+_ABOUT_TIME = (
+    "# A starter recipe, written by `turnwise init`. It trains at once, in about half a minute on two CPU cores:"
+)
+_ABOUT_MODEL = (
+    f"  path: {_MODEL} # the tiny model of the demo, which knows arithmetic word problems only; write a model directory or a hub "
+    f"name"
+)
+
+
+def _with_other_model(model: str) -> dict[str, str]:
+    """The lines of the recipe that are true of the demo's model only, and those for another model."""
+    return {
+        _ABOUT_TIME: "# A starter recipe, written by `turnwise init`. To train:",
+        _ABOUT_MODEL: f"  path: {json.dumps(model)} # a model directory or a hub name",
+    }
+
+
+def _write(paths: Sequence[Path], model: str | None, changes: Mapping[str, str]) -> None:
     recipe, environment, *others = paths
     text = (_TEMPLATE / "recipe.yaml").read_text(encoding="utf-8")
     if model is not None:
-        text = text.replace(f"path: {_MODEL} #", f"path: {json.dumps(model)} #")
+        for line, other in _with_other_model(model).items():
+            assert line in text, line
+            text = text.replace(line, other)
+    for line, other in changes.items():
+        assert text.count(f"{line}\n") == 1, line
+        text = text.replace(f"{line}\n", f"{other}\n")
     recipe.write_text(text, encoding="utf-8")
     shutil.copyfile(_TEMPLATE / "environment.py.txt", environment)
     for path in others:

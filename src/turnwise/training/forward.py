@@ -28,6 +28,7 @@ import torch
 
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.models.allocator import trim_kept
+from turnwise.models.device import gpu_memory, sees_gpu
 from turnwise.models.distribution import sampling_logits
 from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
@@ -182,7 +183,22 @@ class _WithSlopes(torch.autograd.Function):
 # Log-probabilities of targets from hidden states
 
 LOGITS_BYTES = 128 * 2**20
-"""The memory for the logits of a chunk."""
+"""The memory for the logits of a chunk on a CPU, and the least on a GPU."""
+_LOGITS_BYTES_ON = ((40 * 2**30, 2**30), (12 * 2**30, 2**28))
+"""The same on GPUs with so many bytes or more. Large chunks are faster, and a pass needs three or four tensors of this size."""
+
+
+def logits_bytes(card: int | None) -> int:
+    """The memory for the logits of a chunk on a GPU with so many free bytes; None: unknown."""
+    return next((size for least, size in _LOGITS_BYTES_ON if card is not None and card >= least), LOGITS_BYTES)
+
+
+def _logits_bytes_on(device: torch.device) -> int:
+    if device.type != "cuda" or not sees_gpu():
+        return LOGITS_BYTES
+    return logits_bytes(gpu_memory(str(device)).free)
+
+
 _KEPT_CHUNKS = 4
 """A trained output layer runs in one piece if all logits fit into the memory of so many chunks. They are kept for the backward
 pass then, because computing them again takes time."""
@@ -377,10 +393,11 @@ class _TargetLogprobs(torch.autograd.Function):
 class Forward:
     """Computes log-probabilities of the targets of a micro-batch, of the distribution that `sampling` draws from.
 
-    `chunk_bytes` is the memory for logits (see `TokenLogprobs`). A model whose logits are not its output layer on its body's
-    hidden states (logits that are scaled or capped) is run in one piece, with the logits of all targets in memory. With
-    `autocast`, matrix products are computed in bfloat16, and the output layer and log-probabilities in float32. With
-    `router_replay`, tokens go through the experts that were recorded for them (`MicroBatch.routes_TLK`).
+    `chunk_bytes` is the memory for logits (see `TokenLogprobs`); None: 128 MiB on a CPU, and up to 1 GiB on a GPU. A model whose
+    logits are not its output layer on its body's hidden states (logits that are scaled or capped) is run in one piece, with the
+    logits of all targets in memory. With `autocast`, matrix products are computed in bfloat16, and the output layer and
+    log-probabilities in float32. With `router_replay`, tokens go through the experts that were recorded for them
+    (`MicroBatch.routes_TLK`).
 
     Raises ConfigError with `router_replay`, if the model is no mixture of experts, or its experts cannot be prescribed.
     """
@@ -390,7 +407,7 @@ class Forward:
         model: Any,
         sampling: Sampling,
         *,
-        chunk_bytes: int = LOGITS_BYTES,
+        chunk_bytes: int | None = None,
         autocast: bool = False,
         router_replay: bool = False,
     ) -> None:
@@ -407,7 +424,11 @@ class Forward:
         self._body, head = _body_and_head(model)
         vocabulary = model.config.get_text_config().vocab_size
         self._head = (
-            None if head is None else TokenLogprobs(head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes)
+            None
+            if head is None
+            else TokenLogprobs(
+                head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes or _logits_bytes_on(model.device)
+            )
         )
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 

@@ -347,6 +347,7 @@ def test_a_correction_needs_other_probabilities_in_the_engine(words: str, correc
     assert [one.key for one in without_kl.assumptions] == ["columns"]
     exact = converted(FULL + f"--rollout_importance_sampling_mode {words}")
     assert "correction" not in exact.recipe
+    assert exact.recipe["model"]["dtype"] == "float32"  # also on a GPU
     assert {one.changes_training for one in exact.unsupported} == {False}
 
 

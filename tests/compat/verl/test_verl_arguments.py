@@ -329,6 +329,7 @@ def test_minibatches_and_their_clipping(grpo: list[str]) -> None:
         )
     )
     assert (config.train.minibatches, config.loss.clip_low, config.loss.clip_high) == (2, 0.2, 0.28)
+    assert config.model.dtype == "float32"  # also on a GPU: verl's weights are float32 where nothing else is given
     dual = from_verl_arguments(
         [*grpo, "actor_rollout_ref.actor.ppo_epochs=2", "actor_rollout_ref.actor.clip_ratio_c=3.0"]
     )

@@ -549,6 +549,7 @@ def from_swift_arguments(
     _report_other_arguments(builder)
     if try_names:
         _try_names(builder)
+    builder.keep_float32()
     return builder.report()
 
 

@@ -548,6 +548,7 @@ class _Conversion:
         self._others()
         if try_names:
             self._try_names()
+        self._builder.keep_float32()
         return self._builder.report()
 
     def _try_names(self) -> None:

@@ -32,6 +32,9 @@ from turnwise.types import Completion, Request
 MAX_YIELDS = 16
 """How often the event loop runs, at most, between two steps after a request has finished: its conversation may come back
 with the next request, which then joins the next step."""
+DEFAULT_CACHE_GB = 2.0
+"""The memory of the KV cache in GB where none is given. A run that trains on a GPU computes what it leaves free, and gives the
+number (`doctor/fit.py`)."""
 LARGE_CACHE = 2**28
 """Bytes of a KV cache that is freed during training. It takes longer to make a smaller cache again than it is worth."""
 QUIET_YIELDS = 3
@@ -57,7 +60,7 @@ class LocalEngine:
         model: PreTrainedModel,
         *,
         slots: int = _DEFAULTS.slots,
-        memory_gb: float = _DEFAULTS.memory_gb,
+        memory_gb: float | None = _DEFAULTS.memory_gb,
         context: int | None = None,
         threads: int = _DEFAULTS.threads,
         decode: Callable[[Sequence[int]], str] | None = None,
@@ -69,6 +72,8 @@ class LocalEngine:
         parameter = next(model.parameters())
         forward = choose_forward(model, autocast=autocast)
         context = _context(model, context)
+        if memory_gb is None:
+            memory_gb = DEFAULT_CACHE_GB
         kv = KVCache(
             forward.kv_shapes,
             forward.state_shapes,

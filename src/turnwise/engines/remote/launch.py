@@ -19,6 +19,7 @@ from turnwise.engines.remote.server_process import ServerCommand, ServerProcess,
 from turnwise.engines.remote.servers import Owner, Replica, ServerApi
 from turnwise.engines.remote.weights import BY_GLOO, Sending
 from turnwise.errors import ConfigError
+from turnwise.models.device import uses_gpu
 from turnwise.options.engines import ServerEngineSection
 
 Commands = Callable[[int, int, str], ServerCommand]
@@ -78,9 +79,7 @@ MakeServers = Callable[[Any, ServedModel], tuple[ServerApi, list[Replica]]]
 
 def on_cpu(device: str) -> bool:
     """Whether servers that turnwise starts run on the CPU: where the model, on `device`, is trained on it."""
-    import torch  # to find out whether there is a GPU
-
-    return device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    return not uses_gpu(device)
 
 
 def interpreter(options: ServerEngineSection) -> str:

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
 from turnwise.errors import ConfigError, RunError
+from turnwise.models.device import sees_gpu
 from turnwise.options.engines import ClusterSection
 
 # Signs of life: which rank has ended or does not respond
@@ -232,7 +233,7 @@ def _number(name: str) -> int:
 
 def _device(kind: str, local: int) -> torch.device:
     """The device of this rank: the GPU with the local rank's number, or the CPU."""
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    if kind == "cpu" or (kind == "auto" and not sees_gpu()):
         return torch.device("cpu")
     if kind not in ("auto", "cuda"):
         raise ConfigError(f"model.device={kind} cannot be used with several ranks: set auto, cuda or cpu")

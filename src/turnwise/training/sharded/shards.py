@@ -36,7 +36,7 @@ from turnwise.training.expert_load import (
     recorded_load,
     refuse_aux_loss_without_experts,
 )
-from turnwise.training.forward import Forward, TargetValues, shares_prefixes
+from turnwise.training.forward import LOGITS_BYTES, Forward, TargetValues, shares_prefixes
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.optimizer import Optimizer
@@ -173,7 +173,7 @@ def _dummy_micro_batch() -> MicroBatch[Targets]:
 
 
 class ShardedForward(Forward):
-    """`Forward` on a sharded model."""
+    """`Forward` on a sharded model. All ranks have chunks of logits of the same size, whatever is free on their GPUs."""
 
     def __init__(
         self, sharded: ShardedModel, sampling: Sampling, *, autocast: bool, router_replay: bool = False
@@ -181,7 +181,7 @@ class ShardedForward(Forward):
         self._sharded = sharded
         sharded.probe(
             lambda: super(ShardedForward, self).__init__(
-                sharded.model, sampling, autocast=autocast, router_replay=router_replay
+                sharded.model, sampling, chunk_bytes=LOGITS_BYTES, autocast=autocast, router_replay=router_replay
             )
         )
 

@@ -1,0 +1,407 @@
+"""What fits into the memory of a GPU: numbers that a recipe leaves open, and a recipe for a model and a card.
+
+`fitted` replaces the micro-batch and the KV cache that a recipe leaves open; the start of a run, `turnwise doctor` and
+`turnwise init --gpu` use it. `choose` tries ways to train a model, from full training to an adapter on weights in 4 bits, in the
+order of what they cost in learning, and takes the first that fits. Both only use predictions (`doctor/memory.py`): they need the
+model's configuration, no weights and no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from turnwise.doctor.check import Check
+from turnwise.doctor.memory import (
+    Workload,
+    always_bytes,
+    changed,
+    empty_parameters,
+    kv_bytes_of_row,
+    machine_gib,
+    memory_check,
+    on_gpu,
+    predict,
+    read_model_config,
+    workload_of,
+)
+from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
+from turnwise.options.schema import Config
+
+USABLE = 0.92
+"""The share of the free memory that is planned with: torch's allocator keeps blocks that fit nothing else."""
+_MOST_TOKENS = 16384
+"""Tokens of a micro-batch above which a GPU gains nothing."""
+_STEP_TOKENS = 256
+"""A micro-batch has a multiple of so many tokens."""
+_LEAST_TOKENS = 512
+_SERVER_GIB = 2.0
+"""What a vLLM server needs on a GPU beside its weights and its cache: CUDA's context, graphs and activations."""
+_LEAST_ROWS = 8
+"""Conversations whose keys and values the cache must hold, so that sampling is not slower than training needs."""
+_CACHE_STEP = 0.1
+"""GB, to which the memory of the cache is rounded down."""
+
+
+def fitted(config: Config, model_config: Any, workload: Workload, *, section: str, gib: float) -> Config:
+    """The recipe with numbers in place of `micro_batch_tokens: null` and `engine.memory_gb: null`, for a GPU with so much memory.
+
+    A recipe for a CPU or several processes is returned as it is; so is one for which no number fits. `section` is `train` or
+    `sft`.
+    """
+    if not on_gpu(config) or config.cluster.distributed:
+        return config
+    limit = USABLE * gib * 2**30
+    embedded = config.engine.embedded if section == "train" and not config.runs_conversations_elsewhere else None
+    open_cache = embedded is not None and embedded.memory_gb is None
+    tokens, update = _micro_batch(config, model_config, workload, section, gib)
+    if tokens is None or update > limit:
+        return config
+    if getattr(config, section).micro_batch_tokens is None:
+        config = changed(config, [section, "micro_batch_tokens"], tokens)
+    if open_cache:
+        # while conversations run during the update, the cache has what the update leaves
+        used = update if config.train.max_staleness > 0 else always_bytes(config, model_config, section)
+        gigabytes = _CACHE_STEP * int((limit - used) / 2**30 / _CACHE_STEP)
+        if gigabytes > 0:
+            config = changed(config, ["engine", "memory_gb"], round(gigabytes, 1))
+    return config
+
+
+def _micro_batch(
+    config: Config, model_config: Any, workload: Workload, section: str, gib: float
+) -> tuple[int | None, float]:
+    """The most tokens of a micro-batch on a GPU with so much memory, and the bytes of the update with them; the recipe's number,
+    if it has one. None if not even one conversation fits."""
+    given = getattr(config, section).micro_batch_tokens
+    if given is not None:
+        return given, _update_bytes(config, model_config, workload, section, given, gib)
+    longest = max(workload.tokens, _LEAST_TOKENS)
+    one, two = (_update_bytes(config, model_config, workload, section, number * longest, gib) for number in (1, 2))
+    room = USABLE * gib * 2**30 - one
+    if config.engine.embedded is not None and config.train.max_staleness > 0:
+        room /= 2  # the other half is for the cache
+    if room < 0:
+        return None, one
+    each = max((two - one) / longest, 1.0)
+    most = min(longest + room / each, max(_MOST_TOKENS, longest))
+    tokens = max(int(most) // _STEP_TOKENS * _STEP_TOKENS, longest)
+    return tokens, one + each * (tokens - longest)
+
+
+def _update_bytes(
+    config: Config, model_config: Any, workload: Workload, section: str, tokens: int, gib: float
+) -> float:
+    """The most bytes during an update, without the cache of the engine."""
+    config = changed(config, [section, "micro_batch_tokens"], tokens)
+    without = {"copied weights of the engine", "KV cache"}
+    found = predict(config, model_config, workload, section=section, on_update=True, card_gib=gib)
+    return sum(part.bytes for part in found.parts if part.name not in without)
+
+
+def fitted_to_card(
+    config: Config, path: str, *, section: str, longest: int | None = None, prompt: int | None = None
+) -> tuple[Config, list[str]]:
+    """`fitted` for the GPU of the recipe and the free memory on it, and a note that says the numbers. `path` is the model, and
+    the lengths are those of `memory_check`. Without such a GPU, or without a prediction, the recipe as it is."""
+    if not on_gpu(config) or not sees_gpu() or config.cluster.distributed:
+        return config, []
+    card = gpu_memory(config.model.device)
+    try:
+        with boundary("model"):
+            model_config = read_model_config(path)
+            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
+            known = fitted(config, model_config, workload, section=section, gib=card.free / 2**30)
+    except Failed as failed:
+        return config, [f"no micro-batch and no cache were computed for {card}: {failed.failure.message}"]
+    if known is config:
+        return config, []
+    numbers = [f"{section}.micro_batch_tokens={getattr(known, section).micro_batch_tokens}"]
+    if section == "train" and known.engine.embedded is not None:
+        numbers.append(f"engine.memory_gb={known.engine.embedded.memory_gb}")
+    return known, [f"computed for {card}, where the recipe has no number: {', '.join(numbers)}"]
+
+
+def fit_check(
+    config: Config,
+    path: str,
+    *,
+    section: str,
+    memory_gb: float | None = None,
+    longest: int | None = None,
+    prompt: int | None = None,
+) -> Check:
+    """`memory_check`, with the numbers that a run would compute for a GPU; if it fails, with the first way that fits."""
+    gib = machine_gib(config) if memory_gb is None else memory_gb
+    found, text = config, ""
+    if on_gpu(config) and gib != float("inf"):
+        with contextlib.suppress(Failed), boundary("model"):
+            model_config = read_model_config(path)
+            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
+            found = fitted(config, model_config, workload, section=section, gib=gib)
+            if found is config and section == "train":
+                text = _what_fits(config, model_config, workload, gib)
+    check = memory_check(
+        found, path, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt, card_gib=gib
+    )
+    if memory_gb is None and on_gpu(config) and sees_gpu():
+        check = replace(check, details=[*check.details, ("GPU", str(gpu_memory(config.model.device)))])
+    return (
+        check if not text or check.status != "fail" else replace(check, details=[*check.details, ("what fits", text)])
+    )
+
+
+def _what_fits(config: Config, model_config: Any, workload: Workload, gib: float) -> str:
+    plan = choose(config, model_config, workload, gib=gib)
+    if plan is not None:
+        options = {"model.dtype": "bfloat16", **plan.way.options}
+        return f"{' '.join(f'{name}={shown(value)}' for name, value in options.items())} ({plan.gib:.1f} GiB)"
+    return (
+        f"nothing: even an adapter on weights in 4 bits needs {least_gib(config, model_config, workload):.1f} GiB and its "
+        f"activations, with conversations of {workload.tokens:,} tokens. Use a smaller model or a shorter limits.context"
+    )
+
+
+def least_gib(config: Config, model_config: Any, workload: Workload) -> float:
+    """The memory that the way which needs the least needs all the time, and for the cache of one conversation."""
+    least = with_way(config, WAYS[-1])
+    needed = always_bytes(least, model_config, "train") + kv_bytes_of_row(least, model_config, workload.tokens)
+    return needed / 2**30 / USABLE
+
+
+def shown(value: Any) -> str:
+    """The value of an option as YAML and the command line have it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# a recipe for a model and a card
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to train a model: options by their dotted names, and why they were chosen."""
+
+    name: str
+    options: Mapping[str, Any]
+    reason: str
+
+
+_RANK = 32
+WAYS = (
+    Way("all weights", {}, "all weights are trained: weights, gradients and AdamW's state fit"),
+    Way(
+        "all weights, checkpointing",
+        {"model.gradient_checkpointing": True},
+        "all weights are trained; activations are computed again in the backward pass, because they do not fit beside AdamW's "
+        "state",
+    ),
+    Way(
+        "all weights, Kahan",
+        {"model.gradient_checkpointing": True, "train.optimizer.master_weights": "kahan"},
+        "all weights are trained; their rounding errors are kept in bfloat16 (Kahan), because float32 copies do not fit",
+    ),
+    Way(
+        "LoRA",
+        {"model.lora.rank": _RANK, "model.lora.alpha": 2 * _RANK},
+        "an adapter is trained: gradients and AdamW's state of all weights do not fit",
+    ),
+    Way(
+        "LoRA, checkpointing",
+        {"model.lora.rank": _RANK, "model.lora.alpha": 2 * _RANK, "model.gradient_checkpointing": True},
+        "an adapter is trained, and activations are computed again: neither AdamW's state of all weights nor all activations fit",
+    ),
+    Way(
+        "QLoRA",
+        {
+            "model.lora.rank": _RANK,
+            "model.lora.alpha": 2 * _RANK,
+            "model.gradient_checkpointing": True,
+            "model.quantization.bits": 4,
+        },
+        "an adapter is trained on weights in 4 bits: those in bfloat16 do not fit",
+    ),
+)
+"""Ways to train a model, in the order of preference. Larger updates are learnt with more trained weights; each further way needs
+less memory, and is slower or learns with less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A recipe that fits into the memory of a GPU."""
+
+    way: Way
+    config: Config
+    """The recipe with all numbers."""
+    gib: float
+    """The predicted peak of an update."""
+    parameters: int
+    """The parameters of the model."""
+    rows: int
+    """Conversations whose keys and values fit at the same time."""
+    beside: float
+    """GB that the KV cache of a vLLM server has beside the trainer on the same GPU, if the server sleeps during updates; negative
+    if the server does not fit."""
+
+
+def choose(config: Config, model_config: Any, workload: Workload, *, gib: float) -> Plan | None:
+    """The first way to train the recipe's model that fits into so much memory; None if none does.
+
+    The recipe's own options of the ways are replaced, and those that it leaves open are computed.
+    """
+    for way in WAYS:
+        try:
+            with boundary("model"):
+                plan = _tried(way, with_way(config, way), model_config, workload, gib)
+        except Failed:  # such as an adapter that the model does not take
+            continue
+        if plan is not None:
+            return plan
+    return None
+
+
+def with_way(config: Config, way: Way) -> Config:
+    """The recipe with the options of a way in bfloat16, and without those of the others."""
+    tree = {name: None for one in WAYS for name in one.options} | {"model.dtype": "bfloat16", **way.options}
+    defaults = Config.model_validate({"model": {"path": "m"}, "data": {"train": "rows"}})
+    for name, value in tree.items():
+        names = name.split(".")
+        config = changed(config, names, _value(defaults, names) if value is None else value)
+    return config
+
+
+def _value(part: Any, names: list[str]) -> Any:
+    for name in names:
+        part = getattr(part, name)
+    return part
+
+
+def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib: float) -> Plan | None:
+    limit = USABLE * gib * 2**30
+    always = always_bytes(config, model_config, "train")
+    row = kv_bytes_of_row(config, model_config, workload.tokens)
+    least = min(_LEAST_ROWS, workload.conversations) * row
+    if always + least > limit:  # known without a pass
+        return None
+    known = fitted(config, model_config, workload, section="train", gib=gib)
+    if known.train.micro_batch_tokens is None:
+        return None
+    embedded = known.engine.embedded
+    if embedded is None or embedded.memory_gb is None or embedded.memory_gb * 2**30 < least:
+        return None
+    cache = embedded.memory_gb * 2**30
+    update = _update_bytes(known, model_config, workload, "train", known.train.micro_batch_tokens, gib)
+    count, size = empty_parameters(config, model_config)
+    return Plan(
+        way=way,
+        config=known,
+        gib=update / 2**30,
+        parameters=count,
+        rows=max(1, int(cache / row)) if row else workload.conversations,
+        beside=(limit - always - size) / 2**30 - _SERVER_GIB,
+    )
+
+
+def learning_rate(parameters: int, *, adapter: bool) -> float:
+    """A learning rate for AdamW with which training usually begins well: for all weights it falls with the size of the model, and
+    for an adapter it is 20 times as large.
+
+    Example: 1e-6 for 8 billion parameters, and 2e-5 with an adapter.
+    """
+    bounds = ((3e8, 1e-5), (1e9, 5e-6), (3e9, 3e-6), (6e9, 2e-6))
+    rate = next((rate for most, rate in bounds if parameters < most), 1e-6)
+    return 20 * rate if adapter else rate
+
+
+# the starter's recipe
+
+_TURNS, _TOKENS_PER_TURN, _BATCH, _GROUP = 6, 256, 16, 8
+
+
+def starter_plan(path: str, gib: float | None, *, contexts: Sequence[int]) -> tuple[dict[str, str], list[str]]:
+    """For `turnwise init --gpu`: the lines of the starter's recipe that are others, and lines to print.
+
+    `gib` is the memory of the GPU; None: what is free on that of this machine. The first of the `contexts` is taken that fits.
+    Raises ConfigError if the model's configuration cannot be read, if there is no GPU to ask, or if nothing fits.
+    """
+    if gib is not None:
+        card = f"a GPU with {gib:g} GiB"
+    elif sees_gpu():
+        memory = gpu_memory("cuda")
+        card, gib = str(memory), memory.free / 2**30
+    else:
+        reason = why_no_gpu() or "there is none here"
+        raise ConfigError(f"--gpu needs a number on a machine whose GPU cannot be used, such as --gpu 24: {reason}")
+    try:
+        with boundary("model"):
+            model_config = read_model_config(path)
+    except Failed as failed:
+        raise ConfigError(f"the configuration of --model {path} cannot be read: {failed.failure.message}") from failed
+    base = Config.model_validate({"model": {"path": path, "device": "cuda"}, "data": {"train": "train.jsonl"}})
+    workload = Workload(conversations=_BATCH * _GROUP, tokens=contexts[-1])
+    for context in contexts:
+        workload = replace(workload, tokens=context)
+        if (plan := choose(base, model_config, workload, gib=gib)) is not None:
+            return _lines(plan, context, gib), [f"{path} on {card}: {plan.way.name}, {plan.gib:.1f} GiB at the peak\n"]
+    raise ConfigError(
+        f"{path} does not fit on {card}: even an adapter on weights in 4 bits needs "
+        f"{least_gib(base, model_config, workload):.1f} GiB and its activations, with conversations of {contexts[-1]:,} tokens. "
+        f"Use a smaller model, or several GPUs (docs/cluster.md)"
+    )
+
+
+def _lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
+    """The lines of the starter's recipe by those that they replace."""
+    options, lora = plan.way.options, "model.lora.rank" in plan.way.options
+    known = plan.config
+    assert known.engine.embedded is not None
+    kept = "the adapter is float32" if lora else "the optimizer keeps what bfloat16 would round away"
+    model = [f"  # {plan.way.reason}", f"  dtype: bfloat16 # {kept}"]
+    if lora:
+        model.append(f"  lora: {{rank: {_RANK}, alpha: {2 * _RANK}}}")
+    if "model.quantization.bits" in options:
+        model.append("  quantization: {bits: 4}")
+    if "model.gradient_checkpointing" in options:
+        model.append("  gradient_checkpointing: true # a third more time for a step")
+    rate = learning_rate(plan.parameters, adapter=lora)
+    train = [
+        f"  lr: {_number(rate)} # for {plan.parameters / 1e9:.1f} billion parameters"
+        + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
+        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # what fits beside the rest: {plan.gib:.1f} of {gib:.1f} GiB",
+    ]
+    if "train.optimizer.master_weights" in options:
+        train.append("  optimizer: {master_weights: kahan} # 2 bytes for each parameter instead of 4")
+    engine = [
+        "correction: {action: truncate} # in bfloat16, trainer and engine round differently (docs/losses.md)",
+        f"engine: {{memory_gb: {known.engine.embedded.memory_gb}}} # GB for {plan.rows} conversations of {context} tokens at a "
+        f"time, more if they are shorter",
+        _vllm(plan),
+    ]
+    return {
+        "  # lora: {rank: 16} # train a LoRA adapter instead of all weights (docs/memory.md)": "\n".join(model),
+        "  tokens_per_turn: 64": f"  tokens_per_turn: {_TOKENS_PER_TURN}\n  context: {context} # the memory was computed with it",
+        "  lr: 3.0e-4 # for a model with billions of parameters: about 1.0e-6": "\n".join(train),
+        "# engine: {name: vllm} # sample with vLLM instead of the embedded engine (docs/engines.md)": "\n".join(engine),
+    }
+
+
+def _vllm(plan: Plan) -> str:
+    """The comment of the starter's recipe on sampling with vLLM."""
+    if "model.quantization.bits" in plan.way.options:
+        return "# engine: {name: vllm} is not possible with weights in 4 bits"
+    gigabytes = int(plan.beside * 10) / 10
+    if gigabytes < 1:
+        return (
+            "# engine: {name: vllm} does not fit on the same GPU beside the trainer: engine.devices names another GPU"
+        )
+    return (
+        f"# engine: {{name: vllm, sleep: true, memory_gb: {gigabytes}}} # instead: samples faster, in what the trainer leaves "
+        f"free meanwhile (docs/engines.md)"
+    )
+
+
+def _number(rate: float) -> str:
+    digits, exponent = f"{rate:.1e}".split("e")
+    return f"{digits}e{int(exponent)}"

@@ -1,0 +1,204 @@
+"""What fits into the memory of a GPU that is not there: numbers that recipes leave open, ways to train, the starter's recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from support.qwen3 import save_config
+from support.tiny import tiny_model
+from turnwise.assembly import model_source
+from turnwise.cli import main
+from turnwise.doctor import fit, memory
+from turnwise.doctor.fit import USABLE, WAYS, choose, fit_check, fitted, fitted_to_card, learning_rate
+from turnwise.doctor.memory import PassOptions, Workload, empty_model, predict
+from turnwise.errors import ConfigError
+from turnwise.models import device
+from turnwise.models.device import GpuMemory, known_dtype
+from turnwise.options.schema import Config
+
+WORK = Workload(conversations=64, tokens=512)
+
+
+def config(**sections: Any) -> Config:
+    model = {"path": "m", "device": "cuda", **sections.pop("model", {})}
+    return Config.model_validate({"model": model, "data": {"train": "rows.jsonl"}, **sections})
+
+
+def test_what_a_recipe_leaves_open_is_computed_for_the_card() -> None:
+    shape = tiny_model(vocabulary=2000).config
+    tokens = []
+    for gib in (0.71, 0.8):
+        known = fitted(config(), shape, WORK, section="train", gib=gib)
+        assert known.train.micro_batch_tokens is not None
+        tokens.append(known.train.micro_batch_tokens)
+        update = predict(known, shape, WORK, on_update=True, card_gib=gib)
+        assert update.gib < 1.01 * USABLE * gib
+        assert known.train.micro_batch_tokens == 16384 or update.gib > 0.9 * USABLE * gib
+        embedded = known.engine.embedded
+        assert embedded is not None
+        assert embedded.memory_gb is not None
+        assert embedded.memory_gb <= gib - 0.5  # the program
+    assert tokens[0] < tokens[1]
+    assert fitted(known, shape, WORK, section="train", gib=4.0) == known  # the numbers of the recipe stay
+    on_cpu = config(model={"device": "cpu"})
+    assert fitted(on_cpu, shape, WORK, section="train", gib=4.0) is on_cpu
+    assert fitted(config(), shape, WORK, section="train", gib=0.5).train.micro_batch_tokens is None
+
+
+def test_a_run_computes_with_the_memory_that_others_leave(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = GpuMemory("A card", 24 * 2**30, 2 * 2**30)
+    for module in (fit, device):
+        monkeypatch.setattr(module, "sees_gpu", lambda: True)
+        monkeypatch.setattr(module, "gpu_memory", lambda device: card)
+    recipe = config(limits={"context": 256}, model={"dtype": "float32"})
+    known, notes = fitted_to_card(recipe, str(model), section="train")
+    assert known.engine.embedded is not None
+    assert 1.0 < (known.engine.embedded.memory_gb or 0) < 2.0
+    assert "A card with 24.0 GiB, of which other processes use 22.0" in notes[0]
+    assert f"train.micro_batch_tokens={known.train.micro_batch_tokens}" in notes[0]
+
+
+@pytest.mark.parametrize(("size", "least"), [("8B", 8.4)])
+def test_a_card_that_is_too_small_is_told_what_is_needed(size: str, least: float, tmp_path: Path) -> None:
+    path = str(save_config(tmp_path / "model", size))
+    with pytest.raises(
+        ConfigError, match="does not fit on a GPU with 5 GiB: even an adapter on weights in 4 bits"
+    ) as raised:
+        fit.starter_plan(path, 5.0, contexts=(1024,))
+    assert float(str(raised.value).split("needs ")[1].split(" GiB")[0]) == pytest.approx(least, rel=0.1)
+    with pytest.raises(ConfigError, match="--gpu needs a number on a machine whose GPU cannot be used"):
+        fit.starter_plan(path, None, contexts=(1024,))
+    with pytest.raises(ConfigError, match="the configuration of --model"):
+        fit.starter_plan(str(tmp_path), 24.0, contexts=(1024,))
+
+
+def test_weights_are_counted_once_on_a_gpu() -> None:
+    """Products read transposed views of weights; they make no copies."""
+    shape = tiny_model(vocabulary=300).config
+    shape.intermediate_size = 2**17
+    recipe = config(model={"lora": {"rank": 2, "target_modules": ["q_proj"]}}, train={"micro_batch_tokens": 2})
+    found = predict(recipe, shape, Workload(conversations=1, tokens=2), on_update=True, card_gib=24.0)
+    bytes_of = {part.name: part.bytes for part in found.parts}
+    assert bytes_of["weights"] > 2**25
+    assert bytes_of.get("activations", 0) + bytes_of["logits and other temporary tensors"] < bytes_of["weights"] / 4
+
+
+def test_alike_layers_count_like_all_of_them(tmp_path: Path) -> None:
+    """The pass of a model of five layers, by those of one and two layers, and by all five."""
+    shape = AutoConfig.from_pretrained(save_config(tmp_path / "model", "0.6B"))
+    shape = memory._with_layers(shape, 5)
+    shape.vocab_size = 2000
+    source = model_source(config(model={"gradient_checkpointing": True}))
+    options = PassOptions(
+        source=source, workload=WORK, micro_batch_tokens=512, mixed=False, on_gpu=True, on_ranks=False
+    )
+    model = empty_model(source, shape)
+    assert memory._layers_alike(model, shape) == 5
+    activations, peak = memory._traced_bytes(model, options, large=True)
+    trace = memory._trace(options, shape)
+    assert trace.activations == pytest.approx(activations, rel=0.001)
+    assert trace.peak == pytest.approx(peak, rel=0.001)
+    mixed = memory._with_layers(shape, 5)
+    mixed.layer_types = ["full_attention"] * 4 + ["sliding_attention"]
+    assert memory._layers_alike(model, mixed) == 0
+
+
+def test_ways_replace_each_other_and_are_recipes() -> None:
+    recipe = config(model={"lora": {"rank": 4}, "gradient_checkpointing": True})
+    full, *_, quantized = (fit.with_way(recipe, way) for way in WAYS)
+    assert (full.model.lora.rank, full.model.gradient_checkpointing, full.model.dtype) == (None, False, "bfloat16")
+    assert (quantized.model.quantization.bits, quantized.model.lora.rank) == (4, 32)
+    assert choose(recipe, tiny_model().config, WORK, gib=0.5) is None
+
+
+def test_learning_rates_fall_with_the_size_and_rise_for_adapters() -> None:
+    sizes = (135e6, 600e6, 1.7e9, 4e9, 8e9, 30e9)
+    rates = [learning_rate(int(size), adapter=False) for size in sizes]
+    assert rates == sorted(rates, reverse=True)
+    assert (rates[0], rates[-1]) == (1e-5, 1e-6)
+    assert [learning_rate(int(size), adapter=True) / rate for size, rate in zip(sizes, rates, strict=True)] == [
+        pytest.approx(20)
+    ] * len(sizes)
+
+
+@pytest.mark.slow
+def test_the_doctor_says_what_fits(tmp_path: Path) -> None:
+    recipe = config(limits={"context": 2048}, train={"batch_size": 4})
+    path = save_config(tmp_path / "model", "0.6B")
+    check = fit_check(recipe, str(path), section="train", memory_gb=1.0)
+    assert check.status == "fail"
+    assert dict(check.details)["what fits"].startswith("nothing: even an adapter on weights in 4 bits needs")
+
+
+@pytest.mark.slow
+def test_a_starter_recipe_for_a_model_and_a_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_config(tmp_path / "model", "8B")
+    assert main(["init", str(tmp_path / "new"), "--model", str(path), "--gpu", "24"]) == 0
+    assert "on a GPU with 24 GiB: LoRA, checkpointing" in capsys.readouterr().out.replace("\n", " ")
+    written = yaml.safe_load((tmp_path / "new" / "recipe.yaml").read_text())
+    assert written["model"] | {"path": ""} == {
+        "path": "", "dtype": "bfloat16", "lora": {"rank": 32, "alpha": 64}, "gradient_checkpointing": True,
+    }  # fmt: skip
+    assert written["train"]["lr"] == 2e-5
+    assert written["correction"] == {"action": "truncate"}
+    recipe = Config.model_validate({**written, "model": {**written["model"], "device": "cuda"}})
+    check = fit_check(recipe, str(path), section="train", memory_gb=24.0)
+    assert check.status == "ok", check
+    assert main(["init", str(tmp_path / "other"), "--gpu", "24"]) == 1
+
+
+def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:
+    assert known_dtype(config()) == "bfloat16"
+    assert known_dtype(config(model={"device": "cpu"})) == "float32"
+    assert known_dtype(config(model={"autocast": True})) == "float32"
+    assert known_dtype(config(deterministic=True)) == "float32"
+    assert known_dtype(config(cluster={"launcher": "local"})) == "float32"  # all ranks have the same
+    assert known_dtype(config(model={"dtype": "float32"})) == "float32"
+
+
+def test_why_a_gpu_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is that of a CPU here; what another build says is given."""
+    import torch
+
+    assert device.why_no_gpu() is None  # no driver
+    (tmp_path / "nvidiactl").touch()
+    monkeypatch.setattr(device, "_DRIVERS", (tmp_path / "nvidiactl",))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None, raising=False)
+    assert "was built for CPUs only" in str(device.why_no_gpu())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "CUDA_VISIBLE_DEVICES='' hides all GPUs" in str(device.why_no_gpu())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1")
+    said = "No CUDA GPUs are available"
+
+    def fails() -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.cuda, "init", fails)
+    assert "CUDA_VISIBLE_DEVICES=MIG-1: check that it names GPUs that nvidia-smi -L lists" in str(device.why_no_gpu())
+    said = "The NVIDIA driver on your system is too old (found version 11040)."
+    told = str(device.why_no_gpu())
+    assert "the driver is too old for torch" in told
+    assert "CUDA 13.0" in told
+    assert "found version 11040" in told
+
+
+def test_a_slice_of_a_gpu_is_a_gpu_of_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    class Properties:
+        name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (3 * 2**30, 5 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda number: 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: Properties)
+    memory = device.gpu_memory("cuda:0")
+    assert (memory.total, memory.free) == (5 * 2**30, 4 * 2**30)  # with what this process's allocator keeps
+    assert str(memory) == "NVIDIA A100-SXM4-40GB MIG 1g.5gb with 5.0 GiB"
