@@ -264,16 +264,17 @@ def test_the_commands_of_a_page_succeed_one_after_the_other(
     done = 0  # a command whose data set, or run, is not here is only parsed
     for _, *words in turnwise_words(page):
         options = _parse(words)
-        if needs_a_server(words, options) or not operands_exist(words, options) or not rows_exist(words[0], options):
+        if waits_for_others(words, options) or not operands_exist(words, options) or not rows_exist(words[0], options):
             continue
         assert main([*words, *short(words[0], options)]) == 0, words
         done += 1
     assert done > 0 or page in ONLY_PARSED
 
 
-def needs_a_server(words: list[str], options: Any) -> bool:
-    """Whether a command serves until it is stopped, or talks to a server that another command of the page started."""
-    serves = words[0] in ("serve", "retrieval") or (words[0] == "view" and options.export is None)
+def waits_for_others(words: list[str], options: Any) -> bool:
+    """Whether a command serves until it is stopped, talks to a server that another command of the page started, or is answered by
+    a person."""
+    serves = words[0] in ("serve", "retrieval", "play") or (words[0] == "view" and options.export is None)
     return serves or any(word.startswith("rollout_server.url=") for word in words)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from turnwise.errors import ConfigError
 from turnwise.record.reader import RecordedTrajectories
 from turnwise.runs.play import completions, typed_arguments
 from turnwise.sft.replay import replay
+from turnwise.terminal.typed_lines import TypedLines
 
 ENVIRONMENT = """
 from turnwise import Opening, Reply, environment, user_message
@@ -190,3 +193,9 @@ def test_typed_arguments() -> None:
     assert typed_arguments('{"a": {"b": "1 2"}}') == {"a": {"b": "1 2"}}
     with pytest.raises(ConfigError, match="'two' is no argument"):
         typed_arguments("a=1 two")
+
+
+def test_without_a_standard_input_the_fix_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    with pytest.raises(ConfigError, match=r"no standard input to read from.*in a terminal"):
+        TypedLines()

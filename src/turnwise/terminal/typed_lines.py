@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from turnwise.errors import ConfigError
 from turnwise.terminal.report import printable
 
 Complete = Callable[[str], Sequence[str]]
@@ -34,16 +35,27 @@ class Lines(Protocol):
         ...
 
 
+def _descriptor() -> int:
+    """That of the standard input. Raises ConfigError if it is none of the system's, as in a notebook."""
+    try:
+        return sys.stdin.fileno()
+    except (OSError, AttributeError, ValueError):
+        raise ConfigError(
+            "there is no standard input to read from, as in a notebook: run the command in a terminal, or give its input as a "
+            "file or a pipe"
+        ) from None
+
+
 class TypedLines:
     """The lines of standard input.
 
     A thread waits for each line, so that a signal can stop the program meanwhile. The thread is a daemon: one that still waits
-    does not keep the program from ending.
+    does not keep the program from ending. Raises ConfigError if there is no standard input.
     """
 
     def __init__(self) -> None:
-        self._terminal = sys.stdin.isatty()
-        self._piped = iter(()) if self._terminal else _piped_lines(sys.stdin.fileno())
+        self._terminal = sys.stdin is not None and sys.stdin.isatty()
+        self._piped = iter(()) if self._terminal else _piped_lines(_descriptor())
         self._complete: Complete = nothing
 
     @contextlib.contextmanager
