@@ -157,13 +157,14 @@ def filled_cache(shape: Any, config: Any, model: Any) -> Any:
     import torch
 
     from turnwise.engines.local.cache import KVCache, KVShape
+    from turnwise.engines.local.engine import DEFAULT_CACHE_GB
 
     heads, width = shape.num_key_value_heads, shape.hidden_size // shape.num_attention_heads
     kv = KVCache(
         [KVShape(2, heads, width)] * shape.num_hidden_layers,
         dtype=torch.bfloat16 if config.model.autocast else model.dtype,
         device=model.device,
-        budget_bytes=int(config.engine.memory_gb * 2**30),
+        budget_bytes=int((config.engine.memory_gb or DEFAULT_CACHE_GB) * 2**30),
     )
     kv.resize(CONVERSATIONS, 1024)
     for tensor in kv.tensors:
