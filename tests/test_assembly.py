@@ -19,7 +19,7 @@ from support.tiny import save_model, save_rows
 from support.training import train_silently
 from turnwise import assembly
 from turnwise.assembly.conversations import tool as tool_of
-from turnwise.config.recipe import load
+from turnwise.config.recipe import load, with_known_model
 from turnwise.environments.environment import Environment, SingleTurn
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
@@ -654,7 +654,7 @@ def test_a_resolved_recipe_with_tools_stays_valid(tools_user: str, tmp_path: Pat
     config = tools_a_config(tools=[{"use": f"{tools_user}:Bank", "arguments": {"balance": 5}}, f"{tools_user}:find"])
     write_config(tmp_path / "config.yaml", config)
     loaded, _ = load(tmp_path / "config.yaml")
-    assert loaded == config
+    assert loaded == with_known_model(config)
     assert outcomes(loaded, call("deposit", '{"amount": 2}')) == [["there are 7 now"]]
 
 

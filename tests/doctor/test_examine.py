@@ -425,7 +425,7 @@ def test_a_recipe_for_fine_tuning_is_checked_for_that_command(model: Path, tmp_p
     rows.write_text("".join(json.dumps({"messages": said}) + "\n" for _ in range(3)))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"data": {"train": str(rows)}, "sft": {"lr": 0.1}}))
     config, _ = load(tmp_path / "recipe.yaml", [f"model.path={model}"])
-    assert take_effect(config).text.startswith("3 are set: ")
+    assert take_effect(config).text.startswith("4 are set: ")  # with model.dtype, which `load` resolves for the machine
     assert conversations(config).text.startswith("3 conversations for training can be read")
     found = take_effect(config.model_copy(update={"environment": Use(use="x.py:y")}))
     assert found.text.startswith("environment=x.py:y has no effect in fine-tuning")

@@ -251,8 +251,8 @@ def test_many_requests_at_once(subject: Subject) -> None:
 
 
 async def until_running(subject: Subject, count: int) -> None:
-    """Wait until the engine has this number of requests; fail after a minute."""
-    deadline = time.monotonic() + 60
+    """Wait until the engine has this number of requests; fail after five minutes, of a busy machine."""
+    deadline = time.monotonic() + 300
     while (running := await subject.running()) != count:
         assert time.monotonic() < deadline, f"{running} requests run, and not {count}"
         await asyncio.sleep(0.02)

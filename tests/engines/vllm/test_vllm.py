@@ -74,7 +74,7 @@ def test_a_started_server_gets_the_options_of_the_recipe(tmp_path: Path) -> None
     assert arguments[-1] == "--enforce-eager"
     assert value(arguments, "--host") == "127.0.0.1"
     assert value(arguments, "--model") == str(MODEL)
-    assert value(arguments, "--dtype") == "float32"
+    assert value(arguments, "--dtype") == "bfloat16"  # of a model on a GPU
     assert value(arguments, "--max-model-len") == "300"
     assert value(arguments, "--kv-cache-memory-bytes") == str(2**29)
     assert value(arguments, "--max-num-seqs") == "5"
