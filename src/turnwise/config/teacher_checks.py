@@ -12,7 +12,7 @@ def teacher_problems(config: Config) -> list[tuple[bool, str]]:
     """Whether the recipe has a problem, and the error message for it."""
     teacher, lora = config.teacher, config.model.lora.rank is not None
     alone = config.credit.name == "none"
-    filters = [name for name in ("top_p", "top_k", "min_p") if _filters(config, name)]
+    filters = [name for name in changed_options(config.sampling) if name in ("top_p", "top_k", "min_p")]
     url = next((model.url for model in teacher.models if model.url is not None), None)
     same = next((m for m in teacher.models if m.path == config.model.path and m.context is None), None)
     return [
@@ -83,8 +83,3 @@ def _zero_advantage_problems(config: Config) -> list[tuple[bool, str]]:
         )
         for name in ignored[:1]
     ]
-
-
-def _filters(config: Config, name: str) -> bool:
-    """Whether a filter of sampling is on."""
-    return getattr(config.sampling, name) != type(config.sampling).model_fields[name].default

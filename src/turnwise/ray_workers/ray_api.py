@@ -258,19 +258,25 @@ def _copied(runtime_env: Mapping[str, Any], option: str) -> dict[str, Any]:
     """The part of a runtime environment with directories of this machine. Ray takes it when it connects, copies the directories
     to the cluster, and gives it to all actors of the connection; of an actor, it takes addresses only. Raises ConfigError."""
     found: dict[str, Any] = {}
-    for name in _COPIED:
-        value = runtime_env.get(name)
-        paths = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
-        if not any(_is_local(path) for path in paths):
-            continue
+    for name, paths in _local(runtime_env).items():
         for path in filter(_is_local, paths):
             if not os.path.exists(os.path.expanduser(path)):
                 raise ConfigError(f"{option}.{name}: there is no directory or file {path}; correct the path")
         local = [os.path.abspath(os.path.expanduser(path)) if _is_local(path) else path for path in paths]
-        found[name] = local if isinstance(value, list) else local[0]
+        found[name] = local if isinstance(runtime_env[name], list) else local[0]
     if found and "excludes" in runtime_env:
         found["excludes"] = runtime_env["excludes"]
     return found
+
+
+def _local(runtime_env: Mapping[str, Any]) -> dict[str, list[str]]:
+    """The paths of each option that names a directory of this machine."""
+    named = {name: runtime_env.get(name) for name in _COPIED}
+    paths = {
+        name: [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+        for name, value in named.items()
+    }
+    return {name: found for name, found in paths.items() if any(map(_is_local, found))}
 
 
 def _is_local(path: str) -> bool:
@@ -372,7 +378,7 @@ def create_actor(name: str, make: MakeWorker, needs: WorkersSection) -> Any:
 
 def _reserving(needs: WorkersSection | RanksSection) -> dict[str, Any]:
     """Ray's options of an actor that it does not restart. It has the directories of the connection."""
-    copied = {*_copied(needs.runtime_env, "runtime_env"), "excludes"}
+    copied = {*_local(needs.runtime_env), "excludes"}
     return {
         "num_cpus": needs.num_cpus,
         "num_gpus": needs.num_gpus or 0,
