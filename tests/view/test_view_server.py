@@ -369,13 +369,33 @@ def test_the_viewer_goes_on_reading_when_looking_for_new_runs_fails(
     assert caplog.messages == ["looking for new runs failed, and is tried again: embedded null byte"]
 
 
-def test_half_of_a_surrogate_pair_is_answered(server: ViewServer, run: Path) -> None:
+@pytest.fixture
+def half_a_pair(run: Path) -> str:
+    """The text of a message of conversation 3, as a model may have written it."""
     text = "half \ud83d of a pair"
+    rewrite(run, text)
+    return text
+
+
+def test_half_of_a_surrogate_pair_is_answered(half_a_pair: str, server: ViewServer) -> None:
+    found: Any = get_json(server, "/api/runs/0/conversations/train/3")
+    assert found["messages"][1]["content"] == half_a_pair
+
+
+def test_a_record_that_was_written_again_is_read_at_the_places_of_its_lines_now(run: Path) -> None:
+    viewed = ViewedRun(run)
+    viewed.indexes["train"].update()
+    rewrite(run, "longer " * 20)
+    assert viewed.conversation("train", 3)["messages"][1]["content"] == "longer " * 20
+    assert viewed.conversation("train", 5)["id"] == "1.0:1/1"
+    viewed.close()
+
+
+def rewrite(run: Path, text: str) -> None:
+    """Give a message of conversation 3 another text."""
     messages = json.loads((run / "trajectories.jsonl").read_text().splitlines()[3])["messages"]
     messages[1]["content"] = text
     change(run, 3, messages=messages)
-    found: Any = get_json(server, "/api/runs/0/conversations/train/3")
-    assert found["messages"][1]["content"] == text
 
 
 def test_what_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -489,11 +489,15 @@ limits: ContextVar[tuple[Deadline, ...]] = ContextVar("turnwise_limits", default
 
 
 def first_end(of: Sequence[Deadline]) -> float:
-    """When the first of these deadlines is over, as `time.monotonic()`, if nothing more is excused until then."""
+    """When the first of these deadlines is over, as `time.monotonic()`, if nothing more is excused until then.
+
+    If one is over already, `GRACE` seconds from now: what runs then is what cleans up after the limit.
+    """
     watch = _stopwatch.get()
     if watch is None or not of:
         return math.inf
-    return min([limit.end for limit in of]) + watch.excused()
+    end, now = min([limit.end for limit in of]) + watch.excused(), time.monotonic()
+    return end if end > now else now + GRACE
 
 
 # calls

@@ -184,6 +184,13 @@ class ConversationIndex:
         except OSError as error:
             raise RunError(f"{file.path} cannot be read: {error.strerror or error}") from None
 
+    def look_again(self) -> None:
+        """Find the lines of the record as it is now, before the next `update` does. Raises RunError if it cannot be read."""
+        try:
+            self._open_lines()
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be read: {error.strerror or error}") from None
+
     def close(self) -> None:
         self._database.close()
 

@@ -235,9 +235,11 @@ class ViewedRun:
         """A conversation as it was recorded. Raises RunError."""
         index = self.indexes[kind]
         where = f"{index.path}:{number + 1}"
-        record = parse_line(index.line(number), where)
-        decode_trajectory(record, where=where)  # the page relies on the format
-        return record
+        try:
+            return _parsed(index.line(number), where)
+        except RunError:  # the file was written again, as by a run that is resumed, and the places of its lines are old
+            index.look_again()
+            return _parsed(index.line(number), where)
 
     def close(self) -> None:
         for index in self.indexes.values():
@@ -292,6 +294,13 @@ def _indexed(index: ConversationIndex) -> dict[str, Any]:
     `ready` is whether the record was looked at."""
     indexed = index.indexed
     return {"start": indexed.start, "stop": indexed.stop, "generation": index.generation, "ready": index.ready}
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    """A line of a record. Raises RunError."""
+    record = parse_line(line, where)
+    decode_trajectory(record, where=where)  # the page relies on the format
+    return record
 
 
 def _is_timeline(line: dict[str, Any]) -> bool:
