@@ -283,18 +283,22 @@ def test_long_messages_are_folded_and_a_row_is_followed(page: Any, address: str,
     assert page.inner_text(".body .row >> nth=0").startswith("1.0:0/0")
 
 
-def test_a_filter_says_what_it_does_not_understand(page: Any, address: str) -> None:
+def test_a_filter_says_what_it_does_not_understand(page: Any, address: str, run: Path) -> None:
     open_view(page, address, "#/conversations")
     page.wait_for_selector("text=24 of 24")
-    for label, text in (("Reward from", "0,5"), ("Step", "abc"), ("Step", "5-2")):
+    for count, (label, text) in enumerate((("Reward from", "0,5"), ("Step", "abc"), ("Step", "5-2")), start=25):
         page.fill(f"label:has-text('{label}') input", text)
+        with (run / "trajectories.jsonl").open("a") as file:  # the page of a live run is drawn again while one types
+            file.write(json.dumps(conversation(count, step=4)) + "\n")
+        page.wait_for_selector(f"text={count} of {count}")
+        assert page.input_value(f"label:has-text('{label}') input") == text
         page.keyboard.press("Tab")
         page.wait_for_selector(f"[role=alert]:has-text('“{text}”')")
         assert page.get_attribute(f"label:has-text('{label}') input", "aria-invalid") == "true"
-        page.wait_for_selector("text=24 of 24")  # and it hides nothing
+        page.wait_for_selector(f"text={count} of {count}")  # and it hides nothing
         page.click("text=Reset")
     page.check("label:has-text('failed') input")
-    page.wait_for_selector("text=1 of 24")
+    page.wait_for_selector("text=1 of 27")
     with page.expect_download() as download:
         page.click("text=CSV")  # what is listed
     (row,) = csv.DictReader(download.value.path().read_text().splitlines())

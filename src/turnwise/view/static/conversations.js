@@ -170,10 +170,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
     else if (event.key === "g" && numbers.length) go({ ...at(numbers[picked]), view: "group" });
   });
   const sortBy = (name) => go(address.sort === name ? { down: address.down === "0" ? null : "0" } : { sort: name, down: TEXTS.has(name) ? "0" : null });
-  const field = (name, label, extra) => {
-    const problem = wrong(name, address[name]);
-    return html`<label class=${problem ? "wrong" : ""}>${label} <input size="6" value=${address[name] || ""} aria-invalid=${problem ? "true" : undefined} onChange=${(event) => go({ [name]: event.target.value.trim() })} ...${extra} />${problem && html`<span class="bad" role="alert">${problem}</span>`}</label>`;
-  };
+  const field = (name, label, extra) => html`<${Field} label=${label} value=${address[name] || ""} problem=${wrong(name, address[name])} onDone=${(text) => go({ [name]: text })} ...${extra} />`;
   const check = (name, label) => html`<label><input type="checkbox" checked=${address[name] === "1"} onChange=${(event) => go({ [name]: event.target.checked ? "1" : null })} />${label}</label>`;
   return html`
     <div class="bar" role="search">
@@ -200,6 +197,14 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       ${!columns && html`<p class="loading">Loading…</p>`}
       ${columns && !numbers.length && html`<p class="loading">${columns.id.length ? (loaded < total ? "None of the conversations that are loaded so far matches." : "No conversation matches.") : "No conversations yet."}</p>`}
     </div>`;
+}
+
+/** A filter that takes effect when its field is left or with Enter. What is typed until then outlasts the drawing of a live page. */
+function Field({ label, value, problem, onDone, ...extra }) {
+  const [typed, setTyped] = useState(null); // null: the text is that of the address
+  useEffect(() => setTyped(null), [value]);
+  const done = (text) => (text === value ? setTyped(null) : onDone(text));
+  return html`<label class=${problem ? "wrong" : ""}>${label} <input size="6" value=${typed ?? value} aria-invalid=${problem ? "true" : undefined} onInput=${(event) => setTyped(event.target.value)} onChange=${(event) => done(event.target.value.trim())} ...${extra} />${problem && html`<span class="bad" role="alert">${problem}</span>`}</label>`;
 }
 
 function Row({ n, columns, top, place, selected, rewards, texts, to, onPick }) {
