@@ -21,6 +21,7 @@ from support.recipes import PLACES, save_recipe
 from turnwise import assembly
 from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
 from turnwise.assembly.learners import rank_device
+from turnwise.cli import main
 from turnwise.commands.ranks import _Launcher
 from turnwise.config.recipe import load
 from turnwise.config.sft_checks import refuse_sft_without_effect
@@ -95,6 +96,19 @@ def test_what_has_no_effect_or_cannot_be_trained_is_refused(recipe: Path, overri
     with pytest.raises(ConfigError) as caught:
         refuse_without_effect(config)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_what_is_wrong_with_a_recipe_is_told_once_on_each_machine(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit, match="1"):
+        main([command, str(recipe), "train.lrr=1"])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main([command, str(recipe), "train.lrr=1"]) == 1
+    assert "there is no option train.lrr" in capsys.readouterr().err
 
 
 def test_fine_tuning_refuses_the_same(tmp_path: Path) -> None:

@@ -121,11 +121,17 @@ def register_plan(parser: argparse.ArgumentParser) -> None:
 
 def _run_plan(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.recipe import load
+    from turnwise.doctor.memory import on_gpu
     from turnwise.doctor.options import fine_tunes
 
     config, _ = load(options.recipe, options.overrides)
     sections, memory = (_fine_tuning_plan if fine_tunes(config) else _training_plan)(config, options)
     print_plan(context.console, sections, memory)
+    if config.model.device == "auto" and not on_gpu(config) and (options.memory_gb or options.ranks):
+        context.console.print(
+            "This is the plan of passes on a CPU, because this machine has no GPU. For GPUs elsewhere, add model.device=cuda.",
+            highlight=False,
+        )
     return int(memory.status == "fail")
 
 

@@ -169,6 +169,18 @@ def run_as_rank(
     return _follow(config) if rank not in (None, "0") else None
 
 
+@contextlib.contextmanager
+def read_by_all_ranks() -> Iterator[None]:
+    """Inside, the recipe is read. Torchrun starts a process for each rank: only the first one of each machine tells what is wrong
+    with the recipe, and the others end with the same exit status."""
+    try:
+        yield
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        raise SystemExit(1) from error
+
+
 def _end_with_parent() -> None:
     """End this process, and those that it has started, after the process that has started it."""
     while os.read(0, 4096):

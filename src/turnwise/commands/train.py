@@ -22,7 +22,7 @@ from turnwise.commands.command import (
     resume_command,
     run_to_end,
 )
-from turnwise.commands.ranks import run_as_rank
+from turnwise.commands.ranks import read_by_all_ranks, run_as_rank
 from turnwise.errors import ConfigError
 from turnwise.starter import DEMO_OUTPUT, demo_overrides, demo_recipe, write_project
 
@@ -52,14 +52,17 @@ def register_train(parser: argparse.ArgumentParser) -> None:
 def _run_train(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.train_checks import refuse_without_effect
 
-    if options.config_path is not None or options.config_name is not None:
-        config, notes = _from_verl(options)
-        resume = "the same command"
-    elif options.recipe is None:
-        raise ConfigError("give a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name")
-    else:
-        config, notes = load_recipe(options)
-        resume = resume_command("train", options, config)
+    with read_by_all_ranks():
+        if options.config_path is not None or options.config_name is not None:
+            config, notes = _from_verl(options)
+            resume = "the same command"
+        elif options.recipe is None:
+            raise ConfigError(
+                "give a recipe, such as recipes/calculator.yaml, or verl's --config-path and --config-name"
+            )
+        else:
+            config, notes = load_recipe(options)
+            resume = resume_command("train", options, config)
     if (status := run_as_rank(config, context, refuse_without_effect, conversations=True)) is not None:
         return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds
@@ -107,7 +110,8 @@ def register_sft(parser: argparse.ArgumentParser) -> None:
 def _run_sft(options: argparse.Namespace, context: Context) -> int:
     from turnwise.config.sft_checks import refuse_sft_without_effect
 
-    config, notes = load_recipe(options)
+    with read_by_all_ranks():
+        config, notes = load_recipe(options)
     if (status := run_as_rank(config, context, refuse_sft_without_effect, conversations=False)) is not None:
         return status
     # after the recipe was read: its errors show at once, and importing torch takes seconds

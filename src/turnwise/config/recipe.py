@@ -672,12 +672,14 @@ def _unknown(location: Sequence[Any], path: Sequence[Any], value: Any) -> str:
             f"{key} has no effect with {parents}.name={name_of(section)}: it is an option of another {parents} "
             f"({', '.join(others)})"
         )
-    hint = (
-        called_here(name, value=value, section=parents, options=frozenset(names))
-        or _in_other_sections(name)
-        or nearest(name, names)
-    )
-    return f"there is no option {key}{hint}" + ("" if hint else f"; the options are: {', '.join(names)}")
+    here = called_here(name, value=value, section=parents, options=frozenset(names))
+    elsewhere = "" if here else _in_other_sections(name)
+    hint = here or elsewhere or nearest(name, names)
+    # an option of another section, or one of this section by a wrong name: both are said
+    if hint and not (elsewhere and parents and names):
+        return f"there is no option {key}{hint}"
+    of = f" of {parents}" if elsewhere else ""
+    return f"there is no option {key}{hint}; the options{of} are: {', '.join(names)}"
 
 
 def _in_other_sections(name: str) -> str:
