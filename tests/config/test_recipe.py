@@ -206,7 +206,8 @@ def test_a_variable_that_is_not_set_is_told_with_its_place(tmp_path: Path, monke
         ("local=1", "there is no option local; the options are"),
         (
             "reward.lr=1",
-            "there is no option reward.lr; did you mean train.lr or critic.lr or sft.lr?; the options of reward are: trajectory, turns",
+            "there is no option reward.lr; did you mean train.lr or critic.lr or sft.lr?; the options of reward are: "
+            "trajectory, turns",
         ),
         ("environment.args={}", "there is no option environment.args"),
         ("tools=[{use: 'a:b', time: 1}]", "there is no option tools.0.time; did you mean 'timeout'?"),
