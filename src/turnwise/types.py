@@ -811,6 +811,8 @@ class Reply:
     reward: float | None = None
     """Added to the reward of the turn that is answered. None: the environment gives no reward, which is not the reward 0 where
     the recipe has reward functions (docs/rewards.md)."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Further parts of the reward by their names, as they are recorded in `Turn.rewards`; each is added like `reward`."""
     observation: bool = False
     """Whether `messages` are an observation, such as the result of a tool that the environment called itself. Functions that
     read `trajectory["turns"]` see them with the role `tool`."""

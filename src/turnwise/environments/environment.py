@@ -410,8 +410,11 @@ def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply, *, source: 
     Raises TypeError or ValueError, with nothing written.
     """
     check_reply(reply, turn, trajectory.turns)
+    parts = {name: reward_number(value, f"Reply(rewards=...), {name}") for name, value in reply.rewards.items()}
     if reply.reward is not None:
         turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), source)
+    for name, value in parts.items():
+        turn.add_reward(value, name)
     turn.observed = reply.observation or (turn.observed and source == "final_reward")
     turn.info.update(reply.info)
     turn.outcomes = tuple(reply.outcomes) or turn.outcomes
@@ -477,6 +480,8 @@ def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
 def _check_types(reply: Reply) -> None:
     if not isinstance(reply.info, Mapping):
         raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
+    if not isinstance(reply.rewards, Mapping) or not all(isinstance(name, str) for name in reply.rewards):
+        raise TypeError(f"Reply(rewards={reply.rewards!r:.80}): rewards must be a dictionary of numbers by name")
     if not isinstance(reply.prefill, str):
         raise TypeError(f"Reply(prefill={reply.prefill!r:.80}): prefill must be a text")
     if (problem := _half_character(reply.prefill)) is not None:

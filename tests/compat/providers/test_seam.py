@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, hold
+from support.own_environment import interpreter, run_tests
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.compat.providers.provider import PROVIDERS, Provider, environment_target
@@ -127,3 +128,10 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
     assert shown.endswith("[user] 0\n")
     assert main(["envs", "gymnasum:x"]) == 1
     assert "did you mean 'gymnasium'?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_verifiers_is_tested_in_an_environment_of_its_own() -> None:
+    """Its classic environments need other versions of packages that the tests of turnwise use."""
+    python = interpreter("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy")
+    assert "passed" in run_tests(python, Path(__file__).parent / "test_verifiers.py")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 from support import byte_tokenizer
 from support.conversations import CUE, RENDERER, Says, a_row, call, hold_all, spoken
+from support.own_environment import interpreter
 from support.templates import SWITCHES, THINKS
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
@@ -342,28 +340,6 @@ def test_an_agent_of_openai_agents_with_a_tool(api: str) -> None:
 
 
 PEERS = Path(__file__).parents[2] / "support" / "peers"
-
-ENVIRONMENTS = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engines")).expanduser()
-
-
-def interpreter(name: str, requirement: str, module: str) -> str:
-    """The Python of a package's environment, which is made if it does not exist. Skips the test if it cannot be made."""
-    folder = ENVIRONMENTS / name
-    python = folder / "bin" / "python"
-    if not python.exists():
-        for command in (
-            [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "-q", requirement],
-        ):
-            made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-            if made.returncode:
-                pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
-    found = subprocess.run(
-        [str(python), "-c", f"import {module}"], capture_output=True, text=True, timeout=120, check=False
-    )
-    if found.returncode:
-        pytest.skip(f"{folder} has no {module}: {found.stderr[-500:]}; remove it, so that it is made again")
-    return str(python)
 
 
 @pytest.mark.slow

@@ -84,6 +84,30 @@ PROVIDERS: dict[str, Provider] = {
             package="gymnasium",
             extra="gym",
         ),
+        Provider(
+            name="verifiers",
+            source="turnwise.compat.providers.verifiers:Verifiers",
+            brings="an installed environment, or file.py:load_environment",
+            module="verifiers",
+            package="verifiers",
+            extra="verifiers",
+        ),
+        Provider(
+            name="skyrl_gym",
+            source="turnwise.compat.providers.skyrl_gym:SkyrlGym",
+            brings="a registered environment, such as gsm8k, or file.py:Class",
+            module="skyrl_gym",
+            package="skyrl-gym",
+            extra="skyrl_gym",
+        ),
+        Provider(
+            name="aviary",
+            source="turnwise.compat.providers.aviary:Aviary",
+            brings="a task data set or an environment, such as dummy, or file.py:name",
+            module="aviary",
+            package="fhaviary",
+            extra="aviary",
+        ),
         Provider(name="trl", source="turnwise.compat.trl:TrlEnvironments", brings="a class for TRL: file.py:Class"),
     )
 }

@@ -211,9 +211,11 @@ class AgentConnection:
     """How an agent reaches the server."""
 
     url: str
-    """The address without a path: the base URL of Anthropic's clients."""
+    """The address without a path: the base URL of Anthropic's clients. Empty for agents in this process, without a server."""
     key: str
     """The API key, which is valid for one conversation."""
+    conversation: AgentConversation
+    """The conversation, which code in this process asks without HTTP (`ask`, in the event loop of the environment)."""
 
     @property
     def openai_url(self) -> str:
@@ -227,6 +229,8 @@ class AgentResult:
 
     reward: float | None = None
     """Added to the reward of the last turn. None: the agent gave no reward, which is not the reward 0."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Further parts of that reward, by name."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Recorded in `Turn.info["agent"]` of the last turn."""
 
@@ -247,12 +251,15 @@ class AgentEnvironment:
 
     If a limit of the recipe ends the conversation, the agent has `seconds_to_finish` to end by itself. Its next request is
     refused with the status 410. A request that `check` refuses is answered with the status 400, and the conversation goes on.
+
+    Without a `proxy`, the agent is code in this process: it has no server, asks `AgentConnection.conversation`, and receives the
+    last turn also if a limit has cut that turn.
     """
 
     def __init__(
         self,
         agent: Agent,
-        proxy: Callable[[], Proxy],
+        proxy: Callable[[], Proxy] | None,
         *,
         seconds_to_finish: float,
         check: MessageCheck | None = None,
@@ -265,7 +272,7 @@ class AgentEnvironment:
         self._histories = LiveHistories()
 
     async def begin(self, row: Row) -> Opening:
-        run = self._run = _AgentRun(self._agent, row, self._start_proxy())
+        run = self._run = _AgentRun(self._agent, row, None if self._start_proxy is None else self._start_proxy())
         pending = await run.next_request()
         while pending is not None and run.refuses(pending, self._check, pending.messages, opening=True):
             pending = await run.next_request()
@@ -295,18 +302,26 @@ class AgentEnvironment:
                 return _reply(answered, pending, turn, reward, found, earlier, self._histories)
         reward, result = run.conversation.take_reward(), run.result()
         info = _info({**answered.info, **result.info})
-        return Reply(done=True, reward=added([reward, result.reward]), info=info, metrics=answered.metrics(None))
+        return Reply(
+            done=True,
+            reward=added([reward, result.reward]),
+            rewards=result.rewards,
+            info=info,
+            metrics=answered.metrics(None),
+        )
 
-    async def final_reward(self) -> float | None:
+    async def final_reply(self, turn: Turn) -> Reply:
         """The rewards that the agent reported, and its result if it ends in time."""
         run = self._run
         if run is None:
-            return None
+            return Reply(done=True)
+        if self._start_proxy is None and (run.last_turn is None or turn.index != run.last_turn.index):
+            run.answer(turn)
         run.conversation.end("the conversation has ended, because it reached a limit of the recipe")
         result = await run.result_within(self._seconds_to_finish)
-        if run.last_turn is not None and result.info:
-            run.last_turn.info[_KEY] = {**run.last_turn.info.get(_KEY, {}), **result.info}
-        return added([run.conversation.take_reward(), result.reward])
+        info = _info({**turn.info.get(_KEY, {}), **result.info}) if result.info else {}
+        reward = added([run.conversation.take_reward(), result.reward])
+        return Reply(done=True, reward=reward, rewards=result.rewards, info=info)
 
     async def close(self) -> None:
         if self._run is not None:
@@ -398,7 +413,7 @@ def _recorded(found: Continuation) -> dict[str, Any]:
 class _AgentRun:
     """A running agent and its requests."""
 
-    def __init__(self, agent: Agent, row: Row, proxy: Proxy) -> None:
+    def __init__(self, agent: Agent, row: Row, proxy: Proxy | None) -> None:
         text = _row_json(row)
         self.conversation = AgentConversation(text)
         self.last_turn: Turn | None = None
@@ -406,8 +421,11 @@ class _AgentRun:
         self._row = row
         self._proxy = proxy
         self._pending: AgentRequest | None = None
-        connection = AgentConnection(url=proxy.url, key=self.conversation.key)
-        proxy.add(self.conversation)
+        connection = AgentConnection(
+            url="" if proxy is None else proxy.url, key=self.conversation.key, conversation=self.conversation
+        )
+        if proxy is not None:
+            proxy.add(self.conversation)
 
         async def run() -> AgentResult:
             with boundary("environment"):  # a SystemExit that leaves a task would end the event loop
@@ -491,7 +509,8 @@ class _AgentRun:
         self.conversation.end("the conversation has ended")
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._proxy.remove(self.conversation)
+        if self._proxy is not None:
+            self._proxy.remove(self.conversation)
 
 
 def _row_json(row: Row) -> str:

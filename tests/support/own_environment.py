@@ -1,0 +1,55 @@
+"""Python environments of packages that cannot be installed beside turnwise's own requirements, made once on a machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ENVIRONMENTS = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engines")).expanduser()
+
+
+def interpreter(name: str, requirement: str, module: str) -> str:
+    """The Python of a package's environment, which is made if it does not exist. Skips the test if it cannot be made."""
+    folder = ENVIRONMENTS / name
+    python = folder / "bin" / "python"
+    if not python.exists():
+        for command in (
+            [sys.executable, "-m", "venv", str(folder)],
+            [str(python), "-m", "pip", "install", "-q", requirement],
+        ):
+            made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+            if made.returncode:
+                pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
+    found = subprocess.run(
+        [str(python), "-c", f"import {module}"], capture_output=True, text=True, timeout=120, check=False
+    )
+    if found.returncode:
+        pytest.skip(f"{folder} has no {module}: {found.stderr[-500:]}; remove it, so that it is made again")
+    return str(python)
+
+
+def run_tests(python: str, file: Path) -> str:
+    """Run the tests of a file with the Python of another environment, where its packages come before those of this one. Returns
+    what pytest printed; raises AssertionError if a test failed or was skipped."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")])
+    code = (
+        f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r}); import pytest; "
+        f"sys.exit(pytest.main([{str(file)!r}, '-q', '-rs', '-p', 'no:cacheprovider']))"
+    )
+    ran = subprocess.run(
+        [python, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert "skipped" not in ran.stdout, ran.stdout[-1000:]
+    return ran.stdout
