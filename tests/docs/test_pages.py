@@ -32,7 +32,6 @@ from turnwise.config.resume_rules import RULES
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.examine import examine
 from turnwise.environments.mcp import McpServers
-from turnwise.environments.tools.tool import Tool
 from turnwise.environments.users import ModelledUser
 from turnwise.options.schema import Config, ToolCallsSection, ToolUse
 from turnwise.record import read
@@ -105,7 +104,7 @@ def test_a_checkpoint_of_the_demo_is_right_for_a_server() -> None:
 
 
 def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path) -> None:
-    code, tool, _ = blocks(README, "python")
+    (code,) = blocks(README, "python")
     names: dict[str, Any] = {}
     exec(compile(code, "README.md", "exec"), names)
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith(("#", "from"))]) <= 10
@@ -116,26 +115,6 @@ def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path
     assert (one.stop, [turn.reward for turn in one.turns]) == ("done", [0.0, 0.0, 0.0, pytest.approx(0.4)])
     one = hold(["1"] * 5, lambda: names["guess"](tries=2), row=row)
     assert (one.stop, one.reward, len(one.turns)) == ("done", None, 3)
-    exec(compile(tool, "README.md", "exec"), names)
-    assert Tool.of(names["search"]).schema["function"]["parameters"]["required"] == ["query"]
-
-
-def test_the_script_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, script = blocks(README, "python")
-    small = {
-        "Qwen/Qwen2.5-0.5B-Instruct": str(ROOT / "demo" / "model"),
-        '"steps": 200': '"steps": 1',
-        "16, ": "2, ",
-        "8, ": "2, ",
-    }
-    for old, new in small.items():
-        assert old in script
-        script = script.replace(old, new)
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
-    exec(compile(script, "README.md", "exec"), names)
-    assert len(names["result"].trajectories) == 4
 
 
 def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
