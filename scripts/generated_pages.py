@@ -182,7 +182,8 @@ def _section(field: FieldInfo) -> type[Section] | None:
 def metric_table() -> str:
     """The metrics of `turnwise.record.metric_names`, and their names elsewhere, as two tables."""
     rows = ["| metric | unit | computed over | meaning | in |", "|---|---|---|---|---|"]
-    rows += [f"| `{one.name}` | {one.unit} | {one.over} | {one.meaning} | {one.lines} |" for one in METRICS]
+    said = [(one, one.meaning.replace("|", "\\|")) for one in METRICS]
+    rows += [f"| `{one.name}` | {one.unit} | {one.over} | {meaning} | {one.lines} |" for one, meaning in said]
     names = ["| elsewhere | here | |", "|---|---|---|"]
     pairs = [(other, one.name, "the same figure") for one in METRICS for other in one.same]
     pairs += [(other, one.name, "nearest figure") for one in METRICS for other in one.near]
