@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         sft,
         train,
     )
-    from turnwise.environments.environment import Environment, SingleTurn, environment, user_message
+    from turnwise.environments.environment import Environment, SingleTurn, current_episode, environment, user_message
     from turnwise.environments.tools.toolbox import Tool, Toolbox, ToolResponse, Tools
     from turnwise.environments.users import ScriptedUser, checked_answer
     from turnwise.types import (
@@ -90,6 +90,7 @@ __all__ = [
     "Turn",
     "__version__",
     "checked_answer",
+    "current_episode",
     "environment",
     "evaluate",
     "needs",
@@ -102,7 +103,13 @@ __all__ = [
 
 _MODULES = {
     "turnwise.api": ["Callback", "EvaluationRun", "Options", "Recipe", "RunResult", "Step", "StopTraining", "evaluate"],
-    "turnwise.environments.environment": ["Environment", "SingleTurn", "environment", "user_message"],
+    "turnwise.environments.environment": [
+        "Environment",
+        "SingleTurn",
+        "current_episode",
+        "environment",
+        "user_message",
+    ],
     "turnwise.environments.tools.toolbox": ["Tool", "ToolResponse", "Toolbox", "Tools"],
     "turnwise.environments.users": ["ScriptedUser", "checked_answer"],
     "turnwise.user_code.algorithms": ["needs"],

@@ -160,10 +160,11 @@ def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
     for group in groups:
         for trajectory in group.trajectories:
             run.weigh_turns(trajectory)
-            # without log-probabilities of the weights that sampled them, old tokens have no importance ratio
-            problem = stale_without_logprobs(trajectory, kinds=kinds, version=run.step)
-            if problem is not None and not trajectory.failed:
-                trajectory.fail(problem)
+            for each in (trajectory, *trajectory.agents):
+                # without log-probabilities of the weights that sampled them, old tokens have no importance ratio
+                problem = stale_without_logprobs(each, kinds=kinds, version=run.step)
+                if problem is not None and not each.failed:
+                    each.fail(problem)
 
 
 def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:

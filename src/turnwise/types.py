@@ -58,8 +58,8 @@ class Failure:
     """Why a conversation failed."""
 
     kind: str
-    """What failed: `row`, `environment`, `engine`, `tokens`, `reward`, `teacher`, `loss_mask` or `deadline`; `internal` is a bug
-    in turnwise."""
+    """What failed: `row`, `environment`, `engine`, `tokens`, `reward`, `teacher`, `loss_mask` or `deadline`; `agent` (an agent of
+    the episode) or `episode` (the environment that opened the agent); `internal` is a bug in turnwise."""
     message: str
     """The value, the rule and the fix."""
     traceback: str = field(default="", compare=False)
@@ -574,6 +574,18 @@ class Trajectory:
     row: Row
     step: int | None = None
     """The training step, counted from 1; None where there are no steps. Set when the trajectory is written."""
+    agent: str = ""
+    """The name of the agent that took the turns, if the environment opened it beside the conversation of the row (`agents`);
+    empty for the conversation of the row."""
+    episode: str = ""
+    """Of an agent's conversation: the id of the trajectory whose environment opened it. Else empty."""
+    agents: list[Trajectory] = field(default_factory=list)
+    """The conversations of the agents that the environment opened (`turnwise.current_episode`), in the order of their first
+    turns: together with this conversation, they are the episode."""
+    trained: bool = True
+    """Whether the trajectory is trained on, if it has a reward: not for an agent that was opened with `train=False`."""
+    shares_reward: bool = False
+    """Whether an agent's conversation also gets the reward of the conversation whose environment opened it."""
     seed: int = 0
     """Seed of the conversation's own random stream."""
     messages: list[Message] = field(default_factory=list)
@@ -737,6 +749,26 @@ class Group:
     baseline: Trajectory | None = None
     """A conversation at temperature 0 on the same row, for estimators that compare with its reward (ReMax). It is scored, and not
     trained on."""
+
+    def of_agents(self) -> list[Group]:
+        """A group for each name of an agent that is trained on: its conversations in all episodes of the row.
+
+        Example: in each of four games on a row, the environment has opened the agent `second`: one group of four.
+        """
+        groups: dict[str, Group] = {}
+        for trajectory in self.trajectories:
+            for agent in trajectory.agents:
+                if agent.trained:
+                    empty = Group(
+                        id=agent.group, row=self.row, trajectories=[], baseline=self._baseline_of(agent.agent)
+                    )
+                    groups.setdefault(agent.agent, empty).trajectories.append(agent)
+        return list(groups.values())
+
+    def _baseline_of(self, agent: str) -> Trajectory | None:
+        """The first conversation of an agent in the episode at temperature 0."""
+        agents = [] if self.baseline is None else self.baseline.agents
+        return next((trajectory for trajectory in agents if trajectory.agent == agent), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

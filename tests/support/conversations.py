@@ -58,14 +58,13 @@ class Says:
             )
         )
         turn = self._said.get(request.conversation, 0)
-        self._said[request.conversation] = turn + 1
+        self._said[request.conversation], said = turn + 1, self._turns[turn]
         self._now += 1
         self.together = max(self.together, self._now)
         try:
             await asyncio.sleep(self._seconds)
         finally:
             self._now -= 1
-        said = self._turns[turn]
         if isinstance(said, Exception):
             raise said
         ids = [*RENDERER.encode(said), STOP] if isinstance(said, str) else list(said)

@@ -85,6 +85,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "engine.", "keep_seeds update_mode"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),
+    **_all("named", "limits.", "agents agent_turns agent_tokens"),
     **_all("free", "limits.", "seconds_per_turn seconds"),
     "tokenization_sanity_check": "free",
     **_all("named", "", "thinking use_inference_chat_template tool_format"),

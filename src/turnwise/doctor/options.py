@@ -194,6 +194,7 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
         f"limits.{name}": _limits
         for name in ("turns", "tokens_per_turn", "tokens", "response_tokens", "context", "seconds_per_turn", "seconds")
     },
+    **{f"limits.{name}": _limits for name in ("agents", "agent_turns", "agent_tokens")},
     **{
         f"reward.{kind}[].{name}": _reward_functions
         for kind in ("trajectory", "turns", "group", "batch")

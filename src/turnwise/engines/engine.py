@@ -219,9 +219,12 @@ class Batched:
 
     def __init__(self, engine: Engine, conversations: Iterable[str]) -> None:
         self._engine = engine
-        self._order = {conversation: index for index, conversation in enumerate(conversations)}
+        self._order = {conversation: (index, 0) for index, conversation in enumerate(conversations)}
+        """The place of a conversation in a batch; an agent's place is behind the conversation that opened it."""
         self._running = set(self._order)
         """Conversations that are not released."""
+        self._asked: dict[str, set[str]] = {}
+        """By conversation: the agents of the episode whose turns its environment awaits. Their requests stand for its request."""
         self._waiting: dict[str, _Pending] = {}
         """Requests of the next batch, by conversation."""
         self._batch: asyncio.Task[None] | None = None
@@ -253,9 +256,21 @@ class Batched:
             self._waiting.pop(request.conversation, None)
             pending.completion.cancel()  # has no effect on a completion that was returned
 
+    def await_agent(self, agent: str, asker: str, number: int) -> None:
+        """The environment of the conversation `asker` waits for the next turn of `agent`, number `number` of the episode: a batch
+        waits for the agent's request instead of one of the conversation."""
+        self._order.setdefault(agent, (self._order.get(asker, (-1, 0))[0], number))
+        self._asked.setdefault(asker, set()).add(agent)
+
+    def agent_answered(self, agent: str, asker: str) -> None:
+        """The environment goes on: it has the turn, or waits no more."""
+        self._asked.get(asker, set()).discard(agent)
+
     def release(self, conversation: str) -> None:
         self._engine.release(conversation)
         self._running.discard(conversation)
+        for agents in self._asked.values():
+            agents.discard(conversation)
         self._start_if_complete()
 
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
@@ -267,9 +282,14 @@ class Batched:
     async def close(self) -> None:
         await self._engine.close()
 
+    def _is_ready(self, conversation: str) -> bool:
+        """Whether the conversation has sent its request, or all the agents that its environment awaits have."""
+        agents = self._asked.get(conversation)
+        return conversation in self._waiting or (bool(agents) and all(map(self._is_ready, agents)))
+
     def _start_if_complete(self) -> None:
-        if self._waiting and self._running <= self._waiting.keys():
-            conversations = sorted(self._waiting, key=lambda conversation: self._order.get(conversation, -1))
+        if self._waiting and all(map(self._is_ready, self._running)):
+            conversations = sorted(self._waiting, key=lambda conversation: self._order.get(conversation, (-1, 0)))
             batch = [self._waiting[conversation] for conversation in conversations]
             self._waiting = {}
             self._batch = asyncio.get_running_loop().create_task(self._generate_batch(batch))

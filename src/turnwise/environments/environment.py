@@ -14,6 +14,7 @@ TypeError or ValueError with the value, the rule and the fix.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
 import math
@@ -26,6 +27,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, runtime_checkable
 
@@ -144,6 +146,96 @@ class ProvidesHandle(Protocol):
         handle's `release` is called after the reward functions.
         """
         ...
+
+
+# further agents of an episode
+
+
+class EpisodeAgent(Protocol):
+    """An agent that an environment has opened (`CurrentEpisode.agent`). Its turns are a trajectory of its own."""
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The record of its conversation."""
+        ...
+
+    async def turn(self, messages: str | Sequence[Message] = (), *, reward: float | None = None) -> Turn:
+        """Append messages to its conversation, a text as one message of a user, and let the model take a turn.
+
+        `reward` is first added to its turn before. With tools, the calls are answered and the model goes on until a turn has no
+        call.
+
+        Raises Failed, of the kind `agent`: if its conversation has failed, or has ended because of a limit; if it is taking a
+        turn, so that the caller would wait for itself; or if the limits of the episode are reached (`limits.agent_turns`,
+        `limits.agent_tokens`).
+        """
+        ...
+
+    def add_reward(self, value: float) -> None:
+        """Add to the reward of its last turn. Raises ValueError if it has taken none, or if the value is not a finite number."""
+        ...
+
+    async def close(self) -> None:
+        """End its conversation. Rewards can still be added until the conversation of the row has ended."""
+        ...
+
+    async def __aenter__(self) -> EpisodeAgent: ...
+
+    async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None: ...
+
+
+class CurrentEpisode(Protocol):
+    """The conversation of a row, and the agents that its environment has opened."""
+
+    def agent(
+        self,
+        name: str,
+        *,
+        messages: Sequence[Message] = (),
+        tools: Sequence[Tool | Toolbox | Callable[..., Any] | ToolSchema] = (),
+        train: bool = True,
+        shares_reward: bool = False,
+        sampling: SamplingChange | None = None,
+    ) -> EpisodeAgent:
+        """An agent, to be opened with `async with`: the same model in a conversation of its own, which begins with `messages`.
+
+        `name` is the role of the agent: those with the same name in the episodes of a row are one group, whose rewards are
+        compared. `tools` are functions and classes, which are called as those of a recipe, or schemas, whose calls the caller
+        answers with messages. Its turns are trained on, unless `train` is False. Its reward is what the environment gives it;
+        with `shares_reward`, the reward of the row's conversation is added.
+
+        Raises ValueError for a name that is not allowed, and Failed, of the kind `agent`, if the episode has `limits.agents`.
+        """
+        ...
+
+
+_episode: ContextVar[CurrentEpisode | None] = ContextVar("turnwise_episode", default=None)
+
+
+def current_episode() -> CurrentEpisode:
+    """The episode of the running conversation, in which its environment and its tools may open further agents::
+
+        async with current_episode().agent("searcher", messages=instructions) as searcher:
+            found = await searcher.turn("When was Oslo founded?")
+
+    Raises RuntimeError outside of a conversation.
+    """
+    episode = _episode.get()
+    if episode is None:
+        raise RuntimeError(
+            "current_episode() was called outside of a conversation: call it in a method of an environment or in a tool"
+        )
+    return episode
+
+
+@contextlib.contextmanager
+def in_episode(episode: CurrentEpisode) -> Iterator[None]:
+    """Inside, `current_episode` returns this episode."""
+    token = _episode.set(episode)
+    try:
+        yield
+    finally:
+        _episode.reset(token)
 
 
 def user_message(text: str, *, reward: float | None = None, done: bool = False) -> Reply:

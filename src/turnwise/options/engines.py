@@ -271,6 +271,13 @@ class LimitsSection(Section):
     restarts of an engine's server do not count. Null: no limit."""
     seconds: Seconds | None = 600.0
     """The time limit of a conversation, in seconds. Null: no limit."""
+    agents: Positive = 16
+    """The most agents that an environment opens in one conversation (docs/agents_in_episodes.md). Each has a conversation of its
+    own, with the limits above."""
+    agent_turns: Positive | None = None
+    """The most turns of all agents together that an environment has opened in one conversation. Null: no limit."""
+    agent_tokens: Positive | None = None
+    """The most tokens that all these agents sample together. An agent whose turn has begun finishes it. Null: no limit."""
 
 
 # rollout server

@@ -211,7 +211,8 @@ class RolloutWorker:
         handle, trajectory.environment = trajectory.environment, None
         if handle is not None:  # reward functions of the trainer cannot read the object
             handle.release()
-        without_tensors(trajectory)
+        for each in (trajectory, *trajectory.agents):
+            without_tensors(each)
         return _pickled(trajectory)
 
     async def generate(self, request: Request) -> Completion:

@@ -489,8 +489,9 @@ class RayRollouts:
             restarted=restarted,
         )
         done = unpickled(filled)
-        if any(segment.media for segment in done.segments):
-            await asyncio.to_thread(add_tensors, done, vision)
+        for each in (done, *done.agents):
+            if any(segment.media for segment in each.segments):
+                await asyncio.to_thread(add_tensors, each, vision)
         take_over(trajectory, done)
 
     async def _on_worker(

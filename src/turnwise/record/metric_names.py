@@ -138,6 +138,27 @@ METRICS = (
         same=("num_turns/mean", "num_turns"), lines=_ROLLOUTS_AND_SFT,
     ),
     Metric(
+        "agents/<name>/conversations", "count", _ALL,
+        "Conversations of the agents with this name that the environment opened, for each conversation of a row "
+        "(docs/agents_in_episodes.md).",
+    ),
+    Metric(
+        "agents/<name>/reward/mean", "reward", _FINISHED, "Mean reward of these agents' conversations.",
+    ),
+    Metric(
+        "agents/<name>/reward/std", "reward", _FINISHED, "Standard deviation of that reward.",
+    ),
+    Metric(
+        "agents/<name>/turns/mean", "turns", _FINISHED, "Turns in one of these agents' conversations.",
+    ),
+    Metric(
+        "agents/<name>/tokens/sampled", "tokens", _ALL,
+        "Tokens that these agents sampled. `tokens/sampled` does not contain them.",
+    ),
+    Metric(
+        "agents/<name>/failed", "fraction", _ALL, "Share of these agents' conversations that failed.",
+    ),
+    Metric(
         "segments/mean", "segments", _FINISHED,
         "Segments (token sequences) of a conversation: 1, or more if the history was rewritten, tools changed or reasoning was "
         "removed.",

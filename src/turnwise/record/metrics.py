@@ -108,6 +108,25 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
         metrics[f"reward/source/{source}"] = mean(rewards_of_source)
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
+    return {**metrics, **_agent_metrics(trajectories)}
+
+
+def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | int | None]:
+    """What the conversations of agents were like that the environments of these conversations have opened, by their names."""
+    agents = [agent for trajectory in trajectories for agent in trajectory.agents]
+    metrics: dict[str, float | int | None] = {}
+    for name in sorted({agent.agent for agent in agents}):
+        of_name = [agent for agent in agents if agent.agent == name]
+        finished = [agent for agent in of_name if not agent.failed]
+        rewards = [agent.reward for agent in finished if agent.reward is not None]
+        metrics |= {
+            f"agents/{name}/conversations": len(of_name) / len(trajectories),
+            f"agents/{name}/reward/mean": mean(rewards),
+            f"agents/{name}/reward/std": _deviation(rewards) if rewards else None,
+            f"agents/{name}/turns/mean": mean([len(agent.turns) for agent in finished]),
+            f"agents/{name}/tokens/sampled": sum(agent.sampled_tokens for agent in of_name),
+            f"agents/{name}/failed": share(agent.failed for agent in of_name),
+        }
     return metrics
 
 

@@ -68,6 +68,20 @@ def read(run_or_file: str | Path, *, damaged: list[str] | None = None) -> Iterat
         yield trajectory
 
 
+def episodes(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
+    """The conversations of rows, each with those of the agents that its environment opened (`Trajectory.agents`), which stand
+    before it in a record. Agents without a conversation of a row after them are left out."""
+    found: list[Trajectory] = []
+    agents: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        if trajectory.episode:
+            agents.setdefault(trajectory.episode, []).append(trajectory)
+        else:
+            trajectory.agents = agents.pop(trajectory.id, [])
+            found.append(trajectory)
+    return found
+
+
 class RecordedTrajectories(Sequence[Trajectory]):
     """The trajectories of a run or of one of its files, by number: `RecordedTrajectories("runs/demo")[-1]`.
 
@@ -273,8 +287,9 @@ def metrics_frame(run: str | Path) -> Any:
 def trajectories_frame(run: str | Path) -> Any:
     """The conversations of a run or of a file: one row for each.
 
-    Columns: `id`, `group`, `step`, `row`, `reward`, `stop`, `error`, `turns`, `tool_calls`, `tool_errors`, `sampled_tokens`,
-    `seconds`, `answer`, `messages`; `rewards/<name>` for the parts of the reward; `row/<name>` for the columns of the row.
+    Columns: `id`, `group`, `step`, `episode`, `agent`, `row`, `reward`, `stop`, `error`, `turns`, `tool_calls`, `tool_errors`,
+    `sampled_tokens`, `seconds`, `answer`, `messages`; `rewards/<name>` for the parts of the reward; `row/<name>` for the columns
+    of the row. `episode` is the id of the row's conversation, and `agent` the name of an agent that its environment opened.
 
     Raises ConfigError if pandas is not installed, RunError if the file is missing or damaged.
     """
@@ -298,6 +313,8 @@ def _values(trajectory: Trajectory) -> dict[str, Any]:
         "id": trajectory.id,
         "group": trajectory.group,
         "step": trajectory.step,
+        "episode": trajectory.episode or trajectory.id,
+        "agent": trajectory.agent,
         "row": trajectory.row.id,
         "reward": trajectory.reward,
         "stop": None if trajectory.stop is None else str(trajectory.stop),

@@ -363,7 +363,7 @@ def held_out_change(path: Path) -> HeldOutChange | None:
     for step in (steps[0], steps[-1]):
         rewards: dict[str, list[float]] = {}
         for trajectory in recorded.of_step(step):
-            if trajectory.reward is not None and trajectory.error is None:
+            if trajectory.reward is not None and trajectory.error is None and not trajectory.episode:
                 rewards.setdefault(trajectory.row.id, []).append(trajectory.reward)
         means.append({row: fmean(values) for row, values in rewards.items()})
     first, last = means

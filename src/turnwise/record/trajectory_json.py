@@ -203,6 +203,9 @@ def trajectory_record(
         **_present({"step": trajectory.step}),
         "id": trajectory.id,
         "group": trajectory.group,
+        **_present({"agent": trajectory.agent, "episode": trajectory.episode}),
+        **({} if trajectory.trained else {"trained": False}),
+        **({"shares_reward": True} if trajectory.shares_reward else {}),
         "row": {**_plain_mapping(store, fields), "id": trajectory.row.id},
         **({"row_columns": _plain_mapping(store, {"id": fields["id"]})} if "id" in fields else {}),
         "stop": trajectory.stop,
@@ -463,10 +466,8 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
     turns = _turns(record, tools, [*histories, messages])
     error = None if record.values.get("error") is None else record.fields("error")
     row = record.mapping("row", {})
-    mismatch, mismatch_kind = (
-        record.text_or_none("template_mismatch"),
-        _enum(MismatchKind, record, "template_mismatch_kind"),
-    )
+    mismatch = record.text_or_none("template_mismatch")
+    mismatch_kind = _enum(MismatchKind, record, "template_mismatch_kind")
     return Trajectory(
         id=record.text("id"),
         group=record.text("group", ""),
@@ -479,6 +480,10 @@ def decode_trajectory(value: Any, *, where: str, media: Path | None = None) -> T
             },
         ),
         step=record.integer_or_none("step"),
+        agent=record.text("agent", ""),
+        episode=record.text("episode", ""),
+        trained=record.flag("trained", True),
+        shares_reward=record.flag("shares_reward", False),
         messages=messages,
         previous_histories=histories,
         tools=tools,

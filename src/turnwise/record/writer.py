@@ -37,12 +37,14 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory], *, step: 
 
 
 def trajectory_lines(path: Path, trajectories: Iterable[Trajectory], *, step: int | None = None) -> Iterator[bytes]:
-    """The lines of trajectories for the file `path`, each encoded when it is asked for."""
+    """The lines of trajectories for the file `path`, each encoded when it is asked for. The lines of a conversation's agents
+    stand before its own, so an episode whose last line is there is complete."""
     media = MediaStore(path.parent / "media")
     for trajectory in trajectories:
-        if step is not None:
-            trajectory.step = step
-        yield trajectory_line(trajectory, media)
+        for each in (*trajectory.agents, trajectory):
+            if step is not None:
+                each.step = step
+            yield trajectory_line(each, media)
 
 
 def write_config(path: Path, config: Config) -> None:

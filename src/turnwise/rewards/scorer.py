@@ -166,6 +166,8 @@ class GroupScoring:
         for trajectory in trajectories:
             if (pending := self._pending.pop(id(trajectory), None)) is not None:
                 pending.write(may_have_none=bool(self._scorer.functions))
+            for agent in trajectory.agents:
+                _write_agent(agent, trajectory)
             handle, trajectory.environment = trajectory.environment, None
             if handle is not None:
                 handle.release()
@@ -219,6 +221,31 @@ class _PendingScore:
                     turn.add_reward(value, name)
         self.trajectory.rewards = self.parts
         self.trajectory.reward = total
+
+
+def _write_agent(agent: Trajectory, opened_by: Trajectory) -> None:
+    """Write the reward of an agent's conversation: what the environment gave to its turns, and if it shares in it, the reward of
+    the conversation whose environment opened it. Without that reward, it has none.
+
+    The functions of a recipe are written for the conversation of a row. They see the others in `Trajectory.agents`.
+    """
+    shared = opened_by.reward if agent.shares_reward else 0.0
+    given = any(turn.rewards for turn in agent.turns)
+    if (
+        agent.failed
+        or agent.reward is not None
+        or shared is None
+        or not (agent.trained or given or agent.shares_reward)
+    ):
+        return
+    try:
+        of_turns = sum(finite_number("the environment", turn.reward) for turn in agent.turns)
+        total = finite_number("the environment", of_turns + shared)
+    except Failed as failed:
+        agent.fail(failed.failure)
+        return
+    agent.rewards = {"turns": of_turns, **({"episode": shared} if agent.shares_reward else {})}
+    agent.reward = total
 
 
 async def _score_alone(scorer: Scorer, pending: _PendingScore, *, with_group: bool) -> None:

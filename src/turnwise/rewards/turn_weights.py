@@ -72,6 +72,21 @@ def without_cut_turns(weigh_turns: TurnWeighting) -> TurnWeighting:
     return weigh
 
 
+def of_all_agents(weigh_turns: TurnWeighting) -> TurnWeighting:
+    """The weighting of a conversation and of its agents' conversations. Those that are not trained on have weight 0."""
+
+    def weigh(trajectory: Trajectory) -> None:
+        weigh_turns(trajectory)
+        for agent in trajectory.agents:
+            if agent.trained:
+                weigh_turns(agent)
+            else:
+                for turn in agent.turns:
+                    turn.weight = 0.0
+
+    return weigh
+
+
 def was_cut(trajectory: Trajectory) -> bool:
     """Whether a limit on tokens cut the trajectory's last turn. If the environment itself ended the trajectory (`Stop.DONE`), it
     had asked for so few tokens (`SamplingChange.answers_cut`)."""

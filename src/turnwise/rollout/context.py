@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields
+from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
@@ -78,6 +79,11 @@ that belongs to the conversation.
 """
 RunnerFactory = Callable[["ConversationContext"], Runner]
 """Makes the runner of the conversations that share a context."""
+
+
+def seed_of(text: str) -> int:
+    """The seed of 63 bits of a trajectory: a hash of the run's seed and the trajectory's id."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def turn_seed(seed: int, index: int) -> int:

@@ -84,6 +84,16 @@ def has_reward_differences(group: Group) -> bool:
     )
 
 
+def _has_differences(group: Group) -> bool:
+    """Whether the conversations of a group have reward differences, or those of one of its agents."""
+    return any(map(has_reward_differences, with_groups_of_agents([group])))
+
+
+def with_groups_of_agents(groups: Sequence[Group]) -> list[Group]:
+    """The groups, each followed by those of the agents that the environments of its conversations have opened."""
+    return [each for group in groups for each in (group, *group.of_agents())]
+
+
 # the pipeline
 
 
@@ -119,7 +129,7 @@ class TakenGroups:
     """All groups that the step has used, in the order in which they were started; a replacement is after all earlier groups."""
     trained: Sequence[Group]
     """The groups to train on: those with enough finished conversations. If groups were replaced by `dynamic_sampling`, groups
-    without reward differences are left out, unless no others are left."""
+    without reward differences are left out, unless no others are left. Each is followed by the groups of its agents."""
     skipped: int
     """How many rows were skipped since the last step (curriculum)."""
     asked: float
@@ -211,7 +221,7 @@ class Pipeline:
         self.source.update_pass_rates([active.group for active in groups])
         return TakenGroups(
             active=groups,
-            trained=self._trained(groups),
+            trained=with_groups_of_agents(self._trained(groups)),
             skipped=self.source.skipped - skipped,
             asked=asked,
             taken=time.time(),
@@ -234,13 +244,13 @@ class Pipeline:
         options = self.options
         if active.too_small and round_ < options.replace_failed:
             return True
-        return round_ < options.dynamic_sampling and not has_reward_differences(active.group)
+        return round_ < options.dynamic_sampling and not _has_differences(active.group)
 
     def _trained(self, groups: Sequence[ActiveGroup]) -> list[Group]:
         options = self.options
         trained = [active.group for active in groups if not active.too_small]
         if options.dynamic_sampling and any(active.replaced for active in groups):
-            return [group for group in trained if has_reward_differences(group)] or trained
+            return [group for group in trained if _has_differences(group)] or trained
         return trained
 
     async def _next(self, count: int) -> list[ActiveGroup]:

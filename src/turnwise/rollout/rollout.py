@@ -25,13 +25,20 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from hashlib import blake2b
 from typing import Protocol, TypeVar
 
 from turnwise.engines.engine import Batched, longest_sequence
-from turnwise.environments.environment import Environment, EnvironmentFactory, FinalReply, FinalReward, ProvidesHandle
+from turnwise.environments.environment import (
+    Environment,
+    EnvironmentFactory,
+    FinalReply,
+    FinalReward,
+    ProvidesHandle,
+    in_episode,
+)
 from turnwise.errors import Failed, boundary
-from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, Runner, TextContext
+from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, Runner, TextContext, seed_of
+from turnwise.rollout.episode import RunningEpisode
 from turnwise.rollout.session import Session
 from turnwise.rollout.text_session import TextSession
 from turnwise.types import EnvironmentHandle, Failure, Group, Opening, Reply, Row, Stop, Trajectory, Turn
@@ -199,7 +206,17 @@ async def converse(session: ConversationSession, environment: GuardedEnvironment
 
 
 async def rollout(trajectory: Trajectory, context: ConversationContext) -> Trajectory:
-    """Fill an empty trajectory with one conversation. A failure is recorded in it; only cancellation is raised."""
+    """Fill an empty trajectory with one conversation, and with those of the agents that its environment opens. A failure is
+    recorded in it; only cancellation is raised."""
+    episode = RunningEpisode(trajectory, context, _rollout_one)
+    with in_episode(episode):
+        try:
+            return await _rollout_one(trajectory, context)
+        finally:
+            await episode.close()
+
+
+async def _rollout_one(trajectory: Trajectory, context: ConversationContext) -> Trajectory:
     trajectory.started, started = time.time(), time.perf_counter()
     session = _new_session(trajectory, context)
     environment: GuardedEnvironment | None = None
@@ -350,12 +367,7 @@ def new_group(row: Row, *, size: int, seed: int, prefix: str = "") -> Group:
     """
     group_id = f"{prefix}{row.id}"
     trajectories = [
-        Trajectory(id=f"{group_id}/{n}", group=group_id, row=row, seed=_seed(f"{seed}:{group_id}/{n}"))
+        Trajectory(id=f"{group_id}/{n}", group=group_id, row=row, seed=seed_of(f"{seed}:{group_id}/{n}"))
         for n in range(size)
     ]
     return Group(id=group_id, row=row, trajectories=trajectories)
-
-
-def _seed(text: str) -> int:
-    """A seed of 63 bits."""
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

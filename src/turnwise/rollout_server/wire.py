@@ -409,9 +409,16 @@ def empty_trajectory(body: ConversationBody, *, prefix: str) -> Trajectory:
 def finished_event(trajectory: Trajectory, *, id: str, known_images: Collection[str] = ()) -> bytes:
     """A finished trajectory as a server-sent event; `id` is the client's id of it, `known_images` are those of its request."""
     images = CollectedImages(known_images)
-    record = {**trajectory_record(trajectory, media=images, exact_logprobs=True), "id": id}
-    completions = [_completion_record(turn, trajectory) for turn in trajectory.turns]
-    event = {"trajectory": record, "completions": completions, **({"images": images.files} if images.files else {})}
+
+    def written(each: Trajectory, id: str) -> dict[str, Any]:
+        record = {**trajectory_record(each, media=images, exact_logprobs=True), "id": id}
+        return {"trajectory": record, "completions": [_completion_record(turn, each) for turn in each.turns]}
+
+    event = written(trajectory, id)
+    if trajectory.agents:  # their ids begin with that of the conversation that opened them
+        event["agents"] = [written(agent, f"{id}{agent.id[len(trajectory.id) :]}") for agent in trajectory.agents]
+    if images.files:
+        event["images"] = images.files
     return b"data: " + encode_line(event, separators=(",", ":")) + b"\n"
 
 
@@ -459,6 +466,17 @@ def fill_trajectory(
 
     Raises EngineError if the line is not a trajectory, or if its images cannot be used.
     """
+    given = {} if packed is None else packed.given[id(trajectory.row)]
+    images = ReceivedImages(vision, given, value.get("images", {}), where=where)
+    done, agents = _received(value, images, where=where), value.get("agents", [])
+    if not isinstance(agents, list) or not all(isinstance(agent, dict) for agent in agents):
+        raise EngineError(f"{where}: `agents` must be a list of trajectories with their completions")
+    done.agents = [_received(agent, images, where=where) for agent in agents]
+    take_over(trajectory, done)
+
+
+def _received(value: Mapping[str, Any], images: ReceivedImages, *, where: str) -> Trajectory:
+    """A trajectory that the server has sent, with its completions. Raises EngineError."""
     try:
         done = decode_trajectory(value.get("trajectory"), where=where)
     except RunError as error:
@@ -468,18 +486,19 @@ def fill_trajectory(
         raise EngineError(f"{where}: `completions` must have an entry for each of the {len(done.turns)} turns")
     for turn, completion in zip(done.turns, completions, strict=True):
         turn.completion = None if completion is None else _completion(completion, turn, done, where)
-    given = {} if packed is None else packed.given[id(trajectory.row)]
-    images = ReceivedImages(vision, given, value.get("images", {}), where=where)
     done.messages = images.messages(done.messages)
     done.previous_histories = [images.messages(history) for history in done.previous_histories]
     for segment in done.segments:
         segment.media = [images.media(item, segment) for item in segment.media]
-    take_over(trajectory, done)
-    _share_messages(trajectory)
+    _share_messages(done)
+    return done
 
 
 def take_over(trajectory: Trajectory, done: Trajectory) -> None:
     """Give an empty trajectory what the conversation of `done` has left. Its id, row, seed and group stay."""
+    for agent in done.agents:
+        agent.row, agent.episode = trajectory.row, trajectory.id
+    trajectory.agents = done.agents
     trajectory.messages, trajectory.previous_histories = done.messages, done.previous_histories
     trajectory.tools, trajectory.turns, trajectory.segments = done.tools, done.turns, done.segments
     trajectory.stop, trajectory.error = done.stop, done.error

@@ -36,7 +36,7 @@ from turnwise.options.schema import Config
 from turnwise.record.evaluation import EvaluationResult, ModelResult, compare, summarize
 from turnwise.record.lines import SUFFIX, compressed_parts, is_compressed, open_lines
 from turnwise.record.metrics import conversation_metrics, cut_answers, failures, mean
-from turnwise.record.reader import read
+from turnwise.record.reader import episodes, read
 from turnwise.record.run_directory import RunLock, move_away
 from turnwise.record.trajectory_json import decode_trajectory, encode_line
 from turnwise.record.writer import replace_file, write_config, write_trajectories, writing
@@ -263,10 +263,10 @@ class ModelDirectory:
         """
         # the option record.compression may have changed since
         recorded = self.trajectories if self.trajectories.is_file() else self._otherwise
-        lines = {trajectory.id: line for trajectory, line in _complete_lines(recorded) if not trajectory.failed}
+        lines = _lines_of_episodes(recorded, failed=False)
         kept = [id for together in wanted if all(id in lines for id in together) for id in together]
         with writing(self.path):
-            self._replace(lines[id] for id in kept)
+            self._replace(line for id in kept for line in lines[id])
             self._otherwise.unlink(missing_ok=True)
         return set(kept)
 
@@ -277,14 +277,14 @@ class ModelDirectory:
 
     def finish(self, order: Sequence[str], metrics: Mapping[str, Any]) -> None:
         """Sort the conversations by `order`, the list of their ids, and write the metrics."""
-        lines = {trajectory.id: line for trajectory, line in _complete_lines(self.trajectories)}
+        lines = _lines_of_episodes(self.trajectories, failed=True)
         with writing(self.path):
-            self._replace(lines[id] for id in order if id in lines)
+            self._replace(line for id in order for line in lines.get(id, ()))
             (self.path / "metrics.jsonl").write_bytes(encode_line(metrics))
 
     def read(self) -> list[Trajectory]:
-        """The recorded conversations."""
-        return list(read(self.trajectories))
+        """The recorded conversations of rows, with those of their agents."""
+        return episodes(read(self.trajectories))
 
     def _replace(self, lines: Iterable[bytes]) -> None:
         temporary = self.trajectories.with_suffix(".writing")
@@ -300,6 +300,18 @@ def _kind(about: Path) -> str | None:
     except RunError:
         return None
     return value.get("kind") if isinstance(value, dict) else None
+
+
+def _lines_of_episodes(path: Path, *, failed: bool) -> dict[str, list[bytes]]:
+    """The lines of each conversation of a row and of its agents, by its id. With `failed`, also if it failed."""
+    lines: dict[str, list[bytes]] = {}
+    agents: dict[str, list[bytes]] = {}
+    for trajectory, line in _complete_lines(path):
+        if trajectory.episode:
+            agents.setdefault(trajectory.episode, []).append(line)
+        elif failed or not trajectory.failed:
+            lines[trajectory.id] = [*agents.pop(trajectory.id, ()), line]
+    return lines
 
 
 def _complete_lines(path: Path) -> Iterable[tuple[Trajectory, bytes]]:

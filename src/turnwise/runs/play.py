@@ -264,8 +264,13 @@ class Player:
                 self.say("the conversation has ended: /undo, /again, /save, /script or /quit", style="yellow")
 
     async def answer(self, request: Request) -> str | Completion:
-        """The next turn: one that is given again, the person's or the model's."""
+        """The next turn: one that is given again, the person's or the model's. The model takes the turns of agents that the
+        environment has opened."""
         attempt = self.attempt
+        if request.conversation != attempt.trajectory.id:
+            self._show_turns(attempt)
+            self.say(f"the environment asks the agent {request.conversation}", style=_STYLE)
+            return await self._model.generate(request)
         index = len(attempt.prompts)
         before = attempt.shown()
         attempt.prompts.append(list(request.token_ids))

@@ -23,7 +23,7 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.model_config import context_length
 from turnwise.options.schema import Config
-from turnwise.record.reader import RecordedTrajectories, trajectories_file
+from turnwise.record.reader import RecordedTrajectories, episodes, trajectories_file
 from turnwise.record.trajectory_json import encode_line, trajectory_record
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
@@ -83,7 +83,7 @@ async def replay(
     _refuse_fine_tuning(run)
     config, _ = load(run / "config.yaml", overrides)
     recorded = RecordedTrajectories(file, damaged=damaged)
-    selected = recorded[:] if id is None else recorded.with_id(id)
+    selected = [one for one in episodes(recorded[:]) if id in (None, one.id, *(agent.id for agent in one.agents))]
     if not selected:
         raise RunError(f"no conversation in {file} has the id {id!r}; `turnwise show {run} --last 5` prints some")
     scorer = assembly.scorer(config)
@@ -99,7 +99,13 @@ async def replay(
         context_of = _contexts(config, renderer, environments, needed, run)
         await _run_all(config, scorer, needed, new, context_of)
     chosen = {id_of(trajectory) for trajectory in selected}
-    return [_compared(old, now, renderer) for old, now in zip(needed, new, strict=True) if id_of(old) in chosen]
+    compared: list[Replayed] = []
+    for old, now in zip(needed, new, strict=True):
+        if id_of(old) in chosen:
+            of_now = {agent.id: agent for agent in now.agents}
+            compared.append(_compared(old, now, renderer))
+            compared += [_compared(agent, of_now.get(agent.id), renderer) for agent in old.agents]
+    return compared
 
 
 def id_of(trajectory: Trajectory) -> tuple[int | None, str]:
@@ -152,7 +158,7 @@ def _scored_with(scorer: Scorer, selected: Sequence[Trajectory], recorded: Seque
     if not _compares_groups(scorer):
         return list(selected)
     wanted = {together(trajectory) for trajectory in selected}
-    return [trajectory for trajectory in recorded[:] if together(trajectory) in wanted]
+    return [trajectory for trajectory in episodes(recorded[:]) if together(trajectory) in wanted]
 
 
 def _source(run: Path, config: Config) -> str | Path:
@@ -186,7 +192,7 @@ def _contexts(
     recorded: Sequence[Trajectory],
     run: Path,
 ) -> Callable[[Trajectory], ConversationContext]:
-    """The context of the replay of a recorded trajectory."""
+    """The context of the replay of a recorded trajectory, and of its agents."""
     if renderer is None:
         return lambda trajectory: TextContext(
             chat=_RecordedChat(trajectory),
@@ -194,12 +200,15 @@ def _contexts(
             sampling=assembly.sampling(config),
             limits=assembly.limits(config, longest=None),
         )
-    names = {id_of(t): [_completion(turn, t, renderer) for turn in t.turns] for t in recorded}
+    turns = {
+        id_of(t): {each.id: [_completion(turn, each, renderer) for turn in each.turns] for each in (t, *t.agents)}
+        for t in recorded
+    }
     longest = known_context(_source(run, config))
 
     def of(trajectory: Trajectory) -> ConversationContext:
         engine = RecordedEngine(
-            {trajectory.id: names[id_of(trajectory)]},
+            turns[id_of(trajectory)],
             encode=renderer.encode,
             encode_behind=renderer.encode_continuation,
             stop_token_id=renderer.stop_token_ids[0],
@@ -298,7 +307,10 @@ async def _run_all(
             tasks.create_task(run(old, now))
 
 
-def _compared(old: Trajectory, now: Trajectory, renderer: Renderer | None) -> Replayed:
+def _compared(old: Trajectory, now: Trajectory | None, renderer: Renderer | None) -> Replayed:
+    """`now` is None for an agent that the environment did not open again."""
+    if now is None:
+        return Replayed(id=old.id, differences=["the environment has opened this agent, and does not now"])
     if old.error is not None and old.error.kind in _NOT_REPLAYED:
         return Replayed(id=old.id, skipped=f"it failed: {old.error.kind}: {old.error.message}")
     encoded = [

@@ -29,6 +29,7 @@ from turnwise.record.metrics import conversation_metrics, cut_answers, failures,
 from turnwise.record.run_directory import RunLock, refuse_run_directory
 from turnwise.record.writer import write_config, write_trajectories, writing
 from turnwise.rewards.scorer import Scorer
+from turnwise.rewards.turn_weights import of_all_agents
 from turnwise.rollout.context import ConversationContext
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.terminal.conversation import log_conversation
@@ -133,7 +134,7 @@ async def collect(config: Config, out: Path, console: Console) -> dict[str, Any]
     _print(console, conversations.notes, style="dim")
     rows, notes = conversations.keep_rows(assembly.rows(config, limit=config.rollout.max_rows))
     _print(console, notes, style="dim")
-    rows, weigh_turns = conversations.process(rows), assembly.turn_weighting(config)
+    rows, weigh_turns = conversations.process(rows), of_all_agents(assembly.turn_weighting(config))
     groups = [new_group(row, size=config.rollout.samples_per_row, seed=config.seed) for row in rows]
     groups, scripts = assign_scripts(config, groups, samples="rollout.samples_per_row")
     async with conversation_context(conversations, scripts=scripts) as context:

@@ -24,6 +24,7 @@ from turnwise.options.schema import Config
 from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
+from turnwise.rewards.turn_weights import of_all_agents
 from turnwise.rollout.context import ConversationContext, ConversationRunner
 from turnwise.rollout.pipeline import ActiveGroup, Pipeline, TakenGroups
 from turnwise.runs.health import LearningWatch
@@ -128,7 +129,7 @@ def assemble(config: Config) -> TrainingRun:
         critic=critic,
         options=config.train,
         steps=config.train.total_steps,
-        weigh_turns=weigh_turns,
+        weigh_turns=of_all_agents(weigh_turns),
         loggers=loggers(config, step=opened.step),
         loss=config.loss,
         environments=environments,

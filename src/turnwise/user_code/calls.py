@@ -317,10 +317,12 @@ def loop_watch() -> LoopWatch:
 class Stopwatch:
     """Counts the seconds that do not count for the deadlines of one conversation."""
 
-    __slots__ = ("_waited", "_waiting", "_watch", "blocked", "lockstep", "name", "thread_ways")
+    __slots__ = ("_opened_by", "_waited", "_waiting", "_watch", "blocked", "lockstep", "name", "thread_ways")
 
-    def __init__(self, name: str, watch: LoopWatch, *, lockstep: bool) -> None:
+    def __init__(self, name: str, watch: LoopWatch, *, lockstep: bool, opened_by: Stopwatch | None = None) -> None:
         self.name = name
+        self._opened_by = opened_by
+        """The conversation whose environment waits for this one; None if there is none."""
         self.lockstep = lockstep
         self.thread_ways = _OWN_ENVIRONMENT
         """How `async` methods of the environment are run in a thread, for the advice if they block."""
@@ -338,11 +340,14 @@ class Stopwatch:
         return self._waited + waiting + self._blocked_by_others()
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time inside does not count."""
+    def waiting(self, *, for_opener: bool = False) -> Iterator[None]:
+        """Time inside does not count. Neither does it for the conversation whose environment waits for this one, unless this one
+        waits for that environment (`for_opener`)."""
+        opener = None if for_opener else self._opened_by
         self._waiting.append((time.monotonic(), self._blocked_by_others()))
         try:
-            yield
+            with contextlib.nullcontext() if opener is None else opener.waiting():
+                yield
         finally:
             started = self._waiting.pop()
             if not self._waiting:  # the outermost wait includes the others
@@ -370,7 +375,10 @@ class ConversationScope:
     __slots__ = ("_context", "_stopwatch")
 
     def __init__(self, name: str, *, lockstep: bool = False) -> None:
-        self._stopwatch: Stopwatch | Token[Stopwatch | None] = Stopwatch(name, loop_watch(), lockstep=lockstep)
+        # a conversation that begins inside another one was opened by the environment of that one
+        self._stopwatch: Stopwatch | Token[Stopwatch | None] = Stopwatch(
+            name, loop_watch(), lockstep=lockstep, opened_by=_stopwatch.get()
+        )
         self._context: Token[Context | None] | None = None
 
     def __enter__(self) -> None:
@@ -426,6 +434,13 @@ def waiting_for_others() -> contextlib.AbstractContextManager[None]:
     """Time inside does not count for the deadlines of this conversation."""
     watch = _stopwatch.get()
     return contextlib.nullcontext() if watch is None else watch.waiting()
+
+
+def waiting_for_opener() -> contextlib.AbstractContextManager[None]:
+    """Time inside does not count for the deadlines of this conversation: it waits for the environment that has opened it, whose
+    own time counts."""
+    watch = _stopwatch.get()
+    return contextlib.nullcontext() if watch is None else watch.waiting(for_opener=True)
 
 
 class Deadline:

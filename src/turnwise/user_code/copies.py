@@ -303,6 +303,7 @@ def _copy_trajectory(trajectory: Trajectory) -> Trajectory:
         penalties=copy_containers(trajectory.penalties),
         teacher_scores=copy_containers(trajectory.teacher_scores),
         escaped=trajectory.escaped.copy(),
+        agents=[_copy_trajectory(agent) for agent in trajectory.agents],
     )
 
 

@@ -1,0 +1,155 @@
+"""Runs whose environment opens agents: their turns are trained on with their own advantages, recorded, replayed and evaluated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.recipes import save_recipe
+from support.tiny import save_rows
+from support.training import train_run
+from turnwise.cli import main
+from turnwise.record.datasets import DatasetChoice, write_dataset
+from turnwise.record.reader import episodes, read
+from turnwise.rollout_server.wire import fill_trajectory, finished_event
+from turnwise.runs.replay import replay
+from turnwise.types import Trajectory
+
+GAME = '''
+from turnwise import Opening, Reply, SamplingChange, current_episode, environment
+
+CUT = SamplingChange(max_tokens=4, answers_cut=True)
+
+def liking(turn):
+    ids = turn.completion.token_ids if turn.completion else turn.text.encode()
+    return sum((n + 1) * token for n, token in enumerate(ids)) % 97 / 97
+
+@environment
+async def game(row):
+    """Two sides; a referee that is not trained on sees both."""
+    episode = current_episode()
+    async with episode.agent("second", messages=row.messages, sampling=CUT) as second:
+        first = yield Opening(messages=row.messages, sampling=CUT)
+        other = await second.turn()
+        async with episode.agent("referee", messages=row.messages, train=False, sampling=CUT) as referee:
+            await referee.turn(f"{first.text} or {other.text}?")
+        won = liking(first) - liking(other)
+        second.add_reward(-won)
+        yield Reply(reward=won, done=True)
+'''
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    (tmp_path / "game.py").write_text(GAME, encoding="utf-8")
+    rows = {"train": str(save_rows(tmp_path / "train.jsonl", 4)), "eval": str(save_rows(tmp_path / "eval.jsonl", 2))}
+    return save_recipe(
+        tmp_path,
+        model,
+        environment=f"{tmp_path}/game.py:game",
+        data=rows,
+        limits={"turns": 2, "tokens_per_turn": 5},
+        train={"steps": 2, "batch_size": 2, "group_size": 3, "lr": 0.01},
+        checkpoint={"every": 1},
+        deterministic=True,
+    )
+
+
+def by_agent(trajectories: list[dict[str, Any]], step: int) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for one in trajectories:
+        if one["step"] == step:
+            found.setdefault(one.get("agent", ""), []).append(one)
+    return found
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: timeless(item) for name, item in value.items() if name not in ("seconds", "started")}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def test_agents_are_trained_on_with_their_own_advantages_and_a_resumed_run_has_the_same_bits(
+    recipe: Path, tmp_path: Path
+) -> None:
+    trajectories, metrics, run = train_run(recipe, tmp_path / "whole")
+    sides = by_agent(trajectories, 1)
+    assert {name: len(of_name) for name, of_name in sides.items()} == {"": 6, "second": 6, "referee": 6}
+    rows = list(dict.fromkeys(one["row"]["id"] for one in sides[""]))
+    for name in ("", "second"):
+        groups = {one["group"] for one in sides[name]}
+        assert groups == {f"1.{place}:{row}{'/second' if name else ''}" for place, row in enumerate(rows)}
+        for group in groups:  # GRPO: centred in the group of its side
+            advantages = [one["turns"][0]["advantage"] for one in sides[name] if one["group"] == group]
+            assert sum(advantages) == pytest.approx(0, abs=1e-6)
+            assert any(advantages)
+    for one in sides["second"]:
+        (first,) = [other for other in sides[""] if other["id"] == one["episode"]]
+        assert one["reward"] == -first["reward"]
+    for one in sides["referee"]:
+        assert (one["trained"], one["turns"][0]["weight"], one["turns"][0]["advantage"]) == (False, 0.0, None)
+    assert metrics[0]["agents/second/reward/mean"] == pytest.approx(-metrics[0]["reward/mean"])
+    assert metrics[0]["agents/referee/conversations"] == 1.0
+    of_sides = [one for name in ("", "second") for one in sides[name]]
+    tokens = sum(turn >= 0 for one in of_sides for segment in one["segments"] for turn in segment["turn"])
+    assert metrics[0]["tokens/trained"] == tokens
+    train_run(recipe, tmp_path / "resumed", "train.steps=1")
+    resumed, _, _ = train_run(recipe, tmp_path / "resumed", "resume=auto")
+    assert timeless(resumed) == timeless(trajectories)
+    assert run.step == 2
+
+
+def test_the_record_of_an_episode_is_read_replayed_and_made_a_data_set(recipe: Path, tmp_path: Path) -> None:
+    assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.samples_per_row=3"]) == 0
+    recorded = list(read(tmp_path / "out"))
+    assert [one.agent for one in recorded[:6]] == ["second", "referee", ""] * 2
+    whole = episodes(recorded)
+    assert [[agent.agent for agent in one.agents] for one in whole] == [["second", "referee"]] * 12
+    replayed = asyncio.run(replay(tmp_path / "out"))
+    assert len(replayed) == 36
+    assert [one for one in replayed if one.differences or one.skipped] == []
+    write_dataset(tmp_path / "out", tmp_path / "dpo", DatasetChoice(what="dpo"))
+    pairs = [json.loads(line) for line in (tmp_path / "dpo" / "train.jsonl").read_text().splitlines()]
+    assert {pair["group"].rpartition("/")[2] for pair in pairs if "/" in pair["group"]} == {"second"}
+
+
+def test_an_evaluation_goes_on_with_whole_episodes(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["eval", str(recipe), "--out", str(out), "eval.samples_per_row=2"]) == 0
+    (file,) = out.glob("*/trajectories.jsonl")
+    complete = file.read_bytes()
+    kept = complete.splitlines(keepends=True)
+    assert len(kept) == 12
+    file.write_bytes(b"".join(kept[:8]))  # two episodes, and the agents of a third
+    capsys.readouterr()
+    assert main(["eval", str(recipe), "--out", str(out), "eval.samples_per_row=2", "resume=auto"]) == 0
+    assert "2 of 4 conversations are finished already" in capsys.readouterr().out
+    whole = [json.loads(line) for line in file.read_bytes().splitlines()]
+    before = [json.loads(line) for line in kept]
+    assert timeless(whole[:6]) == timeless(before[:6])
+    assert [(one["id"], one["reward"]) for one in whole] == [(one["id"], one["reward"]) for one in before]
+    capsys.readouterr()
+    assert main(["show", str(out), "--id", "1/0/second"]) == 0
+    assert "second" in capsys.readouterr().out
+
+
+def test_a_rollout_server_sends_the_agents_with_their_tokens(recipe: Path, tmp_path: Path) -> None:
+    assert main(["rollout", str(recipe), "--out", str(tmp_path / "out"), "rollout.max_rows=1"]) == 0
+    (done,) = episodes(read(tmp_path / "out"))[:1]
+    for each in (done, *done.agents):  # as on a server, whose ids begin with those of the request
+        each.id = f"request7/{each.id}"
+    event = json.loads(finished_event(done, id="1/0").removeprefix(b"data: "))
+    given = Trajectory(id="1/0", group="1", row=done.row)
+    fill_trajectory(given, event, where="the server")
+    assert [(agent.id, agent.episode, agent.agent) for agent in given.agents] == [
+        ("1/0/second", "1/0", "second"),
+        ("1/0/referee", "1/0", "referee"),
+    ]
+    assert given.agents[0].segments[0].token_ids == done.agents[0].segments[0].token_ids
+    assert given.agents[1].trained is False
