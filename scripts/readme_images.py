@@ -1,4 +1,4 @@
-"""Draw the pictures of the README from a real run: docs/images/curve.svg and docs/images/conversation.svg.
+"""Draw pictures from a real run: docs/images/curve.svg of the README, docs/images/conversation.svg of the examples.
 
 make demo
 python scripts/readme_images.py runs/demo                 # a conversation whose second answer is right

@@ -33,7 +33,7 @@ from turnwise.data.conversations import read_conversations
 from turnwise.doctor.examine import examine
 from turnwise.environments.mcp import McpServers
 from turnwise.environments.users import ModelledUser
-from turnwise.options.schema import Config, ToolCallsSection, ToolUse
+from turnwise.options.schema import Config, ToolUse
 from turnwise.record import read
 from turnwise.types import Group, MismatchKind
 from turnwise.user_code.references import MOVED
@@ -353,10 +353,8 @@ def test_the_file_of_servers_is_one(tmp_path: Path) -> None:
 
 
 def test_the_table_of_options_names_them_all() -> None:
-    named = set(re.findall(r"^\| `(tools\.N\.\w+|tool_calls\.\w+)`", TOOLS_PAGE, re.MULTILINE))
-    assert named == {f"tools.N.{name}" for name in ToolUse.model_fields} | {
-        f"tool_calls.{name}" for name in ToolCallsSection.model_fields
-    }
+    named = set(re.findall(r"^\| `(tools\.N\.\w+)`", TOOLS_PAGE, re.MULTILINE))
+    assert named == {f"tools.N.{name}" for name in ToolUse.model_fields}
 
 
 # The examples of docs/agents.md run as they are written: a GRPO training whose environment is a program.
