@@ -190,11 +190,11 @@ def test_copies_are_freed_before_an_update_and_made_again_for_the_next_request(n
     assert isinstance(forward, FusedForward | GenericForward)
     first = sampled(engine, "a", prompt)
     engine.free_cache()
-    assert forward._copy is not None
-    assert forward._copy.freed
-    assert {parameter.dtype for parameter in forward._copy.model.parameters()} == {torch.float32}
+    assert forward.copy is not None
+    assert forward.copy.freed
+    assert {parameter.dtype for parameter in forward.copy.model.parameters()} == {torch.float32}
     second = sampled(engine, "b", prompt)
-    assert not forward._copy.freed
+    assert not forward.copy.freed
     assert second.token_ids == first.token_ids
     torch.testing.assert_close(torch.tensor(second.logprobs), torch.tensor(first.logprobs))
 

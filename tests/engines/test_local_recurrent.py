@@ -142,8 +142,15 @@ def fused_hybrid(name: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "granite"])
+@pytest.mark.parametrize(
+    ("name", "adapted"),
+    [
+        *((name, adapted) for name in ("qwen3_5", "lfm2", "granite") for adapted in (False, True)),
+        ("qwen3_next", True),  # projections of several things in another order, and experts
+        ("granite_hybrid", False),  # experts beside a feed-forward layer
+        ("bamba", False),
+    ],
+)
 def test_sequences_of_different_lengths_are_computed_together_and_padding_changes_no_state(
     name: str, adapted: bool
 ) -> None:
@@ -217,7 +224,7 @@ def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> No
 
 
 def test_models_that_do_not_continue_from_a_state_are_run_token_by_token() -> None:
-    for family in ("qwen3_next", "jamba"):
+    for family in ("nemotron_h", "jamba"):
         engine = LocalEngine(hybrid(family), threads=1)
         assert engine._core.forward.token_by_token == (family in TOKEN_BY_TOKEN)  # type: ignore[attr-defined]
 

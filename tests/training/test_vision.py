@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from transformers import AutoTokenizer
 
-from engines.test_local_vision import PAD, ask, converse, heard, own_logprobs
+from engines.test_local_vision import PAD, ask, converse, heard, own_logprobs, said_logprobs
 from support.mixtures import disturb_routers
 from support.vision import (
     MARKS,
@@ -27,8 +27,10 @@ from support.vision import (
 )
 from turnwise.chat.media import MediaProcessor
 from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.forward import VisionForward
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.options.algorithm import PpoClip
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.checkpoint import Checkpoints
@@ -500,6 +502,9 @@ def hear(segment: Segment, vision: MediaProcessor, *parts: Any) -> None:
 def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: list[int], tmp_path: Path) -> None:
     model, vision = saved(make, tmp_path)
     engine, segment = LocalEngine(model, threads=1), Segment()
+    forward = engine._core.forward
+    assert isinstance(forward, VisionForward)
+    assert forward.fused is not None
 
     async def hold() -> None:
         for turn in range(2):
@@ -516,6 +521,47 @@ def test_engine_and_trainer_agree(make: Callable[[], tuple[Any, ...]], pads: lis
     assert update.grad_norm > 0
     eyes = [parameter for name, parameter in model.named_parameters() if "vision" in name or "visual" in name]
     assert any(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in eyes)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "autocast"])
+def test_text_and_images_of_a_hybrid_are_computed_in_two_passes_over_one_cache(
+    mixed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text before, between and after images, alone and beside other conversations, goes through the fused pass."""
+    model, vision = saved(qwen3_5, tmp_path)
+    engine = LocalEngine(model, threads=1, autocast=mixed)
+    forward = engine._core.forward
+    assert isinstance(forward, VisionForward)
+    passes: list[int] = []
+    own = forward._run
+    monkeypatch.setattr(
+        forward,
+        "_run",
+        lambda kv, rows, *others, **named: (passes.append(len(rows)), own(kv, rows, *others, **named))[1],
+    )
+
+    async def hold(name: str, turns: list[list[Any]]) -> Segment:
+        segment = Segment()
+        for turn, parts in enumerate(turns):
+            hear(segment, vision, *parts)
+            segment.append_completion(turn, await ask(engine, name, segment, seed=turn, tokens=9))
+        return segment
+
+    async def all_of_them() -> list[Segment]:
+        look, text = image_part(picture(32, 16)), text_part("some words before")
+        return await asyncio.gather(
+            hold("a", [[text, look, text], [text_part("and now?")], [image_part(picture(8, 24, seed=1))]]),
+            hold("b", [[text, look, text], [text_part("other words")]]),
+            hold("c", [[text_part("only words, and rather many of them")], [text_part("more")], [text, look]]),
+        )
+
+    held = asyncio.run(all_of_them())
+    # the prompt that is verified, two prompts with the same image, of which one is copied, and two later images
+    assert passes == [1, 1, 1, 1]
+    for segment in held:
+        with bfloat16_autocast(torch.device("cpu"), mixed):
+            own_N = own_logprobs(model, segment)
+        assert said_logprobs(segment) == pytest.approx(own_N, abs=0.06 if mixed else 1e-4)
 
 
 def test_recorded_experts_are_used_again_with_images(tmp_path: Path) -> None:

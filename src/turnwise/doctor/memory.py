@@ -30,13 +30,13 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference, refused_with_quantization
 from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import DEFAULT_CACHE_GB, LARGE_CACHE
-from turnwise.engines.local.fused import unsupported_reason
+from turnwise.engines.local.fused import fused_packed_bytes
 from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
 from turnwise.models import cpu
 from turnwise.models.allocator import LARGE_MODEL
-from turnwise.models.cpu import packed_bytes, with_fast_layers
+from turnwise.models.cpu import with_fast_layers
 from turnwise.models.device import gpu_memory, sees_gpu, uses_gpu
 from turnwise.models.experts import expert_modules
 from turnwise.models.loading import ModelSource, adapt
@@ -176,7 +176,9 @@ def _trace(options: PassOptions, model_config: Any) -> TracedPass:
         activations, peak = _traced_bytes(model, options, large=large)
     return replace(
         _without_pass(list(model.parameters()), stored),
-        copied=2 * sum(weight.numel() for weight in _copied_weights(model)) if options.mixed else _packed(model),
+        copied=2 * sum(weight.numel() for weight in _copied_weights(model))
+        if options.mixed
+        else fused_packed_bytes(model),
         activations=int(activations),
         peak=int(peak) + dequantized,
         keeps_blocks=large and not options.on_gpu,
@@ -373,10 +375,6 @@ def _replace(module: Any, name: str, tensor: torch.Tensor, shared: dict[int, tor
 
 def _body(model: Any) -> Any:
     return model.model if isinstance(getattr(model, "model", None), torch.nn.Module) else model.base_model
-
-
-def _packed(model: Any) -> int:
-    return packed_bytes(model) if unsupported_reason(model) is None else 0
 
 
 def _copied_weights(model: Any) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -350,11 +350,12 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _PACKED_ROWS)
 
 
-def packed_bytes(model: Any) -> int:
-    """The memory for the packed weights of a model that the fused pass runs: 0 if they are not packed."""
+def packed_bytes(model: Any, without: Collection[torch.nn.Module] = ()) -> int:
+    """The memory for the packed weights of a model, of which the fused pass runs all but the modules `without`: 0 if they are not
+    packed."""
     groups: dict[str, dict[int, torch.Tensor]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and ".lora_" not in name:
+        if isinstance(module, torch.nn.Linear) and ".lora_" not in name and module not in without:
             layer, _, kind = name.rpartition(".")
             groups.setdefault(f"{layer}.{_TOGETHER.get(kind, kind)}", {})[id(module.weight)] = module.weight
     total = sum(
@@ -366,7 +367,7 @@ def packed_bytes(model: Any) -> int:
 _TOGETHER = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "gate_up"),
-    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "in"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba"), "in"),
 }
 """Linear layers that the fused pass computes as one, unless they have an adapter."""
 

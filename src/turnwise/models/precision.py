@@ -64,6 +64,19 @@ def product_dtype(values: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else values.dtype
 
 
+@contextmanager
+def in_evaluation(*models: torch.nn.Module) -> Iterator[None]:
+    """Inside, all modules of these are in evaluation mode."""
+    training = [module for model in models for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 class Bfloat16Linears:
     """A second model on the same parameters, whose linear layers have bfloat16 copies of their weights, except the output layer.
 

@@ -1,9 +1,10 @@
 """The model's forward pass over the rows of the KV cache: the interface, the choice, and the generic pass with images.
 
 The engine passes tokens, positions and rows, and receives logits. The fused pass (`fused.py`) reads the parameters of
-Llama-like models and of some hybrids; the generic pass runs any decoder of transformers through the model's own forward, and the
-vision pass models with images. The generic pass is the reference of the fused one. Invariant: before a pass is used, its logits
-are compared with those of the model's own forward without a cache, and a pass that differs is refused.
+Llama-like models and of some hybrids; the generic pass runs any decoder of transformers through the model's own forward. The
+vision pass is for models with images: the tokens of images go through the model's own forward, those of text through the fused
+pass, if it has the text part; both use the same cache. The generic pass is the reference of the fused one. Invariant: before a
+pass is used, its logits are compared with those of the model's own forward without a cache, and a pass that differs is refused.
 
 The generic pass knows masks of four dimensions, and leaves what a layer keeps to `row_cache.py`. It refuses models that keep
 something else from token to token, and encoder-decoder models. Does not know requests, sampling, or which sequence lies in which
@@ -35,14 +36,15 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix, StateShape
-from turnwise.engines.local.row_cache import RowCache, RowView, probe_layers, unsupported
+from turnwise.engines.local.fused import FusedForward
+from turnwise.engines.local.row_cache import RowCache, RowView, probe_layers, routed, unsupported
 from turnwise.errors import EngineError, Failed, boundary
-from turnwise.models.experts import RouterPass
 from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
 from turnwise.models.precision import (
     Bfloat16Linears,
     autocast,
     ignored_by_sdpa,
+    in_evaluation,
     narrow_window,
     output_layer_in_float32,
     overflowing_module,
@@ -114,21 +116,21 @@ def choose_forward(model: PreTrainedModel, *, autocast: bool = False) -> CachedF
 
     Raises EngineError for a model that cannot be run over a KV cache.
     """
-    from turnwise.engines.local.fused import FusedForward, unsupported_reason
+    from turnwise.engines.local.fused import unsupported_reason  # tests replace it
 
     reason = unsupported_reason(model)
+    sees = VisionAdapter.of(model) is not None
     if autocast:
         output_layer_in_float32(model)
     if reason is None:
         fused = FusedForward(model, autocast=autocast)
         difference, limit = logit_difference(fused, model, autocast=autocast)
         if difference <= limit:
-            return fused
+            return VisionForward(model, fused=fused) if sees else fused
         reason = f"its logits differ from the model's own by {difference:.3g}, more than {limit:.3g}"
         logger.warning("the fused pass of the embedded engine is off for %s: %s", type(model).__name__, reason)
     else:
         logger.info("the embedded engine runs %s through the model's own forward: %s", type(model).__name__, reason)
-    sees = VisionAdapter.of(model) is not None
     try:
         with boundary("engine"):  # a model with a cache or masks of its own may raise any exception
             generic = VisionForward(model, autocast=autocast) if sees else GenericForward(model, autocast=autocast)
@@ -215,14 +217,18 @@ class GenericForward:
 
     token_by_token = False
     """Whether sequences are continued by one token at a time, because the model does not continue from a state with more."""
+    joined = False
+    """Whether the cache has the axes of the fused pass."""
 
-    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
-        self._copy = Bfloat16Linears(model) if autocast else None
-        self._model: PreTrainedModel = model if self._copy is None else self._copy.model
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False, copy: Bfloat16Linears | None = None) -> None:
+        """`copy`: the copies of weights for autocast, if there are some already."""
+        self.copy = Bfloat16Linears(model) if autocast and copy is None else copy
+        """What has bfloat16 copies of weights, with autocast."""
+        self._model: PreTrainedModel = model if self.copy is None else self.copy.model
         self._config = model.config.get_text_config()
         self._attention_types = _attention_types(model)
         self._device = next(model.parameters()).device
-        self._dtype = torch.bfloat16 if autocast else next(model.parameters()).dtype
+        self._dtype = next(model.parameters()).dtype if self.copy is None else torch.bfloat16
         _check_masks(model)
         self._tuned = [module for module in self._model.modules() if _scales_queries(module)]
         with self.inference():
@@ -243,27 +249,20 @@ class GenericForward:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        if self._copy is not None and self._copy.freed:
-            self._copy.refresh()
+        if self.copy is not None and self.copy.freed:
+            self.copy.refresh()
         # not torch.inference_mode: a model may create tables here (rotary embeddings) that it also trains with later
-        training = [module for module in self._model.modules() if module.training]
-        for module in training:
-            module.training = False
-        try:
-            with torch.no_grad(), autocast(self._device, self._copy is not None):
-                yield
-        finally:
-            for module in training:
-                module.training = True
+        with in_evaluation(self._model), torch.no_grad(), autocast(self._device, self.copy is not None):
+            yield
 
     def reload_parameters(self, *, changed: bool = True) -> None:
         # the model's own forward reads its parameters: only copies have to be made again
-        if self._copy is not None:
-            self._copy.refresh(force=changed)
+        if self.copy is not None:
+            self.copy.refresh(force=changed)
 
     def free_copies(self) -> None:
-        if self._copy is not None:
-            self._copy.free()
+        if self.copy is not None:
+            self.copy.free()
 
     def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
@@ -340,7 +339,7 @@ class GenericForward:
         position_ids = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
         if model_inputs is None:
             model_inputs = {"input_ids": self._tensor(tokens_NT.astype(np.int64))}
-        cache = RowCache(kv, self._layers, view)
+        cache = RowCache(kv, self._layers, view, joined=self.joined)
         arguments: dict[str, Any] = {
             "position_ids": self._tensor(position_ids),
             "attention_mask": self._mask(index_NT, length) if kv.tensors else None,
@@ -349,7 +348,8 @@ class GenericForward:
         }
         arguments = {name: value for name, value in arguments.items() if name in self._arguments}
         tuned = _tuned_by_index(self._tuned, self._tensor(index_NT))
-        with _routed(kv, view, len(rows_N) * tokens_NT.shape[1]), tuned:
+        places_M = self._tensor(np.flatnonzero(valid_NT))
+        with routed(kv, view.write_rows_M, view.write_index_M, tokens_NT.size, places_M), tuned:
             output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
         cache.write_back()
         return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
@@ -408,30 +408,6 @@ def _tuned_by_index(attentions: Sequence[Any], index_NT: torch.Tensor) -> Iterat
             attention.attn_temperature_tuning = True
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _routed(kv: KVCache, view: RowView, tokens: int) -> Iterator[None]:
-    """Inside, a pass of `tokens` tokens, padding included, uses the experts that are prescribed in the rows; afterwards, the rows
-    have those that it used."""
-    if kv.routes is None or kv.route_shape is None:
-        yield
-        return
-    shape = kv.route_shape
-    width = view.valid[0].new_tensor(tokens // len(view.rows_N))
-    places_M = view.valid[0] * width + view.valid[1]
-    prescribed_MW = kv.routes[0, view.write_rows_M, 0, view.write_index_M]
-    replay_TLK = None
-    if bool((prescribed_MW != shape.none).any()):
-        replay_TLK = torch.full((tokens, shape.layers, shape.top_k), -1, device=kv.routes.device)
-        known_MW = prescribed_MW.long()
-        known_MW[known_MW == shape.none] = -1
-        replay_TLK[places_M] = known_MW.view(-1, shape.layers, shape.top_k)
-    used: list[torch.Tensor] = []
-    with RouterPass(lambda choice: used.append(choice.index_TK), replay_TLK).active():
-        yield
-    used_MW = torch.stack(used, dim=1)[places_M].flatten(1)
-    kv.routes[0, view.write_rows_M, 0, view.write_index_M] = used_MW.to(kv.routes.dtype)
 
 
 def _attention_types(model: PreTrainedModel) -> list[str]:
@@ -494,15 +470,58 @@ class VisionPrompt:
 
 
 class VisionForward(GenericForward):
-    """The generic forward, for models whose prompts may hold images."""
+    """The forward for models whose prompts may hold images: the generic one, and `fused` for passes of text, if that is given."""
 
-    def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
-        super().__init__(model, autocast=autocast)
+    def __init__(self, model: PreTrainedModel, *, autocast: bool = False, fused: FusedForward | None = None) -> None:
+        self.fused, self.joined = fused, fused is not None
+        super().__init__(model, autocast=autocast, copy=None if fused is None else fused.copy)
         adapter = VisionAdapter.of(self._model)
         assert adapter is not None, "the model has no images"
         self._adapter = adapter
         self._image_keys = WeakTensorKeyDictionary()
         self._verified = False
+
+    @property
+    def kv_shapes(self) -> Sequence[KVShape]:
+        return super().kv_shapes if self.fused is None else self.fused.kv_shapes
+
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        return super().state_shapes if self.fused is None else self.fused.state_shapes
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        if self.fused is not None:
+            self.fused.restore_copies()
+        with super().inference():
+            yield
+
+    def reload_parameters(self, *, changed: bool = True) -> None:
+        if self.fused is None:
+            super().reload_parameters(changed=changed)
+        else:
+            self.fused.reload_parameters(changed=changed)
+
+    def free_copies(self) -> None:
+        if self.fused is None:
+            super().free_copies()
+        else:
+            self.fused.free_copies()
+
+    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+        if self.fused is None:
+            super().prefill(kv, rows_N, starts_N, tokens_N)
+            return
+        with autocast(self._device, False):  # the fused pass converts by itself
+            self.fused.prefill(kv, rows_N, starts_N, tokens_N)
+
+    def decode(
+        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
+    ) -> torch.Tensor:
+        if self.fused is None:
+            return super().decode(kv, rows_B, positions_B, tokens_B, shared)
+        with autocast(self._device, False):
+            return self.fused.decode(kv, rows_B, positions_B, tokens_B, shared)
 
     def make_prompt(self, token_ids_N: np.ndarray, media: Sequence[Media]) -> VisionPrompt:
         """Compute keys and positions of a prompt with images.
@@ -539,12 +558,40 @@ class VisionForward(GenericForward):
         if not self._verified:
             self._verify(next(prompt for prompt in prompts_N if prompt is not None))
             self._verified = True
+        position_N = [
+            _positions(prompt, int(start), len(tokens))
+            for prompt, start, tokens in zip(prompts_N, starts_N, tokens_N, strict=True)
+        ]
+        with_images = [
+            prompt is not None and bool(prompt.media_between(int(start), int(start) + len(tokens)))
+            for prompt, start, tokens in zip(prompts_N, starts_N, tokens_N, strict=True)
+        ]
+        if self.fused is not None and not all(with_images):
+            text = [n for n, sees in enumerate(with_images) if not sees]
+            angles_M = np.concatenate([position_N[n][0] for n in text])
+            with autocast(self._device, False):
+                self.fused.prefill(kv, rows_N[text], starts_N[text], [tokens_N[n] for n in text], angles_M=angles_M)
+        else:
+            with_images = [True] * len(tokens_N)
+        left = [n for n, sees in enumerate(with_images) if sees]
+        same_length = len({len(tokens_N[n]) for n in left}) == 1
+        # recurrent layers take no padding: one sequence after the other
+        for part in [left] if same_length or not kv.states else [[n] for n in left]:
+            given = [tokens_N[n] for n in part], [prompts_N[n] for n in part], [position_N[n] for n in part]
+            if part:
+                self._prefill_images(kv, rows_N[part], starts_N[part], *given)
+
+    def _prefill_images(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        tokens_N: Sequence[np.ndarray],
+        prompts_N: Sequence[VisionPrompt | None],
+        position_N: Sequence[np.ndarray],
+    ) -> None:
+        """Prefill through the model's own forward."""
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
-        if kv.states and len(set(lengths_N.tolist())) > 1:  # no padding: one sequence after the other
-            for n, tokens in enumerate(tokens_N):
-                one = slice(n, n + 1)
-                self.prefill_with_images(kv, rows_N[one], starts_N[one], [tokens], prompts_N[one])
-            return
         token_NT = np.zeros((len(tokens_N), int(lengths_N.max())), dtype=np.int64)
         token_types_NT = np.zeros_like(token_NT)
         position_3NT = np.zeros((3, *token_NT.shape), dtype=np.int64)
@@ -552,7 +599,7 @@ class VisionForward(GenericForward):
         for row, (tokens, start, prompt) in enumerate(zip(tokens_N, starts_N, prompts_N, strict=True)):
             stop, new = int(start) + len(tokens), slice(len(tokens))
             token_NT[row, new] = tokens
-            position_3NT[:, row, new] = np.arange(start, stop)
+            position_3NT[:, row, new] = position_N[row]
             if prompt is None:
                 continue
             # after the prompt, there may be tokens that were sampled before the request was preempted
@@ -560,17 +607,24 @@ class VisionForward(GenericForward):
             in_prompt = slice(len(prompt_ids))
             token_NT[row, in_prompt] = prompt_ids
             token_types_NT[row, in_prompt] = self._adapter.token_types(prompt.token_ids_N, prompt.media)[start:stop]
-            position_3NT[:, row, new] += prompt.position_offset
-            position_3NT[:, row, in_prompt] = prompt.position_3N[:, start:stop]
             media += prompt.media_between(int(start), stop)
         with self._adapter.forward_inputs(self._tensor(token_NT), self._tensor(token_types_NT), media) as model_inputs:
             axes = self._axes(position_3NT)
             self._run(kv, rows_N, starts_N, lengths_N, token_NT, model_inputs=model_inputs, position_3NT=axes)
 
     def decode_after_images(
-        self, kv: KVCache, rows_B: np.ndarray, index_B: np.ndarray, tokens_B: np.ndarray, offsets_B: np.ndarray
+        self,
+        kv: KVCache,
+        rows_B: np.ndarray,
+        index_B: np.ndarray,
+        tokens_B: np.ndarray,
+        offsets_B: np.ndarray,
+        shared: SharedPrefix = NOTHING_SHARED,
     ) -> torch.Tensor:
         """`decode` for requests with images before: positions are the index in the sequence plus `offsets_B`."""
+        if self.fused is not None:
+            with autocast(self._device, False):
+                return self.fused.decode(kv, rows_B, index_B, tokens_B, shared, angles_B=index_B + offsets_B)
         position_3BT = np.tile((index_B + offsets_B)[:, None], (3, 1, 1))
         ones_B = np.ones_like(rows_B)
         return self._run(kv, rows_B, index_B, ones_B, tokens_B[:, None], position_3NT=position_3BT)
@@ -597,26 +651,32 @@ class VisionForward(GenericForward):
     def _verify(self, prompt: VisionPrompt) -> None:
         """Compare logits over the cache with the model's own pass, on a prompt with images.
 
-        They differ if the model uses another mask for images, for example bidirectional attention.
+        They differ if the model uses another mask for images, for example bidirectional attention. The last token is decoded.
         """
         token_1T, media = prompt.token_ids_N[None].astype(np.int64), prompt.media
         token_types_1T = self._adapter.token_types(prompt.token_ids_N, media)[None]
         kv = KVCache(self.kv_shapes, self.state_shapes, dtype=self._dtype, device=self._device, budget_bytes=1 << 40)
         kv.resize(1, token_1T.shape[1])
-        zero, length = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1]])
+        zero, last = np.zeros(1, dtype=np.int64), np.array([token_1T.shape[1] - 1])
         # the first token of an image: its logits show whether it attends to the tokens after it
-        keep = self._tensor(np.array([*(image.start for image in media[:8]), token_1T.shape[1] - 1]))
-        with self._adapter.forward_inputs(self._tensor(token_1T), self._tensor(token_types_1T), media) as model_inputs:
-            cache_KV = self._run(
+        starts = [image.start for image in media[:8]]
+        ids, types = self._tensor(token_1T), self._tensor(token_types_1T)
+        with self._adapter.forward_inputs(ids[:, :-1], types[:, :-1], media) as model_inputs:
+            images_KV = self._run(
                 kv,
                 zero,
                 zero,
-                length,
-                token_1T,
+                last,
+                token_1T[:, :-1],
                 model_inputs=model_inputs,
-                position_3NT=self._axes(prompt.position_3N[:, None]),
-                logits_to_keep=keep,
+                position_3NT=self._axes(prompt.position_3N[:, None, :-1]),
+                logits_to_keep=self._tensor(np.array(starts)),
             )[0]
+        offsets = np.array([prompt.position_offset])
+        last_1V = self.decode_after_images(kv, zero, last, token_1T[:, -1], offsets)
+        cache_KV = torch.cat((images_KV, last_1V))
+        keep = self._tensor(np.array([*starts, int(last[0])]))
+        with self._adapter.forward_inputs(ids, types, media) as model_inputs:
             # in a pass of its own, the model computes the positions too, and may need further inputs for that
             others = {
                 name: value for name, value in self._adapter.merge_inputs(media).items() if name not in model_inputs
@@ -630,3 +690,13 @@ class VisionForward(GenericForward):
                 f"holds an image (they differ by {difference:.3g}, more than {limit:.3g}): its images do not attend as text "
                 f"does. Use messages of text, or another model (docs/multimodal.md lists those that were tried)"
             )
+
+
+def _positions(prompt: VisionPrompt | None, start: int, length: int) -> np.ndarray:
+    """Positions [3, T] of the tokens from index `start` of a sequence that begins with this prompt."""
+    position_3T = np.tile(np.arange(start, start + length), (3, 1))
+    if prompt is not None:
+        in_prompt = prompt.position_3N[:, start : start + length]
+        position_3T += prompt.position_offset
+        position_3T[:, : in_prompt.shape[1]] = in_prompt
+    return position_3T

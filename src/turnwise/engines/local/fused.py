@@ -1,12 +1,13 @@
-"""The forward pass of Llama, Mistral, Qwen2, Qwen3, Qwen3.5, LFM2 and Granite 4 hybrid, written out over the rows of the cache.
+"""The forward pass of decoders with pre-normalization and gated feed-forward layers, written out over the rows of the cache.
 
-The recurrent layers of the last three are in `recurrent.py`.
+`FAMILIES` lists them: Llama and others of its form, Qwen3.5, Qwen3-Next, LFM2, and hybrids of attention and Mamba 2. Their
+recurrent layers are in `recurrent.py`; the modules of experts are the model's own. Of a vision model, it runs the text part.
 
 It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states and
 the output layer stay in float32) and in oneDNN's layout where that is faster (`models/cpu.py`), and of small ones that are joined
 or computed. `reload_parameters` makes the copies again.
 
-Supports these architectures without variations (`unsupported_reason`); the generic pass runs all others, and is the reference to
+Supports these text parts without variations (`unsupported_reason`); the generic pass runs all others, and is the reference to
 which this pass is compared (`forward.py`). Does not know requests or sampling.
 
 Axes: R rows from the first to the last that is decoded, H query heads, K key-value heads, G = H / K query heads for each of
@@ -16,8 +17,8 @@ them, J = R * K, L tokens of a row, P tokens of a shared prefix, D head dimensio
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,14 +26,24 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import (
-    GraniteMoeHybridForCausalLM,
-    Lfm2ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
+    BambaModel,
+    GraniteMoeHybridModel,
+    Lfm2Model,
+    Lfm2MoeModel,
+    LlamaModel,
+    MistralModel,
+    MixtralModel,
     PreTrainedModel,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3ForCausalLM,
+    Qwen2_5_VLTextModel,
+    Qwen2Model,
+    Qwen2VLTextModel,
+    Qwen3_5MoeTextModel,
+    Qwen3_5TextModel,
+    Qwen3Model,
+    Qwen3MoeModel,
+    Qwen3NextModel,
+    Qwen3VLMoeTextModel,
+    Qwen3VLTextModel,
 )
 
 from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix, StateShape
@@ -46,9 +57,11 @@ from turnwise.engines.local.recurrent import (
     ShortConvolution,
     Tokens,
 )
+from turnwise.engines.local.row_cache import routed
 from turnwise.models.cpu import PackedLayers, packed_bytes
 from turnwise.models.lora import linear_adapter
-from turnwise.models.precision import Bfloat16Linears, additive_mask
+from turnwise.models.precision import Bfloat16Linears, additive_mask, in_evaluation
+from turnwise.models.precision import autocast as bfloat16_autocast
 
 # Attention: one token of each row, or a chunk of a prompt
 
@@ -344,30 +357,63 @@ class _Family:
     """The module of a recurrent layer, and what computes it."""
     norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     last_norm: str = "norm"
+    rotary: str = "rotary_emb"
+    eps: str = "rms_norm_eps"
     output: str = "o_proj"
     feed_forward: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     """The projection of gate and values may be one layer."""
 
 
-_QK = ("q_norm", "k_norm")
+_QK = _Family(qk_norms=("q_norm", "k_norm"))
+_GATED_DELTA = _Family(qk_norms=_QK.qk_norms, gated=True, centred=True, recurrent=("linear_attn", GatedDeltaRule))
+_SHORT_CONVOLUTION = _Family(
+    qk_norms=("q_layernorm", "k_layernorm"),
+    recurrent=("conv", ShortConvolution),
+    norms=("operator_norm", "ffn_norm"),
+    last_norm="embedding_norm",
+    eps="norm_eps",
+    output="out_proj",
+    feed_forward=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+)
 FAMILIES: dict[type[PreTrainedModel], _Family] = {
-    LlamaForCausalLM: _Family(),
-    MistralForCausalLM: _Family(),
-    Qwen2ForCausalLM: _Family(),
-    Qwen3ForCausalLM: _Family(qk_norms=_QK),
-    Qwen3_5ForCausalLM: _Family(qk_norms=_QK, gated=True, centred=True, recurrent=("linear_attn", GatedDeltaRule)),
-    Lfm2ForCausalLM: _Family(
-        qk_norms=("q_layernorm", "k_layernorm"),
-        recurrent=("conv", ShortConvolution),
-        norms=("operator_norm", "ffn_norm"),
-        last_norm="embedding_norm",
-        output="out_proj",
-        feed_forward=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    **dict.fromkeys(
+        (LlamaModel, MistralModel, MixtralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel), _Family()
     ),
-    GraniteMoeHybridForCausalLM: _Family(
+    **dict.fromkeys((Qwen3Model, Qwen3MoeModel, Qwen3VLTextModel, Qwen3VLMoeTextModel), _QK),
+    **dict.fromkeys((Qwen3_5TextModel, Qwen3_5MoeTextModel, Qwen3NextModel), _GATED_DELTA),
+    Lfm2Model: _SHORT_CONVOLUTION,
+    Lfm2MoeModel: replace(_SHORT_CONVOLUTION, rotary="pos_emb"),
+    GraniteMoeHybridModel: _Family(
         recurrent=("mamba", Mamba2), feed_forward=("shared_mlp.input_linear", "shared_mlp.output_linear")
     ),
+    BambaModel: _Family(
+        recurrent=("mamba", Mamba2),
+        norms=("input_layernorm", "pre_ff_layernorm"),
+        last_norm="final_layernorm",
+        feed_forward=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    ),
 }
+"""By the class of the text part."""
+
+
+def text_part(model: PreTrainedModel) -> Any:
+    """The decoder without its output layer; of a vision model, the part that reads text and the embeddings of images."""
+    return model.get_decoder()
+
+
+def _expert_block(layer: nn.Module) -> nn.Module | None:
+    """The module of a layer that sends each token to some of its experts; None in a layer without experts."""
+    return next((child for child in layer.children() if "experts" in dict(child.named_children())), None)
+
+
+def fused_packed_bytes(model: PreTrainedModel) -> int:
+    """The memory for the packed weights in the fused pass: 0 if they are not packed, or if it does not run this model."""
+    if unsupported_reason(model) is not None:
+        return 0
+    text, head = text_part(model), model.get_output_embeddings()
+    blocks = [block for layer in text.layers if (block := _expert_block(layer)) is not None]
+    read = {head, *text.modules()} - {module for block in blocks for module in block.modules()}
+    return packed_bytes(model, without=set(model.modules()) - read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,8 +435,10 @@ class FusedLayer:
     norm: torch.Tensor
     mixer: FusedAttention | Recurrent
     mlp_norm: torch.Tensor
-    gate_up: FusedLinears
-    down: FusedLinear
+    gated: tuple[FusedLinears, FusedLinear] | None
+    """The feed-forward layer: the projections of gate and values, and the projection of the result."""
+    experts: nn.Module | None
+    """The model's own module of experts, instead of a feed-forward layer or beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,25 +449,32 @@ class FusedParameters:
     layers: Sequence[FusedLayer]
     norm: torch.Tensor
     head: FusedLinear
+    rotary: Callable[..., Any] | None
+    """The model's rotary embedding."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, packed: PackedLayers | None, dtype: torch.dtype) -> FusedParameters:
         """Look up the parameters of a model that the fused pass supports, and make the copies. `dtype` is that of hidden states
         between linear layers."""
-        family, inner = FAMILIES[type(model)], model.model
-        layers = [_layer(layer, family, packed, dtype) for layer in inner.layers]
-        norm = _norm(inner.get_submodule(family.last_norm), family)
-        return cls(inner.embed_tokens.weight, layers, norm, FusedLinear.of(model.lm_head, packed))
+        text = text_part(model)
+        family = FAMILIES[type(text)]
+        layers = [_layer(layer, family, packed, dtype) for layer in text.layers]
+        norm = _norm(text.get_submodule(family.last_norm), family)
+        head = FusedLinear.of(model.get_output_embeddings(), packed)
+        return cls(text.embed_tokens.weight, layers, norm, head, getattr(text, family.rotary))
 
 
 def _layer(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedLayer:
-    *inputs, output = (layer.get_submodule(name) for name in family.feed_forward)
-    if len(inputs) == 1:
-        gate_up = FusedLinears([FusedLinear.of(inputs[0], packed)], [inputs[0].out_features // 2] * 2)
-    else:
-        gate_up = FusedLinears.of(inputs, packed)
+    experts, gated = _expert_block(layer), None
+    if experts is not layer.get_submodule(family.feed_forward[0].rpartition(".")[0]):
+        *inputs, output = (layer.get_submodule(name) for name in family.feed_forward)
+        if len(inputs) == 1:
+            gate_up = FusedLinears([FusedLinear.of(inputs[0], packed)], [inputs[0].out_features // 2] * 2)
+        else:
+            gate_up = FusedLinears.of(inputs, packed)
+        gated = gate_up, FusedLinear.of(output, packed)
     norm, mlp_norm = (_norm(layer.get_submodule(name), family) for name in family.norms)
-    return FusedLayer(norm, _mixer(layer, family, packed, dtype), mlp_norm, gate_up, FusedLinear.of(output, packed))
+    return FusedLayer(norm, _mixer(layer, family, packed, dtype), mlp_norm, gated, experts)
 
 
 def _mixer(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedAttention | Recurrent:
@@ -493,12 +548,13 @@ class FusedForward:
     """
 
     def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
-        config = model.config
-        attention = next(layer.self_attn for layer in model.model.layers if "self_attn" in dict(layer.named_children()))
-        self._copy = Bfloat16Linears(model) if autocast else None
-        self._model: PreTrainedModel = model if self._copy is None else self._copy.model
-        self._packed = PackedLayers() if self._copy is None and packed_bytes(self._model) else None
-        embedding = model.model.embed_tokens.weight
+        config, text = model.config.get_text_config(), text_part(model)
+        attention = next(layer.self_attn for layer in text.layers if "self_attn" in dict(layer.named_children()))
+        self.copy = Bfloat16Linears(model) if autocast else None
+        """What has bfloat16 copies of weights, with autocast."""
+        self._model: PreTrainedModel = model if self.copy is None else self.copy.model
+        self._packed = PackedLayers() if self.copy is None and fused_packed_bytes(model) else None
+        embedding = text.embed_tokens.weight
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
@@ -509,8 +565,8 @@ class FusedForward:
         )
         self._parameters = FusedParameters.of(self._model, self._packed, self._dims.dtype)
         self._scales = _Scales.of(config)
-        eps: float = config.norm_eps if type(model) is Lfm2ForCausalLM else config.rms_norm_eps
-        self._rms_norm = RMSNorm(eps, (attention.head_dim, config.hidden_size), model.device)
+        eps: float = getattr(config, FAMILIES[type(text)].eps)
+        self._rms_norm = RMSNorm(eps, (attention.head_dim, config.hidden_size), embedding.device)
         self._rotary_table = (torch.zeros(0), torch.zeros(0))
         # (rows_B, shape of the cache tensors, flat index of the first token of each row) of the last decode step
         self._decode_index: tuple[np.ndarray, tuple[int, ...], torch.Tensor] | None = None
@@ -537,53 +593,78 @@ class FusedForward:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        if self._copy is not None and self._copy.freed:
-            self.reload_parameters(changed=False)
-        with torch.inference_mode():
+        self.restore_copies()
+        # what the pass computes itself has no other mode for training
+        blocks = [layer.experts for layer in self._parameters.layers if layer.experts is not None]
+        with in_evaluation(*blocks), torch.inference_mode():
             yield
 
+    def restore_copies(self) -> None:
+        """Make the copies of weights again if they were freed."""
+        if self.copy is not None and self.copy.freed:
+            self.reload_parameters(changed=False)
+
     def reload_parameters(self, *, changed: bool = True) -> None:
-        if self._copy is not None:
-            self._copy.refresh(force=changed)
+        if self.copy is not None:
+            self.copy.refresh(force=changed)
         if changed and self._packed is not None:
             self._packed.clear()
         self._parameters = FusedParameters.of(self._model, self._packed, self._dims.dtype)
 
     def free_copies(self) -> None:
-        if self._copy is None and self._packed is None:
+        if self.copy is None and self._packed is None:
             return
-        if self._copy is not None:
-            self._copy.free()
+        if self.copy is not None:
+            self.copy.free()
         if self._packed is not None:
             self._packed.clear()
         self._parameters = FusedParameters.of(self._model, None, self._dims.dtype)
 
-    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def prefill(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        tokens_N: Sequence[np.ndarray],
+        *,
+        angles_M: np.ndarray | None = None,
+    ) -> None:
+        """See `CachedForward`. `angles_M`: positions for the rotary embedding, if they are not the index in the sequence."""
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
         # linear layers run on the M tokens of all sequences, one after the other, without padding
         sequence_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
         offset_M = np.arange(len(sequence_M)) - np.repeat(lengths_N.cumsum() - lengths_N, lengths_N)
-        positions_M = starts_N[sequence_M] + offset_M
-        index_J = self._flat_index(kv, rows_N[sequence_M], positions_M).view(-1)
+        rows_M, positions_M = rows_N[sequence_M], starts_N[sequence_M] + offset_M
+        index_J = self._flat_index(kv, rows_M, positions_M).view(-1)
         now = _Pass(
             attention=PrefillAttention(self._dims, rows_N, starts_N, lengths_N),
             tokens=ManyTokens(rows_N, lengths_N, self._dims.device) if kv.states else None,
             index_J=index_J,
-            rotary=self._rotary(kv.capacity, positions_M),
+            rotary=self._rotary(kv.capacity, positions_M if angles_M is None else angles_M),
             tensors=iter(kv.tensors),
             states=iter(kv.states),
         )
         hidden_MD = self._embedded(np.concatenate(tokens_N))
-        last = self._parameters.layers[-1]
-        for layer in self._parameters.layers:
-            mixed_MD = self._mix(layer.mixer, self._normed(hidden_MD, layer.norm), now, only_cache=layer is last)
-            if layer is last:
-                break
-            hidden_MD = self._feed_forward(layer, torch.add(hidden_MD, mixed_MD, alpha=self._scales.residual))
+        # of the last layer, what it keeps is enough, unless its experts are recorded
+        last = self._parameters.layers[-1] if kv.routes is None else None
+        with self._routed(kv, rows_M, positions_M):
+            for layer in self._parameters.layers:
+                mixed_MD = self._mix(layer.mixer, self._normed(hidden_MD, layer.norm), now, only_cache=layer is last)
+                if layer is last:
+                    break
+                hidden_MD = self._feed_forward(layer, torch.add(hidden_MD, mixed_MD, alpha=self._scales.residual))
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
+        self,
+        kv: KVCache,
+        rows_B: np.ndarray,
+        positions_B: np.ndarray,
+        tokens_B: np.ndarray,
+        shared: SharedPrefix,
+        *,
+        angles_B: np.ndarray | None = None,
     ) -> torch.Tensor:
+        """See `CachedForward`, and `prefill`."""
         # steps with the same batch pass the same array of rows
         cached, shape = self._decode_index, tuple(kv.tensors[0].shape)
         if cached is None or cached[0] is not rows_B or cached[1] != shape:
@@ -592,14 +673,15 @@ class FusedForward:
             attention=DecodeAttention(self._dims, rows_B, positions_B, shared),
             tokens=OneToken(rows_B, self._dims.device) if kv.states else None,
             index_J=(cached[2] + self._dims.tensor(positions_B).unsqueeze(1)).view(-1),
-            rotary=self._rotary(kv.capacity, positions_B),
+            rotary=self._rotary(kv.capacity, positions_B if angles_B is None else angles_B),
             tensors=iter(kv.tensors),
             states=iter(kv.states),
         )
         hidden_BD = self._embedded(tokens_B)
-        for layer in self._parameters.layers:
-            mixed_BD = self._mix(layer.mixer, self._normed(hidden_BD, layer.norm), now)
-            hidden_BD = self._feed_forward(layer, torch.add(hidden_BD, mixed_BD, alpha=self._scales.residual))
+        with self._routed(kv, rows_B, positions_B):
+            for layer in self._parameters.layers:
+                mixed_BD = self._mix(layer.mixer, self._normed(hidden_BD, layer.norm), now)
+                hidden_BD = self._feed_forward(layer, torch.add(hidden_BD, mixed_BD, alpha=self._scales.residual))
         head = self._parameters.head
         normed_BD = self._rms_norm(hidden_BD, self._parameters.norm)
         logits_BV = head(normed_BD.to(head.weight_IO.dtype)).float()
@@ -651,10 +733,22 @@ class FusedForward:
         return self._rms_norm(hidden_MD, weight).to(self._dims.dtype)
 
     def _feed_forward(self, layer: FusedLayer, hidden_MD: torch.Tensor) -> torch.Tensor:
-        normed_MD = self._normed(hidden_MD, layer.mlp_norm)
-        gate_MF, up_MF = layer.gate_up(normed_MD)
-        output_MD = layer.down(F.silu(gate_MF).mul_(up_MF))
+        normed_MD = self._rms_norm(hidden_MD, layer.mlp_norm)
+        output_MD: Any = 0.0
+        if layer.gated is not None:
+            gate_up, down = layer.gated
+            gate_MF, up_MF = gate_up(normed_MD.to(self._dims.dtype))
+            output_MD = down(F.silu(gate_MF).mul_(up_MF))
+        if layer.experts is not None:
+            with bfloat16_autocast(normed_MD.device, self.copy is not None):
+                output_MD = output_MD + layer.experts(normed_MD.unsqueeze(0))[0]
         return torch.add(hidden_MD, output_MD, alpha=self._scales.residual)
+
+    def _routed(self, kv: KVCache, rows_M: np.ndarray, positions_M: np.ndarray) -> AbstractContextManager[None]:
+        """Inside, the experts of these tokens are those that are prescribed in the cache, and are recorded there."""
+        if kv.routes is None:
+            return nullcontext()
+        return routed(kv, self._dims.tensor(rows_M), self._dims.tensor(positions_M), len(rows_M))
 
     def _write(self, tensor: torch.Tensor, index_J: torch.Tensor, k_MKD: torch.Tensor, v_MKD: torch.Tensor) -> None:
         """Write keys and values to the cache tensor of a layer, seen as flat vectors [.., D]."""
@@ -668,12 +762,14 @@ class FusedForward:
 
     def _rotary(self, capacity: int, positions_M: np.ndarray) -> _Rotary | None:
         """Cosine and sine [M, 1, D] of the model's own rotary embedding at these positions; None if it has none."""
-        embed = self._model.model.rotary_emb
+        embed = self._parameters.rotary
         if embed is None:
             return None
-        if len(self._rotary_table[0]) < capacity:
+        # positions after a video may be beyond the index in the sequence
+        needed = max(capacity, int(positions_M.max()) + 1)
+        if len(self._rotary_table[0]) < needed:
             embedding = self._parameters.embedding
-            all_positions = torch.arange(capacity, device=embedding.device).unsqueeze(0)
+            all_positions = torch.arange(needed, device=embedding.device).unsqueeze(0)
             cos_1CD, sin_1CD = embed(embedding[:1], all_positions)
             # rotate_half is [-x2, x1]: with the minus sign in the sine, a roll of x is enough (`_rotate`)
             sin_1CD[..., : sin_1CD.shape[-1] // 2].neg_()
@@ -698,6 +794,8 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 _LINEARS = (
     "in_proj_qkv",
     "in_proj_z",
+    "in_proj_qkvz",
+    "in_proj_ba",
     "in_proj_b",
     "in_proj_a",
     "w1",
@@ -712,34 +810,41 @@ _LINEARS = (
 
 def unsupported_reason(model: PreTrainedModel) -> str | None:
     """Why the fused pass cannot run this model; None if it can."""
-    if type(model) not in FAMILIES:
-        return f"{type(model).__name__} is none of {', '.join(family.__name__ for family in FAMILIES)}"
-    config = model.config
+    text = text_part(model)
+    if type(text) not in FAMILIES:
+        return f"its text part, {type(text).__name__}, is none of {', '.join(family.__name__ for family in FAMILIES)}"
+    config = model.config.get_text_config()
     if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
         return f"its activation is {activation}, not silu"
-    if type(model) is MistralForCausalLM and config.sliding_window is not None:
-        return f"it has a sliding window of {config.sliding_window} tokens"
     kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds and getattr(config, "sliding_window", None) is not None:
+        return f"it has a sliding window of {config.sliding_window} tokens"
     if "sliding_attention" in kinds:
         return "some of its layers have a sliding window"
-    if type(model) is GraniteMoeHybridForCausalLM and config.num_local_experts:
-        return "it has experts"
     if kinds and "full_attention" not in kinds:
         return "none of its layers attends to all tokens"
-    if model.model.rotary_emb is not None and config.rope_parameters["rope_type"] not in STATIC_ROPE:
+    if (
+        getattr(text, FAMILIES[type(text)].rotary) is not None
+        and config.rope_parameters["rope_type"] not in STATIC_ROPE
+    ):
         return f"its rotary embedding of type {config.rope_parameters['rope_type']} depends on the length"
-    return _unsupported_layer(model)
+    return _unsupported_layer(text, model.get_output_embeddings())
 
 
-def _unsupported_layer(model: PreTrainedModel) -> str | None:
+def _unsupported_layer(text: Any, head: nn.Module) -> str | None:
     """Which layer is something else than the plain one, or than a linear layer with an adapter."""
-    for name, module in model.named_modules():
+    own = {module for layer in text.layers if (block := _expert_block(layer)) is not None for module in block.modules()}
+    for name, module in [*text.named_modules(), ("lm_head", head)]:
         kind = name.rpartition(".")[2]
-        linear = kind.endswith("_proj") or kind in _LINEARS
+        linear = (kind.endswith("_proj") or kind in _LINEARS) and module not in own
         if linear and type(module) is not nn.Linear and linear_adapter(module) is None:
             return "its projections are neither plain linear layers nor such layers with a LoRA adapter (DoRA, quantised weights)"
-        if kind in ("conv1d", "conv") and type(module) is not nn.Conv1d and type(module).__name__ != "Lfm2ShortConv":
+        if (
+            kind in ("conv1d", "conv")
+            and type(module) is not nn.Conv1d
+            and not type(module).__name__.endswith("ShortConv")
+        ):
             return "a convolution has an adapter"
-    if type(model.model.embed_tokens) is not nn.Embedding:
+    if type(text.embed_tokens) is not nn.Embedding:
         return "its embedding is not a plain embedding layer (an adapter)"
     return None

@@ -166,11 +166,13 @@ class ShortConvolution:
 
 
 class GatedDeltaRule:
-    """Linear attention with the gated delta rule (Yang et al., 2024), as in Qwen3.5."""
+    """Linear attention with the gated delta rule (Yang et al., 2024), as in Qwen3.5 and Qwen3-Next."""
 
     def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
-        projections = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
-        self._in, self._out = FusedLinears.of(projections, packed), FusedLinear.of(module.out_proj, packed)
+        names = dict(module.named_children())
+        wanted = ("qkv", "z", "b", "a") if "in_proj_qkv" in names else ("qkvz", "ba")
+        self._in = FusedLinears.of([names[f"in_proj_{name}"] for name in wanted], packed)
+        self._out = FusedLinear.of(module.out_proj, packed)
         self._module, self._weight_KC = module, _taps(module.conv1d)
         self._heads, self._sizes = (module.num_k_heads, module.num_v_heads), (module.head_k_dim, module.head_v_dim)
         self._rate_H = -module.A_log.detach().float().exp()
@@ -181,7 +183,8 @@ class GatedDeltaRule:
         self.state_shapes = [StateShape(tuple(self._weight_KC.shape), dtype), state]
 
     def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
-        mixed_MC, gate_MX, beta_MH, decay_MH = self._in(normed_MD)
+        projected = self._in(normed_MD)
+        mixed_MC, gate_MX, beta_MH, decay_MH = self._by_key_head(projected) if len(projected) == 2 else projected
         mixed_MC = F.silu(tokens.convolve(mixed_MC, states[0], self._weight_KC))
         beta_MH = beta_MH.float().sigmoid()
         decay_MH = F.softplus(decay_MH.float() + self._module.dt_bias).mul_(self._rate_H)
@@ -190,6 +193,17 @@ class GatedDeltaRule:
         normed_MHP = self._norm(result_MHP, self._module.norm.weight)
         normed_MHP.mul_(F.silu(gate_MX.float()).view_as(normed_MHP))
         return self._out(normed_MHP.flatten(1).to(gate_MX.dtype))
+
+    def _by_key_head(self, projected: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Queries, keys and values [M, C], gates, betas and decays from the two projections of Qwen3-Next, which have one key
+        head after the other: its query, its key, values and gates of the heads that it serves; their betas and decays."""
+        (key_heads, heads), (key_size, size) = self._heads, self._sizes
+        each = heads // key_heads
+        of_head_MQX, rates_MQY = (values.unflatten(1, (key_heads, -1)) for values in projected)
+        *qkv, gate = of_head_MQX.split([key_size, key_size, each * size, each * size], dim=2)
+        beta, decay = rates_MQY.split(each, dim=2)
+        mixed_MC = torch.cat([part.flatten(1) for part in qkv], dim=1)
+        return mixed_MC, gate.flatten(1), beta.flatten(1), decay.flatten(1)
 
     def _step(
         self, mixed_MC: torch.Tensor, beta_MH: torch.Tensor, decay_MH: torch.Tensor, states: torch.Tensor, tokens: Any
@@ -241,7 +255,7 @@ class GatedDeltaRule:
 
 
 class Mamba2:
-    """Mamba 2 (Dao and Gu, 2024), as in Granite 4 hybrid."""
+    """Mamba 2 (Dao and Gu, 2024), as in Granite 4 hybrid and Bamba."""
 
     def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
         self._in, self._out = FusedLinear.of(module.in_proj, packed), FusedLinear.of(module.out_proj, packed)

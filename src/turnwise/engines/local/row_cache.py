@@ -5,12 +5,16 @@ and windows of convolutions (which do not), both, or nothing. For each pass, the
 the tensors of `KVCache`. Attention writes its new keys at their places and reads the rows. A recurrent layer gets the current
 states of its rows, which it changes in place, or replaces; `RowCache.write_back` stores what is not in our tensors already.
 
+The fused pass has the keys and values of a layer in one tensor, and the taps of a window before its channels (`joined`): the pass
+of a vision model reads and writes there what the fused pass goes on from.
+
 Knows transformers' cache classes. Does not know masks, tokens, or the model's arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +31,7 @@ from transformers.cache_utils import (
 
 from turnwise.engines.local.cache import KVCache, KVShape, StateShape, bytes_of_states
 from turnwise.errors import EngineError
+from turnwise.models.experts import RouterPass
 
 _ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 _RECURRENT = (
@@ -155,6 +160,7 @@ class _StateLayer(LinearAttentionLayer):
     """The states of one layer. They exist from the first token on, as zeros, which is what a layer begins with."""
 
     def __init__(self, view: RowView, kept: KeptByLayer, states: Sequence[torch.Tensor]) -> None:
+        """`states` have the axes of transformers: views, if our own have others."""
         LinearAttentionLayer.__init__(self, number_of_states=kept.num_states)
         self._own = states
         self._kept = kept
@@ -201,10 +207,14 @@ class _StateAndRowLayer(_StateLayer, _RowLayer):
 class RowCache(Cache):
     """The rows of one pass, as transformers' cache."""
 
-    def __init__(self, kv: KVCache, kept_by_layers: Sequence[KeptByLayer], view: RowView) -> None:
-        tensors, states = iter(kv.tensors), iter(kv.states)
+    def __init__(
+        self, kv: KVCache, kept_by_layers: Sequence[KeptByLayer], view: RowView, *, joined: bool = False
+    ) -> None:
+        """`joined`: our tensors are those of the fused pass."""
+        parts = [part for tensor in kv.tensors for part in tensor.split(1)] if joined else kv.tensors
+        tensors, states = iter(parts), iter(kv.states)
         self._view = view
-        super().__init__(layers=[_layer(kept, view, tensors, states) for kept in kept_by_layers])
+        super().__init__(layers=[_layer(kept, view, tensors, states, joined) for kept in kept_by_layers])
 
     def write_back(self) -> None:
         """Store the recurrent states after the pass. Keys and values are stored already."""
@@ -214,10 +224,43 @@ class RowCache(Cache):
 
 
 def _layer(
-    kept: KeptByLayer, view: RowView, tensors: Iterator[torch.Tensor], states: Iterator[torch.Tensor]
+    kept: KeptByLayer, view: RowView, tensors: Iterator[torch.Tensor], states: Iterator[torch.Tensor], joined: bool
 ) -> _RowLayer | _StateLayer:
     own = [next(states) for _ in kept.states]
+    if joined:
+        kinds = [kind for kind, _, _ in kept.states]
+        own = [state.mT if kind == "conv_states" else state for kind, state in zip(kinds, own, strict=True)]
     if not kept.keys_and_values:
         return _StateLayer(view, kept, own)
     keys, values = next(tensors), next(tensors)
     return _StateAndRowLayer(view, kept, own, keys, values) if own else _RowLayer(view, keys, values)
+
+
+# The experts of a pass
+
+
+@contextmanager
+def routed(
+    kv: KVCache, rows_M: torch.Tensor, index_M: torch.Tensor, tokens: int, places_M: torch.Tensor | None = None
+) -> Iterator[None]:
+    """Inside, a pass uses the experts that are prescribed for tokens in the cache; afterwards, the cache has those that it used.
+
+    Token m has the index `index_M[m]` in row `rows_M[m]`, and is number `places_M[m]` of the `tokens` tokens of the pass, padding
+    included (None: there is none).
+    """
+    if kv.routes is None or kv.route_shape is None:
+        yield
+        return
+    shape = kv.route_shape
+    prescribed_MW = kv.routes[0, rows_M, 0, index_M]
+    replay_TLK = None
+    if bool((prescribed_MW != shape.none).any()):
+        replay_TLK = torch.full((tokens, shape.layers, shape.top_k), -1, device=kv.routes.device)
+        known_MW = prescribed_MW.long()
+        known_MW[known_MW == shape.none] = -1
+        replay_TLK[slice(None) if places_M is None else places_M] = known_MW.view(-1, shape.layers, shape.top_k)
+    used: list[torch.Tensor] = []
+    with RouterPass(lambda choice: used.append(choice.index_TK), replay_TLK).active():
+        yield
+    used_TW = torch.stack(used, dim=1).flatten(1)
+    kv.routes[0, rows_M, 0, index_M] = (used_TW if places_M is None else used_TW[places_M]).to(kv.routes.dtype)

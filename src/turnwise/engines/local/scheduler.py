@@ -787,7 +787,8 @@ class EngineCore:
             self._prescribe(step, positions_B)
         with self.threads.during("decode", len(fed_B)):
             if step.position_offsets_B is not None and isinstance(forward, VisionForward):
-                logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, step.position_offsets_B)
+                offsets_B = step.position_offsets_B
+                logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, offsets_B, step.shared)
             else:
                 logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared)
             sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step))
