@@ -48,6 +48,22 @@ def test_a_notebook_shows_curve_table_and_three_conversations_and_runs_no_text_o
     assert "killed after step 4 of 5" in page
 
 
+def test_the_best_checkpoint_is_pushed_with_the_metrics_until_then(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["push", str(run), "--to", "me/model", "--best", "--dry-run"]) == 1
+    assert "has no best checkpoint: a run with checkpoint.best=METRIC" in " ".join(capsys.readouterr().err.split())
+    model = run / "checkpoints" / "step-000002" / "model"
+    model.mkdir(parents=True)
+    (model / "of_step_2.json").write_text("{}")
+    (model.parent / "checkpoint.json").write_text('{"step": 2}')
+    (run / "best").symlink_to(model.relative_to(run))
+    assert main(["push", str(run), "--to", "me/model", "--best", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "| `reward/mean` | 0.8 | 0.8 | 2 |" in out
+    assert [line.split()[0] for line in out.splitlines()[-3:]] == ["README.md", "of_step_2.json", "recipe.yaml"]
+
+
 def test_the_card_has_the_metrics_and_the_options_that_were_changed(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -426,6 +426,39 @@ def test_checkpoints_are_as_many_as_the_recipe_says(
     assert sorted(int("".join(filter(str.isdigit, name))) for name in found) == kept
 
 
+@pytest.mark.slow
+def test_the_checkpoint_with_the_best_evaluation_is_kept(
+    recipe: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "run"
+    options = ["eval.every=1", "checkpoint.every=1", "checkpoint.keep=1", "train.lr=0.1"]
+
+    def kept(metric: str) -> tuple[int | None, int | None, list[int]]:
+        """The step that `best` names, the one that should be named, and the steps of all checkpoints."""
+        values = [line[metric] for line in read(out / "evaluations.jsonl")]
+        best = values.index((min if metric == "failed" else max)(values))
+        link = out / "best"
+        steps = [int(path.name.removeprefix("step-")) for path in (out / "checkpoints").iterdir()]
+        named = int(link.resolve().parent.name.removeprefix("step-")) if link.is_symlink() else None
+        assert named is None or (link / "config.json").is_file()
+        return named, best or None, sorted(steps)
+
+    for metric in ("reward/mean", "failed"):  # of which the highest is best, and the lowest
+        run(recipe, [*options, "train.steps=3", f"checkpoint.best={metric}", "replace=true"], out)
+        named, best, steps = kept(metric)
+        assert (named, steps) == (best, sorted({best, 3} - {None}))
+        run(recipe, [*options, "train.steps=5", f"checkpoint.best={metric}", "resume=auto"], out)
+        named, best, steps = kept(metric)
+        assert (named, steps) == (best, sorted({best, 5} - {None}))
+        assert (named is None) is (metric == "failed")  # none fails: the start is as good as all later weights
+    run(recipe, ["checkpoint.best=reward/meen", "replace=true"], out)
+    assert (
+        "checkpoint.best=reward/meen: the evaluation has no value of reward/meen; did you mean reward/mean?"
+        in caplog.text
+    )
+    assert not (out / "best").exists()
+
+
 # fine-tuning
 
 

@@ -216,6 +216,9 @@ def test_a_name_of_trl_verl_or_an_earlier_version_leads_to_the_name_here() -> No
     assert metric_hint("completions/mean_length") == "; the nearest metric here is tokens/sampled"
     assert metric_hint("grad_nrm") == "; did you mean grad_norm?"
     assert metric_hint("qqq") == ""
+    assert (
+        metric_hint("reward/meen", ["step", "reward/mean"]) == "; did you mean reward/mean?"
+    )  # no reward function `meen`
 
 
 def test_a_name_elsewhere_leads_to_one_metric_only_and_no_name_is_listed_twice() -> None:

@@ -1,4 +1,4 @@
-"""`turnwise push`: the newest checkpoint of a run as a model repository on the Hugging Face hub, with a model card."""
+"""`turnwise push`: the newest or the best checkpoint of a run as a model repository on the Hugging Face hub, with a model card."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 def register_push(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
-        "Upload the newest checkpoint of a run to the Hugging Face hub, with a model card (curve, metrics, options), the recipe "
-        "and the curve. The login is that of huggingface_hub: `hf auth login`, or the environment variable HF_TOKEN."
+        "Upload a checkpoint of a run to the Hugging Face hub, with a model card (curve, metrics, options), the recipe and the "
+        "curve. The login is that of huggingface_hub: `hf auth login`, or the environment variable HF_TOKEN."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the directory of a run of train or sft")
     parser.add_argument(
         "--to", required=True, metavar="USER/NAME", help="the repository; it is made if it does not exist"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="the best checkpoint (checkpoint.best) in place of the newest one"
     )
     parser.add_argument("--private", action="store_true", help="a new repository is private")
     parser.add_argument("--dry-run", action="store_true", help="print the card and the files, and upload nothing")
@@ -33,8 +36,9 @@ def _run_push(options: argparse.Namespace, context: Context) -> int:
     if _NAME.fullmatch(options.to) is None:
         raise ConfigError(f"--to {options.to} is not a repository: write USER/NAME")
     run: Path = options.run
-    files = files_of(run)
-    card = model_card(run, name=options.to, curve="curve.png" in files)
+    link = "best" if options.best else "checkpoint"
+    files = files_of(run, link)
+    card = model_card(run, name=options.to, curve="curve.png" in files, link=link)
     if options.dry_run:
         print_lines(context.console, [card, f"files for {options.to}:", "  README.md"])
         print_lines(context.console, [f"  {name}  ({path})" for name, path in files.items()])
@@ -44,12 +48,18 @@ def _run_push(options: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-def files_of(run: Path) -> dict[str, Path]:
-    """The files to upload by their name in the repository: the model's, the recipe and the curve.
+def files_of(run: Path, link: str) -> dict[str, Path]:
+    """The files to upload by their name in the repository: the model's, the recipe and the curve. `link` names the model:
+    `checkpoint` or `best`.
 
-    Raises RunError if the run has no checkpoint.
+    Raises RunError if the run has no such checkpoint.
     """
-    model = run / "checkpoint"
+    model = run / link
+    if not model.is_dir() and link == "best":
+        raise RunError(
+            f"{run.absolute()} has no best checkpoint: a run with checkpoint.best=METRIC keeps one, once an evaluation is better "
+            f"than the one before the first step"
+        )
     if not model.is_dir():
         raise RunError(f"{run.absolute()} has no checkpoint: `turnwise train` and `sft` write them")
     # peft writes a README.md of its own

@@ -338,6 +338,9 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
         yield evaluations_table(evaluations)
         if (change := held_out_change(run)) is not None:
             yield change_line(change)
+        if (best := run / "best").is_symlink():
+            # best -> checkpoints/step-000004/model
+            yield Text(f"the best evaluation is that of {best.readlink().parent.name}: {best}")
     for folder in evaluations_of(run):
         yield Text(f"evaluated by turnwise eval: turnwise show {folder}")
     if path.is_file():

@@ -114,6 +114,7 @@ CALLED: dict[str, tuple[str, ...]] = {
     "credit.omega": ("step_advantage_w",),
     "checkpoint.every": ("save_steps", "save_freq"),
     "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "checkpoint.best": ("metric_for_best_model", "load_best_model_at_end"),
     "engine.tensor_parallel": (
         "tensor_parallel_size", "tensor_model_parallel_size", "vllm_tensor_parallel_size", "tp_size",
     ),
@@ -607,7 +608,7 @@ def _without_held_out_rows(tree: dict[str, Any], overrides: Sequence[str]) -> li
     """Remove the recipe's options of evaluation that are not on the command line. Returns a note that lists them."""
     overridden = [override.partition("=")[0] for override in overrides]
     dropped: list[str] = []
-    for section, options in (("eval", None), ("data", ["eval_split"])):
+    for section, options in (("eval", None), ("data", ["eval_split"]), ("checkpoint", ["best"])):
         node = tree.get(section)
         if not isinstance(node, dict):
             continue

@@ -6,6 +6,7 @@ from turnwise.config.engine_checks import cluster_problems
 from turnwise.config.train_checks import (
     Problem,
     deterministic_device_problem,
+    best_problem,
     eval_split_problem,
     file_problems,
     run_problems,
@@ -76,6 +77,7 @@ def _sft_problems(config: Config) -> list[Problem]:
             f"sft.{evaluation} has no effect without held-out rows: set data.eval, or remove it",
         ),
         eval_split_problem(data),
+        best_problem(config),
         (
             data.weights is not None and sft.steps is None,
             "data.weights needs sft.steps: the data sets are repeated at their own rates, so sft.epochs does not say how many "

@@ -534,7 +534,17 @@ def _evaluation_problems(config: Config) -> list[Problem]:
             f"eval.{changed} has no effect without held-out rows: set data.eval, or remove it",
         ),
         eval_split_problem(config.data),
+        best_problem(config),
     ]
+
+
+def best_problem(config: Config) -> Problem:
+    """checkpoint.best without held-out rows."""
+    best = config.checkpoint.best
+    return (
+        config.data.eval is None and best is not None,
+        f"checkpoint.best={best} has no effect without held-out rows, whose evaluations it compares: set data.eval, or remove it",
+    )
 
 
 def eval_split_problem(data: DataSection) -> Problem:

@@ -538,6 +538,9 @@ class CheckpointSection(Section):
     3 % of the time (docs/record.md)."""
     keep: Positive = 2
     """The number of checkpoints to keep on disk; older ones are removed."""
+    best: NonEmpty | None = None
+    """A metric of the evaluations, such as `reward/mean`: the checkpoint with its highest value (of losses and failures: its
+    lowest) is kept, too, and the link `best` in the run's directory names it. It needs `data.eval`."""
 
 
 class Config(Section):

@@ -455,7 +455,8 @@ def metric_hint(name: str, known: Sequence[str] = ()) -> str:
     `known` are the names in the run at hand, which a misspelled name is compared with.
     """
     for text, our_name in _counterparts(name):
-        return f"; {text} {our_name}"
+        if not known or our_name in known:
+            return f"; {text} {our_name}"
     close = difflib.get_close_matches(name, known or [metric.name for metric in METRICS], n=1)
     return f"; did you mean {close[0]}?" if close else ""
 

@@ -174,7 +174,7 @@ class OpenedRun:
             self.notes += self.directory.cut_back(self.saved.about["marks"])
             self.directory.cut_warnings(self.step)
         self.notes += self.directory.prepare(self.config, resuming=resuming)
-        self.checkpoints.refuse_other_files()
+        self.checkpoints.refuse_other_files(best=self.config.checkpoint.best is not None)
         if self.saved is not None:
             self.directory.note_checkpoint(self.step)
             self.notes.append(f"resuming after step {self.step}")
@@ -207,7 +207,7 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
     directory.lock()
     directory.refuse_unnamed_run(config)  # before a model is loaded
     if not config.replace:
-        checkpoints.refuse_other_files()
+        checkpoints.refuse_other_files(best=config.checkpoint.best is not None)
     if config.resume != "auto":
         return opened
     saved = checkpoints.find()

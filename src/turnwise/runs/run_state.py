@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
@@ -26,8 +27,11 @@ from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
 from turnwise.options.algorithm import LossSection, OptimizationSection
 from turnwise.options.schema import Config
+from turnwise.record.metric_names import metric_hint
 from turnwise.record.metrics import template_mismatches
+from turnwise.record.reader import read_lines
 from turnwise.record.run_directory import RunDirectory
+from turnwise.record.summary import lower_is_better
 from turnwise.record.writer import Retention
 from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.runs.resuming import OpenedRun, open_run
@@ -225,6 +229,28 @@ class RunState:
         self.directory.write_evaluation(dict(summary), recorded)
         self.loggers.evaluation(summary, recorded)
         self.evaluated = self.step
+        self.keep_best()
+
+    def keep_best(self) -> None:
+        """Keep the checkpoint of the present weights if their evaluation, the last one, is the best by `checkpoint.best`.
+
+        Raises RunError if it cannot be written.
+        """
+        name = self.config.checkpoint.best
+        if name is None:
+            return
+        sign = -1 if lower_is_better(name) else 1
+        evaluations = list(read_lines(self.directory.evaluations))
+        *before, last = [sign * float("nan" if (v := line.get(name)) is None else v) for line in evaluations]
+        if math.isnan(last) and self.step == 0:  # said once
+            known = [key for key, value in evaluations[-1].items() if isinstance(value, int | float) and key != "step"]
+            hint = metric_hint(name, known) or f"; there are: {', '.join(known)}"
+            self.warn(0, "best", f"checkpoint.best={name}: the evaluation has no value of {name}{hint}")
+        # the weights of the start are the model of the recipe, and need no checkpoint
+        if self.step > 0 and not math.isnan(last) and not any(last <= value for value in before):
+            if self.saved != self.step:
+                self.save()
+            self.checkpoints.keep_best()
 
     def data_position(self) -> dict[str, Any]:
         """The position in the data: what a checkpoint remembers beside the number of steps."""
@@ -356,6 +382,8 @@ class RunState:
         """
         planned = self.steps
         try:
+            if self.evaluated == self.step:  # resumed: it may have been killed before the best checkpoint was noted
+                self.keep_best()
             yield
         except KeyboardInterrupt:
             raise

@@ -114,14 +114,14 @@ def _text(message: Mapping[str, Any]) -> str:
 # model card
 
 
-def model_card(directory: Path, *, name: str, curve: bool) -> str:
-    """The README.md of a model repository: what was trained until the newest checkpoint, the metrics until then, and the
-    recipe.
+def model_card(directory: Path, *, name: str, curve: bool, link: str = "checkpoint") -> str:
+    """The README.md of a model repository: what was trained until the checkpoint that `link` names (`checkpoint`: the newest;
+    `best`), the metrics until then, and the recipe.
 
     `curve` is whether the repository has the picture curve.png. Raises RunError if the directory is not a run.
     """
     run = summarize_run(directory)
-    ran, run = run.step, _until_checkpoint(run)
+    ran, run = run.step, _until_checkpoint(run, link)
     base = str(run.options.get("model.path", ""))
     known = base.count("/") == 1 and not base.startswith((".", "/", "~")) and not Path(base).exists()
     adapter = any(key == "model.lora.rank" and value is not None for key, value in run.options.items())
@@ -157,12 +157,12 @@ def model_card(directory: Path, *, name: str, curve: bool) -> str:
     return "\n".join(lines)
 
 
-def _until_checkpoint(run: RunSummary) -> RunSummary:
-    """The run as it was when its newest checkpoint was written: with this step, and the metrics of the steps until then. A killed
+def _until_checkpoint(run: RunSummary, link: str) -> RunSummary:
+    """The run as it was when the checkpoint that `link` names was written: with this step, and the metrics of the steps until then. A killed
     run has later ones. The run itself where its checkpoint has no step."""
     try:
         # checkpoint -> checkpoints/step-000004/model
-        about = json.loads(((run.path / "checkpoint").resolve().parent / "checkpoint.json").read_text(encoding="utf-8"))
+        about = json.loads(((run.path / link).resolve().parent / "checkpoint.json").read_text(encoding="utf-8"))
         step = about["step"]
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # a model that was put there by hand
         return run

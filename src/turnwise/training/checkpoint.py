@@ -1,6 +1,7 @@
 """Checkpoints: a model directory that other programs can load, and the state that is needed to resume exactly.
 
     runs/x/checkpoint -> checkpoints/step-000004/model     link to the newest one
+    runs/x/best -> checkpoints/step-000002/model           link to the one with the best evaluation, if the recipe asks for it
     runs/x/checkpoints/step-000004/
         model/             weights, tokenizer and processor, written by `save_pretrained`
         critic/            weights of the critic, if there is one: a model directory, and value_head.safetensors
@@ -100,6 +101,7 @@ class Checkpoints:
     def __init__(self, run: Path, *, keep: int = 2) -> None:
         self._folder = run / "checkpoints"
         self.newest = run / "checkpoint"
+        self.best = run / "best"
         self._keep = keep
 
     def save(
@@ -191,22 +193,38 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced
             os.replace(temporary, target)
             _flush(self._folder)
-            self._replace_link(target / _MODEL)
+            _replace_link(self.newest, target / _MODEL)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
 
-    def refuse_other_files(self) -> None:
-        """Refuse a run directory in which checkpoints could not be written. Called before training.
+    def keep_best(self) -> None:
+        """Make the newest checkpoint the best one: `best` names its model, and it is not removed while `best` names it.
+
+        Raises RunError if the link cannot be written.
+        """
+        former = _target(self.best).parent if self.best.is_symlink() else None
+        newest = _target(self.newest)
+        try:
+            _replace_link(self.best, self._folder / newest.parent.name / _MODEL)
+        except OSError as error:
+            raise RunError(f"the link {self.best} to the best checkpoint cannot be written: {error}") from error
+        if former is not None and former != newest.parent:
+            self._prune(int(newest.parent.name.removeprefix("step-")))
+
+    def refuse_other_files(self, *, best: bool = False) -> None:
+        """Refuse a run directory in which checkpoints could not be written. Called before training. `best`: the run will keep
+        its best checkpoint.
 
         Raises RunError.
         """
-        if not self.newest.is_symlink() and self.newest.exists():
-            kind = "directory" if self.newest.is_dir() else "file"
-            raise RunError(
-                f"{self.newest} is a {kind}, and the run would write a link to its newest checkpoint there: move it to another "
-                f"place, or choose another directory: output=runs/<name>"
-            )
+        for link, which in ((self.newest, "newest"), *(((self.best, "best"),) if best else ())):
+            if not link.is_symlink() and link.exists():
+                kind = "directory" if link.is_dir() else "file"
+                raise RunError(
+                    f"{link} is a {kind}, and the run would write a link to its {which} checkpoint there: move it to another "
+                    f"place, or choose another directory: output=runs/<name>"
+                )
         if self._folder.exists() and not self._folder.is_dir():
             raise RunError(f"{self._folder} is a file, and the run would write its checkpoints there: move it away")
 
@@ -276,17 +294,12 @@ class Checkpoints:
         paths = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name) and not path.is_symlink()]
         return sorted((path for path in paths if path.is_dir()), key=lambda path: int(path.name.removeprefix("step-")))
 
-    def _replace_link(self, target: Path) -> None:
-        link = self.newest.with_name("checkpoint.writing")
-        link.unlink(missing_ok=True)
-        link.symlink_to(target.relative_to(self.newest.parent))
-        os.replace(link, self.newest)
-        _flush(self.newest.parent)
-
     def _prune(self, newest: int) -> None:
-        """Remove the oldest checkpoints beyond `keep`, and later checkpoints that remain after a resume at an earlier step."""
+        """Remove the oldest checkpoints beyond `keep`, and later checkpoints that remain after a resume at an earlier step. The
+        best one is kept beside those."""
         own = [(about["step"], path) for path in self._numbered() if (about := _about(path)) is not None]
-        earlier = [path for step, path in own if step < newest]
+        best = _target(self.best).parent if self.best.is_symlink() else None
+        earlier = [path for step, path in own if step < newest and path.resolve() != best]
         later = [path for step, path in own if step > newest]
         for path in [*earlier[: max(len(earlier) - self._keep + 1, 0)], *later]:
             shutil.rmtree(path, ignore_errors=True)
@@ -303,6 +316,14 @@ class Checkpoints:
             else "there is no earlier checkpoint"
         )
         return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+
+
+def _replace_link(link: Path, target: Path) -> None:
+    new = link.with_name(f"{link.name}.writing")
+    new.unlink(missing_ok=True)
+    new.symlink_to(target.relative_to(link.parent))
+    os.replace(new, link)
+    _flush(link.parent)
 
 
 def _target(link: Path) -> Path:
