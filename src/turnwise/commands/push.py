@@ -1,4 +1,4 @@
-"""`turnwise push`: the newest or the best checkpoint of a run as a model repository on the Hugging Face hub, with a model card."""
+"""`turnwise push`: a checkpoint of a run as a model repository on the Hugging Face hub, with a model card."""
 
 from __future__ import annotations
 

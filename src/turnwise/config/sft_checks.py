@@ -5,8 +5,8 @@ from __future__ import annotations
 from turnwise.config.engine_checks import cluster_problems
 from turnwise.config.train_checks import (
     Problem,
-    deterministic_device_problem,
     best_problem,
+    deterministic_device_problem,
     eval_split_problem,
     file_problems,
     run_problems,
