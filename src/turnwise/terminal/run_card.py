@@ -158,8 +158,8 @@ def model_card(directory: Path, *, name: str, curve: bool, link: str = "checkpoi
 
 
 def _until_checkpoint(run: RunSummary, link: str) -> RunSummary:
-    """The run as it was when the checkpoint that `link` names was written: with this step, and the metrics of the steps until then. A killed
-    run has later ones. The run itself where its checkpoint has no step."""
+    """The run as it was when the checkpoint that `link` names was written: with this step, and the metrics of the steps until
+    then. The run itself where its checkpoint has no step."""
     try:
         # checkpoint -> checkpoints/step-000004/model
         about = json.loads(((run.path / link).resolve().parent / "checkpoint.json").read_text(encoding="utf-8"))
