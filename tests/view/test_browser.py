@@ -590,3 +590,16 @@ def test_accessible_in_both_themes(browser: Any, address: str, run: Path) -> Non
             problems += [f"{scheme} {view}: {one['id']}: {one['nodes'][0]['html'][:200]}" for one in found]
     context.close()
     assert problems == []
+
+
+def test_the_conversations_of_an_episode_lead_to_each_other(page: Any, address: str, run: Path) -> None:
+    of_agent = {**conversation(0, step=3), "id": "3.0:0/0/critic", "agent": "critic", "episode": "3.0:0/0"}
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.write(json.dumps(of_agent) + "\n")
+    open_view(page, address, f"#/conversations?run={run}&agent=critic")
+    page.wait_for_selector("text=agent critic")
+    assert page.locator("[role=grid] .body .row").count() == 1
+    page.click("a:has-text('3.0:0/0/critic')")
+    page.wait_for_selector("a.button[aria-current=page]:has-text('critic')")
+    page.click("a.button:text-is('row')")
+    page.wait_for_selector("b:text-is('3.0:0/0')")

@@ -579,6 +579,15 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_the_columns_of_an_agent_name_it_and_its_episode(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(_record(0, id="1.0:0/0/critic", agent="critic", episode="1.0:0/0") + _record(0))
+    index = ConversationIndex(path)
+    index.update()
+    columns = index.columns()
+    assert (columns["agent"], columns["episode"]) == (["critic", None], ["1.0:0/0", "1.0:0/0"])
+
+
 def test_columns(file: Path) -> None:
     index = ConversationIndex(file)
     index.update()
@@ -588,6 +597,8 @@ def test_columns(file: Path) -> None:
     expected = {
         "step": 3,
         "group": "1.0:0",
+        "episode": "1.0:4/0",
+        "agent": None,
         "row": "4",
         "stop": "done",
         "turns": 1,

@@ -56,7 +56,10 @@ def conversation(
 
 
 def _about(trajectory: Trajectory) -> Iterator[RenderableType]:
-    """The row's columns, the tools and the parts of the reward, where there are any."""
+    """The episode, the row's columns, the tools and the parts of the reward, where there are any."""
+    if trajectory.episode:
+        trained = "" if trajectory.trained else ", not trained on"
+        yield Text(f"agent  {trajectory.agent} of the episode {trajectory.episode}{trained}", style="dim")
     columns = trajectory.row.fields
     if columns:
         yield Text("row  " + ", ".join(f"{name}={_short(value)}" for name, value in columns.items()), style="dim")

@@ -22,10 +22,12 @@ from pydantic_core import from_json
 from turnwise.errors import RunError
 from turnwise.record.lines import LineFile, existing_file
 
-_FORMAT = 2
+_FORMAT = 3
 COLUMNS = (
     "id",
     "group",
+    "episode",
+    "agent",
     "row",
     "step",
     "reward",
@@ -44,7 +46,8 @@ COLUMNS = (
     "started",
     "seconds",
 )
-"""The columns of the index. `advantage` is the mean over the sampled tokens, `call_errors` counts failed and malformed tool
+"""The columns of the index. `episode` is the id of the row's conversation, also for those of the agents that its environment
+opened, and `agent` the name of such an agent or null. `advantage` is the mean over the sampled tokens, `call_errors` counts failed and malformed tool
 calls, `sampled` the tokens that the model sampled, `tokens` all tokens; `error` is the kind of failure or null, `mismatch` 1 if
 the tokens differ from the template's."""
 EXCERPTS = ("question", "answer", "parts", "failure")
@@ -356,6 +359,8 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": _scalar(record.get("id")),
         "group": _scalar(record.get("group")),
+        "episode": _scalar(record.get("episode") or record.get("id")),
+        "agent": _scalar(record.get("agent") or None),
         "row": _scalar(row.get("id")) if isinstance(row, dict) else None,
         "step": _number(record.get("step")),
         "reward": _number(record.get("reward")),

@@ -125,11 +125,22 @@ export function ConversationPage({ runs, run, kind, address, go, link }) {
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
       <${Link} class="button" to=${link({ view: "group" })}>Group</${Link}>
       ${conversation?.row?.id !== undefined && conversation?.row?.id !== null && html`<${Link} class="button" to=${link({ view: "conversations", row: String(conversation.row.id), step: null, group: null, query: null, stop: null, failed: null, errors: null, least: null, most: null, sort: "step", down: "0", id: null, at: null })}>This row over time</${Link}>`}
+      <${Episode} columns=${columns} n=${n} link=${link} />
       <b>${conversation?.id}</b>
       ${conversation && html`<span>reward ${conversation.reward === null ? "none" : number(conversation.reward)}</span>`}
     </div>
     ${problem && html`<${Problem} text=${problem} />`}
     ${conversation && (mode === "tokens" ? html`<${Tokens} key=${key} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}`;
+}
+
+/** Links to the other conversations of an episode: that of the row, and those of the agents that its environment opened. */
+function Episode({ columns, n, link }) {
+  if (columns?.id[n] === undefined || columns.episode[n] === null) return null;
+  const of = (place) => columns.episode[place] === columns.episode[n] && columns.step[place] === columns.step[n];
+  const numbers = columns.id.flatMap((_, place) => (of(place) ? [place] : []));
+  if (numbers.length < 2) return null;
+  const name = (place) => columns.agent[place] ?? "row";
+  return html`<span class="muted">episode</span>${numbers.map((place) => html`<${Link} key=${place} class="button" aria-current=${place === n ? "page" : undefined} title=${columns.id[place]} to=${link({ view: "conversation", ...conversationAt(columns, place) })}>${name(place)}</${Link}>`)}`;
 }
 
 /** A conversation beside others. `scale` is that of the colours of all of them; `onScale` receives the conversation's own. */

@@ -16,6 +16,8 @@ const last = new Map();
 /** Where the list was left, by its address: {scroll, chosen}. */
 const places = new Map();
 const ROW = 26; // pixels
+/** The filter for conversations of rows, which have no agent. */
+const ROWS = "-";
 
 /** What is wrong with the text of a filter, or null. */
 export function wrong(name, text) {
@@ -29,7 +31,7 @@ export function wrong(name, text) {
 }
 
 /** The numbers of the conversations that pass the filters, in their order. `found` are those of the search, or null. */
-export function select(columns, { stop, group, row, failed, errors, sort, down, ...texts }, found) {
+export function select(columns, { stop, group, row, agent, failed, errors, sort, down, ...texts }, found) {
   const [step, least, most] = ["step", "least", "most"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
   const wanted = found && new Set(found);
   const numbers = [];
@@ -40,6 +42,7 @@ export function select(columns, { stop, group, row, failed, errors, sort, down, 
     if (stop && columns.stop[n] !== stop) continue;
     if (group && columns.group[n] !== group) continue;
     if (row && columns.row[n] !== row) continue;
+    if (agent && (columns.agent[n] ?? "") !== (agent === ROWS ? "" : agent)) continue;
     if (failed && columns.error[n] === null) continue;
     if (errors && !columns.call_errors[n]) continue;
     if (least && !(columns.reward[n] !== null && columns.reward[n] >= Number(least))) continue;
@@ -132,7 +135,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
   if (fresh) lastFound.current = [query, fresh];
   const found = lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
   const total = runs[run].lines[kind], loaded = loadedCount(run, kind);
-  const filters = ["step", "stop", "group", "row", "failed", "errors", "least", "most", "sort", "down", "query"];
+  const filters = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "sort", "down", "query"];
   const key = JSON.stringify(filters.map((name) => address[name]));
   const numbers = useMemo(() => (columns && !(address.query && !found) ? select(columns, address, found) : []), [columns, key, found]);
   const rewards = useMemo(() => {
@@ -140,6 +143,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
     return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 1e-9]);
   }, [columns]);
   const stops = useMemo(() => [...new Set(columns?.stop ?? [])].filter(Boolean).sort(), [columns]);
+  const agents = useMemo(() => [...new Set(columns ? columns.agent : [])].filter((name) => name).sort(), [columns]);
   last.set(`${run} ${kind}`, numbers);
   const scroll = useRef(), search = useRef();
   const virtual = useVirtual(scroll, numbers.length, ROW);
@@ -177,6 +181,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       <label>Search <input ref=${search} type="search" size="22" value=${typed} onInput=${(event) => setTyped(event.target.value)} placeholder='words or "a phrase"' /></label>
       ${field("step", "Step", { placeholder: "5 or 5-9" })} ${field("least", "Reward from")} ${field("most", "to")}
       <label>Stop <select value=${address.stop || ""} onChange=${(event) => go({ stop: event.target.value })}><option value="">all</option>${stops.map((stop) => html`<option key=${stop}>${stop}</option>`)}</select></label>
+      ${agents.length > 0 && html`<label>Agent <select value=${address.agent || ""} onChange=${(event) => go({ agent: event.target.value })}><option value="">all</option><option value=${ROWS}>rows</option>${agents.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>`}
       ${check("failed", "failed")} ${check("errors", "tool errors")}
       ${address.row && html`<button onClick=${() => go({ row: null })}>row ${address.row} ✕</button>`}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
@@ -213,7 +218,7 @@ function Row({ n, columns, top, place, selected, rewards, texts, to, onPick }) {
   const parts = Object.keys(texts?.parts ?? {}).length > 1 ? Object.entries(texts.parts).map(([name, value]) => `${harmless(name)} ${number(value)}`).join(", ") : "";
   const share = reward === null ? 0 : (reward - rewards[0]) / (rewards[1] - rewards[0]);
   return html`<div class="row" role="row" aria-rowindex=${place + 2} aria-selected=${selected} style=${{ transform: `translateY(${top}px)` }} onClick=${() => onPick(n)}>
-    <span role="gridcell"><${Link} class="whole" to=${to} tabindex="-1">${columns.id[n] ?? "(damaged)"}</${Link}></span>
+    <span role="gridcell"><${Link} class="whole" to=${to} tabindex="-1">${columns.id[n] ?? "(damaged)"}</${Link}>${columns.agent[n] !== null && html` <i class="muted" title=${`an agent of the episode ${columns.episode[n]}`}>agent ${columns.agent[n]}</i>`}</span>
     <span role="gridcell" class="num">${number(columns.step[n])}</span>
     <span role="gridcell" class="num"><i class="meter" style=${{ width: `${Math.round(share * 34)}px`, background: sequential(1) }}></i>${reward === null ? "–" : number(reward)}</span>
     <span role="gridcell" class="num">${columns.advantage[n] === null ? "–" : signed(columns.advantage[n])}</span>
