@@ -47,9 +47,9 @@ COLUMNS = (
     "seconds",
 )
 """The columns of the index. `episode` is the id of the row's conversation, also for those of the agents that its environment
-opened, and `agent` the name of such an agent or null. `advantage` is the mean over the sampled tokens, `call_errors` counts failed
-and malformed tool calls, `sampled` the tokens that the model sampled, `tokens` all tokens; `error` is the kind of failure or null,
-`mismatch` 1 if the tokens differ from the template's."""
+opened, and `agent` the name of such an agent or null. `advantage` is the mean over the sampled tokens, `call_errors` counts
+failed and malformed tool calls, `sampled` the tokens that the model sampled, `tokens` all tokens; `error` is the kind of failure
+or null, `mismatch` 1 if the tokens differ from the template's."""
 EXCERPTS = ("question", "answer", "parts", "failure")
 """Texts of each conversation, which are read for a few conversations only: the beginning of the last message of the user before
 the first answer, the beginning of the last answer, the parts of the reward as JSON, and the message of its failure."""
