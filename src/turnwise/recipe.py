@@ -52,7 +52,7 @@ class Options(TypedDict, total=False):
     sft: Mapping[str, Any]
     checkpoint: Mapping[str, Any]
     thinking: str
-    tool_format: str
+    tool_format: str | Mapping[str, Any]
     tokenization_sanity_check: str
     max_concurrent: int
     output: str | Path

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support import CHATML
+from support.conversations import Says, hold
 from support.costs import costs_its_length
 from support.tiny import byte_tokenizer
+from turnwise import assembly
 from turnwise.chat.renderer import Renderer
-from turnwise.chat.tool_calls import ToolFormat, find_format
-from turnwise.errors import TemplateError
+from turnwise.chat.tool_calls import DESCRIBED, ToolFormat, described_format, find_format
+from turnwise.config.recipe import checked
+from turnwise.environments.tools.toolbox import Tools
+from turnwise.errors import ConfigError, TemplateError
 
 Calls = Sequence[Mapping[str, Any]]
 FENCE = "```"
@@ -258,3 +263,137 @@ def test_a_renderer_reads_calls_in_the_format_that_its_template_writes() -> None
         _ = Renderer(
             byte_tokenizer(CHATML.replace("<tool_call>", "call").replace("</tool_call>", "end"))
         ).turn_parser.tool_format
+
+
+# Formats that a recipe describes: an in-house format that no template-reading can find
+
+
+IN_HOUSE = """
+{%- if tools %}tools: {{ tools | tojson }}
+{% endif -%}
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}ACT {{ call.function.name }} WITH {{ call.function.arguments | tojson }} DONE
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif -%}
+""".strip()
+"""The words around a call are ordinary words, which are never taken for marks unless a recipe says so."""
+ACT = {"opening": "ACT ", "separator": " WITH ", "closing": " DONE"}
+WEATHER = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"days": {"type": "integer"}}}}}
+]
+
+
+@pytest.mark.parametrize(
+    ("description", "text", "arguments"),
+    [
+        (ACT, 'ACT weather WITH {"city": "Rome", "days": 2} DONE', {"city": "Rome", "days": 2}),
+        ({"opening": "⟦", "closing": "⟧"}, '⟦{"name": "weather", "arguments": {"days": 2}}⟧', {"days": 2}),
+        ({"opening": "<!run ", "separator": "!>"}, '<!run weather!>{"days": 2}', {"days": 2}),
+        (
+            {
+                "opening": '<do tool="',
+                "separator": '">',
+                "closing": "</do>",
+                "arguments": "tags",
+                "argument": '<with key="{key}">{value}</with>',
+            },
+            '<do tool="weather"><with key="city">Rome </do> 3</with><with key="days">2</with></do>',
+            {"city": "Rome </do> 3", "days": 2},
+        ),
+    ],
+)
+def test_a_described_format_reads_calls_and_tells_malformed_ones(
+    description: dict[str, str], text: str, arguments: dict[str, Any]
+) -> None:
+    format = described_format(**description)
+    read = format.parse(f"Well. {text}\n{text} Done.", tools=WEATHER)
+    assert [(call.name, call.arguments, call.error) for call in read.calls] == [("weather", arguments, None)] * 2
+    assert read.content == "Well.\nDone."
+    broken = text.replace('"days"', '"days').replace("</with></do>", "<with></do>")
+    (bad, good) = format.parse(f"{broken}\n{text}", tools=WEATHER).calls
+    assert bad.error is not None
+    assert format.example in bad.error
+    assert (good.error, good.arguments) == (None, arguments)
+    assert costs_its_length(lambda one: format.parse(one, tools=WEATHER), description["opening"], before="")
+
+
+def test_a_template_in_a_described_format_is_read_rendered_and_bridged(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(IN_HOUSE)
+    with pytest.raises(
+        TemplateError, match=r"cannot be read back \('ACT probe_tool WITH .* DONE'; tried: hermes, .*llama3, learned"
+    ):
+        _ = Renderer(tokenizer).turn_parser.tool_format
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = checked({"model": str(tmp_path / "model"), "data": {"train": "x"}, "tool_format": ACT}, source="recipe")
+    renderer = assembly.renderer(config)
+    assert renderer.profile.tool_format_name == renderer.profile.written_format_name == DESCRIBED
+
+    def weather(city: str, days: int) -> str:
+        """The weather.
+
+        Args:
+            city: Where.
+            days: How many.
+        """
+        return f"{city}: sun" if days == 2 else "rain"
+
+    said = 'Hm. ACT weather WITH {"city": "Rome", "days": 2} DONE'
+    trajectory = hold(Says(said, "Sun."), lambda: Tools([weather]), renderer=renderer)
+    assert trajectory.error is None, trajectory.error
+    assert trajectory.template_mismatch is None
+    assert [m["content"] for m in trajectory.messages if m["role"] == "tool"] == ["Rome: sun"]
+    (segment,) = trajectory.segments
+    text = renderer.decode(segment.token_ids)
+    assert f"assistant\n{said}<|im_end|>\n<|im_start|>tool\nRome: sun<|im_end|>\n<|im_start|>assistant\nSun." in text
+
+
+MINE = """
+import re
+from turnwise.chat.tool_calls import MarkedFormat
+from turnwise.chat.tool_calls.parsing import well_formed_call
+
+class Arrow(MarkedFormat):
+    name = "arrow"
+    example = "-> <tool>"
+    opening_pattern = "-> "
+
+    def __init__(self, end="!"):
+        self.end = end
+
+    def read_calls(self, text, mark, tools):
+        name, end, _ = text[mark.end():].partition(self.end)
+        return [well_formed_call(name, {}, text[mark.start():])], mark.end() + len(name) + len(end)
+
+class Nothing:
+    pass
+"""
+
+
+def test_a_class_of_the_user_is_a_format_and_wrong_formats_are_refused(tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+
+    def renderer(tool_format: Any) -> Renderer:
+        tree = {"model": str(tmp_path / "model"), "data": {"train": "x"}, "tool_format": tool_format}
+        return assembly.renderer(checked(tree, source="recipe"))
+
+    made = renderer({"use": f"{tmp_path}/mine.py:Arrow", "arguments": {"end": ";"}})
+    assert made.profile.tool_format_name == "arrow"
+    read = made.turn_parser.tool_format.parse("Well. -> f; So.")
+    assert ([call.name for call in read.calls], read.content) == (["f"], "Well.\nSo.")
+    for wrong, error, message in (
+        (f"{tmp_path}/mine.py:Nothing", ConfigError, "makes a Nothing; it must be a .*ToolFormat"),
+        ({"use": f"{tmp_path}/mine.py:Arrow", "arguments": {"start": "x"}}, ConfigError, "start"),
+        ({"use": "hermes", "arguments": {"closing": "x"}}, ConfigError, "no effect with the format 'hermes'"),
+        ({"opening": " "}, ConfigError, "tool_format.opening is ' '"),
+        ({"openng": "x"}, ConfigError, "openng"),
+        ({"opening": "<c>", "argument": "{key}={value}"}, ConfigError, "no effect with arguments=json"),
+        ({"opening": "<c>", "closing": "</c>", "arguments": "tags"}, ConfigError, "with {key} and {value}"),
+        ({"opening": "<c>", "arguments": "tags", "argument": "<a {key}>{value}</a>"}, ConfigError, "closing is empty"),
+        ("hermse", TemplateError, "did you mean 'hermes'"),
+    ):
+        with pytest.raises(error, match=message):
+            renderer(wrong)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from turnwise import types
-from turnwise.assembly.references import close_tried, close_tried_environment, environment_constructor
+from turnwise.assembly.references import close_tried, close_tried_environment, environment_constructor, named_callable
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.tool_calls import DESCRIBED, ToolFormat, described_format
 from turnwise.compat.providers.provider import provider_of
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import (
@@ -33,7 +34,7 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import same_directory
 from turnwise.options.engines import OpenAIEngineSection
 from turnwise.options.schema import Config, ToolUse
-from turnwise.options.section import changed_options
+from turnwise.options.section import Use, changed_options
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import (
@@ -376,12 +377,41 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
     return Renderer.from_pretrained(
         source or config.model.path,
         sanity=config.tokenization_sanity_check,
-        tool_format=config.tool_format,
+        tool_format=_tool_format(config),
         chat_template_kwargs=config.model.chat_template_kwargs,
         describe_tools=config.tool_calls.describe,
         unchecked=config.override_checks,
         escape_control_tokens=config.data.escape_control_tokens,
     )
+
+
+def _tool_format(config: Config) -> str | ToolFormat:
+    """The format of tool calls: a name, a format that the recipe describes, or one of the user. Raises ConfigError."""
+    use = config.tool_format
+    described = use.use == DESCRIBED
+    if not described and ":" not in use.use:
+        if use.arguments:
+            raise ConfigError(
+                f"tool_format.arguments has no effect with the format {use.use!r}: remove one of the two. A description of a "
+                f"format has no `use`: {{opening: ..., closing: ...}}"
+            )
+        return use.use
+    make = named_callable(use, key="tool_format", find=(lambda _: described_format) if described else None)
+    try:
+        with boundary("tokens"):
+            made = make()
+    except Failed as failed:
+        raise ConfigError(
+            failed.failure.message if described else f"tool_format: {use.use}: {failed.failure.message}"
+        ) from failed
+    if not isinstance(made, ToolFormat) or not all(
+        isinstance(getattr(made, of, None), str) for of in ("name", "example")
+    ):
+        raise ConfigError(
+            f"tool_format: {use.use} makes a {type(made).__name__}; it must be a turnwise.chat.tool_calls.ToolFormat with the "
+            f"texts `name` and `example` (a call as the model should write it)"
+        )
+    return made
 
 
 def conversation_context(
@@ -523,5 +553,6 @@ def endpoint_notes(config: Config) -> list[str]:
     changed = [name for name in _OF_TEMPLATES if getattr(config, name) != Config.model_fields[name].default]
     if not changed:
         return []
-    names = ", ".join(f"{name}={getattr(config, name)}" for name in changed)
+    values = {name: getattr(config, name) for name in changed}
+    names = ", ".join(f"{name}={value.use if isinstance(value, Use) else value}" for name, value in values.items())
     return [f"{names}: not used with an endpoint, whose server renders the messages and parses the answers"]

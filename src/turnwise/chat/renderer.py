@@ -226,8 +226,8 @@ class TurnParser:
         if isinstance(format, TemplateProblem):
             raise TemplateError(
                 f"the chat template of {self._where} {format.reason}, so the format in which the model should "
-                f"write them is unknown. Set the format (for example tool_format=hermes), use a model whose template writes tool "
-                f"calls, or remove the tools"
+                f"write them is unknown. Set the format (for example tool_format=hermes), describe it (docs/tool_calls.md), "
+                f"use a model whose template writes tool calls, or remove the tools"
             )
         return format
 
@@ -298,7 +298,7 @@ class Renderer:
     """Renders and encodes messages with one tokenizer and its chat template.
 
     `tokenizer` is a transformers tokenizer. `sanity` is the mode of the sanity check. `generation_stop_ids` are the stop tokens
-    of the model's generation config, besides the tokenizer's own. `tool_format` names the format of tool calls where the
+    of the model's generation config, besides the tokenizer's own. `tool_format` is or names the format of tool calls where the
     template does not show it. `describe_tools` says who shows the tools on offer to the model: the template, or, where the
     template does not, this class in the system message. `unchecked` names checks that `refuse_unusable_tools` does not make.
     `vision` is the processor of a vision model. `chat_template_kwargs` are further arguments of the chat template, such as
@@ -315,7 +315,7 @@ class Renderer:
         *,
         sanity: SanityMode = "strict",
         generation_stop_ids: Sequence[int] = (),
-        tool_format: str = "auto",
+        tool_format: str | ToolFormat = "auto",
         describe_tools: DescribeTools = "template",
         unchecked: Collection[str] = (),
         vision: MediaProcessor | None = None,
@@ -405,7 +405,7 @@ class Renderer:
         path: str | Path,
         *,
         sanity: SanityMode = "strict",
-        tool_format: str = "auto",
+        tool_format: str | ToolFormat = "auto",
         describe_tools: DescribeTools = "template",
         unchecked: Collection[str] = (),
         chat_template_kwargs: Mapping[str, Any] = {},

@@ -30,7 +30,8 @@ from turnwise.chat.probes import (
 from turnwise.chat.reasoning import ReasoningFormat
 from turnwise.chat.template import MessageFormat, Template
 from turnwise.chat.text_encoder import decode
-from turnwise.chat.tool_calls import FromResponseTemplate, ToolFormat, by_name, find_format
+from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, ToolFormat, by_name, find_format
+from turnwise.chat.tool_calls.learned import ProbeWriter
 from turnwise.chat.turn_format import ParsedTurn, TurnFormat, find_turn_format, template_message
 from turnwise.errors import TemplateError
 from turnwise.types import Message, ToolCall
@@ -380,18 +381,19 @@ class TemplateProfile:
 
 
 def find_profile(
-    tokenizer: Any, template: Template, *, generation_config: Sequence[int], tool_format: str
+    tokenizer: Any, template: Template, *, generation_config: Sequence[int], tool_format: str | ToolFormat
 ) -> TemplateProfile:
     """Find out what a template does. `generation_config` are the stop tokens that it names.
 
-    `tool_format` is the name of a format of tool calls, or `auto`. Raises TemplateError if the template cannot be continued
+    `tool_format` is a format of tool calls, the name of one, or `auto`. Raises TemplateError if the template cannot be continued
     turn by turn, no token ends a turn, or there is no format of that name.
     """
+    given = [tool_format] if isinstance(tool_format, ToolFormat) else []
     named = None if tool_format == "auto" else _named_format(tokenizer, template, tool_format)
     turn = find_turn_format(template)
     stop_tokens = find_stop_tokens(tokenizer, template, turn, generation_config)
     turn = replace(turn, answer_closing=_answer_closing(tokenizer, turn, stop_tokens))
-    written = _find_tool_format(tokenizer, template, turn, stop_tokens)
+    written = _find_tool_format(tokenizer, template, turn, stop_tokens, given)
     parser = named or written
     return TemplateProfile(
         messages=template.message_format,
@@ -421,7 +423,9 @@ def _own_format(tokenizer: Any) -> ToolFormat | None:
     return None if spec is None else FromResponseTemplate(spec)
 
 
-def _named_format(tokenizer: Any, template: Template, name: str) -> ToolFormat:
+def _named_format(tokenizer: Any, template: Template, name: str | ToolFormat) -> ToolFormat:
+    if isinstance(name, ToolFormat):
+        return name
     if name != FromResponseTemplate.name:
         return by_name(name)
     own = _own_format(tokenizer)
@@ -434,9 +438,10 @@ def _named_format(tokenizer: Any, template: Template, name: str) -> ToolFormat:
 
 
 def _find_tool_format(
-    tokenizer: Any, template: Template, turn: TurnFormat, stop_tokens: StopTokens
+    tokenizer: Any, template: Template, turn: TurnFormat, stop_tokens: StopTokens, given: Sequence[ToolFormat]
 ) -> ToolFormat | TemplateProblem:
-    """The format in which the template writes calls, and in which the model is expected to write them."""
+    """The format in which the template writes calls, and in which the model is expected to write them. Those of the recipe
+    (`given`) are tried first."""
     own = _own_format(tokenizer)  # read even if the template writes no calls: one that cannot be read is an error
     if not template.writes_calls:
         return TemplateProblem("writes no tool calls")
@@ -456,10 +461,17 @@ def _find_tool_format(
     try:
         tool_format = find_format(
             write,
+            first=given,
             own=[] if own is None else [own],
             ends=[turn.closing.strip(), *stops],
             marks=template.reasoning_format.marks,
         )
     except TemplateError as error:
         return TemplateProblem(f"writes tool calls that cannot be examined ({error})")
-    return tool_format or TemplateProblem("writes tool calls in a format that cannot be read back")
+    if tool_format is not None:
+        return tool_format
+    tried = [*(format.name for format in (*given, *FORMATS)), *([] if own is None else [own.name]), "learned from it"]
+    call = ProbeWriter(write, [turn.closing.strip(), *stops])({"text": "x"}).strip()
+    return TemplateProblem(
+        f"writes tool calls in a format that cannot be read back ({call!r:.120}; tried: {', '.join(tried)})"
+    )

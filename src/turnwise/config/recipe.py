@@ -415,6 +415,7 @@ _OWN = [section for section, classes in _NAMED.items() if OWN in classes]
 _SHORT = {
     "environment": "use",
     "loss_mask": "use",
+    "tool_format": "use",
     "cluster": "launcher",
     "model": "path",
     "train.optimizer": "name",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.errors import nearest
@@ -48,6 +48,7 @@ from turnwise.options.section import (
     Section,
     Use,
     by_name,
+    expand_format,
     expand_reference,
     named,
     short_for,
@@ -569,8 +570,9 @@ class Config(Section):
     use_inference_chat_template: bool = False
     """verl's name for `thinking: branch`: the model is trained on the prompts that the chat template makes at inference, without
     the reasoning of earlier turns."""
-    tool_format: NonEmpty = "auto"
-    """The format in which the model writes tool calls. `auto`: taken from the chat template (docs/tool_calls.md)."""
+    tool_format: Annotated[Use, BeforeValidator(expand_format)] = Use(use="auto")
+    """The format in which the model writes tool calls. `auto`: taken from the chat template. The name of a format, a class
+    `file.py:Format`, or a description: `{opening: ..., separator: ..., closing: ...}` (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
     credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] = AutoCredit()
     critic: CriticSection = CriticSection()

@@ -66,6 +66,14 @@ def expand_reference(value: Any) -> Any:
     return {"use": value} if isinstance(value, str) else value
 
 
+def expand_format(value: Any) -> Any:
+    """The mapping that a name or a description of a format is short for: `hermes` becomes `{use: hermes}`, `{opening: "<call>"}`
+    becomes `{use: described, arguments: {opening: "<call>"}}`."""
+    if isinstance(value, Mapping) and "use" not in value:
+        return {"use": "described", "arguments": dict(value)}
+    return expand_reference(value)
+
+
 def short_for(option: str) -> Any:
     """A validator for a section that may be written as a text, which is the value of `option`: `model: demo/model`."""
     return model_validator(mode="before")(lambda value: {option: value} if isinstance(value, str) else value)

@@ -573,7 +573,7 @@ def test_the_files_are_found_by_each_of_their_keys(keys: list[str], grpo: list[s
         "tool_response_truncate_side": "left",
         "tool_response_unit": "characters",
     }
-    assert (config.tokenization_sanity_check, config.thinking, config.tool_format) == (
+    assert (config.tokenization_sanity_check, config.thinking, config.tool_format.use) == (
         "ignore_strippable",
         "branch",
         "hermes",

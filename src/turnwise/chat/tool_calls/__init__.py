@@ -10,20 +10,24 @@ from turnwise.chat.reasoning import KNOWN, MARKS, ReasoningBlock, ReasoningMarks
 from turnwise.chat.tool_calls.describe import describe_tools, undescribed
 from turnwise.chat.tool_calls.formats import FORMATS, FromResponseTemplate, by_name, detect, find_format
 from turnwise.chat.tool_calls.json_formats import Hermes
-from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat
+from turnwise.chat.tool_calls.learned import DESCRIBED, described_format
+from turnwise.chat.tool_calls.parsing import MarkedFormat, ParsedText, ToolFormat
 
 __all__ = [
+    "DESCRIBED",
     "FORMATS",
     "KNOWN",
     "MARKS",
     "FromResponseTemplate",
     "Hermes",
+    "MarkedFormat",
     "ParsedText",
     "ReasoningBlock",
     "ReasoningMarks",
     "ToolFormat",
     "by_name",
     "describe_tools",
+    "described_format",
     "detect",
     "find_format",
     "undescribed",

@@ -83,9 +83,15 @@ def detect(
 
 
 def find_format(
-    write: Write, *, own: Sequence[ToolFormat] = (), ends: Sequence[str] = (), marks: ReasoningMarks = KNOWN
+    write: Write,
+    *,
+    first: Sequence[ToolFormat] = (),
+    own: Sequence[ToolFormat] = (),
+    ends: Sequence[str] = (),
+    marks: ReasoningMarks = KNOWN,
 ) -> ToolFormat | None:
-    """The format in which a template writes calls: a named format, the tokenizer's `own`, or a format learned from the template.
+    """The format in which a template writes calls: one of `first`, a named format, the tokenizer's `own`, or one learned from the
+    template.
 
     `write(calls)` returns the text that the model would have to sample for calls of `probe_tool` with these arguments, `ends`
     are texts that end a turn of the model, `marks` the marks around reasoning.
@@ -101,6 +107,7 @@ def find_format(
 
     marked = [format for format in FORMATS if format.name not in _UNMARKED]
     searches: tuple[Callable[[], ToolFormat | None], ...] = (
+        lambda: detect(one_call, first, marks),
         lambda: detect(one_call, marked, marks),
         lambda: detect(one_call, own, marks),
         lambda: learn(written),

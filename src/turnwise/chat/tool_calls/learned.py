@@ -40,6 +40,7 @@ from turnwise.chat.tool_calls.parsing import (
     tool_names,
 )
 from turnwise.chat.tool_calls.pythonic import PythonCalls
+from turnwise.errors import TemplateError
 from turnwise.types import ToolCall, ToolSchema
 
 # Probe calls that the template renders
@@ -504,3 +505,69 @@ def _parses_back(format: ToolFormat, written: ProbeWriter, *, two_calls: bool) -
         return False
     # one of PROBES is enough: some templates write nested values neither as JSON nor as Python, but the model may write JSON
     return parses(FIRST) and any(parses(arguments) for arguments in PROBES)
+
+
+# Formats that a recipe describes
+
+DESCRIBED = "described"
+"""The name of every format that a recipe describes."""
+_ARGUMENT = re.compile(r"(?s)(?P<opening>.*)\{key\}(?P<between>.*)\{value\}(?P<closing>.*)")
+
+
+def described_format(
+    *, opening: str, separator: str = "", closing: str = "", arguments: str = "json", argument: str = ""
+) -> ToolFormat:
+    """The format of a description: the name of the tool stands between `opening` and `separator`, the arguments follow it, and
+    `closing` ends the call.
+
+    `arguments: json`: one JSON object; without a `separator`, the name is in this object, under the key `name`, and the arguments
+    under `arguments`. `arguments: tags`: each argument is a text such as `<arg name="{key}">{value}</arg>` (`argument`). White
+    space in the texts may be any white space in a call.
+
+    Example: `described_format(opening="<|call|>", separator="<|args|>", closing="<|end|>")` reads
+    `<|call|>f<|args|>{"x": 1}<|end|>`.
+
+    Raises TemplateError if the description cannot be read unambiguously.
+    """
+    texts = {"opening": opening, "separator": separator, "closing": closing, "argument": argument}
+    if wrong := next((name for name, text in texts.items() if not isinstance(text, str)), None):
+        raise TemplateError(f"tool_format.{wrong} is {texts[wrong]!r:.80}; it must be a text")
+    if arguments not in ("json", "tags"):
+        raise TemplateError(f"tool_format.arguments is {arguments!r:.80}; it must be json or tags")
+    if not opening.strip():
+        raise TemplateError(f"tool_format.opening is {opening!r}; it must be the text that begins a call")
+    if arguments == "tags":
+        format = _with_tags(opening, separator, closing, argument)
+    elif argument:
+        raise TemplateError(
+            "tool_format.argument has no effect with arguments=json: remove it, or set arguments to tags"
+        )
+    elif separator.strip():
+        example = f"{opening}<tool>{separator}{{...}}{closing}"
+        format = _NameFirst(CallMarks(opening.strip(), closing.strip(), (), example.strip()), separator)
+    else:
+        example = f'{opening}{{"name": "<tool>", "arguments": {{...}}}}{closing}'
+        marks = CallMarks(opening.strip(), closing.strip(), (), example.strip())
+        format = _JsonObjects(marks, _Shape(None, "name", "arguments"))
+    format.name = DESCRIBED
+    return format
+
+
+def _with_tags(opening: str, separator: str, closing: str, argument: str) -> ToolFormat:
+    parts = _ARGUMENT.fullmatch(argument)
+    if parts is None or not parts["opening"].strip() or not parts["closing"].strip():
+        raise TemplateError(
+            f"tool_format.argument is {argument!r:.80}; with arguments=tags it must be an argument as written, with {{key}} "
+            f'and {{value}} and a mark before and after them: <arg name="{{key}}">{{value}}</arg>'
+        )
+    if not closing.strip():
+        raise TemplateError("tool_format.closing is empty; with arguments=tags a text must end the call")
+    example = f"{opening}<tool>{separator}{argument.replace('{key}', '<name>').replace('{value}', '<value>')}{closing}"
+    return _Marked(
+        CallMarks(opening.strip(), closing.strip(), (), example.strip()),
+        after_name=separator.strip(),
+        key_opening=parts["opening"].strip(),
+        key_closings=[parts["between"]],
+        value_closing=parts["closing"],
+        call_closing=closing.strip(),
+    )
