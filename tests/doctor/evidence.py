@@ -100,6 +100,11 @@ TESTED: Mapping[str, str] = {
     "tools[].thread": _THREADS,
     "tools[].arguments": _tools("classes_functions_and_ready_made_tools_are_named_alike"),
     **{f"tools[].{name}": _PATIENCE for name in ("timeout", "retries", "retry_timeouts")},
+    **{
+        f"mcp.{name}": "environments/test_mcp.py::test_the_recipe_gives_each_conversation_its_server"
+        for name in ("scope", "max_sessions")
+    },
+    "mcp.titles": "environments/test_mcp.py::test_titles_are_left_out_and_parameters_of_that_name_stay",
     **{f"mcp.{name}": _SERVERS for name in ("select", "use", "timeout", "retries", "retry_timeouts", "start_timeout")},
     "tool_calls.max_parallel_calls": _tools("calls_beyond_the_recipes_bound_are_told_so"),
     "tool_calls.max_tool_response_length": _CUT,

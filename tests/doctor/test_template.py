@@ -332,7 +332,8 @@ def documented(name: str) -> dict[str, str]:
         for line in PAGE.read_text(encoding="utf-8").splitlines()
         if line.startswith("|")
     ]
-    return next(dict(zip(rows[0], row, strict=True)) for row in rows if row[0] == name)
+    names = next(row for row in rows if row[0] == "template")  # other tables stand before
+    return next(dict(zip(names, row, strict=True)) for row in rows if row[0] == name)
 
 
 # The checks at the start of a run: errors in both commands, and notes.

@@ -23,10 +23,13 @@ from mcp.types import TextContent
 from PIL import Image
 
 from support.conversations import Says, call, hold, hold_all
-from turnwise.environments.mcp import McpServer, McpServers
+from turnwise import assembly
+from turnwise.config.recipe import checked
+from turnwise.environments.mcp import McpServer, McpServers, _without_titles
 from turnwise.environments.tools.result import Answer
 from turnwise.environments.tools.toolbox import Tool, ToolResponse, Tools
 from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
 from turnwise.types import ToolCall
 
 SCRIPT = str(Path(__file__).parent.parent / "support" / "mcp_server.py")
@@ -103,6 +106,7 @@ def test_the_full_schemas_of_a_server_are_listed(stdio: list[Tool]) -> None:
         "visit",
         "slow",
         "meet",
+        "remember",
         "given_up",
         "image",
         "fail",
@@ -288,6 +292,56 @@ def test_closing_ends_the_servers_process() -> None:
     assert answer.content == "Error: ConnectionError: the MCP server 'tests' was closed"
     with pytest.raises(ConfigError, match="these MCP servers are closed: create a new McpServers"):
         made.tools()
+
+
+def test_each_conversation_has_a_server_of_its_own_from_its_first_call_to_its_end() -> None:
+    said = (call("remember", '{"word": "a"}'), call("remember", '{"word": "b"}'), "Done.")
+    with servers(tests=STDIO) as made:
+        box = made.toolbox(["remember"], titles=False, most=1)
+        (schema,) = [tool.schema for tool in box.tools]
+        assert schema["function"]["parameters"]["properties"] == {"word": {"type": "string"}}
+        silent = hold(Says("No call."), lambda: Tools([box]))
+        assert silent.error is None
+        assert not made._connections  # nothing was started
+        played = hold_all(Says(*said), lambda: Tools([box]), size=2)
+        assert [trajectory.error for trajectory in played] == [None, None]
+        heard = [[str(turn.outcomes[0].content).split() for turn in one.turns[:2]] for one in played]
+        assert [[words for _, *words in one] for one in heard] == [[["a"], ["a", "b"]]] * 2
+        pids = {int(answer[0]) for one in heard for answer in one}
+        assert len(pids) == 2
+        assert all(gone(pid) for pid in pids)
+        assert not made._connections
+
+
+def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text(json.dumps({"mcpServers": {"tests": STDIO.model_dump(exclude_unset=True)}}), encoding="utf-8")
+
+    def tools(**options: Any) -> Config:
+        mcp = {"servers": str(path), "select": ["remember"], **options}
+        return checked({"model": "m", "data": {"train": "x"}, "mcp": mcp}, source="recipe")
+
+    with pytest.raises(ConfigError, match=r"mcp.max_sessions=1 has no effect with mcp.scope=run"):
+        assembly.environment_factory(tools(max_sessions=1))
+    words = {}
+    for scope in ("run", "conversation"):
+        make = assembly.environment_factory(tools(scope=scope, **({"max_sessions": 1} if scope != "run" else {})))
+        try:
+            played = hold_all(Says(call("remember", '{"word": "a"}'), "Done."), make, size=2)
+        finally:
+            asyncio.run(make.aclose())
+        words[scope] = sorted(str(one.turns[0].outcomes[0].content).partition(" ")[2] for one in played)
+    assert words == {"run": ["a", "a a"], "conversation": ["a", "a"]}
+
+
+def test_titles_are_left_out_and_parameters_of_that_name_stay() -> None:
+    schema = {
+        "title": "Args",
+        "properties": {"title": {"title": "Title", "type": "string", "enum": ["title"]}},
+        "$defs": {"X": {"title": "X"}},
+    }
+    bare = {"properties": {"title": {"type": "string", "enum": ["title"]}}, "$defs": {"X": {}}}
+    assert _without_titles(schema) == bare
 
 
 @pytest.mark.slow

@@ -58,6 +58,16 @@ async def meet(count: int) -> str:
     return "met"
 
 
+HEARD: list[str] = []
+
+
+@server.tool()
+def remember(word: str) -> str:
+    """Remember a word. Returns the process, and all words so far."""
+    HEARD.append(word)
+    return f"{os.getpid()} {' '.join(HEARD)}"
+
+
 @server.tool()
 def given_up() -> int:
     """Count the calls of `slow` that were cancelled."""

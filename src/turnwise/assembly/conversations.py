@@ -318,13 +318,26 @@ def _check_environment(
     return None, ()
 
 
-def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Toolbox]) -> list[Tool]:
+def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Toolbox]) -> list[Tool | Toolbox]:
     """The tools that the MCP servers offer. Raises ConfigError, with the servers stopped."""
     options = config.mcp
     try:
-        offered = servers.tools(
-            options.select, timeout=options.timeout, retries=options.retries, retry_timeouts=options.retry_timeouts
-        )
+        calls: dict[str, Any] = {
+            "timeout": options.timeout,
+            "retries": options.retries,
+            "retry_timeouts": options.retry_timeouts,
+            "titles": options.titles,
+        }
+        offered: Sequence[Tool | Toolbox]
+        if options.scope == "conversation":
+            offered = [servers.toolbox(options.select, most=options.max_sessions, **calls)]
+        elif options.max_sessions is not None:
+            raise ConfigError(
+                f"mcp.max_sessions={options.max_sessions} has no effect with mcp.scope=run, which has one session: remove it, or "
+                f"set mcp.scope to conversation"
+            )
+        else:
+            offered = servers.tools(options.select, **calls)
         Tools([*others, *offered])  # refuses two tools of one name
     except ConfigError:
         servers.close()

@@ -61,8 +61,8 @@ RULES: Mapping[str, Rule] = {
     "environment.thread": "free",
     **_all("named", "tools[].", "use arguments"),
     **_all("free", "tools[].", "thread timeout retries retry_timeouts"),
-    **_all("named", "mcp.", "servers select use"),
-    **_all("free", "mcp.", "timeout retries retry_timeouts start_timeout"),
+    **_all("named", "mcp.", "servers select use scope titles"),
+    **_all("free", "mcp.", "timeout retries retry_timeouts start_timeout max_sessions"),
     **_all(
         "named",
         "tool_calls.",

@@ -1,8 +1,9 @@
 """Tools of MCP servers: the connections, and the tools with the schemas of the servers, unchanged.
 
 The connections run in an event loop of one thread. They are opened before the first conversation, are shared by all
-conversations (in any event loop), and are closed at the end of the run. One task owns a session: the same task enters and
-leaves it. Calls come from any task of the same event loop; their number is not limited here. A call whose connection is lost
+conversations (in any event loop), and are closed at the end of the run. For servers with state (`McpServers.toolbox`), each
+conversation has connections of its own, which its calls open and its end closes. One task owns a session: the same task enters
+and leaves it. Calls come from any task of the same event loop; their number is not limited here. A call whose connection is lost
 is not repeated, because the server may have carried out the call already: the call raises ConnectionError, and the next call
 opens a new session.
 
@@ -22,7 +23,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from turnwise.environments.tools.result import ToolResponse
-from turnwise.environments.tools.tool import Tool
+from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.types import Failure
@@ -109,6 +110,10 @@ class Connection:
         self._former: list[_Session] = []
         """Lost sessions whose tasks may still be running."""
         self._starting = asyncio.Lock()
+
+    def another(self) -> Connection:
+        """A further connection to the same server."""
+        return Connection(self.name, self._server, start_timeout=self._start_timeout)
 
     async def tools(self) -> list[ServerTool]:
         """The tools that the server offers.
@@ -399,6 +404,8 @@ class McpServers:
             raise ConfigError("there are no MCP servers: `mcpServers` must have at least one")
         self._loop = ThreadLoop("mcp")
         self._connections = [Connection(name, server, start_timeout=start_timeout) for name, server in servers.items()]
+        """Those that are open or may be: those of the run, or those of conversations."""
+        self._listed = list(self._connections)
         # Also runs if close() is never called: server processes must not outlive the run.
         self._closing = weakref.finalize(self, _close, self._loop, self._connections)
 
@@ -419,19 +426,57 @@ class McpServers:
         self,
         selected: Sequence[str] | None = None,
         *,
+        titles: bool = True,
         timeout: float = 30.0,
         retries: int = 0,
         retry_timeouts: bool = False,
     ) -> list[Tool]:
         """Connect to the servers, and create a Tool for each offered tool, or only for the names in `selected`.
 
-        `timeout` is in seconds per call. Raises ConfigError if a server cannot be reached, if no server has a selected tool,
+        `titles`: whether the schemas keep their titles, which the SDK makes of names. `timeout` is in seconds per call. Raises
+        ConfigError if a server cannot be reached, if no server has a selected tool,
         or if two servers have a tool of the same name.
         """
+        return [tool for tool, _ in self._offered(selected, titles, timeout, retries, retry_timeouts)]
+
+    def toolbox(
+        self,
+        selected: Sequence[str] | None = None,
+        *,
+        titles: bool = True,
+        timeout: float = 30.0,
+        retries: int = 0,
+        retry_timeouts: bool = False,
+        most: int | None = None,
+    ) -> Toolbox:
+        """The tools of servers with state: each conversation has a session of its own with each server, and a process of its own
+        for a server with a `command`.
+
+        A session begins with the first call of one of its server's tools, and ends with the conversation. At most `most`
+        conversations have sessions at the same time; a call of a further one waits, within its `timeout`. The other arguments are
+        those of `tools`. Raises ConfigError.
+        """
+        offered = self._offered(selected, titles, timeout, retries, retry_timeouts)
+        self._loop.submit(_close_each(self._listed)).result(timeout=_CLOSING_ALL_SECONDS)  # they have listed the tools
+        self._connections.clear()
+        owners = {tool.name: connection for tool, connection in offered}
+        free = None if most is None else asyncio.Semaphore(most)
+        return Toolbox(
+            make=lambda: _Sessions(self, owners, free),
+            name="mcp",
+            tools=tuple(tool for tool, _ in offered),
+            closes=True,
+            method=_Sessions.caller,
+        )
+
+    def _offered(
+        self, selected: Sequence[str] | None, titles: bool, timeout: float, retries: int, retry_timeouts: bool
+    ) -> list[tuple[Tool, Connection]]:
+        """The tools and their servers. Raises ConfigError."""
         owners: dict[str, Connection] = {}
-        tools: list[Tool] = []
+        tools: list[tuple[Tool, Connection]] = []
         offered: set[str] = set()
-        for connection, listed in zip(self._connections, self._listings(), strict=True):
+        for connection, listed in zip(self._listed, self._listings(), strict=True):
             for listed_tool in listed:
                 offered.add(listed_tool.name)
                 if selected is not None and listed_tool.name not in selected:
@@ -443,16 +488,15 @@ class McpServers:
                         f"remove one of the servers"
                     )
                 owners[listed_tool.name] = connection
-                tools.append(
-                    Tool.from_schema(
-                        _schema(listed_tool),
-                        self._caller(connection, listed_tool.name),
-                        by_name=False,
-                        timeout=timeout,
-                        retries=retries,
-                        retry_timeouts=retry_timeouts,
-                    )
+                tool = Tool.from_schema(
+                    _schema(listed_tool, titles=titles),
+                    self._caller(connection, listed_tool.name),
+                    by_name=False,
+                    timeout=timeout,
+                    retries=retries,
+                    retry_timeouts=retry_timeouts,
                 )
+                tools.append((tool, connection))
         for name in selected or ():
             if name not in offered:
                 have = ", ".join(sorted(offered)) or "none"
@@ -491,12 +535,10 @@ class McpServers:
             raise ConfigError("these MCP servers are closed: create a new McpServers")
 
         async def list_all() -> list[list[ServerTool] | BaseException]:
-            return await asyncio.gather(
-                *(connection.tools() for connection in self._connections), return_exceptions=True
-            )
+            return await asyncio.gather(*(connection.tools() for connection in self._listed), return_exceptions=True)
 
         listings: list[list[ServerTool]] = []
-        for connection, listed in zip(self._connections, self._loop.submit(list_all()).result(), strict=True):
+        for connection, listed in zip(self._listed, self._loop.submit(list_all()).result(), strict=True):
             if isinstance(listed, BaseException):
                 text = str(listed) or type(listed).__name__
                 raise ConfigError(
@@ -509,25 +551,88 @@ class McpServers:
 
     def _caller(self, connection: Connection, name: str) -> Callable[[dict[str, Any]], Awaitable[ToolResponse]]:
         async def call(arguments: dict[str, Any]) -> ToolResponse:
-            if not self._closing.alive:
-                raise ConnectionError(f"the MCP server {connection.name!r} was closed")
-            result = await asyncio.wrap_future(self._loop.submit(connection.call(name, arguments)))
-            if not result.content and result.structured_content is not None:
-                response = ToolResponse(json.dumps(result.structured_content, ensure_ascii=False))
-            else:
-                response = await run_in_thread(lambda: self.parse_result(result.content), name="mcp", kind="tool")
-            if result.is_error:
-                raise ValueError(response.text or f"{name} failed without an error message")
-            return response
+            return await self.ask(connection.call(name, arguments), connection.name, name)
 
         return call
 
+    async def ask(self, calling: Coroutine[Any, Any, CallToolResult], server: str, name: str) -> ToolResponse:
+        """Await a call of the tool `name` in the event loop of the connections. Raises what the connection raises, and ValueError
+        with the message of a tool that failed."""
+        if not self._closing.alive:
+            calling.close()
+            raise ConnectionError(f"the MCP server {server!r} was closed")
+        result = await asyncio.wrap_future(self._loop.submit(calling))
+        if not result.content and result.structured_content is not None:
+            response = ToolResponse(json.dumps(result.structured_content, ensure_ascii=False))
+        else:
+            response = await run_in_thread(lambda: self.parse_result(result.content), name="mcp", kind="tool")
+        if result.is_error:
+            raise ValueError(response.text or f"{name} failed without an error message")
+        return response
+
+    def open_like(self, connection: Connection) -> Connection:
+        """A further connection to the same server, which is closed with the others at the latest."""
+        opened = connection.another()
+        self._connections.append(opened)
+        return opened
+
+    async def end(self, opened: Sequence[Connection], free: asyncio.Semaphore | None) -> None:
+        """Close connections of `open_like`, and then release a place of `free`."""
+
+        async def close() -> None:
+            try:
+                await _close_each(opened)
+            finally:
+                for connection in opened:
+                    self._connections.remove(connection)
+                if free is not None:
+                    free.release()
+
+        if self._closing.alive:  # otherwise they are closed
+            await asyncio.wrap_future(self._loop.submit(close()))
+
+
+class _Sessions:
+    """The sessions of one conversation. `close` ends them."""
+
+    def __init__(self, servers: McpServers, owners: Mapping[str, Connection], free: asyncio.Semaphore | None) -> None:
+        self._servers = servers
+        self._owners = owners
+        self._free = free
+        self._opened: dict[str, Connection] = {}
+        """By the name of the server."""
+        self._holds = False
+        """Whether this conversation has one of the places of `free`."""
+
+    def caller(self, name: str) -> Callable[[dict[str, Any]], Awaitable[ToolResponse]]:
+        """The function of a tool."""
+        owner = self._owners[name]
+
+        async def use(arguments: dict[str, Any]) -> CallToolResult:
+            if self._free is not None and not self._holds:
+                await self._free.acquire()
+                self._holds = True
+            if owner.name not in self._opened:
+                self._opened[owner.name] = self._servers.open_like(owner)
+            return await self._opened[owner.name].call(name, arguments)
+
+        async def call(arguments: dict[str, Any]) -> ToolResponse:
+            return await self._servers.ask(use(arguments), owner.name, name)
+
+        return call
+
+    async def close(self) -> None:
+        """End the sessions."""
+        if self._opened or self._holds:
+            await self._servers.end(list(self._opened.values()), self._free if self._holds else None)
+
+
+async def _close_each(connections: Sequence[Connection]) -> None:
+    await asyncio.gather(*(connection.close() for connection in connections))
+
 
 def _close(loop: ThreadLoop, connections: Sequence[Connection]) -> None:
-    async def close_all() -> None:
-        await asyncio.gather(*(connection.close() for connection in connections))
-
-    ended = loop.submit(close_all())
+    ended = loop.submit(_close_each(list(connections)))
     if loop.inside:  # garbage collection in the loop's own thread: waiting would deadlock
         ended.add_done_callback(lambda _: loop.stop())
         return
@@ -539,14 +644,31 @@ def _close(loop: ThreadLoop, connections: Sequence[Connection]) -> None:
     loop.stop()
 
 
-def _schema(tool: ServerTool) -> dict[str, Any]:
+def _schema(tool: ServerTool, *, titles: bool) -> dict[str, Any]:
     return {
         "type": "function",
         "function": {
             "name": tool.name,
             "description": tool.description or tool.title or "",
-            "parameters": tool.input_schema,
+            "parameters": tool.input_schema if titles else _without_titles(tool.input_schema),
         },
+    }
+
+
+def _without_titles(schema: Any, *, names: bool = False) -> Any:
+    """A JSON schema without its titles. `names`: the keys are names of parameters or definitions; one of them may be `title`."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        key: value
+        if key in ("enum", "const", "default", "examples") and not names
+        else _without_titles(
+            value, names=not names and key in ("properties", "$defs", "definitions", "patternProperties")
+        )
+        for key, value in schema.items()
+        if names or key != "title" or not isinstance(value, str)
     }
 
 

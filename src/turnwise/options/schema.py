@@ -261,6 +261,13 @@ class McpSection(Section):
     """Whether a call to an MCP server that timed out is attempted again, too."""
     start_timeout: Seconds = 30.0
     """The time that an MCP server has to start and to answer for the first time, in seconds."""
+    scope: Literal["run", "conversation"] = "run"
+    """Who has a session with an MCP server. `run`: all conversations share one. `conversation`: each has its own, and a process
+    of its own for a server with a `command`, from its first call to its end."""
+    max_sessions: Positive | None = None
+    """With `mcp.scope: conversation`, how many conversations may have sessions at once; calls of others wait. Null: all."""
+    titles: bool = True
+    """Whether the model sees the titles in the servers' schemas, which the SDK makes of the names of parameters."""
 
 
 class ToolCallsSection(Section):

@@ -233,6 +233,8 @@ class Toolbox:
     """One tool for each method. They belong to no instance, so they can be checked and shown, but not run."""
     closes: bool = False
     """Whether the class has a method `close`."""
+    method: Callable[[Any, str], Callable[..., Any]] = getattr
+    """Finds the function of a tool in an instance, by its name."""
 
     @classmethod
     def of(

@@ -203,7 +203,7 @@ class _Instance:
         instance = await asyncio.shield(
             self._making
         )  # the conversation may be cancelled meanwhile; the instance must still be closed
-        return [replace(tool, function=getattr(instance, tool.name)) for tool in self._box.tools]
+        return [replace(tool, function=self._box.method(instance, tool.name)) for tool in self._box.tools]
 
     async def answer(self, tool: Tool, call: ToolCall) -> Answer:
         """Run a call after all earlier calls of this instance."""
