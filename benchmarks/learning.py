@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from learning_tasks import distillation
 from learning_tasks.report import Curve, Point, draw, markdown, print_tables
 from learning_tasks.setups import TASKS, Setup, Task
 from learning_tasks.start_model import make_data, prepare
@@ -73,7 +74,10 @@ def main() -> None:
     data = make_data()
     start = options.out / f"start-{version_of('start_model', data['conversations'])}"
     os.environ.update(environment(start))
-    prepare(start, data)
+    if any(task != "distillation" for task in options.tasks):
+        prepare(start, data)
+    if "distillation" in options.tasks and not options.report:
+        distillation.prepare(start)
     runs = [
         Run(task, setup, seed, steps, version_of(task.name, start.name, *(data[name] for name in task.data)))
         for seed in range(1 if options.quick else options.seeds)

@@ -44,6 +44,7 @@ def setups(names: tuple[str, ...], steps: int, quick_steps: int) -> tuple[Setup,
 
 ESTIMATORS = ("grpo", "turn_return", "turn_gae", "gigpo")
 BIASED = ("mt_grpo", "igpo", "kevin")
+TEACHER = "teacher.path=${LEARNING}/teacher/checkpoint"
 ONE_TRY = ("credit.name=grpo", "data.train=${LEARNING}/one_try.jsonl")
 
 TASKS = (
@@ -80,6 +81,20 @@ TASKS = (
         optimum=0.92,
         level=0.75,
         data=("one_try", "two_tries", "held_out"),
+        evaluated=True,
+    ),
+    Task(
+        "distillation",
+        "the demo, with the trained demo as teacher",
+        (
+            Setup("rewards", (), 40, 2),
+            Setup("teacher", (TEACHER, "credit.name=none"), 16, 2),
+            Setup("rewards and teacher", (TEACHER,), 16, 2),
+        ),
+        start=0.47,
+        optimum=1.0,
+        level=0.95,
+        data=(),
         evaluated=True,
     ),
 )

@@ -29,16 +29,18 @@ from turnwise.options.algorithm import (
 )
 from turnwise.options.engines import ClusterSection, FsdpSection
 from turnwise.options.schema import LoraSection
+from turnwise.options.teacher import TeacherSection
 from turnwise.training.batch import Batch, pack
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
-from turnwise.training.losses import make_loss
+from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
 from turnwise.training.sharded.sharded_model import complete
-from turnwise.types import Sampling
+from turnwise.training.teacher import LearnerTeacher, Teacher, TeacherStep
+from turnwise.types import Group, Sampling
 
 MODEL, OUT = Path(sys.argv[1]), Path(sys.argv[2])
 WRITTEN, READ = (None if word == "-" else Path(word) for word in sys.argv[3:5])
@@ -60,6 +62,8 @@ class Case:
     optimizer: OptimizationSection = field(default_factory=OptimizationSection)
     sharding: FsdpSection = field(default_factory=FsdpSection)
     reference: ReferenceSection | None = None
+    teacher: TeacherSection = TeacherSection()
+    """Its path is the name of a directory beside MODEL; `base`: the model under the adapter."""
     lora: bool = False
     checkpointing: bool = False
     dtype: str = "float32"
@@ -69,6 +73,10 @@ class Case:
     micro_batch_tokens: int = 1
     model: str = ""
     """A directory beside MODEL; empty: MODEL itself."""
+
+
+def teacher(**options: Any) -> TeacherSection:
+    return TeacherSection.model_validate(options)
 
 
 CASES = {
@@ -90,6 +98,14 @@ CASES = {
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
+    "teacher_sampled": Case(loss=Reinforce(), teacher=teacher(path="teacher", gamma=0.5), epochs=2),
+    "teacher_divergence": Case(
+        teacher=teacher(path="teacher", signal="divergence", divergence="jsd", top_k=3), epochs=2
+    ),
+    "teacher_under_the_adapter": Case(teacher=teacher(path="base", signal="divergence", top_k=3), lora=True, epochs=2),
+    "teacher_is_the_student": Case(
+        loss=Reinforce(), teacher=teacher(context="context.py:f", clip=0.5), share_prompts="never"
+    ),
     "bfloat16": Case(dtype="bfloat16"),
     "mixed": Case(sharding=FsdpSection(param_dtype="bfloat16")),
 }
@@ -110,8 +126,19 @@ def options_of(case: Case) -> ShardOptions:
         optimizer=case.optimizer,
         sharding=case.sharding,
         reference=case.reference,
+        teacher=case.teacher,
+        teachers=teachers_of(case),
         share_prompts=case.share_prompts,
     )
+
+
+def teachers_of(case: Case) -> dict[str, ModelSource | None]:
+    return {
+        model.name: None
+        if model.path == "base"
+        else ModelSource(path=str(MODEL.parent / str(model.path)), device="cpu")
+        for model in case.teacher.local
+    }
 
 
 def local(case: Case) -> LocalLearner:
@@ -119,9 +146,10 @@ def local(case: Case) -> LocalLearner:
     return LocalLearner.from_pretrained(
         options.model,
         sampling=options.sampling,
-        loss=make_loss(options.loss, options.correction),
+        loss=make_loss(options.loss, options.correction, options.teacher),
         optimizer=options.optimizer,
         reference=options.reference,
+        teachers=options.teachers,
         share_prompts=options.share_prompts,
         threads=1,
     )
@@ -129,6 +157,14 @@ def local(case: Case) -> LocalLearner:
 
 def batches_of(case: Case, learner: Any) -> list[Batch]:
     required, trajectories = learner.requirements, group()
+    if case.teacher.on:
+        scoring = LearnerTeacher(learner, None if case.teacher.models[0].is_student else "teacher", None)
+        step = TeacherStep(
+            learner, teachers=[Teacher("teacher", 1.0, scoring)], section=case.teacher, micro_batch_tokens=None
+        )
+        groups = [Group(id="g", row=trajectories[0].row, trajectories=trajectories)]
+        asyncio.run(step.set_scores(groups))
+        asyncio.run(step.add_advantages(groups))
     size = len(trajectories) // case.batches
     return [
         pack(
@@ -140,6 +176,12 @@ def batches_of(case: Case, learner: Any) -> list[Batch]:
         )
         for start in range(0, size * case.batches, size)
     ]
+
+
+def scores_of(targets: Targets) -> list[float]:
+    """The advantages, and what a teacher says of the tokens and of the likely ones."""
+    of_teacher = [one for one in (targets.teacher_logprob_N, targets.teacher_top_logprob_NK) if one is not None]
+    return torch.cat([one.flatten() for one in (targets.advantage_N, *of_teacher)]).tolist()
 
 
 def measured(case: Case, learner: Any, gradients: Callable[[], dict[str, torch.Tensor]]) -> dict[str, Any]:
@@ -158,6 +200,8 @@ def measured(case: Case, learner: Any, gradients: Callable[[], dict[str, torch.T
         "micro_batches": [len(done), case.epochs * sum(len(batch.micro_batches) for batch in batches)],
         "token_logprobs": learner.token_logprobs([5, 6, 7, 8]),
         "loss": asyncio.run(learner.evaluate_loss(batches[0])),
+        "scores": [value for batch in batches for micro in batch.micro_batches for value in scores_of(micro.targets)],
+        "teachers": dict(learner.teacher_fingerprints()),
         "gradients": of_first,
         "weights": {name: tensor.float() for name, tensor in learner.weights().items()},
     }

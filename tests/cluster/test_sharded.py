@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, Qwen2Config, Qwen2ForCausalLM
 
 from support.mixtures import mixture
+from support.tiny import save_model
 from support.vision import save_vision_model
 from turnwise.doctor.memory import Workload
 from turnwise.options.schema import Config
@@ -48,6 +49,10 @@ EXACT = [
     "one_micro_batch",
     "clipped",
     "experts",
+    "teacher_sampled",
+    "teacher_divergence",
+    "teacher_under_the_adapter",
+    "teacher_is_the_student",
 ]
 
 ROUNDED = ["bfloat16", "mixed"]
@@ -72,6 +77,7 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     two ranks saved."""
     out = tmp_path_factory.mktemp("ranks")
     mixture("qwen3_moe").save_pretrained(model.parent / "experts")
+    save_model(model.parent / "teacher", seed=3)
     head = save_head(model, out / "head")
     vision = save_vision_model(out / "vision")
     run_ranks(1, ["rank_program", model, out / "one.json", out / "of-1", "-", *ON_ONE_RANK])
@@ -113,7 +119,8 @@ def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks:
         assert update == pytest.approx(of_one, abs=1e-5, rel=1e-5)
         assert correction == pytest.approx(of_one_correction, abs=1e-5, rel=1e-5)
     assert actual["updates"][0]["grad_norm"] > 0
-    for name in ("fingerprint", "base", "reference"):
+    assert actual["scores"] == pytest.approx(expected["scores"], abs=1e-5)
+    for name in ("fingerprint", "base", "reference", "teachers"):
         assert actual[name] == expected[name]
     assert actual["micro_batches"] == expected["micro_batches"]
     assert actual["token_logprobs"] == pytest.approx(expected["token_logprobs"], abs=1e-5)

@@ -20,6 +20,7 @@ from turnwise.options.algorithm import Gspo
 from turnwise.options.engines import LocalEngineSection, ScriptedEngineSection
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, changed_options, named_sections
+from turnwise.options.teacher import TeacherModel
 
 # Recipes: overrides, environment variables, and everything that is refused, with the value, the rule and the fix.
 
@@ -482,6 +483,7 @@ def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> N
         for name in model.model_fields
     }
     options |= set(schema())
+    options |= {f"teacher.{name}" for name in TeacherModel.model_fields}  # short for the one entry of teacher.models
     assert set(CALLED) <= options | {"model.lora"}
     others = [name for names in [*CALLED.values(), *ABSENT.values(), *DIFFERENT.values()] for name in names]
     assert len(others) == len(set(others))
@@ -500,7 +502,7 @@ def test_every_option_that_a_conversion_names_is_an_option() -> None:
         for option in re.findall(rf"(?<![/\w])((?:{sections})\.[a-z_.]+[a-z])(?=[\s=,;)])", f"{hint} ")
     }
     assert {"train.warmup_steps", "loss.normalizer", "data.max_prompt_tokens"} <= named
-    lists = {option.partition("[]")[0] for option in RULES}
+    lists = {option.partition("[]")[0] for option in RULES} | {f"teacher.{name}" for name in TeacherModel.model_fields}
     assert named <= options | lists
     for here in values:
         words = dict(word.split("=") for word in re.sub(r"\S+=<[^>]*>", "", here).split())

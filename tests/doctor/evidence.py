@@ -164,6 +164,7 @@ TESTED: Mapping[str, str] = {
             "signal",
             "coef",
             "gamma",
+            "clip",
             "divergence",
             "beta",
             "top_k",
@@ -227,6 +228,10 @@ TESTED: Mapping[str, str] = {
     **{
         f"health.{name}": "runs/test_health.py::test_the_last_steps_are_compared_with_the_first"
         for name in ("window", "tool_use", "entropy", "length")
+    },
+    **{
+        f"health.{name}": "runs/test_health.py::test_a_teacher_that_teaches_nothing_and_one_that_is_not_followed_are_noticed"
+        for name in ("teacher_gap", "teacher_growth")
     },
     "health.constant_reward": "runs/test_health.py::test_the_number_of_first_steps_is_that_of_the_recipe",
     "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",

@@ -17,7 +17,7 @@ from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.record.metrics import conversation_metrics, duplicate_share, lowest_correlation
 from turnwise.record.summary import summarize_run
-from turnwise.runs.health import HealthMonitors, LearningWatch
+from turnwise.runs.health import HealthMonitors, LearningWatch, RunProblem
 from turnwise.train import assemble
 from turnwise.types import Failure, Group, Row, Stop, Trajectory, Turn
 
@@ -108,6 +108,32 @@ def test_an_entropy_that_collapses_is_noticed() -> None:
     assert names(never_known, {"entropy": None}, {"entropy": None}, {}) == [[], [], []]
 
 
+def test_a_teacher_that_teaches_nothing_and_one_that_is_not_followed_are_noticed() -> None:
+    def found(values: list[float], **health: Any) -> dict[int, list[RunProblem]]:
+        monitors = HealthMonitors(made(teacher="t", health={"window": 2, **health}, output="runs/x"))
+        steps = {n: monitors.findings({"step": n, "teacher/divergence": v}, []) for n, v in enumerate(values, 1)}
+        return {step: findings for step, findings in steps.items() if findings}
+
+    ((gap,),) = found([0.0004, -0.0008, 0.0, 0.0]).values()
+    assert gap.name == "teacher_gap"
+    assert "differs from the teacher's by -0.0002 nats (mean of steps 1 to 2" in gap.text
+    assert found([0.2, 0.1, 0.0, 0.0]) == {}  # they agree at the end, as they should
+    assert found([0.2, 0.1, 0.0, 0.0], teacher_gap=0.3)[2][0].name == "teacher_gap"
+    growing = [0.1, 0.2, 0.25, 0.3, 0.5]  # means: 0.15, then 0.225, 0.275, 0.4
+    ((growth,),) = found(growing).values()
+    assert growth.name == "teacher_growth"
+    assert "is 0.4 nats per token, and was 0.15 in the first 2 steps" in growth.text
+    assert list(found(growing, teacher_growth=1.6)) == [4, 5]
+    assert found(growing, teacher_growth=None) == {}
+
+
+def test_equal_rewards_are_no_problem_where_only_a_teacher_is_learnt_from() -> None:
+    line = {"groups/zero_std": 1.0, "reward/std": 0.0, "grad_norm": 1.0}
+    for credit, expected in (("grpo", ["constant_reward", "zero_std"]), ("none", [])):
+        watch = LearningWatch(made(teacher="t", credit=credit, health={"window": 1, "constant_reward": 1}))
+        assert [finding.name for finding in watch.problems({"step": 1, **line}, grouped("ab"))] == expected
+
+
 def test_tools_that_were_hardly_used_cannot_collapse() -> None:
     monitors = HealthMonitors(made(health={"window": 1}))
     assert names(monitors, {"tool_calls/mean": 0.05}, {"tool_calls/mean": 0.0}) == [[], []]
@@ -175,6 +201,12 @@ def test_a_warning_comes_once() -> None:
         (
             {"health": {"reward_correlation": 0.0}, "reward": {"trajectory": ["r.py:f"]}},
             "health.reward_correlation has no effect, because the reward has only one part",
+        ),
+        ({"health": {"teacher_gap": 0.1}}, "health.teacher_gap has no effect without a teacher"),
+        ({"health": {"stop": ["teacher_growth"]}}, "health.teacher_growth has no effect without a teacher"),
+        (
+            {"health": {"constant_reward": 9}, "teacher": "t", "credit": "none"},
+            "health.constant_reward has no effect with credit=none",
         ),
         ({"health": {"kl": 0.2}, "train": {"steps": 9}}, "health.window=10 is larger than train.steps=9"),
         (

@@ -222,10 +222,13 @@ def exact(
     return float(mean.detach()), torch.autograd.grad(mean, list(student.parameters()))
 
 
-@pytest.mark.parametrize("kind", [LogprobKind.SAMPLED, LogprobKind.RAW])
-def test_scores_and_advantages_are_those_of_a_plain_float64_computation(kind: LogprobKind) -> None:
+@pytest.mark.parametrize(
+    ("kind", "clip"), [(LogprobKind.SAMPLED, None), (LogprobKind.RAW, None), (LogprobKind.RAW, 0.05)]
+)
+def test_scores_and_advantages_are_those_of_a_plain_float64_computation(kind: LogprobKind, clip: float | None) -> None:
     """Advantages of rewards stay, and those of the teacher are added; with gamma, later tokens of the conversation count."""
-    options = section(coef=0.5, gamma=0.9)
+    options = section(coef=0.5, gamma=0.9, clip=clip)
+    bound = clip or math.inf
     sampling = Sampling(temperature=0.8)
     learner = LocalLearner(tiny_model(), sampling=sampling, teachers={"teacher": tiny_model(seed=3)})
     trajectories = conversations()
@@ -251,7 +254,7 @@ def test_scores_and_advantages_are_those_of_a_plain_float64_computation(kind: Lo
                 token, known = segment.token_ids[place], trajectory.turns[turn].completion
                 exact_kind = known is not None and known.logprob_kind is LogprobKind.SAMPLED
                 own = segment.logprobs[place] if exact_kind else float(own_TV[place - 1, token])
-                rewards.append((turn, float(other_TV[place - 1, token]) - own))
+                rewards.append((turn, min(bound, max(-bound, float(other_TV[place - 1, token]) - own))))
         rewards.sort(key=lambda pair: pair[0])
         expected = [
             0.25 + 0.5 * sum(0.9**later * reward for later, (_, reward) in enumerate(rewards[place:]))

@@ -27,6 +27,11 @@ from turnwise.options.section import OWN, Section, name_of, named, named_section
 # names of other systems, and names that have changed
 
 CALLED: dict[str, tuple[str, ...]] = {
+    "teacher.path": ("teacher_model", "teacher_model_name_or_path", "teacher_model_path"),
+    "teacher.url": ("teacher_model_server", "teacher_model_server_url"),
+    "teacher.coef": ("teacher_kl_coef", "distillation_loss_coef", "teacher_tau"),
+    "teacher.top_k": ("gkd_logits_topk", "loss_top_k", "topk_logits_k"),
+    "teacher.column": ("teacher_tag_key", "teacher_key"),
     "train.lr": ("learning_rate",),
     "train.lr_schedule": ("lr_scheduler_type", "lr_scheduler", "scheduler"),
     "train.warmup_steps": ("lr_warmup_steps",),
@@ -215,6 +220,14 @@ DIFFERENT: dict[str, tuple[str, ...]] = {
     "write credit.scale=std for group or true, batch for batch, and none for false (docs/credit.md)": (
         "scale_rewards", "norm_adv_by_std_in_grpo", "f_norm",
     ),
+    "the section is called teacher (docs/distillation.md); `turnwise convert` converts that of verl": ("distillation",),
+    "only conversations of the student are learnt from, as with lmbda=1: leave it out, or train with `turnwise sft` first": (
+        "lmbda", "seq_kd", "sft_alpha",
+    ),
+    "to learn from the teacher alone, write credit=none": ("use_task_rewards",),
+    "write teacher.signal=sampled for a policy gradient (k1), and teacher.signal=divergence for a term of the loss": (
+        "use_policy_gradient", "distillation_loss",
+    ),
     "rewards are not whitened here; credit.whiten is for advantages": ("whiten_rewards",),
     "checkpoint.every is a number of steps; null writes checkpoints as often as 3 % of the time allow": ("save_strategy",),
     "eval.every is a number of steps; 0 evaluates before and after training": ("eval_strategy", "evaluation_strategy"),
@@ -261,6 +274,7 @@ ABSENT: dict[str, tuple[str, ...]] = {
         "load_in_8bit",
     ),
     "products with weights in 4 bits are computed in model.dtype": ("bnb_4bit_compute_dtype",),
+    "with teacher.top_k, all other tokens are always one class: leave it out": ("loss_add_tail",),
     "experiment trackers are in the section loggers: loggers=[wandb], or a list of mappings with name, project and run": (
         "report_to", "logger", "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "wandb_project", "project_name",
         "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",

@@ -99,7 +99,7 @@ RULES: Mapping[str, Rule] = {
     "reference.path": "fixed",  # the checkpoint does not hold the reference model
     "reference.source": "free",
     **_all("named", "reference.", "sync_every sync_weight"),
-    **_all("named", "teacher.", "signal coef gamma divergence beta top_k column"),
+    **_all("named", "teacher.", "signal coef gamma clip divergence beta top_k column"),
     "teacher.timeout": "free",
     **_all("named", "teacher.models[].", "name path dtype bits weight context"),
     **_all("free", "teacher.models[].", "url server"),
@@ -140,7 +140,8 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "free",
         "health.",
-        "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation failed",
+        "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation teacher_gap teacher_growth "
+        "failed",
     ),
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),

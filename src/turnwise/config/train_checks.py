@@ -263,7 +263,9 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
     functions = len([*reward.trajectory, *reward.turns, *reward.group, *reward.batch])
     others = config.environment.use not in WITHOUT_REWARD or bool(config.tools) or config.mcp.servers is not None
     with_window = used - {"constant_reward", "stop", "window"}
-    compared = used & {"tool_use", "entropy", "length"}
+    compared = used & {"tool_use", "entropy", "length", "teacher_growth"}
+    of_teacher = next((name for name in ("teacher_gap", "teacher_growth") if name in used), None)
+    of_rewards = next((name for name in ("zero_std", "constant_reward", "reward_correlation") if name in used), None)
     alone = next((name for name in ("zero_std", "duplicates") if name in used), None)
     return [
         (
@@ -274,6 +276,14 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
         (
             alone is not None and train.group_size == 1,
             f"health.{alone} has no effect with train.group_size=1, because it compares the conversations of a group: remove it",
+        ),
+        (
+            of_teacher is not None and not config.teacher.on,
+            f"health.{of_teacher} has no effect without a teacher: remove it",
+        ),
+        (
+            of_rewards is not None and config.credit.name == "none",
+            f"health.{of_rewards} has no effect with credit=none, because rewards are not learnt from: remove it",
         ),
         (
             "reward_correlation" in used and functions + others < 2,

@@ -432,6 +432,8 @@ Monitor = Literal[
     "mismatch",
     "kl",
     "reward_correlation",
+    "teacher_gap",
+    "teacher_growth",
     "failed",
     "constant_reward",
 ]
@@ -441,8 +443,8 @@ class HealthSection(Section):
     """Monitors of a training run. Each compares a metric with a limit, and warns once in a run (docs/health.md)."""
 
     window: Positive = 10
-    """The number of latest steps whose mean is compared with the limits. `tool_use`, `entropy` and `length` compare this mean
-    with the mean of the same number of steps at the start of the run."""
+    """The number of latest steps whose mean is compared with the limits. `tool_use`, `entropy`, `length` and
+    `teacher_growth` compare this mean with the mean of the same number of steps at the start of the run."""
     zero_std: Share | None = 0.95
     """The largest share of groups without reward differences (`groups/zero_std`). Null: no warning."""
     tool_use: Share | None = 0.2
@@ -469,6 +471,12 @@ class HealthSection(Section):
     reward_correlation: Annotated[float, Field(ge=-1, le=1)] | None = -0.5
     """The smallest correlation of two parts of the reward (`reward/correlation`). A negative correlation means that a
     conversation that gets more of one part gets less of the other. Null: no warning."""
+    teacher_gap: Above | None = 0.001
+    """With a teacher: the smallest difference between teacher and student in the first steps, in nats per token (the size of
+    `teacher/divergence`). Null: no warning."""
+    teacher_growth: Annotated[float, Field(gt=1)] | None = 2.0
+    """With a teacher: the largest divergence from it, as a multiple of the divergence in the first steps (`teacher/divergence`).
+    Null: no warning."""
     failed: Share | None = 0.2
     """The largest share of conversations that fail with an error (`failed`). Null: no warning."""
     constant_reward: Positive | None = 3

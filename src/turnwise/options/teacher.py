@@ -81,6 +81,10 @@ class TeacherSection(Section):
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.0
     """With `teacher.signal: sampled`: how much the later tokens of the conversation count for a token, discounted for each token.
     0: each token counts for itself."""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """With `teacher.signal: sampled`: the largest difference between the log-probabilities of a token, in nats and in both
+    directions; larger differences count as this. Tokens that the teacher finds impossible would otherwise outweigh all others
+    (10 is common). Null: no bound."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """With `teacher.signal: divergence`: which divergence. `reverse_kl`: KL(student || teacher). `forward_kl`: KL(teacher ||
     student). `jsd`: the generalized Jensen-Shannon divergence of `teacher.beta` (arXiv 2306.13649)."""
@@ -131,8 +135,9 @@ class TeacherSection(Section):
             return f"{changed[0]} has no effect without a teacher: set teacher.path, or remove teacher.{changed[0]}"
         if self.signal == "sampled" and of_divergence is not None:
             return f"{of_divergence} has no effect with signal=sampled: set signal=divergence, or remove it"
-        if self.signal == "divergence" and "gamma" in changed:
-            return "gamma has no effect with signal=divergence: set signal=sampled, or remove it"
+        of_sampled = next((name for name in changed if name in ("gamma", "clip")), None)
+        if self.signal == "divergence" and of_sampled is not None:
+            return f"{of_sampled} has no effect with signal=divergence: set signal=sampled, or remove it"
         if self.divergence != "jsd" and "beta" in changed:
             return f"beta has no effect with divergence={self.divergence}: set divergence=jsd, or remove it"
         return self._problem_of_several()

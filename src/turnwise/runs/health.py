@@ -26,6 +26,9 @@ from turnwise.user_code.reward_number import equal_rewards
 _LEAST_CALLS = 0.1
 """Tool calls of a conversation in the first steps, below which their number cannot collapse."""
 
+_OF_REWARDS = ("zero_std", "reward_correlation")
+"""Monitors of what is learnt from rewards, which is nothing with `credit: none`."""
+
 Line = Mapping[str, Any]
 """The metrics of a step: a line of metrics.jsonl."""
 
@@ -122,9 +125,8 @@ class HealthMonitors:
         if len(self._latest) < self.config.health.window:
             return []
         found = [self._compare(limit, groups) for limit in _LIMITS]
-        return [
-            finding for finding in (*found, self._tool_use(), self._entropy(), self._length()) if finding is not None
-        ]
+        found += [self._tool_use(), self._entropy(), self._length(), self._teacher_gap(), self._teacher_growth()]
+        return [finding for finding in found if finding is not None]
 
     def _add(self, line: Line) -> None:
         if len(self._first) < self.config.health.window:
@@ -134,6 +136,8 @@ class HealthMonitors:
     def _compare(self, limit: _Limit, groups: Sequence[Group]) -> RunProblem | None:
         bound = getattr(self.config.health, limit.name)
         if bound is None or (limit.name == "zero_std" and self.config.train.group_size == 1):
+            return None
+        if limit.name in _OF_REWARDS and self.config.credit.name == "none":
             return None
         value = _mean(self._latest, lambda line: line.get(limit.metric))
         if value is None or (value >= bound if limit.lowest else value <= bound):
@@ -186,6 +190,35 @@ class HealthMonitors:
             bound,
             "Look whether the answers repeat themselves, and whether they are cut (stop/length). A reward such as soft_overlong, "
             "or loss.normalizer=constant, works against long answers",
+        )
+
+    def _teacher_gap(self) -> RunProblem | None:
+        """In the first steps only: later, student and teacher should agree."""
+        bound = self.config.health.teacher_gap
+        value = _mean(self._latest, lambda line: line.get("teacher/divergence"))
+        if bound is None or value is None or abs(value) >= bound or self._latest[-1]["step"] > self._first[-1]["step"]:
+            return None
+        return self._finding(
+            "teacher_gap",
+            "teacher/divergence",
+            f"the student's log-probability of a token differs from the teacher's by {value:.3g} nats",
+            bound,
+            "Student and teacher agree from the start, so there is nothing to learn from this teacher: look whether teacher.path "
+            "or teacher.url is the model that you mean, or whether teacher.context shows it more than the student reads",
+        )
+
+    def _teacher_growth(self) -> RunProblem | None:
+        bound = self.config.health.teacher_growth
+        first, latest = self._first_and_latest(lambda line: line.get("teacher/divergence"))
+        if bound is None or first is None or latest is None or first <= 0 or latest <= bound * first:
+            return None
+        return self._finding(
+            "teacher_growth",
+            "teacher/divergence",
+            f"the divergence from the teacher is {latest:.3g} nats per token, and was {first:.3g} in the first "
+            f"{self.config.health.window} steps",
+            bound,
+            "The student moves away from its teacher: lower train.lr, or raise teacher.coef if rewards pull elsewhere",
         )
 
     def _tokens(self, line: Line) -> float | None:
@@ -264,7 +297,7 @@ class LearningWatch:
     ) -> str | None:
         """In the first steps, all conversations of a row had the same reward."""
         first_steps = self.config.health.constant_reward
-        if first_steps is None or metrics["step"] > first_steps:
+        if first_steps is None or metrics["step"] > first_steps or self.config.credit.name == "none":
             return None
         alone = self.config.train.group_size == 1  # a group of one has no differences
         self._equal += metrics["reward/std"] == 0.0 if alone else metrics["groups/zero_std"] == 1.0

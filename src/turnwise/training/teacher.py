@@ -182,13 +182,15 @@ class TeacherStep:
             ]
 
     def _advantages(self, trajectory: Trajectory, student: Sequence[Sequence[float]]) -> list[list[float]]:
-        """`coef` times the sum of `teacher - student` from a token on, discounted; 0 in turns that are not trained on."""
-        following = 0.0
+        """`coef` times the sum of `teacher - student`, within `clip`, from a token on, discounted; 0 in turns that are not
+        trained on."""
+        following, bound = 0.0, self.section.clip or float("inf")
         turns: list[list[float]] = []
         for turn, own, rows in reversed(list(zip(trajectory.turns, student, trajectory.teacher_scores, strict=True))):
             values = [0.0] * len(own)
             for place in range(len(own) - 1, -1, -1) if turn.weight > 0 else ():
-                following = rows[place][0] - own[place] + self.section.gamma * following
+                difference = max(-bound, min(bound, rows[place][0] - own[place]))
+                following = difference + self.section.gamma * following
                 values[place] = self.section.coef * following
             turns.append(values)
         return turns[::-1]

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from turnwise.compat.conversion import ConversionReport
+from turnwise.compat.swift import teacher_prompt
 from turnwise.compat.swift.convert import COMPUTED, from_swift_arguments
 from turnwise.compat.swift.read_arguments import ALIASES, ARGUMENT_TYPES, CHOICES, FIXED, LISTS, OPTIONS, read_arguments
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
+from turnwise.types import Row, Trajectory, Turn
 
 # Arguments of ms-swift become a recipe; what has no place in one is told, with its reason.
 
@@ -376,10 +378,145 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
         converted(FULL + f"--val_dataset e.jsonl --{key} 1.5")
 
 
+GKD = "--rlhf_type gkd --model M --dataset d.jsonl --tuner_type lora --max_steps 10 --lmbda 1 --temperature 1.0 "
+OPD = FULL + "--teacher_model T --num_generations 1 --beta 0 "
+SERVERS = """'[{"url": "http://t1:8000", "tags": ["math", "logic"]}, {"url": "http://t2:8001", "tags": ["code"]}]'"""
+
+
+@pytest.mark.parametrize(
+    ("words", "teacher"),
+    [
+        # as in examples/train/rlhf/gkd/multi_turn.sh, teacher_server.sh and examples/megatron/rlhf/gkd/dense.sh
+        (
+            GKD
+            + "--teacher_model T --beta 0.5 --multi_turn_scheduler math_tip_trick --max_turns 2 --teacher_deepspeed zero3",
+            {"signal": "divergence", "divergence": "jsd", "beta": 0.5, "path": "T"},
+        ),
+        (
+            GKD + "--teacher_model_server http://localhost:8000 --gkd_logits_topk 64",
+            {"signal": "divergence", "divergence": "jsd", "beta": 0.5, "top_k": 64, "url": "http://localhost:8000"},
+        ),
+        (GKD + "--teacher_model T --beta 1.0", {"signal": "divergence", "divergence": "reverse_kl", "path": "T"}),
+        (
+            GKD + "--teacher_model T --beta 0 --sft_alpha 0.1",
+            {"signal": "divergence", "divergence": "forward_kl", "path": "T"},
+        ),
+        # examples/megatron/rlhf/gkd/opsd.sh: the model under the adapter; and without a teacher, the trained model itself
+        (GKD + "--teacher_model M", {"signal": "divergence", "divergence": "jsd", "beta": 0.5, "path": "M"}),
+        (
+            GKD + "--gkd_logits_topk 20",
+            {
+                "signal": "divergence",
+                "divergence": "jsd",
+                "beta": 0.5,
+                "top_k": 20,
+                "context": "turnwise.compat.swift:teacher_prompt",
+            },
+        ),
+        # examples/train/grpo/opd_rl.sh and examples/ray/grpo/opd_rl_colocate.yaml
+        (OPD, {"signal": "sampled", "coef": 1.0, "path": "T"}),
+        (OPD + "--teacher_kl_coef 0.5 --offload_teacher_model true", {"signal": "sampled", "coef": 0.5, "path": "T"}),
+        (
+            FULL + f"--temperature 1.0 --teacher_model_server {SERVERS} --teacher_tag_key teacher_tag",
+            {
+                "signal": "sampled",
+                "coef": 1.0,
+                "column": "teacher_tag",
+                "models": [
+                    {"name": "math", "url": "http://t1:8000"},
+                    {"name": "logic", "url": "http://t1:8000"},
+                    {"name": "code", "url": "http://t2:8001"},
+                ],
+            },
+        ),
+    ],
+)
+def test_distillation_becomes_a_teacher(words: str, teacher: dict[str, Any]) -> None:
+    found = converted(words)
+    assert found.recipe["teacher"] == teacher
+    assert found.recipe["credit"] == {"name": "none"}
+    assert found.refused() == []
+    config = valid(found)
+    assert config.train.group_size == (1 if "gkd" in words or "num_generations" in words else 8)
+    assert config.loss.normalizer == ("token" if "gkd" in words else "trajectory")
+    assert config.loss.kl_coef == (0.04 if SERVERS in words else 0)
+
+
+def test_a_teacher_beside_rewards_keeps_the_estimator() -> None:
+    found = converted(FULL + "--teacher_model T --reward_funcs accuracy")
+    assert found.recipe["credit"] == {"name": "grpo", "scale": "std"}
+    assert valid(found).teacher.coef == 1.0
+
+
+def test_a_prompt_for_the_teacher_takes_the_place_of_the_last_message_of_the_user(tmp_path: Path) -> None:
+    rows = tmp_path / "d.jsonl"
+    rows.write_text(json.dumps({"messages": [], "teacher_prompt": "2+2? It is 4."}))
+    found = from_swift_arguments(
+        {"rlhf_type": "grpo", "model": "M", "dataset": str(rows), "tuner_type": "full", "max_steps": 2}
+    )
+    assert found.recipe["teacher"] == {
+        "signal": "sampled",
+        "coef": 1.0,
+        "context": "turnwise.compat.swift:teacher_prompt",
+    }
+    system, first, answer, second = (
+        {"role": role, "content": text}
+        for role, text in [("system", "s"), ("user", "2+2?"), ("assistant", "5"), ("user", "No.")]
+    )
+    row = Row(id="0", messages=[], fields={"teacher_prompt": "2+2? It is 4."})
+
+    def a_turn(index: int, message_index: int) -> Turn:
+        return Turn(index=index, message_index=message_index, message={}, text="")
+
+    trajectory = Trajectory(id="t", group="g", row=row, messages=[system, first, answer, second])
+    told = {**first, "content": "2+2? It is 4."}
+    assert teacher_prompt(trajectory, a_turn(0, 2)) == [system, told]
+    assert teacher_prompt(trajectory, a_turn(1, 4)) == [system, first, answer, told]
+    trajectory.row = Row(id="0", messages=[])
+    assert teacher_prompt(trajectory, a_turn(0, 2)) == [system, first]
+
+
 @pytest.mark.parametrize(
     ("words", "key", "reason"),
     [
-        ("--rlhf_type dpo", "rlhf_type", "only GRPO can be converted"),
+        (GKD + "--teacher_model T --lmbda 0.5", "lmbda", "only conversations of the student are learnt from"),
+        ("--rlhf_type gkd --model M --dataset d.jsonl --teacher_model T", "lmbda", "set lmbda=1"),
+        (GKD + "--teacher_model T --seq_kd true", "seq_kd", "no answers are sampled from the teacher"),
+        (GKD + "--teacher_model T --top_p 0.9", "top_p", "the student must sample from its own"),
+        (GKD + "--teacher_model T --num_generations 4", "num_generations", "one conversation of each row"),
+        (GKD + "--teacher_model T NPROC_PER_NODE=4", "gkd_logits_topk", "with several processes"),
+        (GKD, "gkd_logits_topk", "the trained model itself is over its likely tokens only"),
+        (GKD + "--tuner_type full --teacher_model M", "teacher_model", "the teacher is the model that is trained"),
+        (
+            GKD + "--teacher_model T --teacher_adapters A",
+            "teacher_adapters",
+            "set teacher_model to the adapter's directory",
+        ),
+        (
+            GKD + "--teacher_model_server http://h --gkd_logits_topk 5 --temperature 0.9",
+            "temperature",
+            "a server gives log-probabilities at temperature 1",
+        ),
+        (OPD + "--advantage_reweight rlsd", "advantage_reweight", "a teacher's signal is added to the advantages"),
+        (
+            FULL + f"--temperature 1.0 --teacher_model_server {SERVERS}",
+            "teacher_tag_key",
+            "chosen by a column of the data, and not by its data set",
+        ),
+    ],
+)
+def test_distillation_that_would_be_another_training_is_refused(words: str, key: str, reason: str) -> None:
+    words, _, processes = words.partition("NPROC_PER_NODE")
+    found = converted(f"NPROC_PER_NODE{processes} {words}" if processes else words)
+    assert [one.changes_training for one in found.unsupported if one.key == key and reason in one.reason] == [True], (
+        found
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "reason"),
+    [
+        ("--rlhf_type dpo", "rlhf_type", "only GRPO and GKD can be converted"),
         ("--dataset a.jsonl#5 b.jsonl", "dataset", "a number of rows (#) belongs to one data set"),
         (
             "--reward_funcs cosines",

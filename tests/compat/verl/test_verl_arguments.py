@@ -1166,3 +1166,116 @@ def test_arrays_of_a_script_are_read_to_their_end(tmp_path: Path, monkeypatch: p
     assert found.recipe["train"]["epochs"] == 1
     assert matters(found) == {"trainer.whatever": "its value could not be read: set it in another way"}
     assert {key.key for key in found.unsupported} >= {"model_engine", "ray_kwargs.ray_init.py_executable"}
+
+
+# On-policy distillation: the keys of verl's examples/on_policy_distillation_trainer.
+
+LOSS_OF_TEACHER = "distillation.distillation_loss"
+MODELS = "distillation.teacher_models"
+DISTILLATION = [
+    "distillation.enabled=True",
+    "distillation.n_gpus_per_node=4",
+    "distillation.nnodes=1",
+    f"{MODELS}.teacher_model.model_path=T",
+    f"{MODELS}.teacher_model.inference.name=vllm",
+    f"{MODELS}.teacher_model.inference.gpu_memory_utilization=0.4",
+    f"{LOSS_OF_TEACHER}.loss_mode=k1",
+    f"{LOSS_OF_TEACHER}.topk=64",
+    f"{LOSS_OF_TEACHER}.use_task_rewards=False",
+    f"{LOSS_OF_TEACHER}.use_policy_gradient=True",
+    f"{LOSS_OF_TEACHER}.loss_max_clamp=10.0",
+    f"{LOSS_OF_TEACHER}.log_prob_min_clamp=-10.0",
+]
+SUPERVISED = [
+    f"{LOSS_OF_TEACHER}.use_policy_gradient=False",
+    f"{LOSS_OF_TEACHER}.loss_max_clamp=null",
+    f"{LOSS_OF_TEACHER}.log_prob_min_clamp=null",
+]
+
+
+@pytest.mark.parametrize(
+    ("keys", "teacher", "credit"),
+    [
+        ([], {"path": "T", "signal": "sampled", "clip": 10.0}, {"name": "none"}),
+        ([f"{LOSS_OF_TEACHER}.loss_mode=k2", *SUPERVISED], {"path": "T", "signal": "sampled"}, {"name": "none"}),
+        (
+            [f"{LOSS_OF_TEACHER}.loss_mode=forward_kl_topk", *SUPERVISED],
+            {"path": "T", "signal": "divergence", "divergence": "forward_kl", "top_k": 64},
+            {"name": "none"},
+        ),
+        (
+            [f"{LOSS_OF_TEACHER}.use_task_rewards=True", f"{LOSS_OF_TEACHER}.distillation_loss_coef=0.5"],
+            {"path": "T", "coef": 0.5, "signal": "sampled", "clip": 10.0},
+            {"name": "grpo", "scale": "std"},
+        ),
+        (
+            # run_qwen3_8b_mopd_fsdp.sh; the entry teacher_model is ignored beside others
+            [
+                "distillation.teacher_key=data_source",
+                f"+{MODELS}.gsm8k.key=openai/gsm8k",
+                f"+{MODELS}.gsm8k.model_path=A",
+                f"+{MODELS}.gsm8k.num_replicas=1",
+                f"+{MODELS}.geo3k.key=hiyouga/geometry3k",
+                f"+{MODELS}.geo3k.model_path=B",
+            ],
+            {
+                "models": [{"name": "openai/gsm8k", "path": "A"}, {"name": "hiyouga/geometry3k", "path": "B"}],
+                "column": "data_source",
+                "signal": "sampled",
+                "clip": 10.0,
+            },
+            {"name": "none"},
+        ),
+    ],
+)
+def test_distillation_becomes_a_teacher(
+    keys: list[str], teacher: dict[str, Any], credit: dict[str, Any], grpo: list[str]
+) -> None:
+    found = from_verl_arguments([*grpo, *DISTILLATION, *keys])
+    assert matters(found) == {}
+    assert (found.recipe["teacher"], found.recipe["credit"]) == (teacher, credit)
+    whole(found)
+    given = {word.lstrip("+").partition("=")[0] for word in [*grpo, *DISTILLATION, *keys]}
+    told = {*found.converted, *(left.key for left in found.unsupported)}
+    assert {key for key in given if key.startswith("distillation")} <= told
+
+
+def test_several_optimizer_steps_have_the_clipping_of_the_teacher_s_part(grpo: list[str]) -> None:
+    keys = ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"{LOSS_OF_TEACHER}.clip_ratio_high=0.3"]
+    config = whole(from_verl_arguments([*grpo, *DISTILLATION, *keys]))
+    assert (config.train.minibatches, config.loss.clip_low, config.loss.clip_high) == (2, 0.2, 0.3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "reason"),
+    [
+        ([f"{LOSS_OF_TEACHER}.loss_mode=k3"], f"{LOSS_OF_TEACHER}.loss_mode", "these can be converted: k1 with"),
+        ([f"~{LOSS_OF_TEACHER}.loss_mode"], f"{LOSS_OF_TEACHER}.loss_mode", "these can be converted: k1 with"),
+        (
+            [f"{LOSS_OF_TEACHER}.loss_mode=forward_kl_topk", SUPERVISED[0]],
+            f"{LOSS_OF_TEACHER}.loss_max_clamp",
+            "the divergence has no bounds here",
+        ),
+        ([f"{MODELS}.teacher_model.model_path=null"], "distillation.enabled", "teacher_model needs model_path"),
+        (
+            ["actor_rollout_ref.actor.entropy_coeff=0.1"],
+            "actor_rollout_ref.actor.entropy_coeff",
+            "leaves this term out",
+        ),
+        (
+            ["actor_rollout_ref.actor.ppo_mini_batch_size=2", f"{LOSS_OF_TEACHER}.use_task_rewards=True"],
+            f"{LOSS_OF_TEACHER}.use_task_rewards",
+            "verl clips the ratio of the teacher's part apart",
+        ),
+        (
+            ["actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            "the loss vanilla in verl",
+        ),
+        (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator", "no critic is needed"),
+    ],
+)
+def test_distillation_that_would_be_another_training_is_refused(
+    keys: list[str], key: str, reason: str, grpo: list[str]
+) -> None:
+    assert reason in matters(from_verl_arguments([*grpo, *DISTILLATION, *keys]))[key]

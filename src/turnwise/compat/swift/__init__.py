@@ -13,6 +13,7 @@ reward:
 from __future__ import annotations
 
 from turnwise.compat.swift.convert import from_swift_arguments
+from turnwise.compat.swift.convert_teacher import teacher_prompt
 from turnwise.compat.swift.plugins import Reward, reward, scheduler
 
-__all__ = ["Reward", "from_swift_arguments", "reward", "scheduler"]
+__all__ = ["Reward", "from_swift_arguments", "reward", "scheduler", "teacher_prompt"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.compat.conversion import ConversionReport
+from turnwise.compat.swift.convert_teacher import TEACHER_ARGUMENTS, convert_gkd, convert_opd
 from turnwise.compat.swift.convert_training import (
     convert_batches,
     convert_credit,
@@ -516,7 +517,7 @@ COMPUTED = (
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
     "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff", *_QUANTIZATION,
-    *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS,
+    *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS, *TEACHER_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""
 
@@ -524,7 +525,7 @@ COMPUTED = (
 def from_swift_arguments(
     source: str | Path | Sequence[str] | Mapping[str, Any], *, try_names: bool = False
 ) -> ConversionReport:
-    """Convert the arguments of `swift rlhf --rlhf_type grpo` and `swift rollout` into a recipe.
+    """Convert the arguments of `swift rlhf --rlhf_type grpo` (or gkd) and `swift rollout` into a recipe.
 
     `source` is a mapping, the words of a command line, or the path of a `.yaml`, `.json` or `.sh` file. A script may contain
     both commands. With `try_names`, plugins are loaded, and names that they do not register are reported.
@@ -539,13 +540,19 @@ def from_swift_arguments(
     convert_engine(builder)
     convert_placement(builder)
     minibatches = convert_batches(builder)
-    convert_loss(builder, minibatches)
-    convert_sample_filters(builder)
     convert_steps(builder, minibatches)
-    convert_credit(builder)
-    convert_rewards(builder)
     convert_adapter(builder)
-    convert_divergence(builder, minibatches)
+    if builder.values.get("rlhf_type") == "gkd":
+        convert_gkd(builder)
+        for key in REWARD_ARGUMENTS:
+            builder.reject(key, "it has no effect with rlhf_type=gkd, also not in ms-swift")
+    else:
+        convert_loss(builder, minibatches)
+        convert_sample_filters(builder)
+        convert_credit(builder)
+        convert_rewards(builder)
+        convert_divergence(builder, minibatches)
+        convert_opd(builder, rewards=bool(builder.get("reward")) or _is_gym(builder))
     _report_other_arguments(builder)
     if try_names:
         _try_names(builder)

@@ -292,6 +292,12 @@ def _convert_columns(builder: SwiftRecipeBuilder) -> None:
 
 def _prompt_column(builder: SwiftRecipeBuilder) -> str | None:
     """The column that holds the conversations, read from the first row; None if there is no readable file."""
+    first = first_row(builder) or {}
+    return next((name for name in _PROMPT_COLUMNS if name in first), None)
+
+
+def first_row(builder: SwiftRecipeBuilder) -> dict[str, Any] | None:
+    """The first row of data.train; None if there is no readable file."""
     path = Path(str(builder.get("data.train", "")))
     if path.suffix not in (".jsonl", ".json") or not os.path.isfile(path):
         return None
@@ -300,7 +306,7 @@ def _prompt_column(builder: SwiftRecipeBuilder) -> str | None:
             first: Any = parse_json(next(lines, "{}"), where=str(path), error=ConfigError)
     except (ConfigError, OSError, UnicodeDecodeError):
         return None
-    return next((name for name in _PROMPT_COLUMNS if isinstance(first, dict) and name in first), None)
+    return first if isinstance(first, dict) else None
 
 
 def note_hub_names(builder: SwiftRecipeBuilder) -> None:

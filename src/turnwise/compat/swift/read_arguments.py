@@ -47,8 +47,22 @@ DEFAULTS: Mapping[str, Any] = {
     "ref_model_sync_steps": 512,
     "num_train_epochs": 3.0,
     "seed": 42,
+    "lmbda": 0.5,
+    "teacher_kl_coef": 1.0,
+    "teacher_tag_key": "dataset",
 }
 """ms-swift's defaults that differ from ours or that a computation needs."""
+
+GKD_DEFAULTS: Mapping[str, Any] = {"beta": 0.5, "num_generations": 1}
+"""ms-swift's defaults that are others with `rlhf_type` gkd."""
+
+REWARD_FREE = (
+    "advantage_estimator", "scale_rewards", "dynamic_sample", "max_resample_times", "overlong_filter", "loss_type",
+    "importance_sampling_level", "epsilon", "epsilon_high", "delta", "tau_pos", "tau_neg", "off_policy_sequence_mask_delta",
+    "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "num_iterations", "kl_in_reward",
+    "reward_funcs", "reward_weights", "ref_model", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha",
+)  # fmt: skip
+"""Arguments of GRPO that have no effect with `rlhf_type` gkd."""
 
 ALIASES: Mapping[str, str] = {
     "train_type": "tuner_type",
@@ -131,7 +145,12 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     # argument: the accepted values, and why no other value is possible
-    "rlhf_type": (("grpo",), "only GRPO can be converted"),
+    "rlhf_type": (("grpo", "gkd"), "only GRPO and GKD can be converted"),
+    "teacher_adapters": (
+        (None, []),
+        "set teacher_model to the adapter's directory, whose adapter_config.json names the model under it",
+    ),
+    "teacher_model_revision": ((None,), "download the revision, and set teacher_model to its directory"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
     "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
     "reward_model": ((None, []), "call the reward model in a reward function: reward.trajectory"),
@@ -139,7 +158,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         (None, []),
         "call the reward model in a reward function: reward.trajectory",
     ),
-    "teacher_model": ((None,), "set teacher.path in the recipe (docs/distillation.md)"),
     "response_prefix": ((None, ""), "the beginning of an answer is set by the chat template, or by a scheduler"),
     "add_non_thinking_prefix": (
         (None,),
@@ -168,6 +186,8 @@ MACHINERY: tuple[tuple[str, str], ...] = (
     (r"offload_.*|move_model_batches", "the trainer's memory is not offloaded; engine.sleep frees the engine's memory while the "
      "model is trained"),
     (r"vllm_.*", "give the argument to vLLM in engine.arguments"),
+    (r"teacher_deepspeed|offload_teacher_model|teacher_model_type", "a local teacher is divided among the ranks as the "
+     "trained model is (cluster.fsdp), and its architecture is read from config.json"),
     (r"use_ray|infer_backend|lmdeploy_.*|sglang_.*|api_key|max_logprobs", "about other engines: options under engine"),
     (r"fsdp_.*|zero.*|ddp|ddp_.*|local_rank", "about memory and devices: for several devices, set cluster=local or "
      "cluster=torchrun (docs/cluster.md)"),
@@ -302,7 +322,8 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
         (
             "lora_rank", "num_generations", "num_iterations", "vllm_max_model_len", "max_completion_length", "max_turns",
             "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
-            "global_batch_size", "cosine_max_len", "repetition_n_grams", "soft_max_length", "vllm_tensor_parallel_size",
+            "global_batch_size", "gkd_logits_topk",
+            "cosine_max_len", "repetition_n_grams", "soft_max_length", "vllm_tensor_parallel_size",
             "vllm_pipeline_parallel_size", "vllm_data_parallel_size", "vllm_max_num_seqs", "vllm_server_port",
             "vllm_max_lora_rank",
         ),
@@ -323,6 +344,8 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "cosine_max_len_value_correct", "repetition_max_penalty", "delta", "ref_model_mixup_alpha", "tau_pos", "tau_neg",
             "off_policy_sequence_mask_delta", "rollout_importance_sampling_threshold", "vllm_gpu_memory_utilization",
             "vllm_mm_processor_cache_gb", "vllm_server_timeout", "router_aux_loss_coef", "moe_aux_loss_coeff",
+            "lmbda", "sft_alpha", "teacher_kl_coef",
+            "sdar_loss_coef",
         ),
         _number,
     ),
@@ -335,6 +358,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "kl_in_reward", "sync_ref_model", "use_vllm", "vllm_enforce_eager", "vllm_disable_custom_all_reduce",
             "vllm_disable_cascade_attn", "vllm_enable_expert_parallel", "vllm_enable_prefix_caching", "vllm_use_async_engine",
             "vllm_enable_lora", "vllm_server_pass_dataset", "enable_thinking",
+            "seq_kd",
         ),
         _flag,
     ),
@@ -344,11 +368,12 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
             "vllm_quantization", "vllm_server_base_url", "vllm_server_host", "router_replay_mode", "quant_method",
-            "bnb_4bit_quant_type",
+            "bnb_4bit_quant_type", "teacher_model", "teacher_tag_key", "advantage_reweight",
         ),
         _text,
     ),
     "columns": _texts_of_texts,
+    "teacher_model_server": _guess,
     **dict.fromkeys(("vllm_limit_mm_per_prompt", "vllm_speculative_config", "vllm_engine_kwargs"), _mapping),
 }  # fmt: skip
 """The type of each argument; for a list, the type of its items."""
@@ -625,4 +650,6 @@ class SwiftRecipeBuilder(RecipeBuilder):
 
     def value(self, key: str) -> Any:
         value = self.given.values.get(key)
+        if value is None and self.values.get("rlhf_type") == "gkd" and key in GKD_DEFAULTS:
+            return GKD_DEFAULTS[key]
         return DEFAULTS.get(key) if value is None else value

@@ -33,6 +33,7 @@ from turnwise.compat.conversion import (
     resolved,
 )
 from turnwise.compat.verl import convert_training
+from turnwise.compat.verl.convert_teacher import convert_teacher
 from turnwise.compat.verl.files import read_interactions, read_tools
 from turnwise.compat.verl.helpers import GRADED
 from turnwise.compat.verl.keys import (
@@ -545,6 +546,7 @@ class _Conversion:
         convert_training.trainer(self._builder, convert_training.steps(self._builder, self._count()))
         convert_placement(self._builder)
         self._reward(interactive)
+        convert_teacher(self._builder)
         self._others()
         if try_names:
             self._try_names()

@@ -74,6 +74,15 @@ DEFAULTS: dict[str, Any] = {
     "data.train_max_samples": -1,
     "data.val_max_samples": -1,
     "custom_reward_function.name": "compute_score",
+    "distillation.enabled": False,
+    "distillation.teacher_key": "data_source",
+    "distillation.distillation_loss.loss_mode": "k3",
+    "distillation.distillation_loss.topk": 32,
+    "distillation.distillation_loss.use_task_rewards": True,
+    "distillation.distillation_loss.distillation_loss_coef": 1.0,
+    "distillation.distillation_loss.use_policy_gradient": False,
+    "distillation.distillation_loss.clip_ratio_low": 0.2,
+    "distillation.distillation_loss.clip_ratio_high": 0.2,
     "trainer.project_name": "verl_examples",
     "trainer.experiment_name": "gsm8k",
     "trainer.resume_mode": "auto",
@@ -138,6 +147,14 @@ HANDLED: tuple[str, ...] = (
     "custom_reward_function.name", "custom_reward_function.path", "custom_reward_function.reward_kwargs",
     "reward.custom_reward_function.name", "reward.custom_reward_function.path",
     "reward.custom_reward_function.reward_kwargs",
+    "distillation.enabled", "distillation.teacher_models", "distillation.teacher_key",
+    *(
+        f"distillation.distillation_loss.{name}"
+        for name in (
+            "loss_mode", "topk", "use_task_rewards", "distillation_loss_coef", "loss_max_clamp", "log_prob_min_clamp",
+            "use_policy_gradient", "policy_loss_mode", "clip_ratio", "clip_ratio_low", "clip_ratio_high",
+        )
+    ),
     "rollout.multiturn.enabled", "rollout.multiturn.max_turns", "rollout.multiturn.stop_tokens",
     "rollout.multiturn.environment.tools", "rollout.multiturn.environment.type",
     "trainer.default_local_dir", "trainer.device", "trainer.experiment_name", "trainer.max_actor_ckpt_to_keep",
@@ -178,7 +195,6 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     f"{ROLLOUT}.agent.custom_async_server.path": ((None,), _NO),
     f"{TURNS}.completion_callback": ((None,), "write it as an environment (README)"),
     f"{TURNS}.num_repeat_rollouts": ((None,), _NO),
-    "distillation.enabled": ((False,), "set teacher.path in the recipe (docs/distillation.md)"),
     "reward_model.enable": ((False,), "call the reward model in a reward function: custom_reward_function"),
     "reward_model.reward_manager": (("naive", "batch"), "one score for a conversation: custom_reward_function"),
     "reward_model.sandbox_fusion.url": ((None,), "call the service in a reward function: custom_reward_function"),
