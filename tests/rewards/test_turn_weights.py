@@ -23,7 +23,7 @@ from turnwise.options.schema import LOSS_MASKS, Config
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, TurnWeighting, custom, without_cut_turns
 from turnwise.runs.sampling_only import collect
 from turnwise.train import assemble
-from turnwise.types import Row, Stop, Trajectory, Turn
+from turnwise.types import Row, Stop, ToolCall, ToolOutcome, Trajectory, Turn
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -58,6 +58,47 @@ def test_each_rule_keeps_its_turns_of_a_conversation_with_two_questions_and_tool
     name: str, weights: list[int]
 ) -> None:
     assert kept(TURN_WEIGHTINGS[name], said(*TWO_QUESTIONS)) == weights
+
+
+def called(*turns: str, stop: Stop = Stop.DONE) -> Trajectory:
+    """A conversation whose turns have calls: `+` succeeded, `-` failed, `?` could not be parsed, and none without a sign."""
+    one = said("user", *("assistant", "tool") * len(turns))
+    one.stop = stop
+    for turn, signs in zip(one.turns, turns, strict=True):
+        ids = [f"{turn.index}.{n}" for n in range(len(signs))]
+        turn.calls = tuple(
+            ToolCall(id=id, name="f", arguments={}, text="", error="no JSON" if sign == "?" else None)
+            for id, sign in zip(ids, signs, strict=True)
+        )
+        turn.outcomes = tuple(
+            ToolOutcome(id=id, name="f", arguments={}, content="", error="raised" if sign == "-" else None)
+            for id, sign in zip(ids, signs, strict=True)
+            if sign != "?"
+        )
+    return one
+
+
+@pytest.mark.parametrize(
+    ("turns", "failed_calls", "void_turns"),
+    [
+        (("+", "-", "+-", "--", "?", ""), [1, 0, 1, 0, 0, 1], [1, 1, 1, 1, 1, 1]),
+        (("+", "", "+", ""), [1, 1, 1, 1], [0, 0, 0, 0]),  # the second turn neither calls nor answers
+        (("",), [1], [1]),
+        ((), [], []),
+    ],
+)
+def test_turns_whose_calls_failed_and_conversations_with_void_turns_are_left_out(
+    turns: tuple[str, ...], failed_calls: list[int], void_turns: list[int]
+) -> None:
+    assert kept(TURN_WEIGHTINGS["without_failed_calls"], called(*turns)) == failed_calls
+    assert kept(TURN_WEIGHTINGS["without_void_turns"], called(*turns)) == void_turns
+
+
+@pytest.mark.parametrize(("last", "weights"), [("", [0, 0]), ("+", [1, 1])])
+def test_an_answer_that_a_limit_cut_is_void_unless_it_calls_a_tool(last: str, weights: list[int]) -> None:
+    one = called("+", last, stop=Stop.LENGTH)
+    one.turns[-1].finish_reason = "length"
+    assert kept(TURN_WEIGHTINGS["without_void_turns"], one) == weights
 
 
 def test_a_rule_says_the_same_when_it_is_asked_again_and_undoes_another() -> None:

@@ -22,7 +22,7 @@ from turnwise.options.algorithm import (
     OwnLoss,
     TurnReturn,
 )
-from turnwise.options.schema import LOSS_MASKS, Config, DataSection, QuantizationSection
+from turnwise.options.schema import Config, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
 from turnwise.user_code.algorithms import Needs, declared_needs
 
@@ -478,7 +478,7 @@ def _conversation_problems(config: Config) -> list[Problem]:
     mask = config.loss_mask.use
     return [
         (
-            one_turn and mask in LOSS_MASKS and mask != "all",
+            one_turn and mask in ("last_turn", "after_last_user", "last_round"),
             f"loss_mask={mask} has no effect with limits.turns=1, because the first turn is also the last: remove it, or "
             f"raise limits.turns",
         ),

@@ -517,7 +517,7 @@ OVERRIDABLE_CHECKS = (
     "memory",
 )
 """The checks of `turnwise doctor` that the start of a run makes too, by name."""
-LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round")
+LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round", "without_failed_calls", "without_void_turns")
 """The rules of `rewards.turn_weights`, by name."""
 
 
@@ -596,8 +596,8 @@ class Config(Section):
     teacher: TeacherSection = TeacherSection()
     correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")
-    """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, or a reference to a function that returns the
-    weight of a turn in the loss (docs/loss_masks.md)."""
+    """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, `without_failed_calls`,
+    `without_void_turns`, or a reference to a function that returns the weight of a turn in the loss (docs/loss_masks.md)."""
     train: TrainSection = TrainSection()
     eval: EvaluationSection = EvaluationSection()
     rollout: RolloutSection = RolloutSection()

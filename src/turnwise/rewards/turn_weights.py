@@ -48,11 +48,36 @@ def last_round(trajectory: Trajectory) -> None:
     _keep_round(trajectory, ("user", "tool"))
 
 
+def without_failed_calls(trajectory: Trajectory) -> None:
+    """Weight 0 for the turns whose tool calls all failed, 1 for the others.
+
+    A call fails if it cannot be parsed, names an unknown tool, has wrong arguments, or if its tool raises or takes too long.
+    """
+    for turn in trajectory.turns:
+        errors = {outcome.id: outcome.error for outcome in turn.outcomes}
+        failed = [errors.get(call.id, call.error) is not None for call in turn.calls]
+        turn.weight = 0.0 if failed and all(failed) else 1.0
+
+
+def without_void_turns(trajectory: Trajectory) -> None:
+    """Weight 0 for all turns of a conversation with a void turn, 1 for those of other conversations.
+
+    A void turn has neither a tool call nor the final answer (SimpleTIR, arXiv 2509.02479): it has no call, and a limit cut it, or
+    another turn follows. For conversations in which every turn but the last calls a tool.
+    """
+    last = len(trajectory.turns) - 1
+    void = any(not turn.calls and (n < last or was_cut(trajectory)) for n, turn in enumerate(trajectory.turns))
+    for turn in trajectory.turns:
+        turn.weight = float(not void)
+
+
 TURN_WEIGHTINGS: Mapping[str, TurnWeighting] = {
     "all": all_turns,
     "last_turn": last_turn,
     "after_last_user": after_last_user,
     "last_round": last_round,
+    "without_failed_calls": without_failed_calls,
+    "without_void_turns": without_void_turns,
 }
 """The weightings that a recipe can name."""
 
