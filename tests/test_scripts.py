@@ -275,13 +275,13 @@ def test_the_table_has_the_range_of_the_seeds_and_the_median_step_at_the_level()
 
 
 def test_curves_over_tokens_are_compared_at_equal_tokens():
-    # the second has twice the tokens of a step: the first is cut at its middle
+    # the second has twice the tokens of a step: the final reward of the first is that at its middle
     curves = [
         curve("guessing", "single-turn grpo", 0, [0.2, 0.4, 0.6, 0.8, 1.0]),
         curve("guessing", "multi-turn grpo", 0, [0.2, 0.9], tokens=200),
     ]
     page = markdown(TASKS, curves, {("doors", "turn_gae"): "no critic"})
-    assert "| single-turn grpo | 1 | 0.60 | 0.60 to 0.60 | no |" in page
+    assert "| single-turn grpo | 1 | 0.60 | 0.60 to 0.60 | 275 tokens |" in page
     assert "| multi-turn grpo | 1 | 0.90 | 0.90 to 0.90 | 160 tokens |" in page
     assert "- doors, turn_gae: no critic" in page
 

@@ -92,7 +92,8 @@ def draw(path: Path, tasks: Sequence[Task], curves: Sequence[Curve]) -> None:
 
 
 def of_task(task: Task, curves: Sequence[Curve]) -> list[Seeds]:
-    """The curves of a task by setup. Curves over tokens are cut where the shortest ends, so that all have equal tokens."""
+    """The curves of a task by setup. Over tokens, the final rewards are those where the shortest curve of the task ends, so that
+    all have equal tokens, and the curves of a setup go to the end of its shortest one."""
     own = [curve for curve in curves if curve.task == task.name]
     end = min((curve.points[-1].tokens for curve in own), default=0)
     result: list[Seeds] = []
@@ -101,9 +102,10 @@ def of_task(task: Task, curves: Sequence[Curve]) -> list[Seeds]:
         if not of_setup:
             continue
         if task.evaluated:
-            xs = [round(end * part / 40) for part in range(41)]
+            own_end = min(curve.points[-1].tokens for curve in of_setup)
+            xs = [round(end * part / 40) for part in range(40 * own_end // end + 1)]
             values = [[at(curve, x) for x in xs] for curve in of_setup]
-            finals = [line[-1] for line in values]
+            finals = [at(curve, end) for curve in of_setup]
         else:
             xs = [point.step for point in of_setup[0].points]
             values = [curve.smooth(WINDOW) for curve in of_setup]
