@@ -88,8 +88,8 @@ TASKS = (
         "the demo, with the trained demo as teacher",
         (
             Setup("rewards", (), 40, 2),
-            Setup("teacher", (TEACHER, "credit.name=none"), 16, 2),
-            Setup("rewards and teacher", (TEACHER,), 16, 2),
+            Setup("teacher", (TEACHER, "credit.name=none"), 40, 2),
+            Setup("rewards and teacher", (TEACHER,), 40, 2),
         ),
         start=0.47,
         optimum=1.0,
