@@ -208,6 +208,7 @@ def _load(name: str, arguments: dict[str, Any]) -> Any:
             f"environment: verifiers:{name} sets signal handlers, which Python allows in the main thread only: start the run in "
             f"the main thread"
         )
+    importlib.import_module("datasets").disable_progress_bars()
     try:
         with boundary("environment"), _own_signals():
             if ":" in name:
