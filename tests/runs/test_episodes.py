@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from support.tiny import save_rows
 from support.training import train_run
 from turnwise.cli import main
 from turnwise.record.datasets import DatasetChoice, write_dataset
+from turnwise.record.metric_names import METRICS, metric_of
 from turnwise.record.reader import episodes, read
 from turnwise.rollout_server.wire import fill_trajectory, finished_event
 from turnwise.runs.replay import replay
 from turnwise.types import Trajectory
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 GAME = '''
 from turnwise import Opening, Reply, SamplingChange, current_episode, environment
 
@@ -94,6 +97,8 @@ def test_agents_are_trained_on_with_their_own_advantages_and_a_resumed_run_has_t
         assert (one["trained"], one["turns"][0]["weight"], one["turns"][0]["advantage"]) == (False, 0.0, None)
     assert metrics[0]["agents/second/reward/mean"] == pytest.approx(-metrics[0]["reward/mean"])
     assert metrics[0]["agents/referee/conversations"] == 1.0
+    found = {metric.name for name in metrics[0] if (metric := metric_of(name)) is not None}
+    assert {metric.name for metric in METRICS if metric.name.startswith("agents/")} <= found
     of_sides = [one for name in ("", "second") for one in sides[name]]
     tokens = sum(turn >= 0 for one in of_sides for segment in one["segments"] for turn in segment["turn"])
     assert metrics[0]["tokens/trained"] == tokens
@@ -153,3 +158,42 @@ def test_a_rollout_server_sends_the_agents_with_their_tokens(recipe: Path, tmp_p
     ]
     assert given.agents[0].segments[0].token_ids == done.agents[0].segments[0].token_ids
     assert given.agents[1].trained is False
+
+
+def exploitability(shares: dict[str, float], rock: float = 2.0) -> float:
+    """What the best answer wins against these shares of moves; 0 at the equilibrium R 1/4, P 1/2, S 1/4."""
+    total = sum(shares.values())
+    r, p, s = (shares[move] / total for move in "RPS")
+    return max(rock * s - p, r - s, p - rock * r)
+
+
+def test_the_equilibrium_of_the_game_cannot_be_exploited_and_other_play_can() -> None:
+    assert exploitability({"R": 0.25, "P": 0.5, "S": 0.25}) == 0
+    assert exploitability({"R": 1, "P": 1, "S": 1}) == pytest.approx(1 / 3)
+    assert exploitability({"R": 1, "P": 0, "S": 0}) == 1
+
+
+@pytest.mark.slow
+def test_self_play_comes_to_the_equilibrium_on_average(model: Path, tmp_path: Path) -> None:
+    """In a zero-sum game, the play of single steps goes round the equilibrium, and its average comes close to it (recipes)."""
+    path = save_recipe(
+        tmp_path,
+        model,
+        environment=f"{RECIPES}/rock_paper_scissors.py:rock_paper_scissors",
+        data={"train": str(save_rows(tmp_path / "train.jsonl", 1))},
+        credit={"name": "grpo", "scale": "none"},
+        loss={"entropy_coef": 0.3},
+        limits={"turns": 2, "tokens_per_turn": 4},
+        train={"steps": 130, "batch_size": 1, "group_size": 64, "lr": 0.004},
+        checkpoint={"every": 1000},
+        record={"every": 1000},
+        deterministic=True,
+    )
+    _, metrics, _ = train_run(path, tmp_path / "run")
+    later = [{move: line[f"metrics/{move}"] for move in "RPS"} for line in metrics[50:]]
+    average = {move: fmean(shares[move] for shares in later) for move in "RPS"}
+    assert sum(average.values()) > 0.85  # both sides have learnt to answer with a move
+    assert exploitability(average) < 0.2
+    assert fmean(map(exploitability, later)) > exploitability(average)
+    for side in ("reward/mean", "agents/second/reward/mean"):
+        assert abs(fmean(line[side] for line in metrics[50:])) < 0.4  # neither side is the stronger one
