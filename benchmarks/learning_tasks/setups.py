@@ -44,7 +44,7 @@ def setups(names: tuple[str, ...], steps: int, quick_steps: int) -> tuple[Setup,
 
 ESTIMATORS = ("grpo", "turn_return", "turn_gae", "gigpo")
 BIASED = ("mt_grpo", "igpo", "kevin")
-TEACHER = "teacher.path=${LEARNING}/teacher/checkpoint"
+TEACHER = ("teacher.path=${LEARNING}/teacher/checkpoint", "teacher.signal=divergence", "teacher.divergence=forward_kl")
 ONE_TRY = ("credit.name=grpo", "data.train=${LEARNING}/one_try.jsonl")
 
 TASKS = (
@@ -88,12 +88,12 @@ TASKS = (
         "the demo, with the trained demo as teacher",
         (
             Setup("rewards", (), 40, 2),
-            Setup("teacher", (TEACHER, "credit.name=none"), 40, 2),
-            Setup("rewards and teacher", (TEACHER,), 40, 2),
+            Setup("teacher", (*TEACHER, "credit.name=none"), 20, 2),
+            Setup("rewards and teacher", TEACHER, 20, 2),
         ),
         start=0.47,
         optimum=1.0,
-        level=0.95,
+        level=0.92,
         data=(),
         evaluated=True,
     ),
