@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +25,7 @@ def interpreter(name: str, requirement: str, module: str) -> str:
         ):
             made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
             if made.returncode:
+                shutil.rmtree(folder, ignore_errors=True)  # the next run tries again
                 pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
     found = subprocess.run(
         [str(python), "-c", f"import {module}"], capture_output=True, text=True, timeout=120, check=False
