@@ -95,7 +95,7 @@ def test_options_of_the_teacher_change_what_is_learnt(recipe: Path, models: Path
         "dtype": [one, "teacher.dtype=bfloat16"],
         "coef": [one, "teacher.coef=0.5"],
         "gamma": [one, "teacher.gamma=0.5"],
-        "clip": [one, "teacher.clip=0.1"],
+        "clip": [one, "teacher.clip=0.01"],
         "divergence": [one, exact],
         "forward": [one, exact, "teacher.divergence=forward_kl"],
         "jsd": [one, exact, "teacher.divergence=jsd"],

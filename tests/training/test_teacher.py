@@ -223,7 +223,7 @@ def exact(
 
 
 @pytest.mark.parametrize(
-    ("kind", "clip"), [(LogprobKind.SAMPLED, None), (LogprobKind.RAW, None), (LogprobKind.RAW, 0.05)]
+    ("kind", "clip"), [(LogprobKind.SAMPLED, None), (LogprobKind.RAW, None), (LogprobKind.RAW, 0.01)]
 )
 def test_scores_and_advantages_are_those_of_a_plain_float64_computation(kind: LogprobKind, clip: float | None) -> None:
     """Advantages of rewards stay, and those of the teacher are added; with gamma, later tokens of the conversation count."""
@@ -255,6 +255,7 @@ def test_scores_and_advantages_are_those_of_a_plain_float64_computation(kind: Lo
                 exact_kind = known is not None and known.logprob_kind is LogprobKind.SAMPLED
                 own = segment.logprobs[place] if exact_kind else float(own_TV[place - 1, token])
                 rewards.append((turn, min(bound, max(-bound, float(other_TV[place - 1, token]) - own))))
+        assert clip is None or {abs(reward) for _, reward in rewards} & {clip}
         rewards.sort(key=lambda pair: pair[0])
         expected = [
             0.25 + 0.5 * sum(0.9**later * reward for later, (_, reward) in enumerate(rewards[place:]))
