@@ -186,6 +186,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen3.5": {"full_attention_interval": 2},
+    "Qwen3-Next": {"full_attention_interval": 2},
+    "Nemotron-H": {"hybrid_override_pattern": "M*-E"},
+}
+"""Keys of published config.json files, by the beginning of the family's name."""
+
 
 def make(name: str, folder: Path) -> None:
     """Save a checkpoint of a family, and beside it other weights as turnwise sends them, and log-probabilities of both."""
@@ -205,10 +212,20 @@ def make(name: str, folder: Path) -> None:
                     parameter.copy_(0.06 * torch.randn_like(parameter))
         if round_ == 0:
             model.save_pretrained(folder)
+            _add_published_keys(name, folder / "config.json")
         logprobs.append(token_logprobs(model, PROMPT))
     weights = {key: tensor.contiguous().clone() for key, tensor in published_weights(model).items()}
     save_file(weights, folder / "update.sent")
     (folder / "expected.json").write_text(json.dumps({"prompt": PROMPT, "logprobs": logprobs}))
+
+
+def _add_published_keys(name: str, file: Path) -> None:
+    """Give a config.json the keys of published checkpoints that transformers reads, does not write, and the engines need."""
+    values = json.loads(file.read_text())
+    values.get("text_config", values).update(
+        next((keys for start, keys in PUBLISHED.items() if name.startswith(start)), {})
+    )
+    file.write_text(json.dumps(values))
 
 
 def inside(engine: str, folders: Iterable[Path]) -> Iterable[dict[str, Any]]:

@@ -134,6 +134,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         num_local_experts=4,
         num_experts_per_tok=1,
         intermediate_size_mlp=96,
+        floor_scale=4,  # the scale of queries changes with each fourth position, and not with each 8,192nd
     ),
     "mamba": lambda: hf.MambaConfig(**_SSM, conv_kernel=4),
     "mamba2": lambda: hf.Mamba2Config(**_SSM, num_heads=8, head_dim=16, n_groups=1, conv_kernel=4, chunk_size=16),

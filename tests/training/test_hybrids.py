@@ -222,9 +222,9 @@ def test_a_layer_pattern_that_does_not_match_the_weights_is_refused_with_names(t
 # A prefix tree through recurrent layers gives the log-probabilities and the gradient of one pass for each sequence.
 
 
-SHARING = sorted(CONFIGS.keys() - {"jamba", "mamba", "llama4"})
+SHARING = sorted(CONFIGS.keys() - {"jamba", "mamba"})
 
-QUICK = ("qwen3_5", "lfm2")
+QUICK = ("qwen3_5", "lfm2", "llama4")
 
 FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHARING]
 
@@ -268,6 +268,19 @@ def test_the_gradient_of_a_tree_is_that_of_separate_sequences(family: str) -> No
     for limit in (10_000, 30):
         actual = packed_gradient(model, trajectories, micro_batch_tokens=limit)
         torch.testing.assert_close(actual, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-3)
+
+
+def test_attention_in_chunks_whose_queries_are_scaled_by_position_computes_trees() -> None:
+    model = hybrid("llama4")
+    assert try_tree_attention(model)
+    (micro,) = pack(random_trajectories(3)).micro_batches
+    with torch.no_grad():
+        scaled, _ = Forward(model, Sampling()).logprobs(micro)
+        for module in model.modules():
+            if hasattr(module, "floor_scale"):
+                module.floor_scale = 8192
+        plain, _ = Forward(model, Sampling()).logprobs(micro)
+    assert float((scaled - plain).abs().max()) > 1e-3
 
 
 def test_layers_are_computed_again_from_the_states_of_the_tree() -> None:

@@ -266,6 +266,17 @@ def ignored_by_sdpa(model: Any) -> list[str]:
     return sorted(names)
 
 
+def scales_queries(attention: Any) -> bool:
+    """Whether it is an attention of Llama 4 without rotary positions, which scales the queries of late tokens."""
+    return bool(getattr(attention, "attn_temperature_tuning", False)) and not attention.use_rope
+
+
+def query_scale(attention: Any, position: torch.Tensor) -> torch.Tensor:
+    """The scale of the queries at these positions (arXiv 2501.19399)."""
+    steps = torch.floor((position.float() + 1.0) / attention.floor_scale)
+    return torch.log1p(steps) * attention.attn_scale + 1.0
+
+
 _ALIGNED = 8
 """The rows of a mask begin at a multiple of so many numbers on a GPU: its kernels would copy another mask in each layer."""
 

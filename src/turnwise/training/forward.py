@@ -529,10 +529,10 @@ class Forward:
         return self._model(**inputs, logits_to_keep=kept).logits[micro.row_U, place_U]
 
 
-_TREE_LAYERS = {"full_attention", "sliding_attention", "attention", *RECURRENT_TYPES, *TYPES_BY_TOKEN}
-"""Types of layers that may compute a tree: attention that depends on nothing but the keys and their distance to the query, layers
-with a state, and layers that compute each token by itself. Not attention in chunks: Llama 4 scales queries of its other layers by
-their place in the row, which is their position in a row of its own only."""
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "attention")
+_TREE_LAYERS = {*_ATTENTION, *RECURRENT_TYPES, *TYPES_BY_TOKEN}
+"""Types of layers that may compute a tree: attention that depends on nothing but keys and positions, layers with a state, and
+layers that compute each token by itself."""
 _PROBE_VOCABULARY = 64
 """Tokens of the small model that is tested in place of one in lower precision."""
 _PROBE_WINDOW = 3
@@ -556,8 +556,8 @@ def shares_prefixes(model: Any, share_prompts: str, *, refusal: str) -> bool:
 def try_tree_attention(model: Any) -> bool:
     """Give a model tree attention if its logits stay the same, which is tested on a small tree. Returns whether it has it.
 
-    A model that does not support it (recurrent layers that do not continue from a state, attention in chunks, an
-    attention of its own) is unchanged.
+    A model that does not support it (recurrent layers that do not continue from a state, an attention of
+    its own) is unchanged.
     """
     if not _TREE_LAYERS.issuperset(getattr(model.config.get_text_config(), "layer_types", None) or []):
         return False

@@ -3,7 +3,7 @@
 All sequences of a micro-batch are in one flat row without padding, and each common prefix is in the row once. A sequence is
 therefore not contiguous in the row: its tokens continue a *context*, which another sequence has brought into the row. Only
 attention has to know this. It gathers, for each run of consecutive tokens, the keys of the run's context and of the run itself,
-in the order of the sequence. A token sees the keys up to its own position, or those inside the model's sliding window.
+in the order of the sequence. A token sees the keys up to its own position, or those inside the model's sliding window or chunk.
 
 The attention is registered with transformers under a name of its own, and is the ordinary `sdpa` whenever no tree is computed.
 
@@ -26,7 +26,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from turnwise.models.precision import additive_mask, product_dtype, set_text_attention, unsupported
+from turnwise.models.precision import (
+    additive_mask,
+    product_dtype,
+    query_scale,
+    scales_queries,
+    set_text_attention,
+    unsupported,
+)
 
 _NAME = "turnwise_tree"
 _CALL_PAIRS = 16_384
@@ -133,14 +140,19 @@ class _Bucket:
         """The same on another device."""
         return _Bucket(self.query_NR.to(device), self.key_NK.to(device), self.position_NR.to(device), self.roots)
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
-        """Which keys a token sees, [N, 1, R, K]; None if causal attention without a mask gives the same."""
+    def mask(self, window: int | None, *, chunked: bool = False) -> torch.Tensor | None:
+        """Which keys a token sees, [N, 1, R, K]; None if causal attention without a mask gives the same.
+
+        `window`: of a sliding window, or the length of a chunk, if attention is `chunked`.
+        """
         keys = self.key_NK.shape[1]
         if self.roots and (window is None or keys <= window):
             return None
         key_K, position_NR1 = torch.arange(keys, device=self.key_NK.device), self.position_NR.unsqueeze(-1)
         seen_NRK = key_K <= position_NR1
-        if window is not None:
+        if window is not None and chunked:
+            seen_NRK &= key_K // window == position_NR1 // window
+        elif window is not None:
             seen_NRK &= key_K > position_NR1 - window
         return seen_NRK.unsqueeze(1)
 
@@ -483,12 +495,27 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **others)
     if ignored := unsupported(others, known=("dropout", "is_causal")):
         raise TypeError(f"tree attention does not compute {', '.join(ignored)}")
+    if scales_queries(module):
+        query = query * _scale_by_position(module, attention_mask.tree, query.device)
     return attention_mask.attend(query[0], key[0], value[0], scaling, s_aux, softcap).unsqueeze(0), None
 
 
+def _scale_by_position(module: Any, tree: Tree, device: torch.device) -> torch.Tensor:
+    """What changes the scale of a query by its place in the flat row into that by its position in its sequence, [T, 1]."""
+    if "query_scale" not in tree.memo:
+        ends = [len(run.context) + run.length for run in tree.runs]
+        position_T = torch.cat([torch.arange(end - run.length, end) for run, end in zip(tree.runs, ends, strict=True)])
+        place_T = torch.arange(len(position_T))
+        ratio_T = query_scale(module, position_T) / query_scale(module, place_T)
+        tree.memo["query_scale"] = ratio_T.unsqueeze(-1).to(device)
+    return tree.memo["query_scale"]
+
+
 def _mask(*arguments: Any, local_size: int | None = None, **options: Any) -> torch.Tensor | _TreeMask | None:
-    # transformers' own protocol; `local_size` is the sliding window of the layers that the mask is for
+    # transformers' own protocol; `local_size` is the sliding window or the chunk of the layers that the mask is for
     tree = _current_tree.get()
     if tree is None:
         return sdpa_mask(*arguments, local_size=local_size, **options)
-    return _TreeMask(tree, [bucket.mask(local_size) for bucket in tree.buckets])
+    config = options.get("config")
+    chunked = getattr(config, "attention_chunk_size", None) is not None and not getattr(config, "sliding_window", None)
+    return _TreeMask(tree, [bucket.mask(local_size, chunked=chunked) for bucket in tree.buckets])

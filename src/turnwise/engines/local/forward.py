@@ -48,6 +48,8 @@ from turnwise.models.precision import (
     narrow_window,
     output_layer_in_float32,
     overflowing_module,
+    query_scale,
+    scales_queries,
 )
 from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.models.vision import VisionAdapter
@@ -230,7 +232,7 @@ class GenericForward:
         self._device = next(model.parameters()).device
         self._dtype = next(model.parameters()).dtype if self.copy is None else torch.bfloat16
         _check_masks(model)
-        self._tuned = [module for module in self._model.modules() if _scales_queries(module)]
+        self._tuned = [module for module in self._model.modules() if scales_queries(module)]
         with self.inference():
             self._layers = probe_layers(self._model)
         self._arguments = inspect.signature(model.forward).parameters
@@ -380,11 +382,6 @@ class GenericForward:
         return torch.from_numpy(values).to(self._device)
 
 
-def _scales_queries(module: torch.nn.Module) -> bool:
-    """Whether it is an attention of Llama 4 without rotary positions, which scales the queries of late tokens."""
-    return bool(getattr(module, "attn_temperature_tuning", False)) and not module.use_rope
-
-
 @contextmanager
 def _tuned_by_index(attentions: Sequence[Any], index_NT: torch.Tensor) -> Iterator[None]:
     """Inside, the attentions of Llama 4 scale each query by the index of its token in its row (arXiv 2501.19399).
@@ -394,8 +391,7 @@ def _tuned_by_index(attentions: Sequence[Any], index_NT: torch.Tensor) -> Iterat
     hooks: list[Any] = []
     try:
         for attention in attentions:
-            steps_NT = torch.floor((index_NT.float() + 1.0) / attention.floor_scale)
-            scale_NT1 = (torch.log1p(steps_NT) * attention.attn_scale + 1.0).unsqueeze(-1)
+            scale_NT1 = query_scale(attention, index_NT).unsqueeze(-1)
 
             def scaled(module: Any, given: Any, query: torch.Tensor, by: torch.Tensor = scale_NT1) -> torch.Tensor:
                 return (query * by).to(query.dtype)

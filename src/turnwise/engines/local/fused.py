@@ -813,7 +813,9 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     text = text_part(model)
     if type(text) not in FAMILIES:
         return f"its text part, {type(text).__name__}, is none of {', '.join(family.__name__ for family in FAMILIES)}"
-    config = model.config.get_text_config()
+    config, head = model.config.get_text_config(), model.get_output_embeddings()
+    if head is None:
+        return "it has no output layer"
     if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
         return f"its activation is {activation}, not silu"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -828,7 +830,7 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
         and config.rope_parameters["rope_type"] not in STATIC_ROPE
     ):
         return f"its rotary embedding of type {config.rope_parameters['rope_type']} depends on the length"
-    return _unsupported_layer(text, model.get_output_embeddings())
+    return _unsupported_layer(text, head)
 
 
 def _unsupported_layer(text: Any, head: nn.Module) -> str | None:
