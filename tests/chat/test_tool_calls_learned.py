@@ -391,6 +391,12 @@ def test_a_class_of_the_user_is_a_format_and_wrong_formats_are_refused(tmp_path:
         ({"opening": " "}, ConfigError, "tool_format.opening is ' '"),
         ({"openng": "x"}, ConfigError, "openng"),
         ({"opening": "<c>", "argument": "{key}={value}"}, ConfigError, "no effect with arguments=json"),
+        ({"opening": "<c>", "separator": "\n"}, ConfigError, "separator is white space only"),
+        (
+            {"opening": "<c>", "closing": "</c>", "arguments": "tags", "argument": "<a>{key} {value}</a>"},
+            ConfigError,
+            "a text between them that is not only white space",
+        ),
         ({"opening": "<c>", "closing": "</c>", "arguments": "tags"}, ConfigError, "with {key} and {value}"),
         ({"opening": "<c>", "arguments": "tags", "argument": "<a {key}>{value}</a>"}, ConfigError, "closing is empty"),
         ("hermse", TemplateError, "did you mean 'hermes'"),

@@ -451,6 +451,11 @@ def test_the_checkpoint_with_the_best_evaluation_is_kept(
         named, best, steps = kept(metric)
         assert (named, steps) == (best, sorted({best, 5} - {None}))
         assert (named is None) is (metric == "failed")  # none fails: the start is as good as all later weights
+    link = out / "best"
+    link.unlink(missing_ok=True)
+    link.symlink_to("checkpoints/step-000009/model")  # of steps after the checkpoint that is resumed from
+    run(recipe, [*options, "train.steps=6", "checkpoint.best=failed", "resume=auto"], out)
+    assert not link.is_symlink()
     run(recipe, ["checkpoint.best=reward/meen", "replace=true"], out)
     assert (
         "checkpoint.best=reward/meen: the evaluation has no value of reward/meen; did you mean reward/mean?"

@@ -34,6 +34,7 @@ from turnwise.record.evaluation import (
 )
 from turnwise.record.metric_names import METRICS, metric_hint, metric_of
 from turnwise.record.metrics import conversation_metrics, failures
+from turnwise.record.summary import lower_is_better
 from turnwise.rewards.functions import TrajectoryReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
@@ -216,6 +217,18 @@ def test_a_name_of_trl_verl_or_an_earlier_version_leads_to_the_name_here() -> No
     assert metric_hint("completions/mean_length") == "; the nearest metric here is tokens/sampled"
     assert metric_hint("grad_nrm") == "; did you mean grad_norm?"
     assert metric_hint("qqq") == ""
+    lower = (
+        "loss",
+        "kl",
+        "failed",
+        "reward/none",
+        "stop/length",
+        "groups/too_small",
+        "ratio/clip_fraction",
+        "seconds/step",
+    )
+    assert all(lower_is_better(name) for name in (*lower, "eval/loss"))
+    assert not any(lower_is_better(name) for name in ("reward/mean", "stop/done", "pass_rate", "entropy"))
     assert (
         metric_hint("reward/meen", ["step", "reward/mean"]) == "; did you mean reward/mean?"
     )  # no reward function `meen`

@@ -219,6 +219,10 @@ def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> N
     assert check() == []
     with pytest.raises(RunError, match=r"train\.max_staleness=1 \(the run used 0\)"):
         check("train.max_staleness=1")
+    former["tool_format"] = "auto"  # a name, before formats could have arguments
+    assert check() == []
+    with pytest.raises(RunError, match=r"tool_format=.*hermes"):
+        check("tool_format=hermes")
 
 
 @pytest.mark.parametrize(

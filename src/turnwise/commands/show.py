@@ -338,7 +338,7 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
         yield evaluations_table(evaluations)
         if (change := held_out_change(run)) is not None:
             yield change_line(change)
-        if (best := run / "best").is_symlink():
+        if (best := run / "best").is_symlink() and best.exists():
             # best -> checkpoints/step-000004/model
             yield Text(f"the best evaluation is that of {best.readlink().parent.name}: {best}")
     for folder in evaluations_of(run):

@@ -207,7 +207,7 @@ def check_options(
     Raises RunError if an option changed that must not change.
     """
     defaults = option_values(Config.model_validate({"model": {"path": "model"}, "data": {"train": "rows.jsonl"}}))
-    before = {key: previous.get(key, defaults.get(key)) for key in now}
+    before = {key: _as_now(previous.get(key, defaults.get(key)), value) for key, value in now.items()}
     changed = [key for key, value in before.items() if not same_value(value, now[key]) and key not in _START_OPTIONS]
     refused = [key for key in changed if RULES[key] == "fixed" or (RULES[key] == "named" and key not in named)]
     if refused:
@@ -225,6 +225,12 @@ def check_options(
     return [
         f"resuming with {key}={_short(now[key])} (was {_short(before[key])})" for key in changed if RULES[key] != "rows"
     ]
+
+
+def _as_now(before: Any, now: Any) -> Any:
+    """The value of an option that was a name when the run was started, and takes a reference with arguments now."""
+    is_reference = isinstance(now, Mapping) and set(now) == {"use", "arguments"}
+    return {"use": before, "arguments": {}} if is_reference and isinstance(before, str) else before
 
 
 def named_changes(names: Sequence[str]) -> str:

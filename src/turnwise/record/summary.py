@@ -37,7 +37,10 @@ EVALUATION = "eval/"
 _PLACE = ("output", "resume", "resume_changes", "replace")
 """Options that say where a run is written and how it begins, and not what it does."""
 _TRAINED = ("train", "sft")
-_DOWN = re.compile(r"(^|/)(loss|failed|tool_errors|template_mismatch|left_out)(/|$)|^seconds/|zero_std|duplicates")
+_DOWN = re.compile(
+    r"(^|/)(loss|kl|failed|tool_errors|template_mismatch|left_out|divergence|none|too_small|timed_out|max_deviation|clip_fraction)"
+    r"(/|$)|^seconds/|^stop/(?!done$)|zero_std|duplicates"
+)
 """The metrics of which a low value is the better one."""
 
 # one run

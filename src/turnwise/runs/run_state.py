@@ -159,6 +159,8 @@ class RunState:
     """Whether weights and record are between two steps, so that a checkpoint would be inconsistent."""
     mismatch_reported: bool = field(default=False, init=False)
     """Whether the warning about template mismatches was logged: once is enough, the metrics keep counting."""
+    best_reported: bool = field(default=False, init=False)
+    """Whether the warning was logged that evaluations have no value of `checkpoint.best`."""
     activity: Activity = field(default_factory=Activity, init=False)
     checkpoint_seconds: float | None = field(default=None, init=False)
     """The seconds that the last checkpoint took; None before the first."""
@@ -242,10 +244,11 @@ class RunState:
         sign = -1 if lower_is_better(name) else 1
         evaluations = list(read_lines(self.directory.evaluations))
         *before, last = [sign * float("nan" if (v := line.get(name)) is None else v) for line in evaluations]
-        if math.isnan(last) and self.step == 0:  # said once
+        if math.isnan(last) and not self.best_reported:
+            self.best_reported = True
             known = [key for key, value in evaluations[-1].items() if isinstance(value, int | float) and key != "step"]
             hint = metric_hint(name, known) or f"; there are: {', '.join(known)}"
-            self.warn(0, "best", f"checkpoint.best={name}: the evaluation has no value of {name}{hint}")
+            self.warn(self.step, "best", f"checkpoint.best={name}: the evaluation has no value of {name}{hint}")
         # the weights of the start are the model of the recipe, and need no checkpoint
         if self.step > 0 and not math.isnan(last) and not any(last <= value for value in before):
             if self.saved != self.step:

@@ -84,12 +84,12 @@ def _rows(run: RunSummary) -> list[tuple[str, str, str, str]]:
 
 
 def _three(directory: Path) -> list[tuple[str, Trajectory]]:
-    """The best, the median and the worst of the latest conversations with a reward; fewer if there are fewer."""
+    """The best, the median and the worst of the latest conversations of rows with a reward; fewer if there are fewer."""
     try:
         latest = RecordedTrajectories(directory, damaged=[])[-_RECENT:]
     except RunError:  # a run that has recorded none yet
         return []
-    scored = sorted((t for t in latest if t.reward is not None), key=lambda t: -(t.reward or 0.0))
+    scored = sorted((t for t in latest if t.reward is not None and not t.agent), key=lambda t: -(t.reward or 0.0))
     places = dict.fromkeys((0, len(scored) // 2, len(scored) - 1)) if scored else {}
     return [(label, scored[place]) for label, place in zip(("best", "median", "worst"), places, strict=False)]
 

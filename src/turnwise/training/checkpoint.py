@@ -303,6 +303,8 @@ class Checkpoints:
         later = [path for step, path in own if step > newest]
         for path in [*earlier[: max(len(earlier) - self._keep + 1, 0)], *later]:
             shutil.rmtree(path, ignore_errors=True)
+        if best is not None and not best.exists():
+            self.best.unlink(missing_ok=True)  # it was one of the later ones
         for path in self._folder.iterdir():
             if _TEMPORARY.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)

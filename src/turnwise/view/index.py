@@ -143,7 +143,7 @@ class ConversationIndex:
         return [
             number
             for (number,) in self._query(
-                "SELECT number FROM conversations WHERE reward IS NOT NULL AND step IS "
+                "SELECT number FROM conversations WHERE reward IS NOT NULL AND agent IS NULL AND step IS "
                 "(SELECT max(step) FROM conversations WHERE reward IS NOT NULL) ORDER BY reward DESC, number"
             )
         ]

@@ -542,7 +542,12 @@ def described_format(
         raise TemplateError(
             "tool_format.argument has no effect with arguments=json: remove it, or set arguments to tags"
         )
-    elif separator.strip():
+    elif separator and not separator.strip():
+        raise TemplateError(
+            f"tool_format.separator is white space only ({separator!r}), which may stand anywhere in a call: give the text "
+            f"between the name and the arguments, or none if the name is in the JSON object"
+        )
+    elif separator:
         example = f"{opening}<tool>{separator}{{...}}{closing}"
         format = _NameFirst(CallMarks(opening.strip(), closing.strip(), (), example.strip()), separator)
     else:
@@ -559,6 +564,11 @@ def _with_tags(opening: str, separator: str, closing: str, argument: str) -> Too
         raise TemplateError(
             f"tool_format.argument is {argument!r:.80}; with arguments=tags it must be an argument as written, with {{key}} "
             f'and {{value}} and a mark before and after them: <arg name="{{key}}">{{value}}</arg>'
+        )
+    if not parts["between"].strip() or argument.count("{key}") > 1 or argument.count("{value}") > 1:
+        raise TemplateError(
+            f"tool_format.argument is {argument!r:.80}; it must have {{key}} and {{value}} once, and a text between them that is "
+            f"not only white space: a key and a value may have spaces of their own"
         )
     if not closing.strip():
         raise TemplateError("tool_format.closing is empty; with arguments=tags a text must end the call")

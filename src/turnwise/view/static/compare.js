@@ -8,7 +8,8 @@ import { usePlace, useVirtual } from "./virtual.js";
 export function byRow(columns, step) {
   const rows = new Map();
   columns.row.forEach((row, n) => {
-    if (row === null || (step !== null && columns.step[n] !== step)) return;
+    // the agents that a row's environment opened have rewards of their own
+    if (row === null || columns.agent?.[n] || (step !== null && columns.step[n] !== step)) return;
     const entry = rows.get(row);
     if (!entry || entry.step !== columns.step[n]) rows.set(row, { step: columns.step[n], numbers: [n] });
     else entry.numbers.push(n);

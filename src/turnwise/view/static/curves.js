@@ -51,7 +51,7 @@ export function rewardQuantiles(columns) {
   const steps = new Map();
   columns.step.forEach((step, place) => {
     const reward = columns.reward[place];
-    if (step === null || reward === null) return;
+    if (step === null || reward === null || columns.agent?.[place]) return; // as reward/mean: without agents of environments
     if (!steps.has(step)) steps.set(step, []);
     steps.get(step).push(reward);
   });
