@@ -19,6 +19,8 @@ from turnwise.rollout.context import Limits
 from turnwise.rollout.pipeline import with_groups_of_agents
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Stop
+from turnwise.user_code.calls import Deadline
+from turnwise.user_code.calls import limits as deadlines
 
 Steps = AsyncGenerator[Opening | Reply, Turn]
 ASK = [{"role": "system", "content": "You search."}]
@@ -282,6 +284,108 @@ def test_the_agents_of_a_conversation_that_fails_fail_with_it_and_those_that_wer
     early, late = trajectory.agents
     assert (early.error, early.stop) == (None, Stop.DONE)
     assert late.error == Failure("episode", "the environment failed while the agent was open: KeyError: lost")
+
+
+class ClosesLate:
+    """The other way to keep an agent open: over the methods of an environment, which closes it at the end."""
+
+    async def begin(self, row: Row) -> Opening:
+        self.agent = current_episode().agent("second", messages=row.messages)
+        return Opening(messages=row.messages)
+
+    async def step(self, turn: Turn) -> Reply:
+        await self.agent.turn(turn.text)
+        self.agent.add_reward(0.5)
+        return Reply(messages=[{"role": "user", "content": "Go on"}])
+
+    async def close(self) -> None:
+        await self.agent.close()
+
+
+@environment
+async def closes_with_its_block(row: Row) -> Steps:
+    async with current_episode().agent("second", messages=row.messages) as second:
+        turn = yield Opening(messages=row.messages)
+        while True:
+            await second.turn(turn.text)
+            second.add_reward(0.5)
+            turn = yield user_message("Go on")
+
+
+@pytest.mark.parametrize("opens", [closes_with_its_block, ClosesLate])
+@pytest.mark.parametrize("said", ["b", "a long story"])  # the second: a limit ended the agent's conversation before
+def test_agents_that_are_open_when_the_conversation_of_the_row_fails_fail_with_it(opens: Any, said: str) -> None:
+    engine = Script({"0": ["a", RuntimeError("boom")], "0/second": [said]})
+    trajectory = hold(engine, opens, limits=Limits(turns=8, tokens_per_turn=5))
+    reason = "engine: RuntimeError: boom"
+    assert trajectory.error == Failure("engine", "RuntimeError: boom")
+    assert [agent.error for agent in trajectory.agents] == [
+        Failure("episode", f"the conversation of the row failed: {reason}")
+    ]
+
+
+@pytest.mark.parametrize("opens", [closes_with_its_block, ClosesLate])
+def test_agents_that_are_open_when_a_limit_ends_the_conversation_of_the_row_are_complete(opens: Any) -> None:
+    trajectory = hold(
+        Script({"0": ["a", "c"], "0/second": ["b", "d"]}), opens, limits=Limits(turns=2, tokens_per_turn=9)
+    )
+    assert (trajectory.error, trajectory.stop) == (None, Stop.MAX_TURNS)
+    (agent,) = trajectory.agents
+    assert (agent.error, agent.stop) == (None, Stop.DONE)
+
+
+def test_an_agent_is_cut_as_a_failed_one_even_if_its_caller_is_cancelled_while_it_cleans_up() -> None:
+    cleans, cleaned = asyncio.Event(), asyncio.Event()
+
+    class Box:
+        """Tools."""
+
+        async def look(self) -> str:
+            """Look."""
+            asking.cancel()
+            await asyncio.Event().wait()
+            return ""
+
+        async def close(self) -> None:
+            cleans.set()
+            await cleaned.wait()
+
+    async def steps(episode: Any) -> str:
+        nonlocal asking
+        async with episode.agent("helper", messages=ASK, tools=[Box]) as agent:
+            asking = asyncio.ensure_future(agent.turn("Go"))
+            await cleans.wait()
+            asking.cancel()
+            await asyncio.wait({asking})
+            cleaned.set()
+        return str(asking.cancelled())
+
+    asking: asyncio.Future[Turn]
+    trajectory = failing(steps, {"0/helper": [call("look")]})
+    assert (trajectory.error, trajectory.messages[-1]["content"]) == (None, "True")
+    (agent,) = trajectory.agents
+    assert agent.error == Failure("episode", "the environment stopped waiting for a turn of the agent")
+
+
+def test_deadlines_of_the_call_that_opens_an_agent_do_not_hold_for_the_agent() -> None:
+    of_row: list[Deadline] = []
+    of_agent: list[Deadline] = []
+
+    async def look() -> str:
+        """Look."""
+        of_agent.extend(deadlines.get())
+        return "ok"
+
+    async def steps(episode: Any) -> None:
+        of_row.extend(deadlines.get())
+        async with episode.agent("helper", messages=ASK, tools=[look]) as agent:
+            await agent.turn("Go")
+
+    limits = Limits(turns=8, tokens_per_turn=400, seconds=60, seconds_per_turn=30)
+    trajectory = failing(steps, {"0/helper": [call("look"), "ok"]}, limits=limits)
+    assert trajectory.error is None
+    assert (len(of_row), len(of_agent)) == (2, 3)  # of the conversation and of the turn; and of the tool
+    assert not set(of_row) & set(of_agent)
 
 
 def test_time_in_which_the_environment_does_not_ask_an_agent_is_not_its_time() -> None:

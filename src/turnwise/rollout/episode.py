@@ -23,6 +23,7 @@ from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import Failed, text_of
 from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, seed_of
 from turnwise.types import Failure, Message, Opening, Reply, Row, SamplingChange, ToolSchema, Trajectory, Turn
+from turnwise.user_code.calls import limits as deadlines_of_caller
 from turnwise.user_code.calls import conversation_name, own_context, spawn, waiting_for_opener
 from turnwise.user_code.reward_number import added, reward_number
 
@@ -121,14 +122,24 @@ class RunningEpisode:
             left["tokens"] = rest if limits.tokens is None else min(limits.tokens, rest)
         return limits.model_copy(update=left)
 
+    def failure_of_row(self) -> str:
+        """Why agents fail that were open when the conversation of the row failed."""
+        error = self.trajectory.error
+        assert error is not None
+        return f"the conversation of the row failed: {error.kind}: {error.message}"
+
     async def close(self) -> None:
-        """End all agents. An agent that the environment has not closed fails the conversation of the row, unless that failed."""
+        """End all agents. An agent that the environment has not closed fails the conversation of the row, unless that failed.
+        If it failed, an agent that a limit has ended and nobody has closed fails too: its rewards are not complete."""
         self.over = True
         left = [agent for agent in self.agents if agent.running]
         reason = "the conversation of the row ended before the agent was closed"
-        if (error := self.trajectory.error) is not None:
-            reason = f"the conversation of the row failed: {error.kind}: {error.message}"
-        await asyncio.gather(*(agent.abort(reason) for agent in left))
+        if self.trajectory.failed:
+            reason = self.failure_of_row()
+        await asyncio.gather(*(agent.abort(reason) for agent in (self.agents if self.trajectory.failed else left)))
+        for trajectory in self.trajectory.agents:
+            if trajectory.stop is None:  # its task was cancelled by other code
+                trajectory.fail(Failure("episode", "the conversation of the agent was cancelled"))
         if left and not self.trajectory.failed:
             names = ", ".join(repr(agent.trajectory.agent) for agent in left)
             self.trajectory.fail(
@@ -227,6 +238,8 @@ class AskedAgent:
 
     async def close(self) -> None:
         """See `EpisodeAgent.close`."""
+        if self._episode.trajectory.failed:  # what closes it now only cleans up: its rewards are not complete
+            return await self.abort(self._episode.failure_of_row())
         self._closed = True
         if self._task is None or self._task.done():
             return
@@ -238,20 +251,24 @@ class AskedAgent:
         await asyncio.wait({self._task})
 
     async def abort(self, reason: str) -> None:
-        """End its conversation now, as a failed one."""
-        self._closed = True
-        if self._task is None or self._task.done():
+        """End its conversation now, as a failed one. No effect if it has ended and was closed before."""
+        closed, self._closed = self._closed, True
+        if self._task is None or (closed and self._task.done()):
             return
-        self._task.cancel()
-        await asyncio.wait({self._task})
-        if not self.trajectory.failed:
-            self.trajectory.fail(Failure("episode", reason))
+        try:
+            if not self._task.done():
+                if not self._task.cancelling():  # a second cancellation would end its cleanup
+                    self._task.cancel()
+                await asyncio.wait({self._task})
+        finally:  # also if the caller is cancelled in that wait
+            if not self.trajectory.failed:
+                self.trajectory.fail(Failure("episode", reason))
 
     async def __aenter__(self) -> AskedAgent:
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # a generator that is closed has not failed: a limit has ended the conversation of the row
+        # a generator that is closed has not failed itself: the conversation of the row has ended, which `close` looks at
         if error is None or isinstance(error, GeneratorExit):
             await self.close()
         else:
@@ -269,9 +286,9 @@ class AskedAgent:
 
         context = dataclasses.replace(episode.context, make_environment=make, limits=limits)
         episode.trajectory.agents.append(self.trajectory)
-        self._task = spawn(
-            _run(episode, self.trajectory, context), context=own_context(), name=f"agent {self.trajectory.id}"
-        )
+        own = own_context()
+        own.run(deadlines_of_caller.set, ())  # those of the caller end with its call; its conversation goes on
+        self._task = spawn(_run(episode, self.trajectory, context), context=own, name=f"agent {self.trajectory.id}")
 
     def _awaited(self) -> _Awaited:
         """While its turn is awaited: in lockstep, the engine waits for its request instead of one of the caller."""
