@@ -168,6 +168,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ray_workers",
         "terminal",
         "training",
+        "user_code.calls",  # a replay answers by the conversation that asks
         "user_code.reward_number",
         "user_code.references",
     },

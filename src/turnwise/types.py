@@ -748,7 +748,7 @@ class Group:
     trajectories: list[Trajectory]
     baseline: Trajectory | None = None
     """A conversation at temperature 0 on the same row, for estimators that compare with its reward (ReMax). It is scored, and not
-    trained on."""
+    trained on. A group of agents has that of the row too, and is compared with the agents of the same name in it."""
 
     def of_agents(self) -> list[Group]:
         """A group for each name of an agent that is trained on: its conversations in all episodes of the row.
@@ -759,16 +759,9 @@ class Group:
         for trajectory in self.trajectories:
             for agent in trajectory.agents:
                 if agent.trained:
-                    empty = Group(
-                        id=agent.group, row=self.row, trajectories=[], baseline=self._baseline_of(agent.agent)
-                    )
+                    empty = Group(id=agent.group, row=self.row, trajectories=[], baseline=self.baseline)
                     groups.setdefault(agent.agent, empty).trajectories.append(agent)
         return list(groups.values())
-
-    def _baseline_of(self, agent: str) -> Trajectory | None:
-        """The first conversation of an agent in the episode at temperature 0."""
-        agents = [] if self.baseline is None else self.baseline.agents
-        return next((trajectory for trajectory in agents if trajectory.agent == agent), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

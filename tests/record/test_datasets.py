@@ -142,6 +142,15 @@ def test_what_messages_do_not_show_is_left_out_with_the_reason() -> None:
     assert (len(second["messages"]), second["weights"], second["input_ids"]) == (4, [0.0, 1.0], [7, 8])
 
 
+def test_agents_that_are_not_trained_on_are_left_out() -> None:
+    referee = conversation("r", 3.0)
+    referee.trained = False
+    for what in ("sft", "dpo", "kto"):
+        left_out = Counter[str]()
+        assert "r" not in {row["id"] for row in rows([referee, *GROUP], what, left_out)}
+        assert left_out == {"are of agents that are not trained on (train=False)": 1}
+
+
 def test_half_of_a_surrogate_pair_is_left_out_and_a_file_that_exists_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,14 +11,15 @@ import pytest
 
 from support.conversations import RENDERER, Says, a_row, a_table, call, hold, hold_all, spoken
 from turnwise import Opening, Reply, Row, Turn, current_episode, environment, user_message
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import Failed
-from turnwise.options.algorithm import Grpo
+from turnwise.options.algorithm import Grpo, Remax
 from turnwise.rewards.credit import credit_of
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
 from turnwise.rollout.pipeline import with_groups_of_agents
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.types import Failure, Stop
+from turnwise.types import Failure, Group, Stop
 from turnwise.user_code.calls import Deadline
 from turnwise.user_code.calls import limits as deadlines
 
@@ -87,6 +88,39 @@ def test_agents_of_one_name_are_one_group_over_the_episodes_of_a_row_and_each_si
     first, second = ([each.advantages for each in one.trajectories] for one in groups)
     assert first == [[-1.5], [-0.5], [0.5], [1.5]]
     assert second == [[1.5], [0.5], [-0.5], [-1.5]]
+
+
+def test_agents_are_compared_with_the_mean_of_the_greedy_agents_of_their_name_and_without_one_the_log_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @environment
+    async def asks(row: Row) -> Steps:
+        first = yield Opening(messages=row.messages)
+        for said in first.text.split():
+            try:
+                async with current_episode().agent("helper", messages=ASK) as helper:
+                    helped = await helper.turn(said)
+                    helper.add_reward(float(helped.text))
+            except Failed:
+                pass
+        yield Reply(reward=1.0, done=True)
+
+    def held(size: int, texts: dict[str, list[Any]]) -> Group:
+        group = new_group(a_row(), size=size, seed=0)
+        asyncio.run(rollout_groups([group], a_table(Script(texts), asks)))
+        asyncio.run(Scorer().score([group]))
+        return group
+
+    group = held(2, {"0": ["x"], "0/helper": ["1"], "1": ["x"], "1/helper": ["0"]})
+    broken = {"0": ["a b c"], "0/helper": [RuntimeError("boom")], "0/helper/2": ["0.5"], "0/helper/3": ["0.25"]}
+    (group.baseline,) = held(1, broken).trajectories
+    credit_of(Remax(), weights={})(with_groups_of_agents([group]))
+    assert [agent.advantages for one in group.trajectories for agent in one.agents] == [[0.625], [-0.375]]
+    assert not caplog.records
+    (group.baseline,) = held(1, {"0": ["a"], "0/helper": [RuntimeError("boom")]}).trajectories
+    credit_of(Remax(), weights={})(with_groups_of_agents([group]))
+    assert "agent 'helper' in the group 1/helper are not trained on" in caplog.text
+    assert "which has 1, and none with a reward" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -269,6 +303,20 @@ def test_tools_of_an_agent_are_called_and_the_turn_without_a_call_is_handed_over
         "tool",
         "assistant",
     ]
+
+
+def test_a_tool_whose_agent_failed_is_not_tried_again_with_another_agent() -> None:
+    async def ask() -> str:
+        """Ask."""
+        async with current_episode().agent("helper", messages=ASK) as agent:
+            return (await agent.turn("Go")).text
+
+    script = Script({"0": [call("ask"), "ok"], "0/helper": [RuntimeError("boom")], "0/helper/2": ["it works now"]})
+    trajectory = hold(script, lambda: Tools([Tool.of(ask, retries=1)]))
+    assert trajectory.error is None
+    (outcome,) = trajectory.turns[0].outcomes
+    assert "the agent 'helper' failed: engine: RuntimeError: boom" in outcome.content
+    assert [agent.id for agent in trajectory.agents] == ["1/0/helper"]
 
 
 def test_the_agents_of_a_conversation_that_fails_fail_with_it_and_those_that_were_closed_do_not() -> None:

@@ -31,7 +31,7 @@ from turnwise.view.runs import ViewedRun, find_runs
 
 
 PLACE = """
-from turnwise.environments.environment import environment, user_message
+from turnwise.environments.environment import current_episode, environment, user_message
 from turnwise.types import Opening, Reply, Resume
 
 ANSWER, REWARD, TURNS = "No. Again?", 0.5, 2
@@ -43,6 +43,15 @@ async def told(row):
     for number in range(TURNS - 1):
         turn = yield user_message(ANSWER, reward=0.25)
     yield Reply(reward=REWARD, done=True)
+
+
+@environment
+async def asks(row):
+    async with current_episode().agent("helper", messages=row.messages) as helper:
+        yield Opening(messages=row.messages)
+        helped = [await helper.turn() for _ in range(2)]
+        yield user_message(ANSWER, reward=sum(float(turn.text) for turn in helped))
+        yield Reply(reward=REWARD, done=True)
 
 
 @environment
@@ -191,7 +200,10 @@ def test_conversations_with_an_endpoint_are_replayed(
     call = {"id": "a", "type": "function", "function": {"name": "calculator", "arguments": '{"expression": "1+1"}'}}
 
     def answer(question: dict[str, Any], number: int) -> Answer:
-        message = {"content": None, "tool_calls": [call]} if len(question["messages"]) == 1 else {"content": "2"}
+        seen = len(question["messages"])
+        message = {"content": None, "tool_calls": [call]} if seen == 1 else {"content": "2"}
+        if "tools" not in question:  # of the agent
+            message = {"content": f"{seen}.5"}
         return Answer({"choices": [{"message": message, "finish_reason": "stop"}]})
 
     with serving(answer) as server:
@@ -200,12 +212,13 @@ def test_conversations_with_an_endpoint_are_replayed(
             Path("some/model"),
             engine={"name": "openai", "url": server.url},
             tools=["turnwise.environments.calculator:calculator"],
-            environment=f"{tmp_path}/place.py:told",
+            environment=f"{tmp_path}/place.py:asks",
             data={"train": str(rows), "eval": str(rows)},
         )
         assert main(["eval", str(path), "--out", str(tmp_path / "eval")]) == 0
-    assert replayed(tmp_path / "eval", capsys)[0] == 0
-    words = changed(tmp_path, '"No. Again?"', '"Sure?"')[:1]
+    status, printed = replayed(tmp_path / "eval", capsys)
+    assert (status, "4 conversations" in printed) == (0, True), printed
+    words = changed(tmp_path, '"No. Again?"', '"Sure?"', environment="asks")[:1]
     status, printed = replayed(tmp_path / "eval" / "model", capsys, "--all", *words)
     assert status == 1
     assert "messages[4].content: 'No. Again?' recorded, 'Sure?' now" in printed

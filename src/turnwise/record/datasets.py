@@ -130,6 +130,8 @@ def _unfit(trajectory: Trajectory, choice: DatasetChoice) -> str | None:
     """Why a conversation cannot be in the data set; None if it can."""
     if trajectory.failed or trajectory.reward is None:
         return "failed or have no reward"
+    if not trajectory.trained:
+        return "are of agents that are not trained on (train=False)"
     if not trajectory.turns or any(turn.message_index is None for turn in trajectory.turns):
         return "have no turn of the model whose message is known"
     if any(call.error is not None for turn in trajectory.turns for call in turn.calls):

@@ -23,8 +23,8 @@ from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import Failed, text_of
 from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, seed_of
 from turnwise.types import Failure, Message, Opening, Reply, Row, SamplingChange, ToolSchema, Trajectory, Turn
-from turnwise.user_code.calls import limits as deadlines_of_caller
 from turnwise.user_code.calls import conversation_name, own_context, spawn, waiting_for_opener
+from turnwise.user_code.calls import limits as deadlines_of_caller
 from turnwise.user_code.reward_number import added, reward_number
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")

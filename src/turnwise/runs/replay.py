@@ -32,6 +32,7 @@ from turnwise.rollout.rollout import rollout
 from turnwise.services.chat import ChatAnswer, ContextFullError
 from turnwise.services.json_service import ServiceError
 from turnwise.types import Completion, Group, Message, Row, Stop, ToolSchema, Trajectory, Turn
+from turnwise.user_code.calls import conversation_name
 
 _NOT_REPLAYED = ("engine", "deadline", "internal")
 """Kinds of failures that have their cause outside of the environment and the rewards."""
@@ -194,8 +195,9 @@ def _contexts(
 ) -> Callable[[Trajectory], ConversationContext]:
     """The context of the replay of a recorded trajectory, and of its agents."""
     if renderer is None:
+        by_id = {id_of(t): t for t in recorded}
         return lambda trajectory: TextContext(
-            chat=_RecordedChat(trajectory),
+            chat=_RecordedChat(by_id[id_of(trajectory)]),
             make_environment=environments,
             sampling=assembly.sampling(config),
             limits=assembly.limits(config, longest=None),
@@ -253,19 +255,22 @@ def _completion(turn: Turn, trajectory: Trajectory, renderer: Renderer) -> Compl
 
 
 class _RecordedChat:
-    """Answers with the recorded turns of a conversation with an endpoint."""
+    """Answers with the recorded turns of a conversation with an endpoint, and of its agents."""
 
     def __init__(self, recorded: Trajectory) -> None:
-        self._recorded = recorded
-        self._turns = iter(recorded.turns)
+        self._recorded = {each.id: each for each in (recorded, *recorded.agents)}
+        self._turns = {each.id: iter(each.turns) for each in self._recorded.values()}
 
     async def complete(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), fields: Mapping[str, Any] | None = None
     ) -> ChatAnswer:
-        turn = next(self._turns, None)
+        recorded = self._recorded.get(conversation_name())
+        if recorded is None:
+            raise ServiceError(f"the conversation {conversation_name()!r} is not in the record")
+        turn = next(self._turns[recorded.id], None)
         if turn is None:
-            problem = f"the conversation asks for turn {len(self._recorded.turns)}, which is not in the record"
-            raise ContextFullError(problem) if self._recorded.stop is Stop.CONTEXT else ServiceError(problem)
+            problem = f"the conversation asks for turn {len(recorded.turns)}, which is not in the record"
+            raise ContextFullError(problem) if recorded.stop is Stop.CONTEXT else ServiceError(problem)
         calls = [
             {"id": call.written_id or call.id, "function": {"name": call.name, "arguments": call.text}}
             for call in turn.calls

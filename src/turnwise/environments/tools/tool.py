@@ -48,7 +48,8 @@ class Tool:
     timeout: float = 30.0
     """Seconds for each attempt."""
     retries: int = 0
-    """Further attempts after an exception. A ValueError is a message of the tool to the model, and is not retried."""
+    """Further attempts after an exception. Not retried are a ValueError, which is a message of the tool to the model, and the
+    failure of an agent that the tool has opened."""
     retry_timeouts: bool = False
     """Whether a call is also retried after a timeout."""
     thread: bool = False
@@ -156,6 +157,8 @@ class Tool:
                 cause = failure.__cause__
                 kind = "arguments" if isinstance(cause, WrongArguments) else "raised"
                 text, again = _error_text(failure), not isinstance(cause, ValueError | WrongArguments)
+                if failure.failure.kind == "agent":  # a further attempt would open another agent (rollout/episode.py)
+                    again = False
                 traceback = failure.failure.traceback if kind == "raised" else ""
                 if again:  # an unexpected exception, not a message of the tool to the model
                     _log_once(self.name, failure.failure)

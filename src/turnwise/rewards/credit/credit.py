@@ -9,6 +9,7 @@ and discounted sums are defined once, for all estimators. Does not know which es
 from __future__ import annotations
 
 import json
+import logging
 import math
 import statistics
 from collections import Counter
@@ -21,6 +22,8 @@ from turnwise.options.algorithm import Scale
 from turnwise.rewards.functions import finite_number
 from turnwise.types import Failure, Group, Message, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
+
+_log = logging.getLogger(__name__)
 
 # Episode: the numbers of a conversation
 
@@ -185,7 +188,7 @@ class Credit:
     token, or nothing. An estimator of turns also accepts values of tokens, and reads the first of each turn."""
     needs_baseline: bool = False
     """Whether each group must have a greedy conversation (`Group.baseline`). A group whose greedy conversation failed is not
-    trained on."""
+    trained on. Neither are agents whose name has no greedy conversation, of which the log warns."""
     read: Callable[[Trajectory], Episode] = episode_of
     """Reads the numbers that the estimator needs from a trajectory."""
     weights: Mapping[str, float] = field(default_factory=dict)
@@ -219,9 +222,26 @@ class Credit:
 
 
 def _baseline(group: Group) -> float | None:
-    """The reward of the greedy conversation of a group; None if it has none, or if the conversation failed."""
-    greedy = group.baseline
-    return None if greedy is None or greedy.failed else greedy.reward
+    """The reward of the greedy conversation of a group; None if it has none, or if the conversation failed.
+
+    Of a group of agents: the mean reward of the agents of that name in the greedy episode, without those that failed.
+    """
+    if group.baseline is None:
+        return None
+    name = group.trajectories[0].agent if group.trajectories else ""
+    greedy = [agent for agent in group.baseline.agents if agent.agent == name] if name else [group.baseline]
+    rewards = [one.reward for one in greedy if not one.failed and one.reward is not None]
+    if name and not rewards:
+        _log.warning(
+            "the %d conversations of the agent %r in the group %s are not trained on: credit compares them with the agents of "
+            "that name in the episode at temperature 0, which has %s. Let the environment open the agent in each episode, or use "
+            "an estimator without a greedy baseline (credit.name=rloo)",
+            len(group.trajectories),
+            name,
+            group.id,
+            f"{len(greedy)}, and none with a reward" if greedy else "none",
+        )
+    return sum(rewards) / len(rewards) if rewards else None
 
 
 # States: what some estimators also read from a trajectory
