@@ -13,7 +13,7 @@ from support.conversations import RENDERER, Says, a_row, a_table, call, hold, ho
 from turnwise import Opening, Reply, Row, Turn, current_episode, environment, user_message
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import Failed
-from turnwise.options.algorithm import Grpo, Remax
+from turnwise.options.algorithm import Gigpo, Grpo, Remax
 from turnwise.rewards.credit import credit_of
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
@@ -123,6 +123,34 @@ def test_agents_are_compared_with_the_mean_of_the_greedy_agents_of_their_name_an
     assert "which has 1, and none with a reward" in caplog.text
 
 
+def test_gigpo_compares_turns_of_agents_in_the_states_that_the_environment_says() -> None:
+    @environment
+    async def walks(row: Row) -> Steps:
+        first = yield Opening(messages=row.messages)
+        async with current_episode().agent("walker", messages=ASK) as walker:
+            await walker.turn("Where?")
+            turn = await walker.turn("And then?", info={"room": first.text})
+            walker.add_reward(float(turn.text))
+            turn.info["room"] = "exit"
+        yield Reply(reward=0.0, done=True)
+
+    said = {str(n): [room] for n, room in enumerate(["hall", "hall", "attic"])}
+    walked = {f"{n}/walker": ["on", last] for n, last in enumerate(["1", "0", "2"])}
+    group = new_group(a_row(), size=3, seed=0)
+    asyncio.run(rollout_groups([group], a_table(Script(said | walked), walks)))
+    asyncio.run(Scorer().score([group]))
+    _, walkers = with_groups_of_agents([group])
+    credit_of(Gigpo(state_key="room", gamma=1.0, scale="none"), weights={})([walkers])
+    assert [one.error for one in walkers.trajectories] == [None] * 3
+    assert [[turn.info["room"] for turn in one.turns] for one in walkers.trajectories] == [
+        ["hall", "exit"],
+        ["hall", "exit"],
+        ["attic", "exit"],
+    ]
+    # all begin in the same state, with the returns 1, 0 and 2; the first two are in the hall then, with 1 and 0
+    assert [one.advantages for one in walkers.trajectories] == [[0.0, 0.5], [-2.0, -1.5], [2.0, 1.0]]
+
+
 @pytest.mark.parametrize(
     ("given", "reward", "parts"),
     [
@@ -222,6 +250,22 @@ async def too_many_turns(episode: Any) -> None:
             await agent.turn("Go")
 
 
+async def at_the_same_time(episode: Any) -> None:
+    async with episode.agent("helper", messages=ASK) as one, episode.agent("helper", messages=ASK) as two:
+        done = await asyncio.gather(one.turn("Go"), two.turn("Go"), return_exceptions=True)
+        assert [type(each) for each in done] == [Turn, Failed]
+        raise done[1]
+
+
+async def after_calls(episode: Any) -> None:
+    async def look() -> str:
+        """Look."""
+        return "ok"
+
+    async with episode.agent("caller", messages=ASK, tools=[look]) as one, episode.agent("helper", messages=ASK) as two:
+        await asyncio.gather(one.turn("Go"), two.turn("Go"))
+
+
 async def after_close(episode: Any) -> None:
     async with episode.agent("helper", messages=ASK) as agent:
         await agent.turn("Go")
@@ -239,6 +283,8 @@ async def reward_too_early(episode: Any) -> None:
         (a_hundred, {"agents": 5}, "agent", "has opened 5 agents already, which is limits.agents"),
         (a_hundred, {"agent_turns": 3, "agents": 50}, "agent", "have reached limits.agent_turns=3"),
         (a_hundred, {"agent_tokens": 6, "agents": 50}, "agent", "have reached limits.agent_tokens=6"),
+        (at_the_same_time, {"agent_turns": 1}, "agent", "have reached limits.agent_turns=1"),
+        (after_calls, {"agent_turns": 2}, "agent", "'caller' has ended after 1 turns, for the reason max_turns"),
         (never_closed, {}, "agent", "never closed the agent 'helper'"),
         (twice_at_once, {}, "agent", "is asked for while it takes one"),
         (asks_itself, {}, "environment", "KeyError: done"),
@@ -256,6 +302,7 @@ def test_what_goes_wrong_with_an_agent_fails_its_conversation_with_a_message(
     texts = {f"0/helper{'' if n == 1 else f'/{n}'}": ["ok"] * 3 for n in range(1, 101)}
     if steps is asks_itself:
         texts["0/helper"] = [call("think"), "ok"]
+    texts["0/caller"] = [call("look"), "ok"]
     trajectory = failing(steps, texts, limits=Limits(**{"turns": 8, "tokens_per_turn": 400, **limits}))
     assert trajectory.error is not None
     assert trajectory.error.kind == kind, trajectory.error

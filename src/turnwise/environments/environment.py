@@ -159,11 +159,17 @@ class EpisodeAgent(Protocol):
         """The record of its conversation."""
         ...
 
-    async def turn(self, messages: str | Sequence[Message] = (), *, reward: float | None = None) -> Turn:
+    async def turn(
+        self,
+        messages: str | Sequence[Message] = (),
+        *,
+        reward: float | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> Turn:
         """Append messages to its conversation, a text as one message of a user, and let the model take a turn.
 
-        `reward` is first added to its turn before. With tools, the calls are answered and the model goes on until a turn has no
-        call.
+        `reward` is first added to the reward of its turn before, and `info` to the `info` of that turn. With
+        tools, the calls are answered and the model goes on until a turn has no call.
 
         Raises Failed, of the kind `agent`: if its conversation has failed, or has ended because of a limit; if it is taking a
         turn, so that the caller would wait for itself; or if the limits of the episode are reached (`limits.agent_turns`,

@@ -115,6 +115,8 @@ class ConversationContext:
     make_runner: RunnerFactory | None = None
     """Makes another runner than `rollout.rollout`, such as a client of a rollout server. None: the conversations run in this
     process. All conversations with this context use the runner, also those of evaluations and baselines."""
+    begin_turn: Callable[[], Stop | None] | None = None
+    """Asked before each turn of the model, after `limits`: None lets it begin, a reason ends the conversation."""
     runner_supports_lockstep: bool = False
     """Whether the results of `make_runner`'s runners do not depend on timing if `lockstep` is set."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from turnwise.engines.engine import Batched
@@ -22,9 +22,10 @@ from turnwise.environments.environment import Environment
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import Failed, text_of
 from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, seed_of
-from turnwise.types import Failure, Message, Opening, Reply, Row, SamplingChange, ToolSchema, Trajectory, Turn
+from turnwise.types import Failure, Message, Opening, Reply, Row, SamplingChange, Stop, ToolSchema, Trajectory, Turn
 from turnwise.user_code.calls import conversation_name, own_context, spawn, waiting_for_opener
 from turnwise.user_code.calls import limits as deadlines_of_caller
+from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.reward_number import added, reward_number
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -47,6 +48,8 @@ class RunningEpisode:
         self.context = context
         self.run = run
         self.agents: list[AskedAgent] = []
+        self.turns = 0
+        """Turns of all agents that have begun, or that callers wait for."""
         self.over = False
         """Whether the conversation of the row has ended."""
         self._loop = asyncio.get_running_loop()
@@ -101,26 +104,22 @@ class RunningEpisode:
             raise agent_failure("the conversation of the row has ended, so its agents take no further turns")
 
     def limits_left(self) -> Limits:
-        """The limits of an agent that begins now: those of the recipe, within what the agents before it have left.
+        """The limits of an agent that begins now: those of the recipe, within the tokens that the agents before it have left.
 
         Raises Failed if they have left nothing.
         """
-        limits, agents = self.context.limits, self.trajectory.agents
-        turns = sum(len(agent.turns) for agent in agents)
-        tokens = sum(agent.sampled_tokens for agent in agents)
-        bounds = {"agent_turns": (limits.agent_turns, turns), "agent_tokens": (limits.agent_tokens, tokens)}
+        limits = self.context.limits
+        tokens = sum(agent.sampled_tokens for agent in self.trajectory.agents)
+        bounds = {"agent_turns": (limits.agent_turns, self.turns), "agent_tokens": (limits.agent_tokens, tokens)}
         for name, (most, used) in bounds.items():
             if most is not None and used >= most:
                 raise agent_failure(
                     f"the agents of the conversation have reached limits.{name}={most}: raise that limit"
                 )
-        left: dict[str, int] = {}
-        if limits.agent_turns is not None:
-            left["turns"] = min(limits.turns, limits.agent_turns - turns)
-        if limits.agent_tokens is not None:
-            rest = limits.agent_tokens - tokens
-            left["tokens"] = rest if limits.tokens is None else min(limits.tokens, rest)
-        return limits.model_copy(update=left)
+        if limits.agent_tokens is None:
+            return limits
+        rest = limits.agent_tokens - tokens
+        return limits.model_copy(update={"tokens": rest if limits.tokens is None else min(limits.tokens, rest)})
 
     def failure_of_row(self) -> str:
         """Why agents fail that were open when the conversation of the row failed."""
@@ -178,6 +177,8 @@ class AskedAgent:
         self._reward: float | None = None
         """The reward of the last turn, until the next request."""
         self._closed = False
+        self._granted = False
+        """Whether the turn that is asked for is counted in `RunningEpisode.turns`, and has not begun."""
 
     # what the environment calls that has opened the agent
 
@@ -186,7 +187,13 @@ class AskedAgent:
         """Whether its conversation has not ended."""
         return self._task is not None and not self._task.done()
 
-    async def turn(self, messages: str | Sequence[Message] = (), *, reward: float | None = None) -> Turn:
+    async def turn(
+        self,
+        messages: str | Sequence[Message] = (),
+        *,
+        reward: float | None = None,
+        info: Mapping[str, Any] | None = None,
+    ) -> Turn:
         """See `EpisodeAgent.turn`."""
         self._episode.refuse_elsewhere()
         name = self.trajectory.agent
@@ -199,11 +206,15 @@ class AskedAgent:
             )
         if reward is not None:
             self.add_reward(reward)
+        if info:
+            self._add_info(info)
         if self._task is not None and self._asked is None:  # a limit has ended its conversation
             await asyncio.wait({self._task})
             raise self._ended()
         new = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         limits = self._episode.limits_left()
+        self._episode.turns += 1
+        self._granted = True
         answer = self._answer = asyncio.get_running_loop().create_future()
         with self._awaited():
             if self._asked is not None:
@@ -220,6 +231,9 @@ class AskedAgent:
                 raise
             finally:
                 self._answer = None
+                if self._granted:  # its conversation has ended before the turn began
+                    self._granted = False
+                    self._episode.turns -= 1
         if answer.done():
             return answer.result()
         raise self._ended()
@@ -276,6 +290,15 @@ class AskedAgent:
                 f"the environment failed while the agent was open: {type(error).__name__}: {text_of(error)}"
             )
 
+    def _add_info(self, info: Mapping[str, Any]) -> None:
+        """Add entries to the `info` of its last turn."""
+        if not self.trajectory.turns:
+            raise ValueError(
+                f"the agent {self.trajectory.agent!r} gets the entries {', '.join(map(str, info))} of `info` and has taken no "
+                f"turn: entries belong to turns"
+            )
+        self.trajectory.turns[-1].info.update(copy_containers(dict(info)))
+
     def _begin(self, limits: Limits) -> None:
         """Start its conversation."""
         episode, tools = self._episode, self._tools
@@ -284,7 +307,7 @@ class AskedAgent:
             environment = _AgentEnvironment(self._opening, self.next_reply, self.take_last_turn)
             return Tools(tools, then=environment) if tools else environment
 
-        context = dataclasses.replace(episode.context, make_environment=make, limits=limits)
+        context = dataclasses.replace(episode.context, make_environment=make, limits=limits, begin_turn=self.begin_turn)
         episode.trajectory.agents.append(self.trajectory)
         own = own_context()
         own.run(deadlines_of_caller.set, ())  # those of the caller end with its call; its conversation goes on
@@ -310,6 +333,17 @@ class AskedAgent:
         )
 
     # what the environment of its conversation calls
+
+    def begin_turn(self) -> Stop | None:
+        """Count a turn that begins: the one that is asked for, or a further one after calls of tools."""
+        most = self._episode.context.limits.agent_turns
+        if self._granted:
+            self._granted = False
+        elif most is not None and self._episode.turns >= most:
+            return Stop.MAX_TURNS
+        else:
+            self._episode.turns += 1
+        return None
 
     async def next_reply(self, turn: Turn) -> Reply:
         """Hand a turn over, and wait for the next request."""

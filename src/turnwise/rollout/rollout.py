@@ -184,12 +184,19 @@ class ConversationSession(Protocol):
 OnFinished = Callable[[Trajectory], Awaitable[None]]
 
 
-async def converse(session: ConversationSession, environment: GuardedEnvironment, limits: Limits) -> Stop:
+async def converse(
+    session: ConversationSession,
+    environment: GuardedEnvironment,
+    limits: Limits,
+    begin_turn: Callable[[], Stop | None] | None = None,
+) -> Stop:
     """Let the model and the environment take turns until one of them or a limit ends the conversation."""
     async with deadline(limits.seconds_per_turn):
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
     while (stop := session.stop_reason()) is None:
+        if begin_turn is not None and (stop := begin_turn()) is not None:
+            break
         async with deadline(limits.seconds_per_turn):
             turn = await environment.watched(session.generate)
             cut_by = session.truncation_reason
@@ -224,7 +231,7 @@ async def _rollout_one(trajectory: Trajectory, context: ConversationContext) -> 
         try:
             environment = GuardedEnvironment(context.make_environment)
             with boundary("internal"):
-                await _complete(session, environment, context.limits)
+                await _complete(session, environment, context)
             trajectory.environment = environment.environment_handle()
         except Failed as failed:
             trajectory.fail(failed.failure)
@@ -249,15 +256,18 @@ def _new_session(trajectory: Trajectory, context: ConversationContext) -> Conver
             raise TypeError(f"a conversation needs a RolloutContext or a TextContext; got a {type(context).__name__}")
 
 
-async def _complete(session: ConversationSession, environment: GuardedEnvironment, limits: Limits) -> None:
+async def _complete(
+    session: ConversationSession, environment: GuardedEnvironment, context: ConversationContext
+) -> None:
     """One conversation within `limits.seconds`, from the opening to the final reward and the sanity check.
 
     Raises Failed, of the kind `deadline` if it takes too long.
     """
-    trajectory, time_limit = session.trajectory, deadline(limits.seconds)
+    limits, trajectory = context.limits, session.trajectory
+    time_limit = deadline(limits.seconds)
     try:
         async with time_limit:
-            stop = await converse(session, environment, limits)
+            stop = await converse(session, environment, limits, context.begin_turn)
             if stop is not Stop.DONE and trajectory.turns:
                 async with deadline(limits.seconds_per_turn):
                     reply = await environment.final_reply(trajectory.turns[-1])

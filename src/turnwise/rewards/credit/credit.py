@@ -292,7 +292,7 @@ def _need_entry(turns: Sequence[Turn], key: str, *, rule: str, fix: str) -> None
             Failure(
                 "reward",
                 f"no turn has an entry turn.info[{key!r}] (other entries: {present:.200}); {rule}. Let the environment set the "
-                f"entry (Reply(info={{{key!r}: ...}})), {fix}",
+                f"entry (Reply(info={{{key!r}: ...}}), of an agent: turn(..., info={{{key!r}: ...}})), {fix}",
             )
         )
 
