@@ -262,6 +262,7 @@ def with_states(trajectory: Trajectory, *, key: str | None) -> Episode:
     _need_entry(
         turns[:-1],
         key,
+        agent=trajectory.agent,
         rule=f"credit.name=gigpo with credit.state_key={key} needs the name of the state after at least one turn before the last",
         fix="or remove credit.state_key to compare the messages that the model received",
     )
@@ -278,21 +279,23 @@ def with_potentials(trajectory: Trajectory, *, key: str) -> Episode:
     _need_entry(
         [turn for turn in trajectory.turns if turn.finish_reason != "length"],
         key,
+        agent=trajectory.agent,
         rule="credit.name=turn_potential needs the score of the state after at least one turn, or None for no score",
         fix="or set credit.key to the key that the environment uses",
     )
     return replace(episode_of(trajectory), potentials_T=[_potential(turn, key) for turn in trajectory.turns])
 
 
-def _need_entry(turns: Sequence[Turn], key: str, *, rule: str, fix: str) -> None:
-    """Raises Failed if there are turns, and none has an entry `turn.info[key]`."""
+def _need_entry(turns: Sequence[Turn], key: str, *, agent: str, rule: str, fix: str) -> None:
+    """Raises Failed if there are turns, and none has an entry `turn.info[key]`. `agent` is the agent that took them, if any."""
+    by = f"in the next turn of the agent {agent!r}: turn" if agent else "Reply"
     if turns and all(key not in turn.info for turn in turns):
         present = ", ".join(sorted({repr(name) for turn in turns for name in turn.info})) or "none"
         raise Failed(
             Failure(
                 "reward",
                 f"no turn has an entry turn.info[{key!r}] (other entries: {present:.200}); {rule}. Let the environment set the "
-                f"entry (Reply(info={{{key!r}: ...}}), of an agent: turn(..., info={{{key!r}: ...}})), {fix}",
+                f"entry ({by}(info={{{key!r}: ...}})), {fix}",
             )
         )
 
