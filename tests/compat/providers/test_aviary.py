@@ -168,6 +168,23 @@ def test_a_function_takes_its_columns_and_a_bad_call_is_answered(file: Path, tmp
     assert trajectory.turns[0].outcomes[0].error == "malformed"
 
 
+def test_arguments_that_do_not_fit_are_answered_and_the_environment_gets_the_other_calls() -> None:
+    wrong = {
+        '{"x": "abc"}': "Error: x: 'abc' is not of type 'number'",
+        "{}": "Error: the argument 'x' is missing",
+        '{"x": 1, "state": 3}': "Error: cast_int has no argument 'state'",
+    }
+    calls = "".join(CALL.format("cast_int", arguments) for arguments in [*wrong, '{"x": 1.5}'])
+    story = CALL.format("print_story", '{"story": "A b c d e"}')
+    trajectory = played(recipe("aviary:dummy"), CALL.format("cast_int", "{}"), calls, story)
+    assert trajectory.error is None, trajectory.error
+    alone, mixed, told = ({one.content: one.error for one in turn.outcomes} for turn in trajectory.turns)
+    assert alone == {"Error: the argument 'x' is missing": "arguments"}
+    assert mixed == {"1": None, **dict.fromkeys(wrong.values(), "arguments")}
+    assert list(told.values()) == [None]
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.0, 1.0]
+
+
 def test_an_episode_that_the_environment_cuts_ends(file: Path) -> None:
     trajectory = played(recipe(f"aviary:{file}:Numbers", arguments={"targets": [3]}), guess(1), guess(2), guess(9))
     assert (trajectory.stop, trajectory.turns[-1].info) == ("done", {"truncated": True})

@@ -28,6 +28,8 @@ PLAYED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "searchcode": ({"reward_spec": SEARCHED, "max_turns": 2}, ["Hm.", "<answer>Paris</answer>"]),
 }
 CLASS = """
+from skyrl_gym.envs.searchcode.env import SearchCodeEnv
+from skyrl_gym.tools import PythonCodeExecutorToolGroup
 from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
 
 class Count(BaseTextEnv):
@@ -49,6 +51,14 @@ class Count(BaseTextEnv):
 
     def get_metrics(self):
         return {"steps": self.turns, "name": "count"}
+
+class Runs(BaseTextEnv):
+    def __init__(self, env_config=None, extras={}):
+        super().__init__()
+        self.init_tool_groups([PythonCodeExecutorToolGroup()])
+
+class Coder(SearchCodeEnv):
+    pass
 
 class Wrong(BaseTextEnv):
     def __init__(self, env_config=None, extras={}):
@@ -97,7 +107,8 @@ def own_steps(name: str, columns: dict[str, Any], texts: list[str]) -> tuple[lis
 def test_an_environment_has_the_rewards_and_messages_of_the_librarys_own_steps(name: str) -> None:
     columns, texts = PLAYED[name]
     config = {"search_url": "http://127.0.0.1:1/retrieve", "topk": 1, "timeout": 1} if name.startswith("search") else {}
-    trajectory = played(recipe(f"skyrl_gym:{name}", config=config), columns, texts)
+    allowed = {"unsandboxed": True} if name == "searchcode" else {}
+    trajectory = played(recipe(f"skyrl_gym:{name}", config=config, **allowed), columns, texts)
     assert trajectory.error is None, trajectory.error
     assert trajectory.stop == "done"
     rewards, shown = own_steps(name, columns, texts)
@@ -122,6 +133,23 @@ def test_max_turns_is_the_recipes_where_the_row_has_none() -> None:
     columns = {"reward_spec": {"ground_truth": "5"}, "extra_info": {}}
     trajectory = played(recipe("skyrl_gym:gsm8k_multi_turn", max_turns=2), columns, ["#### 1", "#### 2", "#### 5"])
     assert [turn.reward for turn in trajectory.turns] == [0.1, 0.1]
+
+
+def test_code_of_the_model_runs_outside_of_a_sandbox_only_if_the_recipe_says_so(tmp_path: Path) -> None:
+    path, ran = tmp_path / "mine.py", tmp_path / "ran"
+    path.write_text(CLASS, encoding="utf-8")
+    for use in ("skyrl_gym:searchcode", "skyrl_gym:lcb", f"skyrl_gym:{path}:Coder"):
+        with pytest.raises(ConfigError, match=r"without a sandbox.*arguments.unsandboxed: true"):
+            assembly.environment_factory(recipe(use))
+    with pytest.raises(ConfigError, match="unsandboxed has no effect: skyrl_gym:gsm8k runs no code"):
+        assembly.environment_factory(recipe("skyrl_gym:gsm8k", unsandboxed=True))
+    trajectory = played(recipe(f"skyrl_gym:{path}:Runs"), {}, ["a"])
+    assert trajectory.error is not None
+    assert "its Python tool in a process of this machine" in trajectory.error.message
+    code = f"<tool><python>open({str(ran)!r}, 'w')</python></tool>"
+    columns = {"reward_spec": SEARCHED, "max_turns": 2}
+    played(recipe("skyrl_gym:searchcode", unsandboxed=True), columns, [code, "<answer>Paris</answer>"])
+    assert ran.exists()
 
 
 def test_what_is_not_of_the_librarys_form_is_told(tmp_path: Path) -> None:

@@ -15,13 +15,14 @@ from turnwise.compat.object_factory import number, opened, referred
 from turnwise.compat.providers.provider import About, refuse_unknown_name
 from turnwise.data.rows import ProvidedRows, seed_rows
 from turnwise.environments.environment import Environment, PutInFront
-from turnwise.environments.tools.result import failed
+from turnwise.environments.tools.result import Answer, failed
+from turnwise.environments.tools.schema import FromSchema, WrongArguments
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message, Opening, Reply, Row, ToolCall, ToolOutcome, Turn
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.thread_loops import OwnLoop, ending, own_loop
-from turnwise.user_code.threads import ThreadedObject
+from turnwise.user_code.threads import ThreadedObject, run_in_thread
 
 
 class Aviary:
@@ -173,6 +174,8 @@ class _AviaryTask:
         self._source = source
         self._name = f"aviary:{source.name}"
         self._row: Row | None = None
+        self._arguments: dict[str, FromSchema] = {}
+        """By the name of the tool."""
         self._foreign: ThreadedObject[Any] = ThreadedObject(self._make, lambda made: made.close(), name=self._name)
         self._loop = OwnLoop(self._name) if source.thread else None
 
@@ -186,11 +189,13 @@ class _AviaryTask:
         messages, tools = answered
         shown = [_message(message) for message in messages]
         schemas = [{"type": "function", "function": tool.info.model_dump(exclude_none=True)} for tool in tools]
+        self._arguments = {tool.info.name: _arguments(tool) for tool in tools}
         return Opening(messages=opened(row.messages, shown), tools=schemas)
 
     async def step(self, turn: Turn) -> Reply:
-        calls = [call for call in turn.calls if call.error is None]
-        refused = [failed(call, "malformed", call.error) for call in turn.calls if call.error is not None]
+        refused = await self._refused(turn.calls)
+        answered_here = {one.outcome.id for one in refused}
+        calls = [call for call in turn.calls if call.id not in answered_here]
         if refused and not calls:
             return Reply(messages=[one.message for one in refused], outcomes=tuple(one.outcome for one in refused))
         answered = await self._foreign.ask(partial(self._environment.step, _action(turn, calls)))
@@ -213,9 +218,43 @@ class _AviaryTask:
         with ending(self._loop):
             await self._foreign.close()
 
+    async def _refused(self, calls: Sequence[ToolCall]) -> list[Answer]:
+        """The answers to calls that the environment does not get: the library would raise in a tool, and end the conversation."""
+        refused: list[Answer] = []
+        for call in calls:
+            if call.error is not None:
+                refused.append(failed(call, "malformed", call.error))
+            elif (arguments := self._arguments.get(call.name)) is not None:  # the environment answers other names
+                check = partial(_problem, arguments, call.arguments)
+                problem = (
+                    check() if arguments.quick else await run_in_thread(check, name=self._name, kind="environment")
+                )
+                if problem is not None:
+                    refused.append(failed(call, "arguments", problem))
+        return refused
+
     def _make(self) -> Any:
         assert self._row is not None
         return self._source.environment(self._row)
+
+
+def _arguments(tool: Any) -> FromSchema:
+    """What a tool of the library takes. Raises ConfigError if its schema is none."""
+    parameters = tool.info.parameters
+    schema = {"type": "object", "properties": {}} if parameters is None else parameters.model_dump(exclude_none=True)
+    taken = inspect.signature(tool._tool_fn).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        schema.setdefault("additionalProperties", False)  # the library passes each of them to the function
+    return FromSchema(schema, tool.info.name)
+
+
+def _problem(arguments: FromSchema, given: Mapping[str, Any]) -> str | None:
+    """Why arguments do not fit; None if they do."""
+    try:
+        arguments.check(given)
+    except WrongArguments as wrong:
+        return str(wrong)
+    return None
 
 
 def _action(turn: Turn, calls: Sequence[ToolCall]) -> Any:

@@ -22,6 +22,13 @@ from turnwise.types import Edit, Opening, Reply, Row, Turn, common_length
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.threads import ThreadedObject
 
+_RUNS_CODE = {
+    "skyrl_gym.envs.searchcode.env": "the text of a <python> tag as a Python program in a process of this machine",
+    "skyrl_gym.envs.lcb.env": "the program of the answer in processes of this machine",
+    "skyrl_gym.envs.rlm.env": "each code block with exec in this process",
+}
+"""Modules of environments that run what the model writes, and how. The library puts no sandbox around it."""
+
 
 class SkyrlGym:
     """Makes the environments of a registered name (an EnvironmentSource).
@@ -30,15 +37,25 @@ class SkyrlGym:
         name: A registered name, such as `gsm8k`; or a reference to a class: `file.py:Class`.
         config: Options of the environment (SkyRL's `environment.skyrl_gym.<name>`), such as `{search_url: ..., topk: 3}`.
         max_turns: The column `max_turns`, for rows that have none; null adds none.
+        unsandboxed: Allow an environment that runs code of the model on this machine without a sandbox.
 
     Raises ConfigError.
     """
 
-    def __init__(self, name: str, *, config: Mapping[str, Any] | None = None, max_turns: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        config: Mapping[str, Any] | None = None,
+        max_turns: int | None = None,
+        unsandboxed: bool = False,
+    ) -> None:
         if max_turns is not None and (isinstance(max_turns, bool) or not isinstance(max_turns, int) or max_turns < 1):
             raise ConfigError(f"environment.arguments.max_turns is {max_turns!r}; it must be an integer of at least 1")
         self.name, self.max_turns = name, max_turns
         self._class = self._creator(name)
+        self._allowed = unsandboxed is True
+        self._check_code()
         self.config = _config(self._class, dict(config or {}), name)
 
     @classmethod
@@ -55,7 +72,11 @@ class SkyrlGym:
         extras = copy_containers(dict(row.fields))
         if self.max_turns is not None:
             extras.setdefault("max_turns", self.max_turns)
-        return self._class(env_config=self.config, extras=extras)
+        made = self._class(env_config=self.config, extras=extras)
+        runner = _library("tools").PythonCodeExecutorToolGroup
+        if not self._allowed and any(isinstance(group, runner) for group in getattr(made, "tool_groups", None) or ()):
+            raise self._unsandboxed("what the model gives its Python tool in a process of this machine")
+        return made
 
     def __call__(self) -> Environment:
         return _SkyrlTask(self)
@@ -70,6 +91,25 @@ class SkyrlGym:
 
     async def aclose(self) -> None:
         """Nothing is shared."""
+
+    def _check_code(self) -> None:
+        """Raises ConfigError if the environment runs code of the model and the recipe does not allow it."""
+        made = self._class.func if isinstance(self._class, partial) else self._class
+        modules = [base.__module__ for base in getattr(made, "__mro__", ())]
+        runs = next((_RUNS_CODE[module] for module in modules if module in _RUNS_CODE), None)
+        if runs is not None and not self._allowed:
+            raise self._unsandboxed(runs)
+        if runs is None and self._allowed and ":" not in self.name:
+            raise ConfigError(
+                f"environment.arguments.unsandboxed has no effect: skyrl_gym:{self.name} runs no code of the model; remove it"
+            )
+
+    def _unsandboxed(self, runs: str) -> ConfigError:
+        return ConfigError(
+            f"environment: skyrl_gym:{self.name} runs {runs}, with the rights of this user and without a sandbox. The model may "
+            f"write anything: run turnwise in a container or on a machine that may be lost, and set "
+            f"environment.arguments.unsandboxed: true; or write an environment with turnwise's sandbox (docs/sandbox.md)"
+        )
 
     def _creator(self, name: str) -> Any:
         if ":" in name:
