@@ -291,6 +291,20 @@ def test_a_deadline_holds_for_an_environment_in_a_thread_that_blocks_for_ever(
     assert caplog.messages == ["the environment of 1/0 could not be closed: no answer in 0.2 s"]
 
 
+def test_an_environment_in_a_thread_has_the_last_word_after_a_limit() -> None:
+    class Scores(SingleTurn):
+        async def step(self, turn: Turn) -> Reply:
+            return user_message("more")
+
+        async def final_reply(self, turn: Turn) -> Reply:
+            return Reply(reward=0.5, info={"said": turn.text, "thread": threading.current_thread().name}, done=True)
+
+    trajectory = hold(Says("a", "b"), lambda: ThreadedEnvironment(Scores), limits=Limits(turns=2))
+    assert trajectory.stop is Stop.MAX_TURNS
+    assert [turn.reward for turn in trajectory.turns] == [0.0, 0.5]
+    assert trajectory.turns[-1].info == {"said": "b", "thread": "environment"}
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no"), KeyboardInterrupt()])
 def test_what_an_environment_in_a_thread_raises_ends_its_own_conversation_only(error: BaseException) -> None:
     class Raises(SingleTurn):

@@ -25,7 +25,7 @@ from PIL import Image
 from support.conversations import Says, call, hold, hold_all
 from turnwise import assembly
 from turnwise.config.recipe import checked
-from turnwise.environments.mcp import McpServer, McpServers, _without_titles
+from turnwise.environments.mcp import McpServer, McpServers, _Sessions, _without_titles
 from turnwise.environments.tools.result import Answer
 from turnwise.environments.tools.toolbox import Tool, ToolResponse, Tools
 from turnwise.errors import ConfigError
@@ -313,6 +313,50 @@ def test_each_conversation_has_a_server_of_its_own_from_its_first_call_to_its_en
         assert not made._connections
 
 
+def test_a_conversation_whose_session_is_lost_is_told_so_and_gets_no_empty_one() -> None:
+    remember = call("remember", '{"word": "a"}')
+    with servers(tests=STDIO) as made:
+        box = made.toolbox(["remember", "die", "add"], retries=1)
+        said = Says(remember, call("die", "{}"), remember, call("add", '{"a": 1}'), "Done.")
+        lost, kept = hold_all(said, lambda: Tools([box]), size=2)
+    for trajectory in (lost, kept):
+        assert trajectory.error is None
+        before, died, *after = [turn.outcomes[0] for turn in trajectory.turns[:4]]
+        assert before.error is None
+        assert (died.error, died.attempts) == ("raised", 2)
+        for outcome in (died, *after):
+            assert outcome.content.startswith(
+                "Error: the session of this conversation with the MCP server 'tests' was lost, and with it all that earlier"
+            )
+        assert [outcome.attempts for outcome in after] == [1, 1]
+
+
+def test_a_call_that_is_given_up_while_it_gets_its_place_gives_the_place_back() -> None:
+    async def main(made: McpServers) -> None:
+        free = asyncio.Semaphore(1)
+        owners = {"add": made._listed[0]}
+
+        async def in_its_loop() -> list[bool]:
+            first, second = _Sessions(made, owners, free), _Sessions(made, owners, free)
+            await first._enter()
+            waiting = asyncio.create_task(second._enter())
+            await asyncio.sleep(0)
+            await first._end()  # the place goes to `second`, whose conversation ends before its call goes on
+            await second._end()
+            results = await asyncio.gather(waiting, return_exceptions=True)
+            given_up, next_ = asyncio.create_task(_Sessions(made, owners, free)._enter()), _Sessions(made, owners, free)
+            third = asyncio.create_task(next_._enter())
+            given_up.cancel()
+            await asyncio.wait_for(third, 10)
+            await next_._end()
+            return [isinstance(results[0], ConnectionError), not free.locked()]
+
+        assert await asyncio.wrap_future(made._loop.submit(in_its_loop())) == [True, True]
+
+    with servers(tests=STDIO) as made:
+        asyncio.run(main(made))
+
+
 def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
     path = tmp_path / "mcp.json"
     path.write_text(json.dumps({"mcpServers": {"tests": STDIO.model_dump(exclude_unset=True)}}), encoding="utf-8")
@@ -323,6 +367,12 @@ def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"mcp.max_sessions=1 has no effect with mcp.scope=run"):
         assembly.environment_factory(tools(max_sessions=1))
+    lockstep = tools(scope="conversation", max_sessions=1).model_copy(update={"deterministic": True})
+    with pytest.raises(
+        ConfigError, match=r"mcp.max_sessions=1 below max_concurrent=256: .* Set max_concurrent to at most 1"
+    ):
+        assembly.environment_factory(lockstep)
+    asyncio.run(assembly.environment_factory(lockstep.model_copy(update={"max_concurrent": 1})).aclose())
     words = {}
     for scope in ("run", "conversation"):
         make = assembly.environment_factory(tools(scope=scope, **({"max_sessions": 1} if scope != "run" else {})))

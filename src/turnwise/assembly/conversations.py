@@ -330,6 +330,7 @@ def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Tool
         }
         offered: Sequence[Tool | Toolbox]
         if options.scope == "conversation":
+            _refuse_waiting_in_lockstep(config)
             offered = [servers.toolbox(options.select, most=options.max_sessions, **calls)]
         elif options.max_sessions is not None:
             raise ConfigError(
@@ -343,6 +344,18 @@ def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Tool
         servers.close()
         raise
     return list(offered)
+
+
+def _refuse_waiting_in_lockstep(config: Config) -> None:
+    """Raises ConfigError if a conversation would wait for a session of one that waits for its next turn."""
+    most = config.mcp.max_sessions
+    if config.deterministic and most is not None and most < config.max_concurrent:
+        raise ConfigError(
+            f"deterministic=true cannot be combined with mcp.max_sessions={most} below max_concurrent={config.max_concurrent}: a "
+            f"conversation has its sessions until its end, and its next turn is sampled together with those of all conversations "
+            f"of its batch, of which the others would wait for a session until their calls time out. Set max_concurrent to at "
+            f"most {most}, or remove mcp.max_sessions"
+        )
 
 
 # sampling and limits

@@ -474,6 +474,12 @@ class ThreadedEnvironment:
         assert self._thread is not None, "step before begin"
         return await self._thread.run(lambda: self._begun_environment.step(turn), kind="environment")
 
+    async def final_reply(self, turn: Turn) -> Reply:
+        inner = self._environment
+        if self._thread is None or not isinstance(inner, FinalReply):
+            return Reply(done=True, reward=await self.final_reward())
+        return await self._thread.run(lambda: inner.final_reply(turn), kind="environment")
+
     async def final_reward(self) -> float | None:
         if self._thread is None or not isinstance(self._environment, FinalReward):
             return None

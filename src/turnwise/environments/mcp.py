@@ -5,7 +5,7 @@ conversations (in any event loop), and are closed at the end of the run. For ser
 conversation has connections of its own, which its calls open and its end closes. One task owns a session: the same task enters
 and leaves it. Calls come from any task of the same event loop; their number is not limited here. A call whose connection is lost
 is not repeated, because the server may have carried out the call already: the call raises ConnectionError, and the next call
-opens a new session.
+opens a new session. A conversation's own session is not replaced: the state is lost with it, and each further call says so.
 
 The SDK buffers a line from a server's stdout without a length limit, but lets the caller choose the encoding of the pipe. The
 encoding that is registered here is UTF-8 with a decoder that counts the characters since the last line break. Above the limit
@@ -102,18 +102,20 @@ class McpServer(BaseModel):
 class Connection:
     """One server, connected on demand. Call all methods in the same event loop."""
 
-    def __init__(self, name: str, server: McpServer, *, start_timeout: float) -> None:
+    def __init__(self, name: str, server: McpServer, *, start_timeout: float, has_state: bool = False) -> None:
+        """`has_state`: a session that was lost is not replaced."""
         self.name = name
         self._server = server
+        self._has_state = has_state
         self._start_timeout = start_timeout
         self._session: _Session | None = None
         self._former: list[_Session] = []
         """Lost sessions whose tasks may still be running."""
         self._starting = asyncio.Lock()
 
-    def another(self) -> Connection:
-        """A further connection to the same server."""
-        return Connection(self.name, self._server, start_timeout=self._start_timeout)
+    def with_state(self) -> Connection:
+        """A further connection to the same server, with a state that a new session would not have."""
+        return Connection(self.name, self._server, start_timeout=self._start_timeout, has_state=True)
 
     async def tools(self) -> list[ServerTool]:
         """The tools that the server offers.
@@ -145,7 +147,7 @@ class Connection:
         """Call a tool.
 
         Raises ConnectionError if the server cannot be reached or the connection is lost, ValueError if the server refuses
-        the call.
+        the call, or if an earlier call has lost the session and its state.
         """
         return await self._use(lambda client: client.call_tool(tool, arguments))
 
@@ -174,9 +176,16 @@ class Connection:
         raise ConnectionError(f"the connection to the MCP server {self.name!r} was lost: {session.problem or problem}")
 
     async def _live(self) -> _Session:
-        """The current session, or a new session if the current session is over. Raises ConnectionError if no session starts."""
+        """The current session, or a new session if the current session is over. Raises ConnectionError if no session starts,
+        ValueError if a state is lost."""
         async with self._starting:
             if self._session is not None and self._session.over.is_set():
+                if self._has_state and self._session.opened:
+                    # not a ConnectionError, which would be a reason for further attempts
+                    raise ValueError(
+                        f"the session of this conversation with the MCP server {self.name!r} was lost, and with it all that "
+                        f"earlier calls did there; the server cannot be called any more in this conversation"
+                    )
                 self._former = [*(former for former in self._former if not former.ended), self._session]
                 self._session = None
             if self._session is None:
@@ -219,6 +228,11 @@ class _Session:
     def ended(self) -> bool:
         """Whether the task of the session has finished."""
         return self._task.done()
+
+    @property
+    def opened(self) -> bool:
+        """Whether the session has ever answered."""
+        return self.client.done() and not self.client.cancelled() and self.client.exception() is None
 
     async def close(self) -> None:
         """End the session, and wait for the end of its task for at most `_CLOSING_SECONDS`."""
@@ -572,28 +586,31 @@ class McpServers:
 
     def open_like(self, connection: Connection) -> Connection:
         """A further connection to the same server, which is closed with the others at the latest."""
-        opened = connection.another()
+        opened = connection.with_state()
         self._connections.append(opened)
         return opened
 
-    async def end(self, opened: Sequence[Connection], free: asyncio.Semaphore | None) -> None:
-        """Close connections of `open_like`, and then release a place of `free`."""
+    async def close_opened(self, opened: Sequence[Connection]) -> None:
+        """Close connections of `open_like`. Call it in the event loop of the connections."""
+        try:
+            await _close_each(opened)
+        finally:
+            for connection in opened:
+                self._connections.remove(connection)
 
-        async def close() -> None:
-            try:
-                await _close_each(opened)
-            finally:
-                for connection in opened:
-                    self._connections.remove(connection)
-                if free is not None:
-                    free.release()
-
-        if self._closing.alive:  # otherwise they are closed
-            await asyncio.wrap_future(self._loop.submit(close()))
+    async def end(self, ending: Coroutine[Any, Any, None]) -> None:
+        """Await the end of sessions in the event loop of the connections. It goes on if the caller is cancelled."""
+        if not self._closing.alive:  # all are closed
+            ending.close()
+            return
+        await asyncio.shield(asyncio.wrap_future(self._loop.submit(ending)))
 
 
 class _Sessions:
-    """The sessions of one conversation. `close` ends them."""
+    """The sessions of one conversation. `close` ends them.
+
+    All else happens in the event loop of the connections: a call that is given up and the end of the conversation see one state.
+    """
 
     def __init__(self, servers: McpServers, owners: Mapping[str, Connection], free: asyncio.Semaphore | None) -> None:
         self._servers = servers
@@ -601,17 +618,18 @@ class _Sessions:
         self._free = free
         self._opened: dict[str, Connection] = {}
         """By the name of the server."""
+        self._entering = asyncio.Lock()
+        """A call waits for a place, which the calls after it then have too."""
         self._holds = False
         """Whether this conversation has one of the places of `free`."""
+        self._closed = False
 
     def caller(self, name: str) -> Callable[[dict[str, Any]], Awaitable[ToolResponse]]:
         """The function of a tool."""
         owner = self._owners[name]
 
         async def use(arguments: dict[str, Any]) -> CallToolResult:
-            if self._free is not None and not self._holds:
-                await self._free.acquire()
-                self._holds = True
+            await self._enter()
             if owner.name not in self._opened:
                 self._opened[owner.name] = self._servers.open_like(owner)
             return await self._opened[owner.name].call(name, arguments)
@@ -623,8 +641,29 @@ class _Sessions:
 
     async def close(self) -> None:
         """End the sessions."""
-        if self._opened or self._holds:
-            await self._servers.end(list(self._opened.values()), self._free if self._holds else None)
+        await self._servers.end(self._end())
+
+    async def _enter(self) -> None:
+        """Wait for a place, if there are places and the conversation has none. Raises ConnectionError after its end."""
+        async with self._entering:
+            if self._free is not None and not self._holds and not self._closed:
+                await self._free.acquire()
+                self._holds = True
+            if self._closed:
+                self._leave()
+                raise ConnectionError("the conversation has ended")
+
+    async def _end(self) -> None:
+        self._closed = True
+        try:
+            await self._servers.close_opened(list(self._opened.values()))
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self._free is not None and self._holds:
+            self._holds = False
+            self._free.release()
 
 
 async def _close_each(connections: Sequence[Connection]) -> None:

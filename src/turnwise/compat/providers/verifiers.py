@@ -159,7 +159,8 @@ class Verifiers:
         thread, self._thread = self._thread, None
         if thread is None:
             return
-        running = [asyncio.wrap_future(future) for future in self._running]
+        # a copy, because rollouts leave the set in the other thread
+        running = [asyncio.wrap_future(future) for future in list(self._running)]
         if running:
             await asyncio.wait(running, timeout=_CLEANING_SECONDS)
         try:
