@@ -496,7 +496,8 @@ def _attention(
     if ignored := unsupported(others, known=("dropout", "is_causal")):
         raise TypeError(f"tree attention does not compute {', '.join(ignored)}")
     if scales_queries(module):
-        query = query * _scale_by_position(module, attention_mask.tree, query.device)
+        # rounded after the product, as the model's own scale is
+        query = (query * _scale_by_position(module, attention_mask.tree, query.device)).to(query.dtype)
     return attention_mask.attend(query[0], key[0], value[0], scaling, s_aux, softcap).unsqueeze(0), None
 
 

@@ -24,7 +24,10 @@ PLAYED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "gsm8k": (SPEC, ["2 + 3 = 5\n#### 5"]),
     "gsm8k_multi_turn": (SPEC, ["Hm.", "#### 4", "#### 5"]),
     "aime": (SPEC, ["So the Answer: 5"]),
-    "search": ({"reward_spec": SEARCHED, "max_turns": 3}, ["<search>France</search>", "<answer>Paris</answer>"]),
+    "search": (
+        {"reward_spec": SEARCHED, "max_turns": 3},
+        ["Hm.", "<answer>Paris</answer>"],
+    ),  # a search retries for 90 s
     "searchcode": ({"reward_spec": SEARCHED, "max_turns": 2}, ["Hm.", "<answer>Paris</answer>"]),
 }
 CLASS = """

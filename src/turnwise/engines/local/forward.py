@@ -668,9 +668,6 @@ class VisionForward(GenericForward):
                 position_3NT=self._axes(prompt.position_3N[:, None, :-1]),
                 logits_to_keep=self._tensor(np.array(starts)),
             )[0]
-        offsets = np.array([prompt.position_offset])
-        last_1V = self.decode_after_images(kv, zero, last, token_1T[:, -1], offsets)
-        cache_KV = torch.cat((images_KV, last_1V))
         keep = self._tensor(np.array([*starts, int(last[0])]))
         with self._adapter.forward_inputs(ids, types, media) as model_inputs:
             # in a pass of its own, the model computes the positions too, and may need further inputs for that
@@ -678,6 +675,12 @@ class VisionForward(GenericForward):
                 name: value for name, value in self._adapter.merge_inputs(media).items() if name not in model_inputs
             }
             own_KV = self._model(**model_inputs, **others, use_cache=False, logits_to_keep=keep).logits[0].float()
+        self._refuse_other_logits(images_KV, own_KV[:-1])  # before decoding, which such a model may not even do
+        offsets = np.array([prompt.position_offset])
+        self._refuse_other_logits(self.decode_after_images(kv, zero, last, token_1T[:, -1], offsets), own_KV[-1:])
+
+    def _refuse_other_logits(self, cache_KV: torch.Tensor, own_KV: torch.Tensor) -> None:
+        """Raise EngineError if logits over the cache differ from those of the model's own pass by more than rounding."""
         difference, scale = (cache_KV - own_KV).abs().max().item(), max(1.0, own_KV.abs().max().item())
         limit = scale * (1e-3 if self._dtype == torch.float32 else 1e-1)
         if not difference <= limit:  # also if the difference is NaN
