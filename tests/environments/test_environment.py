@@ -22,7 +22,7 @@ from turnwise.options.schema import Config
 from turnwise.rollout import rollout as threaded_rollout
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout
-from turnwise.types import Failure, Opening, Reply, Row, Stop, Turn
+from turnwise.types import EnvironmentHandle, Failure, Opening, Reply, Row, Stop, Turn
 
 # Environments: what a generator may yield, and that it is cleaned up on every path out.
 
@@ -303,6 +303,18 @@ def test_an_environment_in_a_thread_has_the_last_word_after_a_limit() -> None:
     assert trajectory.stop is Stop.MAX_TURNS
     assert [turn.reward for turn in trajectory.turns] == [0.0, 0.5]
     assert trajectory.turns[-1].info == {"said": "b", "thread": "environment"}
+
+
+@pytest.mark.parametrize("around", [ThreadedEnvironment, lambda make: Tools([], then=make())], ids=["thread", "tools"])
+def test_reward_functions_get_the_object_of_an_environment_in_a_thread_and_behind_tools(around: Any) -> None:
+    class Provides(SingleTurn):
+        def environment_handle(self) -> EnvironmentHandle | None:
+            return EnvironmentHandle("the object", lambda: None)
+
+    handle = hold(Says("a"), lambda: around(Provides)).environment
+    assert handle is not None
+    assert handle.instance == "the object"
+    assert hold(Says("a"), lambda: around(SingleTurn)).environment is None
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no"), KeyboardInterrupt()])

@@ -485,6 +485,10 @@ class ThreadedEnvironment:
             return None
         return await self._thread.run(self._environment.final_reward, kind="environment")
 
+    def environment_handle(self) -> EnvironmentHandle | None:
+        inner = self._environment
+        return inner.environment_handle() if isinstance(inner, ProvidesHandle) else None
+
     async def close(self) -> None:
         if self._thread is None:
             return

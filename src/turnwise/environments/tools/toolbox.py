@@ -14,11 +14,11 @@ from contextvars import Context
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from turnwise.environments.environment import Environment, FinalReply, FinalReward, SingleTurn
+from turnwise.environments.environment import Environment, FinalReply, FinalReward, ProvidesHandle, SingleTurn
 from turnwise.environments.tools.result import Answer, ToolResponse, Truncation, failed
 from turnwise.environments.tools.tool import Tool, Toolbox
 from turnwise.errors import ConfigError, Failed, nearest
-from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolSchema, Turn
+from turnwise.types import EnvironmentHandle, Failure, Message, Opening, Reply, Row, ToolCall, ToolSchema, Turn
 from turnwise.user_code.calls import call, deadline, limits, own_context, spawn
 from turnwise.user_code.reward_number import added
 from turnwise.user_code.threads import run_in_thread
@@ -118,6 +118,10 @@ class Tools:
 
     async def final_reward(self) -> float | None:
         return await self._inner.final_reward() if isinstance(self._inner, FinalReward) else None
+
+    def environment_handle(self) -> EnvironmentHandle | None:
+        """The inner environment's object, for reward functions."""
+        return self._inner.environment_handle() if isinstance(self._inner, ProvidesHandle) else None
 
     async def close(self) -> None:
         """Close the tools, then the inner environment, each with its own time limit.
