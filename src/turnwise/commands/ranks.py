@@ -95,6 +95,8 @@ class LocalRanks:
 
 # ranks, wherever they run
 
+_FIRST_SECONDS = 10.0
+"""Seconds in which the first rank of a machine has read the recipe, too, and torchrun has seen its end."""
 _GRACE = 60.0
 """Seconds that the other ranks have to end after a rank was lost: rank 0 may need them to notice it."""
 _SHORT_GRACE = 10.0
@@ -171,14 +173,16 @@ def run_as_rank(
 
 @contextlib.contextmanager
 def read_by_all_ranks() -> Iterator[None]:
-    """Inside, the recipe is read. Torchrun starts a process for each rank: only the first one of each machine tells what is wrong
-    with the recipe, and the others end with the same exit status."""
+    """Inside, the recipe is read. Torchrun starts a process for each rank: the first one of each machine tells what is wrong with
+    the recipe. The others wait until torchrun ends them, and tell it if that does not happen: then they alone have the problem."""
     try:
         yield
-    except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            raise
-        raise SystemExit(1) from error
+    except ConfigError:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            former = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # without a word
+            time.sleep(_FIRST_SECONDS)
+            signal.signal(signal.SIGTERM, former)
+        raise
 
 
 def _end_with_parent() -> None:
