@@ -174,7 +174,7 @@ def run_as_rank(
 @contextlib.contextmanager
 def read_by_all_ranks() -> Iterator[None]:
     """Inside, the recipe is read. Torchrun starts a process for each rank: the first one of each machine tells what is wrong with
-    the recipe. The others wait until torchrun ends them, and tell it if that does not happen: then they alone have the problem."""
+    the recipe. The others wait until torchrun ends them, and tell it if that does not happen: then it is their own."""
     try:
         yield
     except ConfigError:
