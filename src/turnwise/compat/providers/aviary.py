@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any
 
 from turnwise.compat.object_factory import number, opened, referred
-from turnwise.compat.providers.provider import About, refuse_unknown_name
+from turnwise.compat.providers.provider import About, LibraryEnvironments, refuse_unknown_name
 from turnwise.data.rows import ProvidedRows, seed_rows
-from turnwise.environments.environment import Environment, PutInFront
+from turnwise.environments.environment import Environment
 from turnwise.environments.tools.result import Answer, failed
 from turnwise.environments.tools.schema import FromSchema, WrongArguments
-from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.types import Message, Opening, Reply, Row, ToolCall, ToolOutcome, Turn
 from turnwise.user_code.copies import copy_containers
@@ -25,7 +24,7 @@ from turnwise.user_code.thread_loops import OwnLoop, ending, own_loop
 from turnwise.user_code.threads import ThreadedObject, run_in_thread
 
 
-class Aviary:
+class Aviary(LibraryEnvironments):
     """Makes the environments of a name (an EnvironmentSource with rows).
 
     Args:
@@ -108,17 +107,6 @@ class Aviary:
 
     def __call__(self) -> Environment:
         return _AviaryTask(self)
-
-    def tools(self) -> Sequence[Tool]:
-        """None: the environment offers its tools when it begins, and runs them."""
-        return ()
-
-    def make(self, in_front: PutInFront) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
-
-    async def aclose(self) -> None:
-        """Nothing is shared."""
 
     def _length(self, *, held_out: bool) -> int | None:
         data = self._data.get(held_out)

@@ -14,8 +14,29 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, runtime_checkable
 
+from turnwise.environments.environment import Environment, PutInFront
+from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, nearest
 from turnwise.user_code.references import resolve
+
+
+class LibraryEnvironments:
+    """An `EnvironmentSource` whose environments offer their tools themselves, if they have any, and share nothing."""
+
+    def __call__(self) -> Environment:
+        """The environment of one conversation."""
+        raise NotImplementedError
+
+    def tools(self) -> Sequence[Tool]:
+        """None that is known before a conversation begins."""
+        return ()
+
+    def make(self, in_front: PutInFront) -> Environment:
+        """The environment of one conversation, behind the recipe's tools."""
+        return in_front((), self())
+
+    async def aclose(self) -> None:
+        """Nothing is shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

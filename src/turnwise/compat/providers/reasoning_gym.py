@@ -16,10 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from turnwise.compat.object_factory import number, plain
-from turnwise.compat.providers.provider import About, refuse_unknown_name
+from turnwise.compat.providers.provider import About, LibraryEnvironments, refuse_unknown_name
 from turnwise.data.rows import ProvidedRows, seed_rows
-from turnwise.environments.environment import Environment, PutInFront
-from turnwise.environments.tools.tool import Tool
+from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Opening, Reply, Row, Turn
 from turnwise.user_code.threads import run_in_thread
@@ -35,7 +34,7 @@ _CHUNKED = frozenset({"acre", "composite", "gsm_symbolic", "list_functions", "wo
 """Data sets that make a list of all their entries: chunks of 500 entries, each with a seed of its own, take their place."""
 
 
-class ReasoningGym:
+class ReasoningGym(LibraryEnvironments):
     """Makes the environments of a task (an EnvironmentSource with rows).
 
     Args:
@@ -143,17 +142,6 @@ class ReasoningGym:
 
     def __call__(self) -> Environment:
         return _Task(self)
-
-    def tools(self) -> Sequence[Tool]:
-        """None."""
-        return ()
-
-    def make(self, in_front: PutInFront) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
-
-    async def aclose(self) -> None:
-        """Nothing is shared."""
 
 
 class _Task:

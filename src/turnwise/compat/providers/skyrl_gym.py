@@ -14,9 +14,8 @@ from functools import partial
 from typing import Any
 
 from turnwise.compat.object_factory import messages_of, number, plain, referred
-from turnwise.compat.providers.provider import About, refuse_unknown_name
-from turnwise.environments.environment import Environment, PutInFront
-from turnwise.environments.tools.tool import Tool
+from turnwise.compat.providers.provider import About, LibraryEnvironments, refuse_unknown_name
+from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.types import Edit, Opening, Reply, Row, Turn, common_length
 from turnwise.user_code.copies import copy_containers
@@ -30,7 +29,7 @@ _RUNS_CODE = {
 """Modules of environments that run what the model writes, and how. The library puts no sandbox around it."""
 
 
-class SkyrlGym:
+class SkyrlGym(LibraryEnvironments):
     """Makes the environments of a registered name (an EnvironmentSource).
 
     Args:
@@ -80,17 +79,6 @@ class SkyrlGym:
 
     def __call__(self) -> Environment:
         return _SkyrlTask(self)
-
-    def tools(self) -> Sequence[Tool]:
-        """None: its environments read the calls in the text themselves."""
-        return ()
-
-    def make(self, in_front: PutInFront) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
-
-    async def aclose(self) -> None:
-        """Nothing is shared."""
 
     def _check_code(self) -> None:
         """Raises ConfigError if the environment runs code of the model and the recipe does not allow it."""

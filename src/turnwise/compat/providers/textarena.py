@@ -22,10 +22,9 @@ from typing import Any, Literal
 import numpy as np
 
 from turnwise.compat.object_factory import number, opened, plain, referred
-from turnwise.compat.providers.provider import About, refuse_unknown_name
+from turnwise.compat.providers.provider import About, LibraryEnvironments, refuse_unknown_name
 from turnwise.data.rows import ProvidedRows, seed_rows
-from turnwise.environments.environment import Environment, PutInFront
-from turnwise.environments.tools.tool import Tool
+from turnwise.environments.environment import Environment
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.services.chat import ChatModel, ask_chat_model, given_chat_model
 from turnwise.types import Opening, Reply, Row, Turn
@@ -43,7 +42,7 @@ Opponent = Callable[[str, random.Random], Any]
 """The move after an observation; may be async."""
 
 
-class TextArena:
+class TextArena(LibraryEnvironments):
     """Makes the games of a registered name (an EnvironmentSource with rows).
 
     Args:
@@ -136,17 +135,6 @@ class TextArena:
 
     def __call__(self) -> Environment:
         return _TextGame(self)
-
-    def tools(self) -> Sequence[Tool]:
-        """None: moves are texts."""
-        return ()
-
-    def make(self, in_front: PutInFront) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
-
-    async def aclose(self) -> None:
-        """Nothing is shared."""
 
 
 def _registration() -> Any:

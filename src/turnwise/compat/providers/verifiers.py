@@ -22,7 +22,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from turnwise.compat.object_factory import number, plain
-from turnwise.compat.providers.provider import About
+from turnwise.compat.providers.provider import About, LibraryEnvironments
 from turnwise.data.rows import ProvidedRows
 from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
 from turnwise.environments.agents.requests import (
@@ -37,8 +37,7 @@ from turnwise.environments.agents.requests import (
     template_arguments,
     tool_call,
 )
-from turnwise.environments.environment import Environment, MessageCheck, PutInFront
-from turnwise.environments.tools.tool import Tool
+from turnwise.environments.environment import Environment, MessageCheck
 from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.types import Message, Row
 from turnwise.user_code.calls import forget
@@ -52,7 +51,7 @@ _CLEANING_SECONDS = 20.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Verifiers:
+class Verifiers(LibraryEnvironments):
     """Makes the environments of an installed environment of verifiers (an EnvironmentSource with rows).
 
     Args:
@@ -123,14 +122,6 @@ class Verifiers:
 
     def __call__(self) -> Environment:
         return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, check=self._check)
-
-    def tools(self) -> Sequence[Tool]:
-        """None: the environment offers its tools in its requests, and calls them."""
-        return ()
-
-    def make(self, in_front: PutInFront) -> Environment:
-        """The environment of one conversation, behind the recipe's tools."""
-        return in_front((), self())
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """One rollout and its scores. Raises AgentError with the library's error."""
