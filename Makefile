@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo install test test-slow test-engines test-cluster test-ray test-cuda first-contact test-view lint check docs format wheel bench models mutants clean
+.PHONY: help demo install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view lint check docs format wheel bench models mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -29,6 +29,9 @@ test-engines: $(VENV)/ready-dev  ## install vLLM and SGLang into environments of
 
 test-cluster: $(VENV)/ready-dev  ## train on two ranks and with a local Ray cluster for real; kill ranks, workers, servers, nodes and drivers
 	$(BIN)/python -m pytest tests/cluster -m cluster -rfEs
+
+test-ranks: $(VENV)/ready-dev  ## run the part of `make test-cluster` without Ray
+	$(BIN)/python -m pytest tests/cluster -m 'cluster and not ray' -rfEs
 
 test-ray: $(VENV)/ready-dev  ## run the part of `make test-cluster` with a local Ray cluster of several nodes
 	$(BIN)/python -m pytest tests/cluster -m ray -rfEs
