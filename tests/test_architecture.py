@@ -543,7 +543,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
 def test_tests_with_several_processes_and_with_real_engines_stand_where_make_looks_for_them() -> None:
     """`make test-cluster` and `make test-engines` import these folders only."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert makefile.count("pytest tests/cluster -m ") == 2
+    assert makefile.count("pytest tests/cluster -m ") == 3
     assert makefile.count("pytest tests/engines -m ") == 1
     marked = {"cluster": {"cluster"}, "ray": {"cluster"}, "engines": {"engines", "cluster"}}
     for marker, folders in marked.items():

@@ -88,8 +88,8 @@ TASKS = (
         "the demo, with the trained demo as teacher",
         (
             Setup("rewards", (), 80, 2),
-            Setup("teacher", (*TEACHER, "credit.name=none"), 30, 2),
-            Setup("rewards and teacher", TEACHER, 30, 2),
+            Setup("teacher", (*TEACHER, "credit.name=none"), 50, 2),
+            Setup("rewards and teacher", TEACHER, 50, 2),
         ),
         start=0.47,
         optimum=1.0,
