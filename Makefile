@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view lint check docs format wheel bench models mutants clean
+.PHONY: help demo install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view lint check docs format wheel bench models memory-table mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -73,6 +73,9 @@ bench: $(VENV)/ready-dev  ## run the benchmarks
 
 models: $(VENV)/ready-dev  ## try all families of models, write docs/models.md (about 20 minutes on two cores; continues after a stop)
 	nice $(BIN)/python scripts/model_table.py
+
+memory-table: $(VENV)/ready-dev  ## compute which models fit on which GPUs, for docs/memory.md (ten minutes)
+	nice $(BIN)/python scripts/memory_table.py
 
 # PARTS="training rollout" and SAMPLE=100 make it shorter; see scripts/mutants.py
 mutants: $(VENV)/ready-dev  ## list small code changes that no quick test notices (takes hours; not in CI)

@@ -66,9 +66,10 @@ if TYPE_CHECKING:
 DOCS, MODEL, RECIPE = ROOT / "docs", ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
 
 
-def replace_block(page: str, name: str, body: str) -> str:
-    """The page with `body` in the block of this name. Raises SystemExit without the markers of the block."""
-    begin = f"<!-- {name}: made by scripts/generated_pages.py -->"
+def replace_block(page: str, name: str, body: str, *, by: str = "generated_pages.py") -> str:
+    """The page with `body` in the block of this name, which the script `by` makes. Raises SystemExit without the markers of the
+    block."""
+    begin = f"<!-- {name}: made by scripts/{by} -->"
     found = re.search(rf"{re.escape(begin)}.*?(?=<!-- end of )", page, re.DOTALL)
     if found is None:
         raise SystemExit(

@@ -13,6 +13,8 @@ from support.qwen3 import save_config
 from support.tiny import tiny_model
 from turnwise.assembly import model_source
 from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor import fit, memory
 from turnwise.doctor.fit import USABLE, WAYS, choose, fit_check, fitted, fitted_to_card, learning_rate
 from turnwise.doctor.memory import PassOptions, Workload, empty_model, predict
@@ -20,7 +22,9 @@ from turnwise.errors import ConfigError
 from turnwise.models import device
 from turnwise.models.device import GpuMemory, known_dtype
 from turnwise.options.schema import Config
+from turnwise.starter import write_project
 
+ROOT = Path(__file__).parents[2]
 WORK = Workload(conversations=64, tokens=512)
 
 
@@ -69,12 +73,12 @@ def test_a_card_that_is_too_small_is_told_what_is_needed(size: str, least: float
     with pytest.raises(
         ConfigError, match="does not fit on a GPU with 5 GiB: even an adapter on weights in 4 bits"
     ) as raised:
-        fit.starter_plan(path, 5.0, contexts=(1024,))
+        fit.starter_plan(path, 5.0)
     assert float(str(raised.value).split("needs ")[1].split(" GiB")[0]) == pytest.approx(least, rel=0.1)
     with pytest.raises(ConfigError, match="--gpu needs a number on a machine whose GPU cannot be used"):
-        fit.starter_plan(path, None, contexts=(1024,))
+        fit.starter_plan(path, None)
     with pytest.raises(ConfigError, match="the configuration of --model"):
-        fit.starter_plan(str(tmp_path), 24.0, contexts=(1024,))
+        fit.starter_plan(str(tmp_path), 24.0)
 
 
 def test_weights_are_counted_once_on_a_gpu() -> None:
@@ -150,6 +154,32 @@ def test_a_starter_recipe_for_a_model_and_a_card(tmp_path: Path, capsys: pytest.
     check = fit_check(recipe, str(path), section="train", memory_gb=24.0)
     assert check.status == "ok", check
     assert main(["init", str(tmp_path / "other"), "--gpu", "24"]) == 1
+
+
+@pytest.mark.slow
+def test_a_row_of_the_table_is_current(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/memory.md has what `make memory-table` computes. The recipe of the row is valid, and the doctor says that it fits."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import memory_table
+
+    monkeypatch.setattr(memory_table, "CARDS", (16,))
+    (row,) = memory_table.rows_of("0.6B")
+    assert row in (ROOT / "docs" / "memory.md").read_text().splitlines()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=[way.name for way in WAYS])
+def test_recipes_of_all_ways_are_valid(way: fit.Way, tmp_path: Path) -> None:
+    """The recipe that `turnwise init --gpu` writes for a way, as `turnwise train` reads it."""
+    numbers = config(train={"micro_batch_tokens": 4096}, engine={"name": "local", "memory_gb": 4.8})
+    plan = fit.Plan(way, fit.with_way(numbers, way), gib=20.0, parameters=8_000_000_000, rows=8, beside=6.2)
+    write_project(tmp_path / "new", model="m", changes=fit.starter_lines(plan, 4096, 24.0))
+    recipe, notes = load(tmp_path / "new" / "recipe.yaml", ["model.device=cuda"])
+    refuse_without_effect(recipe)
+    assert notes == []
+    for name, value in way.options.items():
+        assert fit._value(recipe, name.split(".")) == value
+    assert recipe.limits.context == 4096
+    assert recipe.train.lr == pytest.approx(learning_rate(plan.parameters, adapter="model.lora.rank" in way.options))
 
 
 def test_auto_is_bfloat16_on_a_gpu_and_float32_elsewhere() -> None:

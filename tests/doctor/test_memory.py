@@ -20,13 +20,13 @@ from turnwise import assembly
 from turnwise.cli import main
 from turnwise.doctor import memory
 from turnwise.doctor.examine import examine
+from turnwise.doctor.fit import fit_check
 from turnwise.doctor.memory import (
     PassOptions,
     Prediction,
     Workload,
     longest_prompt,
     machine_gib,
-    memory_check,
     predict,
     refuse_too_large,
     traced_pass,
@@ -286,16 +286,16 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
 
 @pytest.mark.slow
 def test_the_check_says_what_to_change_if_a_step_does_not_fit(model: Path) -> None:
-    fits = memory_check(config(), str(model), section="train")
+    fits = fit_check(config(), str(model), section="train")
     assert fits.status == "ok"
     assert "predicted peak of a training step" in fits.text
     assert "128 conversations of up to 1,024 tokens" in fits.text
-    large = memory_check(config(), str(model), section="train", memory_gb=0.5)
+    large = fit_check(config(), str(model), section="train", memory_gb=0.5)
     assert large.status == "fail"
     assert "and there are 0.5 GiB: " in large.text
     changes = dict(large.details)
     assert {"with train.micro_batch_tokens=512", "with model.gradient_checkpointing=true"} <= changes.keys()
-    hopeless = memory_check(config(), str(model), section="sft", memory_gb=0.1)
+    hopeless = fit_check(config(), str(model), section="sft", memory_gb=0.1)
     assert "there are 0.1 GiB: combine the changes below, or use a smaller model" in hopeless.text
     assert not any("engine" in name for name, _ in hopeless.details)
 

@@ -696,7 +696,7 @@ def test_making_room_for_somebody_who_must_wait_moves_those_who_run() -> None:
 
 def test_what_can_never_fit_is_refused_with_the_fix() -> None:
     engine = LocalEngine(make("qwen3"), threads=1, memory_gb=gigabytes(100))
-    with pytest.raises(EngineError, match=r"80 tokens.*by 40.*100 at most.*memory_gb=5\.72e-05"):
+    with pytest.raises(EngineError, match=r"80 tokens.*by 40.*100 at most.*engine\.memory_gb=5\.72e-05"):
         ask(engine, speak("a", tokens(80), 40))
     assert len(ask(engine, speak("a", tokens(80), 20))[0].token_ids) == 20
 

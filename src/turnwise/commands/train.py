@@ -211,10 +211,6 @@ def _run_init(options: argparse.Namespace, context: Context) -> int:
     return 0
 
 
-_CONTEXTS = (4096, 2048, 1024)
-"""Tokens of a conversation that are tried, the longest first."""
-
-
 def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
     """The lines of the starter's recipe that are others for a model on a GPU with so much memory (0: that of this machine's GPU),
     and what is printed about them. Raises ConfigError if the model cannot be trained there."""
@@ -222,7 +218,7 @@ def _for_gpu(model: str | None, gib: float) -> tuple[dict[str, str], list[str]]:
         raise ConfigError("--gpu needs the model that is to be trained: turnwise init DIR --model MODEL --gpu 24")
     from turnwise.doctor.fit import starter_plan  # torch
 
-    return starter_plan(model, gib or None, contexts=_CONTEXTS)
+    return starter_plan(model, gib or None)
 
 
 def _aligned(texts: Mapping[str, str]) -> list[str]:

@@ -8,7 +8,6 @@ model's configuration, no weights and no GPU.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,8 +20,9 @@ from turnwise.doctor.memory import (
     empty_parameters,
     kv_bytes_of_row,
     machine_gib,
-    memory_check,
+    not_predicted,
     on_gpu,
+    peak_check,
     predict,
     read_model_config,
     workload_of,
@@ -106,7 +106,7 @@ def fitted_to_card(
     config: Config, path: str, *, section: str, longest: int | None = None, prompt: int | None = None
 ) -> tuple[Config, list[str]]:
     """`fitted` for the GPU of the recipe and the free memory on it, and a note that says the numbers. `path` is the model, and
-    the lengths are those of `memory_check`. Without such a GPU, or without a prediction, the recipe as it is."""
+    the lengths are those of `fit_check`. Without such a GPU, or without a prediction, the recipe as it is."""
     if not on_gpu(config) or not sees_gpu() or config.cluster.distributed:
         return config, []
     card = gpu_memory(config.model.device)
@@ -134,24 +134,28 @@ def fit_check(
     longest: int | None = None,
     prompt: int | None = None,
 ) -> Check:
-    """`memory_check`, with the numbers that a run would compute for a GPU; if it fails, with the first way that fits."""
+    """The predicted peak of a training step, with the numbers that a run would compute for a GPU; if it does not fit, the options
+    to change, and the first way that fits.
+
+    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
+    conversation, and `prompt` that of the longest prompt. Without a prediction, the check is a note.
+    """
     gib = machine_gib(config) if memory_gb is None else memory_gb
-    found, text = config, ""
-    if on_gpu(config) and gib != float("inf"):
-        with contextlib.suppress(Failed), boundary("model"):
+    known_card = on_gpu(config) and gib != float("inf")
+    try:
+        with boundary("model"):
             model_config = read_model_config(path)
             workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
-            found = fitted(config, model_config, workload, section=section, gib=gib)
-            if found is config and section == "train":
+            found = fitted(config, model_config, workload, section=section, gib=gib) if known_card else config
+            check = peak_check(found, model_config, workload, section=section, limit=gib, card_gib=gib)
+            if check.status == "fail" and known_card and found is config and section == "train":
                 text = _what_fits(config, model_config, workload, gib)
-    check = memory_check(
-        found, path, section=section, memory_gb=memory_gb, longest=longest, prompt=prompt, card_gib=gib
-    )
+                check = replace(check, details=[*check.details, ("what fits", text)])
+    except Failed as failed:
+        return not_predicted(failed)
     if memory_gb is None and on_gpu(config) and sees_gpu():
         check = replace(check, details=[*check.details, ("GPU", str(gpu_memory(config.model.device)))])
-    return (
-        check if not text or check.status != "fail" else replace(check, details=[*check.details, ("what fits", text)])
-    )
+    return check
 
 
 def _what_fits(config: Config, model_config: Any, workload: Workload, gib: float) -> str:
@@ -226,6 +230,14 @@ WAYS = (
 )
 """Ways to train a model, in the order of preference. Larger updates are learnt with more trained weights; each further way needs
 less memory, and is slower or learns with less."""
+OFFLOADED = Way(
+    "all weights, AdamW's state on the CPU",
+    {"model.gradient_checkpointing": True, "train.optimizer.offload": "cpu"},
+    "all weights are trained; their float32 copies and AdamW's state are in the memory of the machine",
+)
+"""A way that is never chosen: only its user knows the memory of the machine, and a step waits for copies in both directions."""
+OFFLOADED_BYTES = 12
+"""What it needs of the machine's memory for each parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,20 +258,26 @@ class Plan:
     if the server does not fit."""
 
 
-def choose(config: Config, model_config: Any, workload: Workload, *, gib: float) -> Plan | None:
-    """The first way to train the recipe's model that fits into so much memory; None if none does.
+def choose(
+    config: Config, model_config: Any, workload: Workload, *, gib: float, ways: Sequence[Way] = WAYS
+) -> Plan | None:
+    """The first of the ways to train the recipe's model that fits into so much memory; None if none does.
 
     The recipe's own options of the ways are replaced, and those that it leaves open are computed.
     """
-    for way in WAYS:
-        try:
-            with boundary("model"):
-                plan = _tried(way, with_way(config, way), model_config, workload, gib)
-        except Failed:  # such as an adapter that the model does not take
-            continue
-        if plan is not None:
+    for way in ways:
+        if (plan := tried(way, config, model_config, workload, gib=gib)) is not None:
             return plan
     return None
+
+
+def tried(way: Way, config: Config, model_config: Any, workload: Workload, *, gib: float) -> Plan | None:
+    """The recipe with the options of a way and with all numbers; None if it does not fit into so much memory."""
+    try:
+        with boundary("model"):
+            return _tried(way, with_way(config, way), model_config, workload, gib)
+    except Failed:  # such as an adapter that the model does not take
+        return None
 
 
 def with_way(config: Config, way: Way) -> Config:
@@ -320,11 +338,38 @@ def learning_rate(parameters: int, *, adapter: bool) -> float:
 _TURNS, _TOKENS_PER_TURN, _BATCH, _GROUP = 6, 256, 16, 8
 
 
-def starter_plan(path: str, gib: float | None, *, contexts: Sequence[int]) -> tuple[dict[str, str], list[str]]:
+CONTEXTS = (4096, 2048, 1024)
+"""Tokens of a conversation that are tried for the starter's recipe, the longest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Starter:
+    """What the starter's recipe has for a model and a card."""
+
+    plan: Plan | None
+    """None: nothing fits."""
+    context: int
+    """The longest of `CONTEXTS` with which the plan fits."""
+    least: float
+    """The memory, in GiB, below which nothing fits."""
+
+
+def starter(path: str, model_config: Any, gib: float, *, ways: Sequence[Way] = WAYS) -> Starter:
+    """The way to train that `turnwise init --gpu` writes. `path` is the model, `gib` the memory of the GPU."""
+    base = Config.model_validate({"model": {"path": path, "device": "cuda"}, "data": {"train": "train.jsonl"}})
+    works = [Workload(conversations=_BATCH * _GROUP, tokens=context) for context in CONTEXTS]
+    least = least_gib(base, model_config, works[-1])
+    for workload in works if least <= gib else ():
+        if (plan := choose(base, model_config, workload, gib=gib, ways=ways)) is not None:
+            return Starter(plan, workload.tokens, least)
+    return Starter(None, CONTEXTS[-1], least)
+
+
+def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str]]:
     """For `turnwise init --gpu`: the lines of the starter's recipe that are others, and lines to print.
 
-    `gib` is the memory of the GPU; None: what is free on that of this machine. The first of the `contexts` is taken that fits.
-    Raises ConfigError if the model's configuration cannot be read, if there is no GPU to ask, or if nothing fits.
+    `gib` is the memory of the GPU; None: what is free on that of this machine. Raises ConfigError if the model's configuration
+    cannot be read, if there is no GPU to ask, or if nothing fits.
     """
     if gib is not None:
         card = f"a GPU with {gib:g} GiB"
@@ -339,20 +384,17 @@ def starter_plan(path: str, gib: float | None, *, contexts: Sequence[int]) -> tu
             model_config = read_model_config(path)
     except Failed as failed:
         raise ConfigError(f"the configuration of --model {path} cannot be read: {failed.failure.message}") from failed
-    base = Config.model_validate({"model": {"path": path, "device": "cuda"}, "data": {"train": "train.jsonl"}})
-    workload = Workload(conversations=_BATCH * _GROUP, tokens=contexts[-1])
-    for context in contexts:
-        workload = replace(workload, tokens=context)
-        if (plan := choose(base, model_config, workload, gib=gib)) is not None:
-            return _lines(plan, context, gib), [f"{path} on {card}: {plan.way.name}, {plan.gib:.1f} GiB at the peak\n"]
+    found = starter(path, model_config, gib)
+    if (plan := found.plan) is not None:
+        lines = [f"{path} on {card}: {plan.way.name}, {plan.gib:.1f} GiB at the peak\n"]
+        return starter_lines(plan, found.context, gib), lines
     raise ConfigError(
-        f"{path} does not fit on {card}: even an adapter on weights in 4 bits needs "
-        f"{least_gib(base, model_config, workload):.1f} GiB and its activations, with conversations of {contexts[-1]:,} tokens. "
-        f"Use a smaller model, or several GPUs (docs/cluster.md)"
+        f"{path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its activations, "
+        f"with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
     )
 
 
-def _lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
+def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
     """The lines of the starter's recipe by those that they replace."""
     options, lora = plan.way.options, "model.lora.rank" in plan.way.options
     known = plan.config

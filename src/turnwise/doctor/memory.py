@@ -154,7 +154,8 @@ def traced_pass(options: PassOptions, model_config: Any) -> TracedPass:
 
 
 _traced: dict[tuple[str, str], TracedPass] = {}
-"""Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass."""
+"""Traced passes by their arguments: most options of a recipe, and all ranks but one, change nothing in a pass. Also
+models without a pass, by their sources."""
 
 
 _DEPTHS = (1, 2)
@@ -320,8 +321,10 @@ def _without_pass_of(model: Any, source: ModelSource) -> TracedPass:
 def always_bytes(config: Config, model_config: Any, section: str) -> float:
     """The bytes that stay in memory from the start of a run to its end, which are known without a pass."""
     source = assembly.model_source(config)
-    trace = _without_pass_of(empty_model(source, model_config), source)
-    return sum(part.bytes for part in _always(config, trace, section))
+    key = (repr(source), model_config.to_json_string())
+    if key not in _traced:
+        _traced[key] = _without_pass_of(empty_model(source, model_config), source)
+    return sum(part.bytes for part in _always(config, _traced[key], section))
 
 
 def empty_parameters(config: Config, model_config: Any) -> tuple[int, float]:
@@ -574,36 +577,22 @@ def _critic_bytes(config: Config, trace: TracedPass, optimizer: OptimizerSection
     return (0 if shared else trace.weights) + trace.trained + on_cpu * _optimizer_bytes(trace, optimizer)
 
 
-def memory_check(
-    config: Config,
-    path: str,
-    *,
-    section: str,
-    memory_gb: float | None = None,
-    longest: int | None = None,
-    prompt: int | None = None,
-    card_gib: float | None = None,
-) -> Check:
-    """The predicted peak of a training step, and the options to change if it does not fit. `card_gib`: see `predict`.
+def not_predicted(failed: Failed) -> Check:
+    """The check `memory` of a model whose configuration is missing, or that cannot run on tensors without contents."""
+    return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
 
-    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
-    conversation, and `prompt` that of the longest prompt. If the model's configuration is missing, or the model cannot run on
-    tensors without contents, there is no prediction, and the check is a note.
-    """
-    try:
-        with boundary("model"):
-            model_config = read_model_config(path)
-            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
-            found = predict(config, model_config, workload, section=section, card_gib=card_gib)
-    except Failed as failed:
-        return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
+
+def peak_check(
+    config: Config, model_config: Any, workload: Workload, *, section: str, limit: float, card_gib: float | None = None
+) -> Check:
+    """The predicted peak of a training step, and what to change if it is above `limit` (GiB). `card_gib`: see `predict`."""
+    found = predict(config, model_config, workload, section=section, card_gib=card_gib)
     shown = [(part.name, f"{part.bytes / 2**30:.1f}") for part in found.parts]
     details = [("in GiB", ", ".join(f"{name} {size}" for name, size in shown if size != "0.0"))]
     text = (
         f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
     )
-    limit = memory_gb if memory_gb is not None else machine_gib(config)
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
     changes = sorted(
@@ -619,14 +608,14 @@ def memory_check(
 def certain_check(config: Config, path: str, *, section: str) -> Check:
     """The start of a run: whether what is in memory all the time fits, which is known without a pass and in a moment.
 
-    `memory_check` also predicts the passes, the cache and the engine, and takes as long as one.
+    `peak_check` also predicts the passes, the cache and the engine, and takes as long as one.
     """
     try:
         with boundary("model"):
             source = assembly.model_source(config)
             model = empty_model(source, read_model_config(path))
     except Failed as failed:
-        return Check("memory", "note", f"the memory of a training step cannot be predicted: {failed.failure.message}")
+        return not_predicted(failed)
     parts = [part for part in _always(config, _without_pass_of(model, source), section) if part.bytes >= 2**20]
     needed, limit = Prediction(parts).gib, machine_gib(config)
     text = ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in parts)

@@ -373,7 +373,9 @@ class _TargetLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor, overwrite: bool) -> torch.Tensor:
-        cached = _CACHED_BYTES // (4 * logits_NV.shape[1]) if logits_NV.device.type == "cpu" else len(logits_NV)
+        # tensors without contents (doctor/memory.py) are of another class: they have nothing to keep in a cache
+        in_cache = logits_NV.device.type == "cpu" and type(logits_NV) is torch.Tensor
+        cached = _CACHED_BYTES // (4 * logits_NV.shape[1]) if in_cache else len(logits_NV)
         total_N = torch.cat([block.logsumexp(dim=-1) for block in logits_NV.split(max(1, cached))])
         ctx.save_for_backward(logits_NV, token_N, total_N)
         ctx.overwrite = overwrite

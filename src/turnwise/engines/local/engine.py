@@ -84,8 +84,8 @@ class LocalEngine:
         )
         if kv.max_capacity() < 2:
             raise EngineError(
-                f"memory_gb is {memory_gb:.3g}, and the recurrent states of one conversation of {type(model).__name__} take "
-                f"{kv.row_bytes / 2**30:.3g} GiB: give the cache more"
+                f"engine.memory_gb is {memory_gb:.3g}, and the recurrent states of one conversation of {type(model).__name__} "
+                f"take {kv.row_bytes / 2**30:.3g} GiB: give the cache more"
             )
         self._model, self._autocast = model, autocast
         self._core = EngineCore(

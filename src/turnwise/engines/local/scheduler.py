@@ -132,7 +132,8 @@ class RequestLimits:
             gigabytes = (needed * self.token_bytes + self.row_bytes) / 2**30
             raise EngineError(
                 f"the prompt has {length} tokens and may be continued by {max_tokens}, but the cache has room for "
-                f"{self.cache_tokens} at most. Give it more memory (memory_gb={gigabytes:.3g} or more), or ask for fewer tokens"
+                f"{self.cache_tokens} at most. Give it more memory (engine.memory_gb={gigabytes:.3g} or more), or ask for fewer "
+                "tokens"
             )
         return max_tokens
 

@@ -1,0 +1,124 @@
+"""Write the table of docs/memory.md: which models of Qwen3 can be trained on which GPUs, and how.
+
+    python scripts/memory_table.py             # all models and GPUs, and the page (about 10 minutes of CPU time)
+    python scripts/memory_table.py 0.6B 8B     # print the rows of these models
+
+Each row is the recipe that `turnwise init --gpu` writes, which the script reads back and checks as
+`turnwise doctor --recipe` does. Needs no hub and no GPU: the configurations of the models are in `tests/support/qwen3.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from generated_pages import DOCS, ROOT, replace_block
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from support.qwen3 import QWEN3, save_config
+from turnwise.config.recipe import load
+from turnwise.config.train_checks import refuse_without_effect
+from turnwise.doctor.fit import (
+    OFFLOADED,
+    OFFLOADED_BYTES,
+    Plan,
+    Starter,
+    fit_check,
+    learning_rate,
+    starter,
+    starter_lines,
+)
+from turnwise.doctor.memory import read_model_config
+from turnwise.starter import write_project
+
+CARDS = (8, 16, 24, 48, 80)
+"""GiB of the GPUs."""
+BLOCK = "memory of Qwen3"
+_HEAD = (
+    "| model | GPU, GiB | trained | tokens of a micro-batch | peak of an update, GiB | tokens of a conversation | "
+    "embedded engine: cache, conversations at a time | vLLM on the same GPU | `train.lr` | all weights with `offload: cpu` |",
+    "|---|---|---|---|---|---|---|---|---|---|",
+)
+
+
+def rows_of(size: str) -> Iterator[str]:
+    """The rows of a model, one for each GPU. Raises SystemExit if a recipe is not valid, or if the doctor says that it does not
+    fit."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = str(save_config(Path(folder) / "model", size))
+        model_config = read_model_config(model)
+        for gib in CARDS:
+            found = starter(model, model_config, float(gib))
+            if found.plan is not None:
+                check_recipe(Path(folder) / str(gib), model, found, float(gib))
+            others = starter(model, model_config, float(gib), ways=[OFFLOADED])
+            yield f"| {size} | {gib} | {' | '.join([*cells(found), offloaded(found, others)])} |"
+
+
+def check_recipe(folder: Path, model: str, found: Starter, gib: float) -> Any:
+    """The recipe that `turnwise init` writes, after the checks of `turnwise train` and of `turnwise doctor --recipe`."""
+    assert found.plan is not None
+    write_project(folder, model=model, changes=starter_lines(found.plan, found.context, gib))
+    recipe, notes = load(folder / "recipe.yaml", ["model.device=cuda"])
+    refuse_without_effect(recipe)
+    check = fit_check(recipe, model, section="train", memory_gb=gib)
+    if notes or check.status != "ok":
+        raise SystemExit(f"the recipe for {model} on {gib} GiB: {notes} {check}")
+    return recipe
+
+
+def cells(found: Starter) -> Sequence[str]:
+    """What a row says of a plan."""
+    plan = found.plan
+    if plan is None:
+        return [f"nothing: needs {found.least:.1f} GiB and activations", *["" for _ in range(6)]]
+    embedded = plan.config.engine.embedded
+    assert embedded is not None
+    adapter = "model.lora.rank" in plan.way.options
+    return [
+        plan.way.name,
+        f"{plan.config.train.micro_batch_tokens:,}",
+        f"{plan.gib:.1f}",
+        f"{found.context:,}",
+        f"{embedded.memory_gb} GB, {plan.rows}",
+        beside(plan),
+        f"{learning_rate(plan.parameters, adapter=adapter):.0e}".replace("e-0", "e-"),
+    ]
+
+
+def offloaded(found: Starter, others: Starter) -> str:
+    """Whether all weights are trained, or could be with the state of the optimizer in the machine's memory."""
+    if found.plan is not None and "model.lora.rank" not in found.plan.way.options:
+        return ""
+    if others.plan is None:
+        return "no"
+    return f"{others.plan.gib:.1f} GiB, and {OFFLOADED_BYTES * others.plan.parameters / 2**30:.0f} of the machine"
+
+
+def beside(plan: Plan) -> str:
+    """What vLLM has for its cache beside the trainer."""
+    if "model.quantization.bits" in plan.way.options:
+        return "no: weights in 4 bits"
+    return f"cache of {plan.beside:.1f} GB" if plan.beside >= 1 else "no room"
+
+
+def main(sizes: Sequence[str]) -> None:
+    """Write the page, or print the rows of some models."""
+    if unknown := [size for size in sizes if size not in QWEN3]:
+        raise SystemExit(f"no model {', '.join(unknown)}: there are {', '.join(QWEN3)}")
+    table = [*_HEAD, *(row for size in sizes or QWEN3 for row in rows_of(size))]
+    if sizes:
+        print("\n".join(table))
+        return
+    page = DOCS / "memory.md"
+    page.write_text(
+        replace_block(page.read_text(encoding="utf-8"), BLOCK, "\n".join(table), by="memory_table.py"), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
