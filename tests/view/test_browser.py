@@ -39,6 +39,7 @@ VIEWS = {
     "comparison of runs": "#/compare?kind=train",
     "pair": "#/pair?kind=train&row=0",
     "evaluations": "#/evaluations",
+    "statistics": "#/statistics",
 }
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 """Screenshots of all pages in light and dark, to be looked at."""
@@ -431,6 +432,38 @@ def test_compare_puts_the_same_row_beside_the_same_row(page: Any, address: str) 
     page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
 
 
+def test_statistics_lead_to_the_conversations_that_they_count(page: Any, address: str, run: Path) -> None:
+    """A cell of the histograms, a curve of a tool and a message of its errors open exactly the conversations in them."""
+    with (run / "trajectories.jsonl").open("a") as file:
+        for place, second in enumerate((1, 2, 31)):
+            line = conversation(place, step=4)
+            call = line["turns"][0]["tool_calls"][0]
+            call.update(error="raised", content=f"<b>no answer</b> after {second} s", seconds=float(second))
+            line["turns"][0]["reward"] = 0.5
+            file.write(json.dumps(line) + "\n")
+    open_view(page, address, f"#/statistics?run={run}")
+    page.wait_for_selector("text=<b>no answer</b> after 31 s")
+    rows = page.locator("table.tools tbody tr").all_inner_texts()
+    assert [row.split("\t") for row in rows] == [["calculator", "27", "3", "0.1111", "1.35 s", "31 s", "27"]]
+    label = page.get_attribute("section[aria-label='Reward by turn'] [role=img]", "aria-label")
+    assert label == "Reward by turn: turn 0 0.5, turn 1 0.5"
+    label = page.get_attribute("section[aria-label='Reward by part'] [role=img]", "aria-label")
+    assert label == "Reward by part: answer 0.5, turns 0"
+    label = page.get_attribute("section[aria-label='Failed tool calls'] [role=img]", "aria-label")
+    assert label == "Failed tool calls: calculator 1"
+    page.click("table.options td a:text-is('3')")
+    page.wait_for_selector("text=3 of 27")  # one group of messages, although the seconds differ
+    page.click("text=calls of calculator with raised")
+    page.wait_for_selector("text=27 of 27")
+    page.evaluate("path => { location.hash = `#/statistics?run=${path}` }", str(run))
+    cell = page.locator("section[aria-label=Rewards] rect.cell >> nth=0")
+    cell.hover(position={"x": 2, "y": 2})
+    said = page.wait_for_selector("section[aria-label=Rewards] p:has-text('reward:')").inner_text()
+    cell.click(position={"x": 2, "y": 2})
+    count = re.search(r"(\d+) conversations?$", said)
+    page.wait_for_selector(f"text={count[1]} of 27")  # type: ignore[index]
+
+
 def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
     open_view(page, address, "#/compare?kind=train&from=1&to=1")
     page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
@@ -453,6 +486,7 @@ def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
         ("4", "conversations"),
         ("6", "compare"),
         ("7", "evaluations"),
+        ("8", "statistics"),
     ):
         page.keyboard.press(key)
         page.wait_for_selector(f"nav a[aria-current=page][data-view={view}]")

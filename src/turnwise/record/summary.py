@@ -430,6 +430,11 @@ class FailureGroup:
 _VARYING = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-fA-F]+|\d+(?:\.\d+)?")
 
 
+def message_pattern(message: str) -> str:
+    """A message without what varies: `after 30.1 s in '/tmp/x'` becomes `after # s in #`."""
+    return _VARYING.sub("#", message)
+
+
 def group_failures(failures: Iterable[tuple[int | None, str, str, str]]) -> list[FailureGroup]:
     """Group failures (step, id of the conversation, kind and message, in the order of the record); the most frequent first.
 
@@ -437,7 +442,7 @@ def group_failures(failures: Iterable[tuple[int | None, str, str, str]]) -> list
     """
     groups: dict[tuple[str, str], FailureGroup] = {}
     for step, id, kind, message in failures:
-        key = kind, _VARYING.sub("#", message)
+        key = kind, message_pattern(message)
         group = groups.get(key)
         if group is None:
             groups[key] = FailureGroup(kind=kind, message=message, count=1, step=step, id=id)

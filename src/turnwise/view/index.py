@@ -21,8 +21,9 @@ from pydantic_core import from_json
 
 from turnwise.errors import RunError
 from turnwise.record.lines import LineFile, existing_file
+from turnwise.record.summary import message_pattern
 
-_FORMAT = 3
+_FORMAT = 4
 COLUMNS = (
     "id",
     "group",
@@ -53,7 +54,11 @@ or null, `mismatch` 1 if the tokens differ from the template's."""
 EXCERPTS = ("question", "answer", "parts", "failure")
 """Texts of each conversation, which are read for a few conversations only: the beginning of the last message of the user before
 the first answer, the beginning of the last answer, the parts of the reward as JSON, and the message of its failure."""
+CALLS = ("tool", "seconds", "error", "message", "pattern")
+"""Of each tool call: the name of the tool, its seconds, the kind of its error, the beginning of what the model was told then, and
+the same without what varies from call to call (`message_pattern`). The last three are null without an error."""
 _LONGEST_EXCERPT = 300  # characters
+_MOST_TURNS = 32  # of a conversation, whose rewards are kept
 _BLOCK_LINES = 500  # lines between two commits: a reader sees them at once
 _BLOCK_BYTES = 1 << 24
 _MOST_TEXT = 200_000  # characters of a conversation that the full-text index takes
@@ -112,7 +117,7 @@ class ConversationIndex:
         first = max(start, self.indexed.start)
         last = self.indexed.stop if stop is None else min(stop, self.indexed.stop)
         names = ", ".join(f'"{name}"' for name in COLUMNS)
-        rows = self._query(
+        rows = self.query(
             f"SELECT {names} FROM conversations WHERE number >= ? AND number < ? ORDER BY number", first, last
         )
         values = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
@@ -125,13 +130,13 @@ class ConversationIndex:
     def excerpts(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
         """The texts `EXCERPTS` of some conversations by their numbers; without those that are not indexed."""
         names, marks = ", ".join(EXCERPTS), ", ".join("?" * len(numbers))
-        rows = self._query(f"SELECT number, {names} FROM excerpts WHERE number IN ({marks})", *numbers)
+        rows = self.query(f"SELECT number, {names} FROM excerpts WHERE number IN ({marks})", *numbers)
         found = {number: dict(zip(EXCERPTS, texts, strict=True)) for number, *texts in rows}
         return {number: {**texts, "parts": json.loads(texts["parts"])} for number, texts in found.items()}
 
     def failures(self, most: int = 1000) -> list[tuple[int | None, str, str, str]]:
         """The latest failures in the order of the record: step, id, kind and message of each."""
-        rows = self._query(
+        rows = self.query(
             "SELECT step, id, error, failure FROM conversations JOIN excerpts USING (number) WHERE error IS NOT NULL "
             "ORDER BY number DESC LIMIT ?",
             most,
@@ -142,7 +147,7 @@ class ConversationIndex:
         """The numbers of the conversations of the last step that have a reward, the highest first."""
         return [
             number
-            for (number,) in self._query(
+            for (number,) in self.query(
                 "SELECT number FROM conversations WHERE reward IS NOT NULL AND agent IS NULL AND step IS "
                 "(SELECT max(step) FROM conversations WHERE reward IS NOT NULL) ORDER BY reward DESC, number"
             )
@@ -174,7 +179,7 @@ class ConversationIndex:
         terms = list(_terms(query))
         if not terms:
             return []
-        found = self._query("SELECT rowid FROM texts WHERE texts MATCH ? ORDER BY rowid", " ".join(terms))
+        found = self.query("SELECT rowid FROM texts WHERE texts MATCH ? ORDER BY rowid", " ".join(terms))
         return [number for (number,) in found]
 
     def line(self, number: int) -> bytes:
@@ -239,7 +244,7 @@ class ConversationIndex:
     def _is_prefix(self, file: LineFile) -> bool:
         """Whether the record still begins with the lines that are indexed: the last of them is at its place, unchanged."""
         last = self.indexed[-1]
-        rows = self._query("SELECT begin_byte, end_byte, checksum FROM conversations WHERE number = ?", last)
+        rows = self.query("SELECT begin_byte, end_byte, checksum FROM conversations WHERE number = ?", last)
         if not rows or last >= len(file) or (file.offsets[last], file.offsets[last + 1]) != rows[0][:2]:
             return False
         return _checksum(file.line(last)) == rows[0][2]
@@ -248,6 +253,7 @@ class ConversationIndex:
         with self._database as database:
             database.execute("DELETE FROM conversations")
             database.execute("DELETE FROM excerpts")
+            database.execute("DELETE FROM calls")
             database.execute("DROP TABLE texts")
             database.execute(_TEXTS)
         self.indexed = range(0)
@@ -258,13 +264,15 @@ class ConversationIndex:
         rows: list[tuple[Any, ...]] = []
         texts: list[tuple[int, str]] = []
         excerpts: list[tuple[Any, ...]] = []
+        calls: list[tuple[Any, ...]] = []
         for number, line in zip(block, file.lines(block.start, block.stop), strict=True):
             record = _parsed(line)
             values = _row(record)
             place = file.offsets[number], file.offsets[number + 1]
             rows.append((number, *place, _checksum(line), *(values[n] for n in COLUMNS)))
             texts.append((number, " ".join(_texts(record))[:_MOST_TEXT]))
-            excerpts.append((number, *_excerpts(record)))
+            excerpts.append((number, *_excerpts(record), _turn_rewards(record)))
+            calls += [(number, *call) for call in _calls(record)]
         marks = ", ".join("?" * (4 + len(COLUMNS)))
         with self._database as database:
             database.execute("BEGIN IMMEDIATE")
@@ -272,15 +280,17 @@ class ConversationIndex:
             if self._range() == self.indexed:
                 database.executemany(f"INSERT INTO conversations VALUES ({marks})", rows)
                 database.executemany("INSERT INTO texts (rowid, text) VALUES (?, ?)", texts)
-                database.executemany(f"INSERT INTO excerpts VALUES (?{', ?' * len(EXCERPTS)})", excerpts)
+                database.executemany(f"INSERT INTO excerpts VALUES (?{', ?' * len(EXCERPTS)}, ?)", excerpts)
+                database.executemany(f"INSERT INTO calls VALUES (?{', ?' * len(CALLS)})", calls)
         self.indexed = self._range()
 
     def _range(self) -> range:
         """The numbers of the conversations in the database: all blocks are added at one of its ends."""
-        ((first, last),) = self._query("SELECT min(number), max(number) FROM conversations")
+        ((first, last),) = self.query("SELECT min(number), max(number) FROM conversations")
         return range(0) if first is None else range(first, last + 1)
 
-    def _query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+    def query(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        """The rows that SQL finds in the tables `conversations`, `excerpts` and `calls`. Raises RunError."""
         try:
             return self._database.execute(statement, values).fetchall()
         except sqlite3.Error as error:
@@ -319,7 +329,9 @@ def _open(path: Path) -> sqlite3.Connection:
                 "CREATE TABLE IF NOT EXISTS conversations "
                 f"(number INTEGER PRIMARY KEY, begin_byte INTEGER, end_byte INTEGER, checksum TEXT, {names})"
             )
-            database.execute(f"CREATE TABLE IF NOT EXISTS excerpts (number INTEGER PRIMARY KEY, {', '.join(EXCERPTS)})")
+            texts = ", ".join((*EXCERPTS, "turn_rewards"))
+            database.execute(f"CREATE TABLE IF NOT EXISTS excerpts (number INTEGER PRIMARY KEY, {texts})")
+            database.execute(f"CREATE TABLE IF NOT EXISTS calls (number INTEGER, {', '.join(CALLS)})")
             database.execute(_TEXTS)
             database.execute(f"PRAGMA user_version={_FORMAT}")
             database.commit()
@@ -412,6 +424,22 @@ def _excerpts(record: Mapping[str, Any]) -> tuple[str | None, ...]:
         json.dumps({str(name): _number(value) for name, value in parts.items()}),
         _excerpt(failure),
     )
+
+
+def _turn_rewards(record: Mapping[str, Any]) -> str:
+    """The rewards of the first turns as JSON."""
+    return json.dumps([_number(turn.get("reward")) for turn in _objects(record.get("turns"))[:_MOST_TURNS]])
+
+
+def _calls(record: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """The values of `CALLS` of each tool call. A call that could not be parsed is `malformed`, and may have no name."""
+    for turn in _objects(record.get("turns")):
+        for call in _objects(turn.get("tool_calls")):
+            told = call.get("parse_error") or call.get("content")
+            error = call.get("error") or ("malformed" if call.get("parse_error") is not None else None)
+            message = None if error is None else _excerpt(told if isinstance(told, str) else "")
+            pattern = None if message is None else message_pattern(message)
+            yield _scalar(call.get("name")) or "", _number(call.get("seconds")), _scalar(error), message, pattern
 
 
 def _excerpt(text: str | None) -> str | None:

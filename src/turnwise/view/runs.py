@@ -32,6 +32,7 @@ from turnwise.record.summary import (
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import LogprobKind, Sampling
 from turnwise.view.index import ConversationIndex
+from turnwise.view.statistics import statistics
 
 # runs
 
@@ -100,6 +101,7 @@ class ViewedRun:
         self.path = path
         self.indexes = {kind: ConversationIndex(path / name) for kind, name in FILES.items()}
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
+        self._statistics: dict[str, tuple[tuple[int, range], dict[str, Any]]] = {}
         self._change: tuple[int, dict[str, Any] | None] | None = None
         self.problem: str | None = None
         """Why a file of the run, or a part of it, cannot be read; None if there is no problem."""
@@ -183,6 +185,15 @@ class ViewedRun:
                 name: {**index.row(number), **index.excerpts([number])[number]} for name, number in numbers.items()
             },
         }
+
+    def statistics(self, kind: str) -> dict[str, Any]:
+        """Rewards of parts and turns, and tool calls, over the steps; computed again when there are further conversations."""
+        index = self.indexes[kind]
+        stamp = (index.generation, index.indexed)
+        known = self._statistics.get(kind)
+        if known is None or known[0] != stamp:
+            known = self._statistics[kind] = (stamp, statistics(index))
+        return known[1]
 
     def _held_out(self) -> dict[str, Any] | None:
         """How training changed the rewards on held-out rows; computed again when there is a further evaluation."""

@@ -39,7 +39,9 @@ from turnwise.services.http_server import (
     refuse_foreign_host,
     uvicorn_server,
 )
+from turnwise.view.index import ConversationIndex
 from turnwise.view.runs import FILES, ViewedRun, evaluations, runs_at, side_by_side
+from turnwise.view.statistics import with_calls
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -204,6 +206,8 @@ def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()
         json_route("/api/runs/{run}/metrics/{kind}", answers.metrics),
         json_route("/api/runs/{run}/columns/{kind}", answers.columns),
         json_route("/api/runs/{run}/search/{kind}", answers.search),
+        json_route("/api/runs/{run}/statistics/{kind}", answers.statistics),
+        json_route("/api/runs/{run}/calls/{kind}", answers.calls),
         json_route("/api/runs/{run}/conversations/{kind}/{number}", answers.conversation),
         json_route("/api/runs/{run}/conversation/{kind}", answers.conversation_of_id),
         json_route("/api/runs/{run}/timeline/{step}", answers.timeline),
@@ -315,6 +319,18 @@ class _Answers:
 
     def search(self, request: Request) -> Any:
         return self._run(request).indexes[_kind(request)].search(request.query_params.get("query", "")[:1000])
+
+    def statistics(self, request: Request) -> Any:
+        return self._run(request).statistics(_kind(request))
+
+    def calls(self, request: Request) -> Any:
+        given = request.query_params
+        return with_calls(
+            self._run(request).indexes[_kind(request)],
+            tool=given.get("tool", ""),
+            error=given.get("error"),
+            pattern=given.get("pattern"),
+        )
 
     def conversation(self, request: Request) -> Any:
         return self._run(request).conversation(_kind(request), _path_number(request, "number"))
@@ -476,6 +492,7 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
     conversations: dict[str, dict[int, Any]] = {}
     excerpts: dict[str, dict[int, Any]] = {}
     images: dict[str, str] = {}
+    calls: dict[str, list[dict[str, Any]]] = {}
     places: dict[int, int] = {}
     for kind in FILES:
         every = run.indexes[kind].columns()
@@ -483,6 +500,7 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
         columns[kind] = {name: [values[n] for n in numbers] for name, values in every.items()}
         conversations[kind] = {place: {**run.conversation(kind, n), "number": place} for place, n in enumerate(numbers)}
         excerpts[kind] = {place: run.indexes[kind].excerpts([n]).get(n) for place, n in enumerate(numbers)}
+        calls[kind] = _calls(run.indexes[kind], numbers)
         if kind == "train":
             places = {n: place for place, n in enumerate(numbers)}
         for name in set(_IMAGE.findall(json.dumps([c.get("messages") for c in conversations[kind].values()]))):
@@ -502,12 +520,22 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
         },
         "overview": _overview(run),
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
+        "statistics": {kind: run.statistics(kind) for kind in FILES},
+        "calls": calls,
         "columns": columns,
         "excerpts": excerpts,
         "conversations": conversations,
         "timelines": _timelines(run, columns["train"]["step"], places),
         "images": images,
     }
+
+
+def _calls(index: ConversationIndex, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    """The tool calls of the exported conversations, with their numbers in the export."""
+    places = {number: place for place, number in enumerate(numbers)}
+    found = index.query("SELECT number, tool, error, pattern FROM calls")
+    names = ("number", "tool", "error", "pattern")
+    return [dict(zip(names, (places[n], *call), strict=True)) for n, *call in found if n in places]
 
 
 def _overview(run: ViewedRun) -> dict[str, Any]:

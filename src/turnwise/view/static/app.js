@@ -7,12 +7,13 @@ import { Conversations } from "./conversations.js";
 import { ConversationPage, GroupPage, PairPage } from "./conversation.js";
 import { Compare } from "./compare.js";
 import { Evaluations } from "./evaluations.js";
+import { Statistics } from "./statistics.js";
 import { Timeline } from "./timeline.js";
 import { Overview } from "./overview.js";
 import { Runs } from "./runs.js";
 
 const KEYS = [
-  ["1 2 3 4 5 6 7", "overview, runs side by side, curves, conversations, timeline, the same rows of two runs, evaluations"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
+  ["1 2 3 4 5 6 7 8", "overview, runs side by side, curves, conversations, timeline, the same rows of two runs, evaluations, statistics"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
   ["Enter", "open the conversation, or the two of a row"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
   ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"], ["s", "the first token of the next sampled turn"],
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
@@ -97,9 +98,9 @@ function Indexing({ runs }) {
   return indexed < lines && html`<span class="muted" role="status">indexed ${indexed.toLocaleString("en")} of ${lines.toLocaleString("en")} conversations</span>`;
 }
 
-const VIEWS = [["overview", "Overview"], ["runs", "Runs"], ["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"]];
+const VIEWS = [["overview", "Overview"], ["runs", "Runs"], ["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"], ["statistics", "Statistics"]];
 const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
-const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, compare: Compare, evaluations: Evaluations, pair: PairPage };
+const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, statistics: Statistics, compare: Compare, evaluations: Evaluations, pair: PairPage };
 
 /** The title of the tab: what is shown first, since a narrow tab shows no more. */
 function title(view, address, run) {
@@ -132,7 +133,7 @@ function App() {
     <header>
       <h1>turnwise</h1>
       <nav aria-label="Views">${VIEWS.map(([name, text]) => html`<a key=${name} href=${link({ view: name, id: null, at: null, number: null })} data-view=${name} aria-current=${section === name ? "page" : undefined}>${text}</a>`)}</nav>
-      ${["overview", "conversations", "timeline"].includes(section) && html`
+      ${["overview", "conversations", "timeline", "statistics"].includes(section) && html`
         <label>Run <select value=${run} onChange=${(event) => go({ run: Number(event.target.value), number: null, id: null, at: null, view: section })}>
           ${runs.map((item, place) => html`<option key=${place} value=${place}>${item.name}</option>`)}</select></label>
         ${section !== "overview" && html`<${Choice} label="Conversations of" value=${kind} onChange=${(value) => go({ kind: value, view: section, number: null, id: null, at: null })} options=${[["train", "training"], ["eval", "evaluations"]]} />`}`}

@@ -17,7 +17,7 @@ const last = new Map();
 const places = new Map();
 const ROW = 26; // pixels
 /** The filter for conversations of rows, which have no agent. */
-const ROWS = "-";
+export const ROWS = "-";
 
 /** What is wrong with the text of a filter, or null. */
 export function wrong(name, text) {
@@ -30,9 +30,9 @@ export function wrong(name, text) {
   return text.trim() !== "" && Number.isFinite(Number(text)) ? null : `“${text}” is not a number such as 0.5`;
 }
 
-/** The numbers of the conversations that pass the filters, in their order. `found` are those of the search, or null. */
+/** The numbers of the conversations that pass the filters, in their order. `found` are the numbers that a search found, or null. */
 export function select(columns, { stop, group, row, agent, failed, errors, sort, down, ...texts }, found) {
-  const [step, least, most] = ["step", "least", "most"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
+  const [step, least, most, shortest, longest] = ["step", "least", "most", "shortest", "longest"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
   const wanted = found && new Set(found);
   const numbers = [];
   const from = step ? Number(step.split("-")[0]) : null, to = step ? Number(step.split("-").at(-1)) : null;
@@ -47,6 +47,8 @@ export function select(columns, { stop, group, row, agent, failed, errors, sort,
     if (errors && !columns.call_errors[n]) continue;
     if (least && !(columns.reward[n] !== null && columns.reward[n] >= Number(least))) continue;
     if (most && !(columns.reward[n] !== null && columns.reward[n] <= Number(most))) continue;
+    if (shortest && !(columns.sampled[n] >= Number(shortest))) continue;
+    if (longest && !(columns.sampled[n] <= Number(longest))) continue;
     numbers.push(n);
   }
   if (!sort) return down === "0" ? numbers : numbers.reverse();
@@ -57,6 +59,15 @@ export function select(columns, { stop, group, row, agent, failed, errors, sort,
     if (x === null || y === null) return x === null ? 1 : -1; // empty values last
     return (x < y ? -1 : 1) * sign;
   });
+}
+
+/** The numbers of the conversations that the search and the filter of tool calls find, or null without them. */
+async function foundBy(run, kind, { query, tool, error, pattern }) {
+  const parts = await Promise.all([query ? data.search(run, kind, query) : null, tool === undefined ? null : data.withCalls(run, kind, { tool, error, pattern })]);
+  const [one, other] = parts.filter(Boolean);
+  if (!other) return one ?? null;
+  const both = new Set(other);
+  return one.filter((n) => both.has(n));
 }
 
 /** The order of the list that was shown last: the next and previous conversation while one is open. */
@@ -130,14 +141,15 @@ export function Conversations({ runs, run, kind, address, go, link }) {
   const [typed, setTyped] = useState(address.query || "");
   useEffect(() => setTyped(address.query || ""), [address.query]); // the address was changed elsewhere
   useEffect(() => { const timer = setTimeout(() => typed !== (address.query || "") && go({ query: typed }), 250); return () => clearTimeout(timer); }, [typed]);
-  const [fresh] = useLoaded(() => (address.query ? data.search(run, kind, address.query) : Promise.resolve(null)), `${run} ${kind} ${address.query} ${runs[run].conversations[kind]}`);
-  const query = `${run} ${kind} ${address.query}`, lastFound = useRef([]);
+  const query = JSON.stringify([run, kind, address.query, address.tool, address.error, address.pattern]);
+  const [fresh] = useLoaded(() => foundBy(run, kind, address), `${query} ${runs[run].conversations[kind]}`);
+  const searched = Boolean(address.query || address.tool !== undefined), lastFound = useRef([]);
   if (fresh) lastFound.current = [query, fresh];
-  const found = lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
+  const found = searched && lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
   const total = runs[run].lines[kind], loaded = loadedCount(run, kind);
-  const filters = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "sort", "down", "query"];
+  const filters = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "sort", "down", "query"];
   const key = JSON.stringify(filters.map((name) => address[name]));
-  const numbers = useMemo(() => (columns && !(address.query && !found) ? select(columns, address, found) : []), [columns, key, found]);
+  const numbers = useMemo(() => (columns && !(searched && !found) ? select(columns, address, found) : []), [columns, key, found]);
   const rewards = useMemo(() => {
     const values = columns ? columns.reward.filter((value) => value !== null) : [];
     return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 1e-9]);
@@ -185,6 +197,8 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       ${check("failed", "failed")} ${check("errors", "tool errors")}
       ${address.row && html`<button onClick=${() => go({ row: null })}>row ${address.row} ✕</button>`}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
+      ${(address.shortest || address.longest) && html`<button onClick=${() => go({ shortest: null, longest: null })}>${number(Number(address.shortest ?? 0))} to ${address.longest ? number(Number(address.longest)) : "any"} sampled tokens ✕</button>`}
+      ${address.tool !== undefined && html`<button onClick=${() => go({ tool: null, error: null, pattern: null })} title=${address.pattern}>calls of ${address.tool || "no tool"}${address.error ? ` with ${address.error}` : ""} ✕</button>`}
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
       ${runs[run].left_out?.[kind] > 0 && html`<span class="muted">this file has ${total.toLocaleString("en")} of the ${(total + runs[run].left_out[kind]).toLocaleString("en")} conversations of the run</span>`}
       ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}

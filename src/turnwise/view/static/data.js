@@ -94,6 +94,18 @@ export async function search(run, kind, query) {
     .map(([number]) => Number(number));
 }
 
+/** Mean rewards of parts and turns, and the tool calls, over the steps: of the whole run, also in an exported file. */
+export async function statistics(run, kind) {
+  return exported ? exported.runs[run].statistics[kind] : get(`api/runs/${run}/statistics/${kind}`);
+}
+
+/** The numbers of the conversations with a call of a tool; with `error` and `pattern`, one that failed in this way. */
+export async function withCalls(run, kind, { tool, error, pattern }) {
+  if (!exported) return get(`api/runs/${run}/calls/${kind}?${new URLSearchParams(Object.entries({ tool, error, pattern }).filter(([, value]) => value !== undefined && value !== null))}`);
+  const known = exported.runs[run].calls[kind].filter((call) => call.tool === tool && (!error || call.error === error) && (pattern === undefined || pattern === null || call.pattern === pattern));
+  return [...new Set(known.map((call) => call.number))];
+}
+
 export async function timeline(run, step) {
   return exported ? exported.runs[run].timelines[step] || { conversations: [], steps: [] } : get(`api/runs/${run}/timeline/${step}`);
 }
