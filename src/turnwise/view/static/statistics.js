@@ -7,7 +7,7 @@ import { ROWS } from "./conversations.js";
 import { Plot } from "./curves.js";
 
 const MOST_COLUMNS = 60, MOST_ROWS = 24;
-const WIDTH = 640, HEIGHT = 220, LEFT = 64, BOTTOM = 22;
+const WIDTH = 420, HEIGHT = 218, LEFT = 56, BOTTOM = 22;
 /** What removes the filters of another list from the address. */
 const NO_FILTERS = Object.fromEntries(["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "query", "label", "sort", "id", "at"].map((name) => [name, null]));
 
