@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -27,7 +28,7 @@ from turnwise.options.algorithm import (
     Reinforce,
     Sapo,
 )
-from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.options.schema import LoraSection
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.batch import Batch, pack
@@ -53,6 +54,15 @@ class Gradients:
 
     def run(self, rank: Rank) -> dict[str, torch.Tensor]:
         return {name: complete(parameter.grad) for name, parameter in rank.built.parameters.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of this test: the share of the trained weights that rank 0 has."""
+
+    def run(self, rank: Rank) -> float:
+        weights = list(rank.built.parameters.values())
+        return sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
 
 
 @dataclass(frozen=True)
@@ -235,7 +245,7 @@ def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
 
 
 def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    """The third loss of a run that goes on with the state of another number of processes."""
+    """The share of the weights on rank 0, and the losses of runs that go on with the state of another number of processes."""
     case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
     learner = ShardedLearner(ranks, options_of(case))
     batches = batches_of(case, learner)
@@ -243,6 +253,7 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     def steps(one: Any, count: int) -> list[float]:
         return [asyncio.run(one.update(batches, lr=1e-2)).loss for _ in range(count)]
 
+    part = learner.leader.run(Part())
     steps(learner, 2)
     (folder / "shards").mkdir()
     learner.save_shards(folder / "shards")
@@ -258,7 +269,7 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     again.load_state(state)  # of one process
     from_one = steps(again, 2)
     in_one = steps(one, 2)
-    return {"expected": expected, "from_one": from_one, "in_one": in_one}
+    return {"expected": expected, "from_one": from_one, "in_one": in_one, "part": part}
 
 
 def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
@@ -275,7 +286,8 @@ def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(ClusterSection(timeout=120.0), device="cpu")
+    mesh = MeshSection(replicate=int(os.environ["REPLICATE"]))
+    ranks = Ranks(ClusterSection(timeout=120.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()

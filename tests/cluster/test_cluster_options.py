@@ -80,6 +80,15 @@ def test_options_of_the_recipe_reach_the_ranks(recipe: Path) -> None:
     [
         (["cluster.launcher=none", "cluster.timeout=5"], "cluster.timeout has no effect in one process"),
         (["cluster.launcher=none", "cluster.fsdp.offload=cpu"], "cluster.fsdp.offload has no effect in one process"),
+        (["cluster.launcher=none", "cluster.mesh.shard=2"], "cluster.mesh.shard has no effect in one process"),
+        (
+            ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh.replicate=3"],
+            "cluster.mesh.replicate=3, and there are 4 ranks: use a multiple of it",
+        ),
+        (
+            ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh={replicate: 2, shard: 4}"],
+            "cluster.mesh.replicate=2 and cluster.mesh.shard=4, and there are 4 ranks: use 8 ranks",
+        ),
         (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=torchrun"),
         (["cluster.restarts=2"], "cluster.restarts has no effect with cluster.launcher=torchrun"),
         (["cluster.fsdp.param_dtype=bfloat16", "model.dtype=bfloat16"], "has no effect with model.dtype=bfloat16"),

@@ -59,13 +59,28 @@ ROUNDED = ["bfloat16", "mixed"]
 
 ON_ONE_RANK = ["ppo_clip", "lora_reference"]
 
+IN_TWO_GROUPS = [
+    "ppo_clip_epochs",
+    "sync_each",
+    "keep_gathered",
+    "lora_copy",
+    "clipped",
+    "experts",
+    "teacher_divergence",
+]
 
-def run_ranks(size: int, *programs: Sequence[Path | str]) -> None:
-    """Run programs of this folder on `size` ranks."""
+
+def run_ranks(size: int, *programs: Sequence[Path | str], groups: int = 1) -> None:
+    """Run programs of this folder on `size` ranks, in groups that have a complete model each."""
     words = json.dumps([[str(word) for word in program] for program in programs])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     source = TESTS.parent / "src"
-    environment = {**os.environ, "PYTHONPATH": f"{TESTS}{os.pathsep}{source}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS}{os.pathsep}{source}",
+        "OMP_NUM_THREADS": "1",
+        "REPLICATE": str(groups),
+    }
     command = [*launcher, str(TESTS / "cluster" / "programs.py"), words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-6000:]
@@ -73,8 +88,8 @@ def run_ranks(size: int, *programs: Sequence[Path | str]) -> None:
 
 @pytest.fixture(scope="module")
 def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of all programs by the names of their files: of one rank, of two ranks, and of one rank that goes on with what
-    two ranks saved."""
+    """The results of all programs by the names of their files: of one rank, of two ranks, of four ranks in two groups, and of one
+    rank that goes on with what two ranks saved."""
     out = tmp_path_factory.mktemp("ranks")
     mixture("qwen3_moe").save_pretrained(model.parent / "experts")
     save_model(model.parent / "teacher", seed=3)
@@ -87,6 +102,7 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         ["critic_program", model, head, out / "two-critics.json", out / "critic", "-", *CRITIC_EXACT, "bfloat16"],
         ["image_program", vision, out / "images.json"],
     )
+    run_ranks(4, ["rank_program", model, out / "four.json", out / "of-4", out / "of-2", *IN_TWO_GROUPS], groups=2)
     run_ranks(
         1,
         ["rank_program", model, out / "again.json", "-", out / "of-2"],
@@ -97,12 +113,17 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def results(of_all_programs: dict[str, Any]) -> dict[str, Any]:
-    return {name: of_all_programs[name] for name in ("one", "two", "again")}
+    return {name: of_all_programs[name] for name in ("one", "two", "four", "again")}
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("ranks", "case"), [*(("two", case) for case in EXACT), *(("one", case) for case in ON_ONE_RANK)]
+    ("ranks", "case"),
+    [
+        *(("two", case) for case in EXACT),
+        *(("one", case) for case in ON_ONE_RANK),
+        *(("four", case) for case in IN_TWO_GROUPS),
+    ],
 )
 def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks: str, case: str) -> None:
     result = results[ranks][case]
@@ -139,7 +160,7 @@ def test_ranks_in_bfloat16_differ_by_rounding(results: dict[str, Any], case: str
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("ranks", ["one", "two"])
+@pytest.mark.parametrize("ranks", ["one", "two", "four"])
 def test_ranks_and_one_process_go_on_with_each_others_state(results: dict[str, Any], ranks: str) -> None:
     losses = results[ranks]["resumed"]
     assert losses["expected"][0] != losses["expected"][1]
@@ -148,8 +169,15 @@ def test_ranks_and_one_process_go_on_with_each_others_state(results: dict[str, A
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize(("ranks", "part"), [("one", 1.0), ("two", 0.5), ("four", 0.5)])
+def test_a_group_of_ranks_has_the_complete_model(results: dict[str, Any], ranks: str, part: float) -> None:
+    assert results[ranks]["resumed"]["part"] == pytest.approx(part, abs=0.01)
+
+
+@pytest.mark.cluster
 def test_another_number_of_ranks_goes_on_with_a_saved_state(results: dict[str, Any]) -> None:
     assert results["two"]["from_other_ranks"] == pytest.approx(results["one"]["resumed"]["expected"], abs=1e-6)
+    assert results["four"]["from_other_ranks"] == pytest.approx(results["two"]["resumed"]["expected"], abs=1e-6)
     assert results["again"]["from_other_ranks"] == pytest.approx(results["two"]["resumed"]["expected"], abs=1e-6)
 
 

@@ -83,6 +83,10 @@ TESTED: Mapping[str, str] = {
         for name in ("backend", "timeout", *(f"fsdp.{name}" for name in _FSDP))
     },
     **{
+        f"cluster.mesh.{name}": "cluster/test_sharded.py::test_a_group_of_ranks_has_the_complete_model"
+        for name in ("replicate", "shard")
+    },
+    **{
         f"cluster.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_workers"
         for name in ("address", *(f"workers.{name}" for name in _WORKERS))
     },

@@ -56,6 +56,7 @@ def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
     half = parts(recipe, 4, "cluster.fsdp.reshard_after_forward=false", "cluster.fsdp.param_dtype=bfloat16")
     assert half["gathered layers"] == kept["gathered layers"] / 2
     assert "weights" not in parts(recipe, 4, "cluster.fsdp.offload=cpu")
+    assert parts(recipe, 4, "cluster.mesh.shard=2")["weights"] == 2 * plain["weights"]
 
 
 def test_passes_in_bfloat16_keep_smaller_activations(recipe: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.errors import ConfigError
 from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import OptimizationSection
-from turnwise.options.engines import SglangEngineSection, VllmEngineSection
+from turnwise.options.engines import ClusterSection, SglangEngineSection, VllmEngineSection
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
 
@@ -177,16 +177,28 @@ def refuse_experts_of_servers(config: Config, facts: Mapping[str, Any], *, on_cp
 Problem = tuple[bool, str]
 
 
+def _unarranged(cluster: ClusterSection) -> str | None:
+    """Why the ranks cannot be arranged as cluster.mesh says, if their number is in the recipe."""
+    if cluster.trainers is None:
+        return None  # the ranks themselves find out
+    try:
+        cluster.mesh.shape(cluster.trainers)
+    except ConfigError as problem:
+        return str(problem)
+    return None
+
+
 def cluster_problems(config: Config, options: OptimizationSection) -> list[Problem]:
     """Problems of the section cluster, in training or fine-tuning. `options` are those of the optimizer."""
     cluster, fsdp, optimizer = config.cluster, config.cluster.fsdp, options.optimizer
     of_ray = _options_of_ray(config)
-    sections = ("launcher", "fsdp", "address", "workers", "ranks")
+    sections = ("launcher", "fsdp", "mesh", "address", "workers", "ranks")
     changed = [name for name in changed_options(cluster) if name not in sections]
-    changed += [f"fsdp.{name}" for name in changed_options(fsdp)]
+    changed += [f"{name}.{option}" for name in ("fsdp", "mesh") for option in changed_options(getattr(cluster, name))]
     of_ranks = [name for name in changed if name != "heartbeat"]
     of_local = next((name for name in changed if name in ("trainers", "restarts")), None)
     several = cluster.distributed
+    unarranged = _unarranged(cluster) if several else None
     return [
         (
             cluster.launcher == "none" and bool(changed),
@@ -204,6 +216,7 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
             f"cluster.{of_local} has no effect with cluster.launcher=torchrun, which starts the ranks itself (--nproc-per-node, "
             f"--max-restarts): remove it, or set cluster.launcher=local",
         ),
+        (unarranged is not None, unarranged or ""),
         (
             several and fsdp.param_dtype == known_dtype(config),
             f"cluster.fsdp.param_dtype={fsdp.param_dtype} has no effect with model.dtype={config.model.dtype}: remove one of "

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from turnwise.errors import ConfigError
 from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Seconds, Section
 
 # engines
@@ -326,6 +327,29 @@ class FsdpSection(Section):
         return self.gradient_sync == "micro_batch" or (self.gradient_sync == "auto" and gradient_bytes > 2**30)
 
 
+class MeshSection(Section):
+    """How the ranks are arranged: `replicate` groups of `shard` ranks each. Each group has one complete model, divided among its
+    ranks, so that weights are gathered inside of a group only, and gradients are added up between the groups (HSDP). With several
+    machines, let each machine be a group."""
+
+    replicate: Positive | None = None
+    """The number of groups. Null: the number of ranks divided by `cluster.mesh.shard`; 1 without it."""
+    shard: Positive | None = None
+    """The number of ranks of a group, such as the GPUs of a machine: ranks with consecutive numbers. Null: the number of ranks
+    divided by `cluster.mesh.replicate`; without it, the model is divided among all ranks."""
+
+    def shape(self, ranks: int) -> tuple[int, int]:
+        """The numbers of groups and of ranks in a group. Raises ConfigError if `ranks` cannot be arranged like this."""
+        groups = self.replicate or ranks // (self.shard or ranks)
+        shard = self.shard or ranks // groups
+        if groups * shard != ranks:
+            set_options = {name: value for name, value in vars(self).items() if value is not None}
+            given = " and ".join(f"cluster.mesh.{name}={value}" for name, value in set_options.items())
+            need = f"{groups * shard} ranks" if len(set_options) == 2 else "a multiple of it"
+            raise ConfigError(f"{given}, and there are {ranks} ranks: use {need}, or change the mesh")
+        return groups, shard
+
+
 class WorkersSection(Section):
     """Rollout workers on a Ray cluster (`cluster.launcher=ray`): processes in which conversations run, each with its own engine,
     environments and tools (docs/cluster.md)."""
@@ -398,6 +422,7 @@ class ClusterSection(Section):
     """How often `cluster.launcher=local` and `ray` start all ranks again after a rank was lost. The run then resumes from its
     newest checkpoint. 0: never."""
     fsdp: FsdpSection = FsdpSection()
+    mesh: MeshSection = MeshSection()
 
     @model_validator(mode="before")
     @classmethod

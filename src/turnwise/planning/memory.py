@@ -103,6 +103,7 @@ def rank_memory(
     one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process.
     """
     fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
+    _, shard = config.cluster.mesh.shape(ranks)
     if fsdp.param_dtype is not None:  # passes as those of a model whose weights have this type
         passes = _parts(
             config.model_copy(update={"model": config.model.model_copy(update={"dtype": fsdp.param_dtype})}),
@@ -127,8 +128,8 @@ def rank_memory(
     each = fsdp.adds_up_each(parts.get("gradients", 0))
     gathered = parts["weights"] if not fsdp.reshard_after_forward else units.root + 2 * units.layer
     found = [
-        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / ranks) for name in _DIVIDED),
-        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / ranks) if each else parts["gradients"]),
+        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / shard) for name in _DIVIDED),
+        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / shard) if each else parts["gradients"]),
         MemoryPart("gathered layers", precision * gathered + (units.layer if each else 0)),
         MemoryPart("copy of the engine", parts["weights"] if samples else 0),
     ]

@@ -79,8 +79,12 @@ def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLi
         trainer = f"{ranks} ranks on the Ray cluster, on as few machines as possible, each with {_rank_resources(config, device)}"
     lines = [PlanLine("trainer", trainer)]
     if several:
+        groups, shard = config.cluster.mesh.shape(ranks)
+        copies = "" if groups == 1 else f"; {groups} groups of {shard} ranks have a complete model each (HSDP)"
         lines.append(
-            PlanLine("model", f"each rank has 1/{ranks} of weights, gradients and optimizer state (fully_shard)")
+            PlanLine(
+                "model", f"each rank has 1/{shard} of weights, gradients and optimizer state (fully_shard){copies}"
+            )
         )
     return lines
 

@@ -865,6 +865,8 @@ def test_a_script_for_a_launcher_is_read(tmp_path: Path) -> None:
             {"launcher": "local", "trainers": 2, "fsdp": {"reshard_after_forward": False, "offload": "cpu"}},
         ),
         ("NPROC_PER_NODE=2 --fsdp fsdp2", {"launcher": "local", "trainers": 2}),
+        ("NPROC_PER_NODE=2 --fsdp hybrid_shard", {"launcher": "local", "trainers": 2}),
+        ("NPROC_PER_NODE=8 NNODES=2 --fsdp hybrid_shard", {"launcher": "torchrun", "mesh": {"shard": 8}}),
         (
             "NPROC_PER_NODE=2 --fsdp 'shard_grad_op auto_wrap offload'",
             {"launcher": "local", "trainers": 2, "fsdp": {"reshard_after_forward": False, "offload": "cpu"}},
@@ -886,7 +888,7 @@ def test_numbers_of_processes_and_deepspeed_are_carried(words: str, cluster: dic
         ("--deepspeed zero3", "has no effect with one process"),
         ("NPROC_PER_NODE=2 --deepspeed ds.json", "zero2, zero3, zero2_offload, zero3_offload"),
         ("--fsdp fsdp2", "has no effect with one process"),
-        ("NPROC_PER_NODE=2 --fsdp hybrid_shard", "fsdp2, full_shard, shard_grad_op, offload, auto_wrap"),
+        ("NPROC_PER_NODE=2 --fsdp whole", "fsdp2, full_shard, hybrid_shard, shard_grad_op, offload, auto_wrap"),
     ],
 )
 def test_a_configuration_of_deepspeed_that_is_not_carried_has_a_reason(words: str, reason: str) -> None:

@@ -989,6 +989,14 @@ def test_a_function_of_the_reward_manager_batch_becomes_a_function_of_the_batch(
         (["trainer.n_gpus_per_node=4"], {"launcher": "local", "trainers": 4}),
         (["trainer.n_gpus_per_node=8", "trainer.nnodes=2"], {"launcher": "torchrun"}),
         (
+            ["trainer.n_gpus_per_node=8", "trainer.nnodes=2", f"{ACTOR}.fsdp_config.fsdp_size=8"],
+            {"launcher": "torchrun", "mesh": {"shard": 8}},
+        ),
+        (
+            ["trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=8"],
+            {"launcher": "local", "trainers": 4},
+        ),
+        (
             [
                 "trainer.n_gpus_per_node=2",
                 f"{ACTOR}.fsdp_config.param_offload=True",

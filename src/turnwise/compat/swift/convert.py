@@ -289,6 +289,7 @@ _STAGES: dict[str, dict[str, Any]] = {
 _FSDP: dict[str, dict[str, Any]] = {
     "fsdp2": {},
     "full_shard": {},
+    "hybrid_shard": {},
     "shard_grad_op": {"cluster.fsdp.reshard_after_forward": False},
     "offload": {"cluster.fsdp.offload": "cpu"},
     "auto_wrap": {},
@@ -331,6 +332,8 @@ def convert_placement(builder: SwiftRecipeBuilder) -> None:
     stage, words = str(builder.values.get("deepspeed")), str(builder.values.get("fsdp") or "").split()
     _divide(builder, "deepspeed", _STAGES, [stage])
     _divide(builder, "fsdp", _FSDP, words)
+    if "hybrid_shard" in words and builder.get("cluster.launcher") == "torchrun":
+        builder.set("cluster.mesh.shard", processes // nodes, "fsdp")
 
 
 def _reject(builder: SwiftRecipeBuilder, reason: str) -> None:

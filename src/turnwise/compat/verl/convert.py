@@ -249,7 +249,6 @@ _ULYSSES = (
 )
 _REASONS = {
     **{f"{ACTOR}.{name}": "a sequence is not divided among ranks: set train.micro_batch_tokens" for name in _ULYSSES},
-    f"{_FSDP}.fsdp_size": "the model is divided among all ranks",
     f"{_FSDP}.wrap_policy.min_num_params": "each layer is gathered as a unit",
     f"{_FSDP}.forward_prefetch": "torch's fully_shard gathers the next layer during the computation of a layer",
     _TENSOR: f"{_ONE_DEVICE} engine.tensor_parallel",
@@ -264,6 +263,7 @@ _CARRIED = (
     f"{_FSDP}.reshard_after_forward",
     f"{_FSDP}.mixed_precision.param_dtype",
     f"{_FSDP}.mixed_precision.reduce_dtype",
+    f"{_FSDP}.fsdp_size",
 )
 
 PLACEMENT = (*_CARRIED, *_REASONS)
@@ -299,6 +299,7 @@ def convert_placement(builder: VerlRecipeBuilder) -> None:
         start = f"torchrun --nnodes {machines} --nproc-per-node {gpus if builder.is_set(_GPUS) else 8} -m turnwise train RECIPE"
         builder.assume("cluster.launcher", "torchrun", f"start `{start}` on each machine (docs/deploy.md)")
     _fsdp(builder)
+    _mesh(builder, None if variable is not None else nodes * gpus)
 
 
 def _engine(builder: VerlRecipeBuilder, gpus: int) -> None:
@@ -361,6 +362,22 @@ def _in_one_process(builder: VerlRecipeBuilder) -> None:
     for key in _CARRIED[2:]:
         if key not in builder.converted:
             builder.reject(key, "has no effect with one GPU: the model is not divided")
+
+
+def _mesh(builder: VerlRecipeBuilder, ranks: int | None) -> None:
+    """Set `cluster.mesh`. `ranks` is None if their number is not known here."""
+    key = f"{_FSDP}.fsdp_size"
+    size = builder.value(key)
+    if size is None:
+        return
+    if not isinstance(size, int) or size == 0:
+        builder.reject(key, "a number of ranks, or -1, is needed")
+    elif size < 0 or (ranks is not None and size >= ranks):
+        builder.convert("nothing: the model is divided among all ranks", key)
+    elif ranks is not None and ranks % size:
+        builder.reject(key, f"{ranks} ranks cannot be arranged in groups of {size}")
+    else:
+        builder.set("cluster.mesh.shard", size, key)
 
 
 def _fsdp(builder: VerlRecipeBuilder) -> None:

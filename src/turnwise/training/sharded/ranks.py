@@ -157,9 +157,11 @@ class Ranks:
 
         `device` is the kind of device of each rank: `auto`, `cpu` or `cuda`.
 
-        Raises ConfigError if the variables are missing, or if the device or the backend does not exist.
+        Raises ConfigError if the variables are missing, if the device or the backend does not exist, or if the ranks cannot be
+        arranged as `options.mesh` says.
         """
         self.rank, self.size, local = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        groups, shard = options.mesh.shape(self.size)
         self.device = _device(device, local)
         backend = _backend(options.backend, self.device)
         raw = _store(self.rank, self.size)
@@ -175,7 +177,9 @@ class Ranks:
         control = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         assert isinstance(control, ProcessGroup)
         self._control = control
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
+        # a model is divided among the ranks of the last dimension, and copied along the one before it
+        shape, names = ((shard,), ("shard",)) if groups == 1 else ((groups, shard), ("replicate", "shard"))
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         # a connection of its own: a connection serves one thread at a time
         own: Store = raw.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.liveness = Liveness(PrefixStore(start, own), rank=self.rank, size=self.size, limit=options.heartbeat)

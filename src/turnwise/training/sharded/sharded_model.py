@@ -46,10 +46,11 @@ class _Root(torch.nn.Module):
 
 
 class ShardedModel:
-    """Divides `model` among the ranks of `mesh`, in place. All ranks must have the same model, on the CPU or on their device.
+    """Divides `model` among the ranks of the last dimension of `mesh`, in place; a dimension before it has copies.
 
-    `fill` is called with each part of the model (a layer, or at the end the model) before the part is divided; it may read the
-    part's weights. `head` is a layer beside the model, in float32, that is divided too.
+    All ranks must have the same model, on the CPU or on their device. `fill` is called with each part of the model (a layer, or
+    at the end the model) before the part is divided; it may read the part's weights. `head` is a layer beside the model, in
+    float32, that is divided too.
 
     Raises ConfigError if the model does not name its layers.
     """
@@ -117,6 +118,8 @@ class ShardedModel:
     def sync_gradients(self, *, last: bool) -> None:
         """Whether the next backward pass adds its gradients up over the ranks. `last`: it is the last of a batch."""
         self._root.set_requires_gradient_sync(last or self._sync_always)
+        # between the groups of a mesh, which may be machines, parts of gradients are added up once
+        self._root.set_requires_all_reduce(last)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters and buffers by their names in the state dict, divided."""
