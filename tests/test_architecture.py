@@ -526,6 +526,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         "training/sharded/sharded_model.py",
         "training/options.py",
         "assembly/learners.py",
+        "assembly/policies.py",
         "assembly/engines.py",
         "models/staged_loading.py",
         "doctor/examine.py",

@@ -227,6 +227,9 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
         reference = run.config.reference
         if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
             run.learner.mix_reference(reference.sync_weight)
+            for policy in run.context.policies.values():
+                if policy.is_reference:
+                    await policy.weights_changed()
     if critic_step is not None and run.publisher.asleep:
         critic = await _update_critic(run, critic_step, groups, update)
     # at once, so that no further token is sampled from the old weights

@@ -577,13 +577,16 @@ class Trajectory:
     agent: str = ""
     """The name of the agent that took the turns, if the environment opened it beside the conversation of the row (`agents`);
     empty for the conversation of the row."""
+    policy: str = ""
+    """The name of the frozen policy that took the turns of an agent (`policies` of the recipe). Empty: the trained model."""
     episode: str = ""
     """Of an agent's conversation: the id of the trajectory whose environment opened it. Else empty."""
     agents: list[Trajectory] = field(default_factory=list)
     """The conversations of the agents that the environment opened (`turnwise.current_episode`), in the order of their first
     turns: together with this conversation, they are the episode."""
     trained: bool = True
-    """Whether the trajectory is trained on, if it has a reward: not for an agent that was opened with `train=False`."""
+    """Whether the trajectory is trained on, if it has a reward: not for an agent that was opened with `train=False`, or that a
+    frozen policy plays."""
     shares_reward: bool = False
     """Whether an agent's conversation also gets the reward of the conversation whose environment opened it."""
     seed: int = 0

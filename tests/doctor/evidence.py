@@ -54,6 +54,7 @@ _RANKS = "cluster/test_cluster_run.py::test_"
 _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync", "offload")
 _WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
 _TEACHER = "runs/test_distillation.py::test_"
+_POLICIES = "runs/test_episodes.py::test_"
 _QUANTIZED = "training/test_quantization.py::test_"
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
@@ -181,6 +182,15 @@ TESTED: Mapping[str, str] = {
         for name in ("models[].url", "models[].server", "timeout")
     },
     "teacher.models[].bits": f"{_TEACHER}the_sources_of_local_teachers_are_those_of_the_recipe",
+    **{
+        f"policies[].{name}": f"{_POLICIES}frozen_policies_take_turns_with_their_own_weights_and_sampling_and_are_not_trained_on"
+        for name in ("name", "path", "reference", "temperature")
+    },
+    **{
+        f"policies[].{name}": f"{_POLICIES}what_a_policy_is_made_of_is_what_the_recipe_says"
+        for name in ("dtype", "bits", "memory_gb", "top_p", "top_k", "min_p")
+    },
+    "policies[].endpoint": f"{_POLICIES}a_policy_on_a_server_takes_turns_in_text",
     "critic.path": f"{_CRITIC}the_critic_starts_from_another_model_or_from_the_critic_of_a_run",
     **{f"critic.{name}": f"{_CRITIC}options_of_the_critic_change_what_is_learnt" for name in ("lr", "clip")},
     "critic.warmup_steps": f"{_CRITIC}the_policy_waits_while_the_critic_warms_up",

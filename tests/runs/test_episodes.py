@@ -9,11 +9,18 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+import torch
 
 from support.recipes import save_recipe
+from support.servers import Answer, serving
 from support.tiny import save_rows
 from support.training import train_run
+from turnwise import assembly
 from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.config.train_checks import refuse_without_effect
+from turnwise.errors import ConfigError
+from turnwise.models.lora import has_adapter
 from turnwise.record.datasets import DatasetChoice, write_dataset
 from turnwise.record.metric_names import METRICS, metric_of
 from turnwise.record.reader import episodes, read
@@ -60,6 +67,29 @@ def recipe(model: Path, tmp_path: Path) -> Path:
         checkpoint={"every": 1},
         deterministic=True,
     )
+
+
+OPPONENTS = """
+from turnwise import Opening, Reply, SamplingChange, current_episode, environment
+
+CUT = SamplingChange(max_tokens=4, answers_cut=True)
+
+def liking(turn):
+    ids = turn.completion.token_ids if turn.completion else turn.text.encode()
+    return sum((n + 1) * token for n, token in enumerate(ids)) % 97 / 97
+
+@environment
+async def game(row, policies=("past", "still")):
+    episode = current_episode()
+    first = yield Opening(messages=row.messages, sampling=CUT)
+    for name in policies:
+        async with episode.agent("second", messages=row.messages, policy=name, sampling=CUT) as second:
+            await second.turn()
+            second.add_reward(0.5)
+    async with episode.agent("third", messages=row.messages, sampling=CUT) as third:
+        third.add_reward(liking(await third.turn()))
+    yield Reply(reward=liking(first), done=True)
+"""
 
 
 def by_agent(trajectories: list[dict[str, Any]], step: int) -> dict[str, list[dict[str, Any]]]:
@@ -197,3 +227,122 @@ def test_self_play_comes_to_the_equilibrium_on_average(model: Path, tmp_path: Pa
     assert fmean(map(exploitability, later)) > exploitability(average)
     for side in ("reward/mean", "agents/second/reward/mean"):
         assert abs(fmean(line[side] for line in metrics[50:])) < 0.4  # neither side is the stronger one
+
+
+# frozen policies
+
+
+@pytest.fixture
+def opponents(recipe: Path, tmp_path: Path) -> Path:
+    (tmp_path / "game.py").write_text(OPPONENTS, encoding="utf-8")
+    return recipe
+
+
+def test_frozen_policies_take_turns_with_their_own_weights_and_sampling_and_are_not_trained_on(
+    opponents: Path, model: Path, tmp_path: Path
+) -> None:
+    """`still` is the model before training at temperature 0, so it says the same in all steps; `past` is the reference model,
+    which becomes the trained model after each step. A resumed run has the same bits."""
+    policies = f"policies={{past: {{reference: true, temperature: 0}}, still: {{path: '{model}', temperature: 0}}}}"
+    sync = ["reference.sync_every=1", "reference.sync_weight=1"]
+    overrides = [policies, *sync, "train.lr=0.3", "train.steps=3", "train.batch_size=4", "train.group_size=2"]
+    trajectories, metrics, _ = train_run(opponents, tmp_path / "whole", *overrides)
+    played = [one for one in trajectories if one.get("policy")]
+    assert {(one["agent"], one["policy"]) for one in played} == {("second", "past"), ("second", "still")}
+    for one in played:
+        assert (one["trained"], one["turns"][0]["weight"], one["turns"][0]["advantage"]) == (False, 0.0, None)
+        assert (one["reward"], one["group"].rpartition("/")[2]) == (0.5, f"second@{one['policy']}")
+    said: dict[str, dict[tuple[int, str], str]] = {"past": {}, "still": {}}
+    for one in played:
+        assert (
+            said[one["policy"]].setdefault((one["step"], one["row"]["id"]), one["turns"][0]["text"])
+            == (one["turns"][0]["text"])
+        )  # greedy: the same in all conversations of a row
+    first = {row: text for (step, row), text in said["still"].items() if step == 1}
+    for policy, same in (("still", True), ("past", False)):
+        later = {row: text for (step, row), text in said[policy].items() if step == 3}
+        assert (later == first) is same
+    assert {row: text for (step, row), text in said["past"].items() if step == 1} == first
+    of_sides = [one for one in trajectories if one["step"] == 1 and not one.get("policy")]
+    tokens = sum(turn >= 0 for one in of_sides for segment in one["segments"] for turn in segment["turn"])
+    assert metrics[0]["tokens/trained"] == tokens
+    assert (metrics[0]["agents/second@still/reward/mean"], metrics[0]["agents/third/conversations"]) == (0.5, 1.0)
+    assert "agents/second/conversations" not in metrics[0]
+    train_run(opponents, tmp_path / "resumed", *overrides, "train.steps=2")
+    resumed, _, _ = train_run(opponents, tmp_path / "resumed", *overrides, "resume=auto")
+    assert timeless(resumed) == timeless(trajectories)
+    assert [one for one in asyncio.run(replay(tmp_path / "whole")) if one.differences or one.skipped] == []
+
+
+def test_what_a_policy_is_made_of_is_what_the_recipe_says(opponents: Path, model: Path) -> None:
+    of_policy = "dtype: bfloat16, memory_gb: 0.25, top_p: 0.5, top_k: 3, min_p: 0.1"
+    overrides = [f"policies={{other: {{path: '{model}', {of_policy}}}, base: '{model}'}}", "model.lora=4"]
+    config, _ = load(opponents, [*overrides, "sampling.temperature=0.7"])
+    whole = assembly.engine_model(config, adapter=True)
+    made = assembly.frozen_policies(config, assembly.renderer(config), whole, assembly.sampling(config))
+    sampled = made["other"].sampling
+    assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.min_p) == (0.7, 0.5, 3, 0.1)
+    other, base = made["other"].engine, made["base"].engine
+    assert (next(other._model.parameters()).dtype, other._core.cache.kv.budget_bytes) == (torch.bfloat16, 2**28)
+    # the model under the adapter has the same weights in memory, and not the adapter
+    assert base._model.get_input_embeddings().weight is whole.get_input_embeddings().weight
+    assert not has_adapter(base._model)
+    (source,) = assembly.policy_sources(load(opponents, [f"policies={{q: {{path: '{model}', bits: 4}}}}"])[0]).values()
+    assert source is not None
+    assert source.quantization.bits == 4
+
+
+def test_a_policy_on_a_server_takes_turns_in_text(opponents: Path, tmp_path: Path) -> None:
+    usage = {"prompt_tokens": 5, "completion_tokens": 2}
+
+    def answer(question: dict[str, Any], number: int) -> Answer:
+        return Answer(
+            {"choices": [{"message": {"content": f"four {number}"}, "finish_reason": "stop"}], "usage": usage}
+        )
+
+    with serving(answer) as server:
+        endpoint = f"{{url: '{server.url}/v1', model: m, request: {{seed: null}}}}"
+        overrides = [f"policies={{strong: {{endpoint: {endpoint}, temperature: 0.25}}}}", "deterministic=false"]
+        overrides += ["environment.arguments.policies=[strong]", "train.steps=1", "train.batch_size=1"]
+        trajectories, metrics, _ = train_run(opponents, tmp_path / "run", *overrides)
+    played = [one for one in trajectories if one.get("policy") == "strong"]
+    # the first two are those of the evaluation before training
+    assert sorted(one["messages"][-1]["content"] for one in played) == ["four 2", "four 3", "four 4"]
+    assert {(one["temperature"], one["model"], "seed" in one) for one in server.asked} == {(0.25, "m", False)}
+    assert metrics[0]["agents/second@strong/tokens/sampled"] == 6
+    assert metrics[0]["tokens/trained"] > 0
+
+
+@pytest.mark.parametrize(
+    ("policies", "said"),
+    [
+        ("{a: {temperature: 0.5}}", "a policy needs path .a local model., endpoint"),
+        ("{a: {path: m, reference: true}}", "path and reference are two policies"),
+        ("{a: {reference: true, bits: 4}}", "bits has no effect without path"),
+        ("{a: {endpoint: {url: u, model: m}, memory_gb: 1}}", "memory_gb has no effect on a policy on a server"),
+        ("{a: {endpoint: {url: u, model: m}, top_k: 5}}", "top_k is not in the"),
+        ("{a: 3}", "the policy 'a' is 3: write"),
+        ("[{name: a, path: m}, {name: a, path: n}]", "two policies have the name 'a'"),
+        ("{'a b': m}", "policies.0.name"),
+        ("{a: {endpoint: {url: u, model: m}}}", "does not guarantee equal results: remove deterministic=true"),
+    ],
+)
+def test_policies_that_cannot_be_used_are_refused_before_a_model_is_loaded(
+    opponents: Path, policies: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        refuse_without_effect(load(opponents, [f"policies={policies}"])[0])
+
+
+def test_an_agent_with_an_unknown_policy_or_a_trained_one_fails_its_conversation(
+    opponents: Path, model: Path, tmp_path: Path
+) -> None:
+    overrides = ["rollout.max_rows=1", f"policies={{opponent: '{model}'}}"]
+    for name in ("oponent", "opponent"):
+        arguments = f"environment.arguments.policies=[{name}]"
+        assert main(["rollout", str(opponents), "--out", str(tmp_path / name), *overrides, arguments]) == (
+            1 if name == "oponent" else 0
+        )
+    (failed,) = read(tmp_path / "oponent")
+    assert failed.error is not None
+    assert "names the policy 'oponent', and the recipe has 'opponent'; did you mean" in failed.error.message

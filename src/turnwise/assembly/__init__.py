@@ -14,6 +14,7 @@ from turnwise.assembly.conversations import (
     renderer,
     rollout_context,
     sampling,
+    stand_ins,
     text_context,
     tool_schemas,
 )
@@ -34,10 +35,12 @@ from turnwise.assembly.learners import (
     learner,
     model_source,
     rank_device,
+    reference_model,
     sampled_model,
     sft_learner,
     teacher_sources,
 )
+from turnwise.assembly.policies import frozen_policies, policy_sources
 from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
 from turnwise.assembly.teachers import refuse_unusable_teachers, teacher_step
 
@@ -58,12 +61,15 @@ __all__ = [
     "engine_model",
     "environment_factory",
     "evaluation_sampling",
+    "frozen_policies",
     "learner",
     "limits",
     "longest_context",
     "model_source",
+    "policy_sources",
     "rank_device",
     "read_scripts",
+    "reference_model",
     "refuse_for_endpoint",
     "refuse_unusable_teachers",
     "refuse_what_needs_conversations_here",
@@ -77,6 +83,7 @@ __all__ = [
     "scorer",
     "scripted_engine",
     "sft_learner",
+    "stand_ins",
     "teacher_sources",
     "teacher_step",
     "text_context",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -41,6 +41,7 @@ from turnwise.rollout.context import (
     ConversationContext,
     ConversationRunner,
     EngineRunner,
+    FrozenPolicy,
     Limits,
     RolloutContext,
     TextContext,
@@ -205,6 +206,8 @@ class Environments:
     def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
         self._make = make
         self._shared = shared
+        self.policies: Mapping[str, FrozenPolicy] = {}
+        """The frozen policies of the conversations, which are closed at the end, too."""
 
     def __call__(self) -> Environment:
         return self._make()
@@ -220,6 +223,8 @@ class Environments:
 
     async def aclose(self) -> None:
         """Close the shared resources. Must be called after the last conversation, also if the run fails."""
+        for policy in self.policies.values():
+            await policy.close()
         for resource in self._shared:
             if resource is not None:
                 await resource.aclose()
@@ -395,6 +400,15 @@ def limits(config: Config, *, longest: int | None) -> Limits:
 # the context of conversations with an engine
 
 
+def stand_ins(config: Config) -> dict[str, FrozenPolicy]:
+    """The frozen policies of a recipe without their models: the engine of the conversations takes their turns."""
+    sampled = sampling(config)
+    return {
+        policy.name: FrozenPolicy(sampling=dataclasses.replace(sampled, **policy.sampling))
+        for policy in config.policies
+    }
+
+
 def renderer(config: Config, source: str | Path | None = None) -> Renderer:
     """The renderer of the model in `source`, which is model.path unless given (a resumed run has its own copy).
 
@@ -448,30 +462,44 @@ def conversation_context(
     *,
     longest: int | None,
     sampled: Sampling | None = None,
+    policies: Mapping[str, FrozenPolicy] | None = None,
 ) -> ConversationContext:
     """The shared context of the recipe's conversations, wherever `runner` runs them. `longest` is the model's longest context in
     tokens, if known; `sampled` is the distribution that the conversations sample from, if it is not that of training.
+    `policies` are the recipe's frozen policies; None: the engine of the conversations stands in for them.
 
     Raises ConfigError if the recipe's limits exceed it.
     """
-    shared = _shared_context(config, environments, longest, sampled or sampling(config))
+    shared = _shared_context(config, environments, longest, sampled or sampling(config), policies)
     context = runner.context(shared, renderer, config.thinking)
     return environments.use_context(context) if isinstance(context, RolloutContext) else context
 
 
 def rollout_context(
-    config: Config, renderer: Renderer, engine: Engine, environments: Environments, *, longest: int | None
+    config: Config,
+    renderer: Renderer,
+    engine: Engine,
+    environments: Environments,
+    *,
+    longest: int | None,
+    policies: Mapping[str, FrozenPolicy] | None = None,
 ) -> RolloutContext:
     """The `conversation_context` of conversations in this process, whose tokens `engine` samples."""
-    shared = _shared_context(config, environments, longest, sampling(config))
+    shared = _shared_context(config, environments, longest, sampling(config), policies)
     return environments.use_context(EngineRunner(engine).context(shared, renderer, config.thinking))
 
 
 def _shared_context(
-    config: Config, environments: Environments, longest: int | None, sampled: Sampling
+    config: Config,
+    environments: Environments,
+    longest: int | None,
+    sampled: Sampling,
+    policies: Mapping[str, FrozenPolicy] | None,
 ) -> ConversationContext:
     """What conversations share wherever they run."""
+    environments.policies = policies or {}
     return ConversationContext(
+        policies=stand_ins(config) if policies is None else policies,
         make_environment=environments,
         sampling=sampled,
         limits=limits(config, longest=longest),
@@ -486,7 +514,11 @@ _OF_TEMPLATES = ("thinking", "tool_format", "tokenization_sanity_check")
 
 
 def text_context(
-    config: Config, options: OpenAIEngineSection, environments: Environments, sampling: Sampling
+    config: Config,
+    options: OpenAIEngineSection,
+    environments: Environments,
+    sampled: Sampling,
+    policies: Mapping[str, FrozenPolicy],
 ) -> TextContext:
     """The shared context of the recipe's conversations with the endpoint `options`.
 
@@ -503,12 +535,14 @@ def text_context(
         requests_per_minute=options.requests_per_minute,
         tokens_per_minute=options.tokens_per_minute,
     )
+    environments.policies = policies
     return TextContext(
+        policies=policies,
         chat=endpoint,
         max_tokens_field=options.max_tokens_field,
         chat_template_kwargs=config.model.chat_template_kwargs,
         make_environment=environments,
-        sampling=sampling,
+        sampling=sampled,
         limits=limits(config, longest=None),
         max_concurrent=config.max_concurrent,
     )

@@ -24,7 +24,9 @@ from typing import Any
 
 from turnwise.assembly.conversations import environment_factory, rollout_context
 from turnwise.assembly.conversations import renderer as build_renderer
+from turnwise.assembly.conversations import sampling as training_sampling
 from turnwise.assembly.learners import model_source
+from turnwise.assembly.policies import frozen_policies
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine, refuse_experts_of_servers
 from turnwise.data.images import media_kind, media_value
@@ -465,13 +467,14 @@ async def conversation_host(
             from turnwise.models.precision import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
+        policies = frozen_policies(config, renderer, model, training_sampling(config))
         sampling = engine(config, renderer, model, updated=True, owner=owner or Owner())
         try:
             await sampling.start()
             longest = context_length(model.config.to_dict()) if model is not None else longest_context(config)
             yield ConversationHost(
                 engine=sampling,
-                context=rollout_context(config, renderer, sampling, environments, longest=longest),
+                context=rollout_context(config, renderer, sampling, environments, longest=longest, policies=policies),
                 load_adapter=_adapter_loader(config, sampling, model),
             )
         finally:

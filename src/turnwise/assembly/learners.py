@@ -253,6 +253,17 @@ def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any |
     return load_model(model_source(config, source).model_copy(update={"gradient_checkpointing": False}))
 
 
+def reference_model(config: Config, learner: Learner) -> Any | None:
+    """The reference model of a training run in one process, for a frozen policy that is this model (`refuse_unusable_policies`
+    refuses it elsewhere); None if no policy is."""
+    if not any(policy.reference for policy in config.policies):
+        return None
+    from turnwise.training.local_learner import LocalLearner  # torch
+
+    assert isinstance(learner, LocalLearner)
+    return learner.reference_model
+
+
 def model_source(config: Config, path: str | Path | None = None) -> ModelSource:
     """The recipe's model, to be loaded. If `path` is given, it replaces model.path."""
     from turnwise.models.loading import ModelSource  # torch

@@ -109,6 +109,10 @@ def _unused_problems(config: Config) -> list[Problem]:
             f"loss.name={config.loss.name} has no effect in fine-tuning (its loss is the negative log-likelihood); remove it",
         ),
         (
+            bool(config.policies),
+            "policies have no effect in fine-tuning (nothing is sampled); remove them",
+        ),
+        (
             config.engine != LocalEngineSection(),
             f"engine.{next(iter(engine), 'name')} has no effect in fine-tuning (nothing is sampled); remove it",
         ),

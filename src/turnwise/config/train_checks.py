@@ -8,6 +8,7 @@ a run would not read is refused here.
 from __future__ import annotations
 
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
+from turnwise.config.policy_checks import refuse_unusable_policies
 from turnwise.config.teacher_checks import teacher_problems
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
@@ -165,8 +166,10 @@ def loss_needs(config: Config) -> Needs:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether the recipe has a reference model: for the KL divergence in the loss or in the reward, or for a loss of the user."""
-    return config.loss.kl_coef > 0 or config.reward.kl.coef > 0 or loss_needs(config).reference
+    """Whether the recipe has a reference model: for the KL divergence in the loss or in the reward, for a loss of the user, or as
+    a frozen policy."""
+    of_loss = config.loss.kl_coef > 0 or config.reward.kl.coef > 0 or loss_needs(config).reference
+    return of_loss or any(policy.reference for policy in config.policies)
 
 
 def kl_problems(config: Config) -> list[tuple[bool, str]]:
@@ -314,6 +317,7 @@ def refuse_without_effect(config: Config) -> None:
     Raises ConfigError.
     """
     refuse_engine(config)
+    refuse_unusable_policies(config)
     problems = [
         *_engine_problems(config),
         *_row_problems(config),

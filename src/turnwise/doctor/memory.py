@@ -11,7 +11,7 @@ import contextlib
 import copy
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -542,7 +542,8 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
     return [
         MemoryPart("weights", trace.weights),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
-        MemoryPart("teachers", _teacher_bytes(config, trace) if section == "train" else 0),
+        MemoryPart("teachers", _loaded_bytes(assembly.teacher_sources(config), trace) if section == "train" else 0),
+        MemoryPart("frozen policies", _policy_bytes(config, trace) if section == "train" else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
@@ -550,11 +551,21 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
     ]
 
 
-def _teacher_bytes(config: Config, trace: TracedPass) -> float:
-    """The weights of local teachers: by their configuration, or as a model of the policy's size where that cannot be read. A
-    teacher that shares the policy's weights takes none."""
+def _policy_bytes(config: Config, trace: TracedPass) -> float:
+    """The weights of local frozen policies, and their KV caches. None where the conversations run in other processes."""
+    if config.runs_conversations_elsewhere is not None:
+        return 0.0
+    sources = assembly.policy_sources(config)
+    own = [policy.memory_gb for policy in config.policies if policy.name in sources]
+    caches = sum(DEFAULT_CACHE_GB if memory_gb is None else memory_gb for memory_gb in own) * 2**30
+    return _loaded_bytes(sources, trace) + caches
+
+
+def _loaded_bytes(sources: Mapping[str, ModelSource | None], trace: TracedPass) -> float:
+    """The weights of frozen models: by their configuration, or as a model of the policy's size where that cannot be read. A
+    model that shares the policy's weights (None) takes none."""
     total = 0.0
-    for source in assembly.teacher_sources(config).values():
+    for source in sources.values():
         if source is None:
             continue
         try:

@@ -241,8 +241,16 @@ class Batched:
     async def start(self) -> None:
         await self._engine.start()
 
+    def beside(self, engine: Engine) -> BesideBatched:
+        """Another engine for some of the conversations, such as that of a frozen policy: its requests are in the batches."""
+        return BesideBatched(self, engine)
+
     async def generate(self, request: Request) -> Completion:
-        pending = _Pending(request)
+        return await self.generate_with(self._engine, request)
+
+    async def generate_with(self, engine: TokenSampler, request: Request) -> Completion:
+        """The completion of `engine`, sent when the batch starts."""
+        pending = _Pending(engine, request)
         self._waiting[request.conversation] = pending
         self._start_if_complete()
         try:
@@ -268,6 +276,10 @@ class Batched:
 
     def release(self, conversation: str) -> None:
         self._engine.release(conversation)
+        self.forget(conversation)
+
+    def forget(self, conversation: str) -> None:
+        """The conversation is over: no batch waits for it."""
         self._running.discard(conversation)
         for agents in self._asked.values():
             agents.discard(conversation)
@@ -307,15 +319,51 @@ class Batched:
     async def _generate(self, pending: _Pending) -> Completion:
         pending.started.set()
         try:
-            return await self._engine.generate(pending.request)
+            return await pending.engine.generate(pending.request)
         finally:
             pending.finished.set()
+
+
+class BesideBatched:
+    """An engine whose requests are parts of the batches of another one. Its weights do not change."""
+
+    def __init__(self, batched: Batched, engine: Engine) -> None:
+        self._batched = batched
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    @property
+    def context(self) -> int | None:
+        return longest_sequence(self._engine)
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(self, request: Request) -> Completion:
+        return await self._batched.generate_with(self._engine, request)
+
+    def release(self, conversation: str) -> None:
+        self._engine.release(conversation)
+        self._batched.forget(conversation)
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        await self._engine.load_weights(version, weights)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return self._engine.publisher(learner)
+
+    async def close(self) -> None:
+        await self._engine.close()
 
 
 class _Pending:
     """A request and its progress."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, engine: TokenSampler, request: Request) -> None:
+        self.engine = engine
         self.request = request
         self.started, self.finished = asyncio.Event(), asyncio.Event()
         """Set when the engine receives the request, and when it has answered it."""

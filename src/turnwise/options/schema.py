@@ -38,6 +38,7 @@ from turnwise.options.engines import (
     SamplingSection,
 )
 from turnwise.options.environment_values import Origins, with_references
+from turnwise.options.policies import FrozenPolicySection, expand_policies
 from turnwise.options.section import (
     NonEmpty,
     NotNegative,
@@ -570,6 +571,9 @@ class Config(Section):
     """The tools that the model may call: references to typed functions and classes (docs/tools.md)."""
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
+    policies: Annotated[list[FrozenPolicySection], BeforeValidator(expand_policies)] = []
+    """Frozen policies, which take the turns of agents that an environment opens (docs/agents_in_episodes.md): by their names,
+    such as `{opponent: runs/first/checkpoint, strong: {endpoint: {url: "http://host:8000/v1", model: NAME}}}`."""
     engine: Annotated[AnyEngine, by_name("local")] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
@@ -691,6 +695,15 @@ class Config(Section):
                 {"thinking": tree["thinking"]},
             )
         return {**tree, "thinking": "branch"}
+
+    @field_validator("policies")
+    @classmethod
+    def _names_of_policies(cls, policies: list[FrozenPolicySection]) -> list[FrozenPolicySection]:
+        names = [policy.name for policy in policies]
+        if (double := next((name for name in names if names.count(name) > 1), None)) is not None:
+            message = f"two policies have the name {double!r}: give each a name of its own"
+            raise PydanticCustomError("policies", "{message}", {"message": message})
+        return policies
 
     @field_validator("override_checks")
     @classmethod

@@ -112,11 +112,13 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
 
 
 def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | int | None]:
-    """What the conversations of agents were like that the environments of these conversations have opened, by their names."""
+    """What the conversations of agents were like that the environments of these conversations have opened, by their names; those
+    that a frozen policy has played are apart, as `name@policy`."""
     agents = [agent for trajectory in trajectories for agent in trajectory.agents]
     metrics: dict[str, float | int | None] = {}
-    for name in sorted({agent.agent for agent in agents}):
-        of_name = [agent for agent in agents if agent.agent == name]
+    names = [f"{agent.agent}@{agent.policy}" if agent.policy else agent.agent for agent in agents]
+    for name in sorted(set(names)):
+        of_name = [agent for agent, own in zip(agents, names, strict=True) if own == name]
         finished = [agent for agent in of_name if not agent.failed]
         rewards = [agent.reward for agent in finished if agent.reward is not None]
         metrics |= {

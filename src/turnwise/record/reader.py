@@ -287,9 +287,10 @@ def metrics_frame(run: str | Path) -> Any:
 def trajectories_frame(run: str | Path) -> Any:
     """The conversations of a run or of a file: one row for each.
 
-    Columns: `id`, `group`, `step`, `episode`, `agent`, `row`, `reward`, `stop`, `error`, `turns`, `tool_calls`, `tool_errors`,
-    `sampled_tokens`, `seconds`, `answer`, `messages`; `rewards/<name>` for the parts of the reward; `row/<name>` for the columns
-    of the row. `episode` is the id of the row's conversation, and `agent` the name of an agent that its environment opened.
+    Columns: `id`, `group`, `step`, `episode`, `agent`, `policy`, `row`, `reward`, `stop`, `error`, `turns`, `tool_calls`,
+    `tool_errors`, `sampled_tokens`, `seconds`, `answer`, `messages`; `rewards/<name>` for the parts of the reward;
+    `row/<name>` for the columns of the row. `episode` is the id of the row's
+    conversation, and `agent` the name of an agent that its environment opened.
 
     Raises ConfigError if pandas is not installed, RunError if the file is missing or damaged.
     """
@@ -315,6 +316,7 @@ def _values(trajectory: Trajectory) -> dict[str, Any]:
         "step": trajectory.step,
         "episode": trajectory.episode or trajectory.id,
         "agent": trajectory.agent,
+        "policy": trajectory.policy,
         "row": trajectory.row.id,
         "reward": trajectory.reward,
         "stop": None if trajectory.stop is None else str(trajectory.stop),

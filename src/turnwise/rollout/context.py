@@ -6,12 +6,12 @@ The loop applies the bounds, so an environment never counts turns or tokens. The
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.engines.engine import Engine, TokenSampler, WeightPublisher, WeightSource
+from turnwise.engines.engine import Batched, Engine, TokenSampler, WeightPublisher, WeightSource
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.errors import ConfigError
 from turnwise.options.engines import LimitsSection
@@ -119,6 +119,8 @@ class ConversationContext:
     """Asked before each turn of the model, after `limits`: None lets it begin, a reason ends the conversation."""
     runner_supports_lockstep: bool = False
     """Whether the results of `make_runner`'s runners do not depend on timing if `lockstep` is set."""
+    policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
+    """What takes the turns of agents in the place of the trained model, by the names of the recipe."""
 
     def __post_init__(self) -> None:
         if self.lockstep and self.make_runner is not None and not self.runner_supports_lockstep:
@@ -149,6 +151,44 @@ class TextContext(ConversationContext):
     """The name of the field of a request that bounds the tokens of the answer."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the server's chat template, sent with each request: the recipe's; a row's are added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenPolicy:
+    """A policy that is never trained and that takes the turns of agents: a model in this process (`engine` and `renderer`) or on
+    a server (`chat`). Without either, the engine of the conversation: replays, and checks without a model."""
+
+    sampling: Sampling
+    """The distribution that its turns are sampled from."""
+    engine: Engine | None = None
+    renderer: Renderer | None = None
+    thinking: Thinking = "keep"
+    chat: ChatService | None = None
+    is_reference: bool = False
+    """Whether it is the reference model of the run, whose weights may change (`reference.sync_every`)."""
+
+    def context(self, given: ConversationContext) -> ConversationContext:
+        """The context of an agent that this policy plays. `given` is that of the conversation whose environment opens it."""
+        shared = {column.name: getattr(given, column.name) for column in fields(ConversationContext)}
+        shared["sampling"] = self.sampling
+        if self.chat is not None:
+            return TextContext(**shared, chat=self.chat)
+        if self.engine is None or self.renderer is None:
+            return replace(given, sampling=self.sampling)
+        batched = given.engine if isinstance(given, RolloutContext) else None
+        engine = batched.beside(self.engine) if isinstance(batched, Batched) else self.engine
+        return RolloutContext(**shared, engine=engine, renderer=self.renderer, thinking=self.thinking)
+
+    async def weights_changed(self) -> None:
+        """The weights of its model were changed in place: nothing that was computed with the earlier ones is used again. They
+        have no number: its tokens are not trained on."""
+        if self.engine is not None:
+            await self.engine.load_weights(self.engine.version)
+
+    async def close(self) -> None:
+        """Free its resources. (A local engine, and an endpoint, need no start.)"""
+        if self.engine is not None:
+            await self.engine.close()
 
 
 # runners: where the conversations of a run are

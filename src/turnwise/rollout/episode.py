@@ -20,7 +20,7 @@ from typing import Any
 from turnwise.engines.engine import Batched
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
-from turnwise.errors import Failed, text_of
+from turnwise.errors import Failed, nearest, text_of
 from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, seed_of
 from turnwise.types import Failure, Message, Opening, Reply, Row, SamplingChange, Stop, ToolSchema, Trajectory, Turn
 from turnwise.user_code.calls import conversation_name, own_context, spawn, waiting_for_opener
@@ -60,9 +60,10 @@ class RunningEpisode:
         *,
         messages: Sequence[Message] = (),
         tools: Sequence[AgentTool] = (),
-        train: bool = True,
+        train: bool | None = None,
         shares_reward: bool = False,
         sampling: SamplingChange | None = None,
+        policy: str | None = None,
     ) -> AskedAgent:
         """See `CurrentEpisode.agent`."""
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
@@ -74,16 +75,19 @@ class RunningEpisode:
                 f"the environment opens the agent {name!r}, and has opened {len(self.agents)} agents already, which is "
                 f"limits.agents: raise that limit, or open fewer agents"
             )
+        if policy is not None:
+            self._refuse_policy(name, policy, train)
         number = sum(agent.trajectory.agent == name for agent in self.agents)
         root, own = self.trajectory, name if not number else f"{name}/{number + 1}"
         trajectory = Trajectory(
             id=f"{root.id}/{own}",
-            group=f"{root.group}/{name}",
+            group=f"{root.group}/{name}{'' if policy is None else f'@{policy}'}",
             row=root.row,
             seed=seed_of(f"{root.seed}:{own}"),
             agent=name,
+            policy=policy or "",
             episode=root.id,
-            trained=train,
+            trained=policy is None and train is not False,
             shares_reward=shares_reward,
         )
         opening = Opening(
@@ -92,6 +96,20 @@ class RunningEpisode:
         agent = AskedAgent(self, trajectory, opening, [tool for tool in tools if not isinstance(tool, dict)])
         self.agents.append(agent)
         return agent
+
+    def _refuse_policy(self, name: str, policy: str, train: bool | None) -> None:
+        """Raises Failed if the recipe has no such policy, and ValueError if it is to be trained."""
+        policies = self.context.policies
+        if policy not in policies:
+            known = ", ".join(map(repr, policies)) or "none"
+            raise agent_failure(
+                f"the agent {name!r} names the policy {policy!r}, and the recipe has {known}{nearest(policy, policies)}: add it "
+                f"to `policies`"
+            )
+        if train:
+            raise ValueError(
+                f"train=True has no effect on the agent {name!r}, which the frozen policy {policy!r} plays: remove one of the two"
+            )
 
     def refuse_elsewhere(self) -> None:
         """Raises Failed if the caller is not in the event loop of the conversation, or if the conversation has ended."""
@@ -307,7 +325,10 @@ class AskedAgent:
             environment = _AgentEnvironment(self._opening, self.next_reply, self.take_last_turn)
             return Tools(tools, then=environment) if tools else environment
 
-        context = dataclasses.replace(episode.context, make_environment=make, limits=limits, begin_turn=self.begin_turn)
+        given, policy = episode.context, self.trajectory.policy
+        if policy:
+            given = given.policies[policy].context(given)
+        context = dataclasses.replace(given, make_environment=make, limits=limits, begin_turn=self.begin_turn)
         episode.trajectory.agents.append(self.trajectory)
         own = own_context()
         own.run(deadlines_of_caller.set, ())  # those of the caller end with its call; its conversation goes on

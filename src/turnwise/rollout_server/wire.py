@@ -552,6 +552,7 @@ _SECTIONS = (
     "mcp",
     "tool_calls",
     "limits",
+    "policies",
     "thinking",
     "tokenization_sanity_check",
     "tool_format",

@@ -469,7 +469,12 @@ async def play(config: Config, number: int, console: Console, lines: Lines, *, t
     async with contextlib.aclosing(environments), closing(model):
         assembly.connect_engine(conversations.scorer, model, renderer)
         context = assembly.rollout_context(
-            config, conversations.renderer, engine, environments, longest=known_context(config.model.path)
+            config,
+            conversations.renderer,
+            engine,
+            environments,
+            longest=known_context(config.model.path),
+            policies=assembly.frozen_policies(config, conversations.renderer, None, assembly.sampling(config)),
         )
         while True:
             group = new_group(row, size=1, seed=config.seed)

@@ -201,6 +201,7 @@ def _contexts(
             make_environment=environments,
             sampling=assembly.sampling(config),
             limits=assembly.limits(config, longest=None),
+            policies=assembly.stand_ins(config),
         )
     turns = {
         id_of(t): {each.id: [_completion(turn, each, renderer) for turn in each.turns] for each in (t, *t.agents)}

@@ -16,6 +16,7 @@ from statistics import fmean
 from typing import Any, Literal
 
 from turnwise import assembly
+from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import DataState, RowSource, initial_pass_rates
 from turnwise.engines.engine import WeightPublisher
@@ -25,7 +26,7 @@ from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import of_all_agents
-from turnwise.rollout.context import ConversationContext, ConversationRunner
+from turnwise.rollout.context import ConversationContext, ConversationRunner, FrozenPolicy
 from turnwise.rollout.pipeline import ActiveGroup, Pipeline, TakenGroups
 from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
@@ -120,7 +121,8 @@ def assemble(config: Config) -> TrainingRun:
         opened.compare_critic(critic)
     runner = assembly.runner(config, renderer, model, updated=True, version=opened.step)
     assembly.connect_engine(scorer, runner.sampler, renderer)
-    context = assembly.conversation_context(config, renderer, runner, environments, longest=learner.context_length)
+    policies, longest = _policies(config, renderer, model, learner), learner.context_length
+    context = assembly.conversation_context(config, renderer, runner, environments, longest=longest, policies=policies)
     data = _data_state(opened, inputs.rows, config)
     opened.begin(learner, critic)
     return TrainingRun(
@@ -174,6 +176,15 @@ def _refuse_unusable_rows(config: Config, scorer: Scorer, inputs: RunInputs) -> 
     if (option := config.runs_conversations_elsewhere) is not None:
         assembly.refuse_what_needs_conversations_here(scorer, rows, option)
     assembly.refuse_unusable_teachers(config, inputs.rows, inputs.renderer)
+
+
+def _policies(config: Config, renderer: Renderer, model: Any | None, learner: Learner) -> dict[str, FrozenPolicy]:
+    """The frozen policies that take turns in this process; empty where the conversations run in others. `model` is that of the
+    embedded engine."""
+    if config.runs_conversations_elsewhere is not None:
+        return {}
+    reference = assembly.reference_model(config, learner)
+    return assembly.frozen_policies(config, renderer, model, assembly.sampling(config), reference=reference)
 
 
 def _critic_step(config: Config, critic: Critic | None, level: Literal["turn", "token"] | None) -> CriticStep | None:

@@ -59,6 +59,8 @@ def _about(trajectory: Trajectory) -> Iterator[RenderableType]:
     """The episode, the row's columns, the tools and the parts of the reward, where there are any."""
     if trajectory.episode:
         trained = "" if trajectory.trained else ", not trained on"
+        if trajectory.policy:
+            trained = f", played by the frozen policy {trajectory.policy}"
         yield Text(f"agent  {trajectory.agent} of the episode {trajectory.episode}{trained}", style="dim")
     columns = trajectory.row.fields
     if columns:

@@ -159,6 +159,11 @@ class LocalLearner(LearnerBase):
         return self._model
 
     @property
+    def reference_model(self) -> Any:
+        """The reference model, for the engine of a frozen policy that is this model, and for nothing else."""
+        return self._present_reference.model
+
+    @property
     def requirements(self) -> BatchRequirements:
         return replace(self._requirements, most_tokens=self.bound.tokens)
 

@@ -51,6 +51,11 @@ class Reference:
         self._vocabulary = vocabulary_of(policy)
         self._mixed = False
 
+    @property
+    def model(self) -> Any:
+        """The frozen model."""
+        return self._model
+
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
         """Log-probabilities [N] of the targets of a micro-batch."""

@@ -349,6 +349,12 @@ def _checksum(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
+def _agent(record: Mapping[str, Any]) -> str | None:
+    """The name of an agent, as in the names of metrics: `second`, or `second@opponent` if a frozen policy has played it."""
+    name, policy = _scalar(record.get("agent") or None), _scalar(record.get("policy") or None)
+    return name if policy is None else f"{name}@{policy}"
+
+
 def _parsed(line: bytes) -> Mapping[str, Any]:
     """The record of a line. A damaged line has a row without values: opening the conversation says what is wrong."""
     try:
@@ -372,7 +378,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
         "id": _scalar(record.get("id")),
         "group": _scalar(record.get("group")),
         "episode": _scalar(record.get("episode") or record.get("id")),
-        "agent": _scalar(record.get("agent") or None),
+        "agent": _agent(record),
         "row": _scalar(row.get("id")) if isinstance(row, dict) else None,
         "step": _number(record.get("step")),
         "reward": _number(record.get("reward")),

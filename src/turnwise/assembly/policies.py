@@ -1,0 +1,148 @@
+"""Builds the frozen policies of a recipe, which take the turns of agents: local models with an engine each, and endpoints.
+
+A local policy is loaded as every model, or shares the weights of the trained model where an adapter is trained on them. Its
+engine is the embedded one, whatever samples the trained model, because its tokens are not trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from turnwise.assembly.learners import model_source
+from turnwise.chat.renderer import Renderer
+from turnwise.config.policy_checks import refuse_unusable_policies
+from turnwise.errors import ConfigError
+from turnwise.models.device import known_dtype
+from turnwise.models.model_config import context_length
+from turnwise.options.policies import FrozenPolicySection
+from turnwise.options.schema import Config, LoraSection, QuantizationSection
+from turnwise.rollout.context import FrozenPolicy
+from turnwise.services.chat import ChatEndpoint
+from turnwise.training import fingerprint
+from turnwise.types import Sampling
+
+if TYPE_CHECKING:
+    from turnwise.models.loading import ModelSource
+
+__all__ = ["frozen_policies", "policy_sources"]
+
+
+def frozen_policies(
+    config: Config,
+    renderer: Renderer | None,
+    model: Any | None,
+    sampled: Sampling,
+    *,
+    reference: Any | None = None,
+) -> dict[str, FrozenPolicy]:
+    """The policies of a recipe by their names, with their models loaded.
+
+    `renderer` is that of the trained model, and `model` the model that the embedded engine samples from, if there is one.
+    `reference` is the reference model of a training run; without training, it is the model of `model.path`. `sampled` is the
+    distribution of `sampling`. Raises ConfigError if a policy cannot be used, or its model not be loaded.
+    """
+    refuse_unusable_policies(config)
+    sources = policy_sources(config)
+    made: dict[str, FrozenPolicy] = {}
+    for policy in config.policies:
+        own = dataclasses.replace(sampled, **policy.sampling)
+        if policy.endpoint is not None:
+            made[policy.name] = FrozenPolicy(sampling=own, chat=_endpoint(policy, config))
+            continue
+        source = sources[policy.name]
+        loaded = reference if policy.reference and reference is not None else _loaded(source, config, model)
+        made[policy.name] = _local(policy, loaded, own, config, renderer)
+    return made
+
+
+def policy_sources(config: Config) -> dict[str, ModelSource | None]:
+    """The local policies of the recipe by their names, to be loaded. None: the model of `model.path`, without an adapter, whose
+    weights are in memory already."""
+    sources: dict[str, ModelSource | None] = {}
+    for policy in config.policies:
+        if policy.endpoint is not None:
+            continue
+        if policy.path is None:
+            sources[policy.name] = None
+            continue
+        changes = {
+            "path": policy.path,
+            "lora": LoraSection(),
+            "adapter": None,
+            "gradient_checkpointing": False,
+            "gguf_file": None,
+            "quantization": QuantizationSection(bits=policy.bits),
+            "dtype": policy.dtype or known_dtype(config),
+        }
+        base = config.model.lora.rank is not None and policy.path == config.model.path
+        same = base and policy.bits is None and changes["dtype"] == known_dtype(config)
+        shared = same and config.engine.embedded is not None
+        sources[policy.name] = None if shared else model_source(config).model_copy(update=changes)
+    return sources
+
+
+def _loaded(source: ModelSource | None, config: Config, model: Any | None) -> Any:
+    """The model of a local policy. `model` is that of the embedded engine."""
+    from turnwise.models.loading import load_model  # torch
+    from turnwise.models.lora import has_adapter, without_adapter
+
+    if source is None and model is not None:
+        return without_adapter(model) if has_adapter(model) else model
+    return load_model(source or model_source(config).of_base(config.model.path)).requires_grad_(False)
+
+
+def _local(
+    policy: FrozenPolicySection, model: Any, sampled: Sampling, config: Config, renderer: Renderer | None
+) -> FrozenPolicy:
+    """A policy in this process, with an embedded engine of its own."""
+    from turnwise.engines.local import LocalEngine  # torch
+
+    own = _renderer(policy, config, renderer)
+    known = context_length(model.config.to_dict()) is not None
+    engine = LocalEngine(
+        model,
+        context=None if known else config.limits.context,
+        memory_gb=policy.memory_gb,
+        threads=1 if config.deterministic else 0,
+        decode=own.decode,
+        autocast=config.model.autocast and policy.dtype is None,
+    )
+    return FrozenPolicy(
+        sampling=sampled, engine=engine, renderer=own, thinking=config.thinking, is_reference=policy.reference
+    )
+
+
+def _renderer(policy: FrozenPolicySection, config: Config, renderer: Renderer | None) -> Renderer:
+    """How messages become the tokens of a policy: as of the trained model, if both have the same tokenizer and template."""
+    from turnwise.models.lora import adapter_base  # torch
+
+    path = policy.path or config.model.path
+    if renderer is not None:
+        of_model = path if (base := adapter_base(path)) is None else base
+        if of_model == config.model.path:
+            return renderer
+    made = Renderer.from_pretrained(
+        path,
+        sanity=config.tokenization_sanity_check,
+        unchecked=config.override_checks,
+        escape_control_tokens=config.data.escape_control_tokens,
+    )
+    equal = renderer is not None and fingerprint.of_tokenizer(made.tokenizer) == fingerprint.of_tokenizer(
+        renderer.tokenizer
+    )
+    return renderer if equal and renderer is not None else made
+
+
+def _endpoint(policy: FrozenPolicySection, config: Config) -> ChatEndpoint:
+    """The server of a policy. Raises ConfigError if `endpoint` has other arguments than `ChatEndpoint`."""
+    assert policy.endpoint is not None
+    arguments = {"max_concurrent": config.max_concurrent, **policy.endpoint}
+    try:
+        inspect.signature(ChatEndpoint).bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"the policy {policy.name!r}: endpoint {policy.endpoint} cannot be created: {error}"
+        ) from None
+    return ChatEndpoint(**arguments)

@@ -1,0 +1,43 @@
+"""Refuses, at start-up, frozen policies that a command cannot use, or that contradict other sections."""
+
+from __future__ import annotations
+
+from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+
+__all__ = ["refuse_unusable_policies"]
+
+
+def refuse_unusable_policies(config: Config) -> None:
+    """Raise ConfigError for a frozen policy that the conversations of the recipe cannot use."""
+    elsewhere = config.runs_conversations_elsewhere or ("cluster.trainers" if config.cluster.distributed else None)
+    for policy in config.policies:
+        problems = (
+            (
+                policy.endpoint is not None and config.deterministic,
+                f"the policy {policy.name!r} is on a server, which does not guarantee equal results: remove deterministic=true, "
+                f"or give the policy a path",
+            ),
+            (
+                policy.endpoint is not None and _of_base(config, "top_k", policy.top_k) > 0,
+                f"sampling.top_k={config.sampling.top_k} also holds for the policy {policy.name!r} on a server, and is not in "
+                f"the OpenAI protocol: set its top_k=0",
+            ),
+            (
+                policy.endpoint is not None and _of_base(config, "min_p", policy.min_p) > 0,
+                f"sampling.min_p={config.sampling.min_p:g} also holds for the policy {policy.name!r} on a server, and is not in "
+                f"the OpenAI protocol: set its min_p=0",
+            ),
+            (
+                policy.reference and elsewhere is not None,
+                f"the policy {policy.name!r} is the reference model, which samples in the process that trains, and the recipe "
+                f"has {elsewhere}: give the policy a path",
+            ),
+        )
+        for holds, message in problems:
+            if holds:
+                raise ConfigError(message)
+
+
+def _of_base(config: Config, name: str, own: float | None) -> float:
+    return getattr(config.sampling, name) if own is None else own
