@@ -15,11 +15,12 @@ from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import Failed
 from turnwise.options.algorithm import Gigpo, Grpo, Remax
 from turnwise.rewards.credit import credit_of
+from turnwise.rewards.functions import GroupReward, TrajectoryReward
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import Limits
 from turnwise.rollout.pipeline import with_groups_of_agents
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.types import Failure, Group, Stop
+from turnwise.types import Failure, Group, Stop, Trajectory
 from turnwise.user_code.calls import Deadline
 from turnwise.user_code.calls import limits as deadlines
 
@@ -176,6 +177,42 @@ def test_an_agent_has_the_reward_that_it_is_given_and_shares_in_that_of_the_row_
     (agent,) = group.trajectories[0].agents
     assert (agent.reward, agent.rewards) == (reward, parts)
     assert len(group.of_agents()) == given.get("train", True)
+
+
+def test_reward_functions_may_add_rewards_to_turns_of_agents_and_set_nothing_else() -> None:
+    def helpful(trajectory: Trajectory) -> float:
+        trajectory.agents[0].turns[-1].add_reward(0.25, "helpful")
+        trajectory.agents[0].turns[0].info["seen"] = True
+        return 2.0
+
+    def of_group(trajectories: list[Trajectory]) -> list[float]:
+        trajectories[0].agents[0].turns[0].add_reward(1.0, "compared")
+        return [0.0] * len(trajectories)
+
+    def sets(trajectory: Trajectory) -> float:
+        trajectory.agents[0].advantages = [1.0]
+        return 0.0
+
+    def scored(scorer: Scorer) -> Trajectory:
+        group = new_group(a_row(), size=1, seed=0)
+        texts = Script({"0": ["when", "ok"], "0/searcher": ["1048", "Harald"]})
+        asyncio.run(rollout_groups([group], a_table(texts, asks_searcher)))
+        asyncio.run(scorer.score([group]))
+        return group.trajectories[0]
+
+    trajectory = scored(
+        Scorer(trajectory=[TrajectoryReward("helpful", helpful)], groups=[GroupReward("group", of_group)])
+    )
+    (agent,) = trajectory.agents
+    assert agent.reward == 0.25 + 0.5 + 0.25 + 1.0  # the first two are those of the environment
+    assert [turn.rewards for turn in agent.turns] == [
+        {"environment": 0.25, "compared": 1.0},
+        {"environment": 0.5, "helpful": 0.25},
+    ]
+    assert (agent.turns[0].info, trajectory.reward) == ({"seen": True}, 3.0)
+    failed = scored(Scorer(trajectory=[TrajectoryReward("sets", sets)]))
+    assert failed.error is not None
+    assert "it has set trajectory.advantages" in failed.error.message
 
 
 def failing(steps: Any, texts: dict[str, list[Any]], **table: Any) -> Any:

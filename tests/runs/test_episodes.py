@@ -278,11 +278,12 @@ def test_what_a_policy_is_made_of_is_what_the_recipe_says(opponents: Path, model
     of_policy = "dtype: bfloat16, memory_gb: 0.25, top_p: 0.5, top_k: 3, min_p: 0.1"
     overrides = [f"policies={{other: {{path: '{model}', {of_policy}}}, base: '{model}'}}", "model.lora=4"]
     config, _ = load(opponents, [*overrides, "sampling.temperature=0.7"])
-    whole = assembly.engine_model(config, adapter=True)
+    whole: Any = assembly.engine_model(config, adapter=True)
     made = assembly.frozen_policies(config, assembly.renderer(config), whole, assembly.sampling(config))
     sampled = made["other"].sampling
     assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.min_p) == (0.7, 0.5, 3, 0.1)
-    other, base = made["other"].engine, made["base"].engine
+    engines: Any = [made[name].engine for name in ("other", "base")]
+    other, base = engines
     assert (next(other._model.parameters()).dtype, other._core.cache.kv.budget_bytes) == (torch.bfloat16, 2**28)
     # the model under the adapter has the same weights in memory, and not the adapter
     assert base._model.get_input_embeddings().weight is whole.get_input_embeddings().weight

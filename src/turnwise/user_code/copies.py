@@ -208,7 +208,9 @@ class ConversationCopies:
             known[1].row = copy_row(original.row)
             return known[1]
         copied = _copy_trajectory(original)
-        self._trajectories[id(original)] = (original, copied, [(turn, dict(turn.info)) for turn in copied.turns])
+        for of_episode, its_copy in zip((original, *original.agents), (copied, *copied.agents), strict=True):
+            handed = [(turn, dict(turn.info)) for turn in its_copy.turns]
+            self._trajectories[id(of_episode)] = (of_episode, its_copy, handed)
         return copied
 
     def group(self, original: Group) -> Group:
@@ -226,8 +228,8 @@ class ConversationCopies:
         return copied
 
     def accept(self, original: Trajectory) -> None:
-        """Take over what the function has written into the copy of a conversation: entries of `Turn.info` that it has added or
-        replaced, and rewards of turns (`Turn.add_reward`).
+        """Take over what the function has written into the copy of a conversation, and into those of its agents: entries of
+        `Turn.info` that it has added or replaced, and rewards of turns (`Turn.add_reward`).
 
         Raises TypeError if the function has set something that would have no effect there.
         """
@@ -241,6 +243,8 @@ class ConversationCopies:
                 if name not in handed or handed[name] is not value:
                     turn.info[name] = copy_containers(value)
                     handed[name] = value
+        for agent in original.agents:
+            self.accept(agent)
 
 
 def take_rewards(turn: Turn, copied: Turn) -> None:
