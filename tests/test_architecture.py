@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "user_code.reward_number",
     },
     "recipe": {"errors", "config", "options", "user_code.references"},
-    "chat": {"types", "errors", "local_paths", "data.images"},
+    "chat": {"types", "errors", "local_paths", "data.images", "models.grammar"},
     "engines": {"types", "errors", "user_code", "models", "options"},
     "services": {"types", "errors", "user_code", "options"},
     "environments": {

@@ -69,6 +69,10 @@ class EngineError(TurnwiseError):
     """An engine cannot start or cannot continue."""
 
 
+class GrammarError(TurnwiseError):
+    """A grammar of constrained output cannot be compiled, or does not fit the tokens of a turn."""
+
+
 class RolloutError(TurnwiseError):
     """All conversations of a step failed."""
 

@@ -116,6 +116,32 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormat:
+    """The form that the text of a turn must have, after reasoning and unless the turn calls tools."""
+
+    kind: Literal["json_object", "json_schema", "regex"]
+    value: str = ""
+    """The JSON schema as JSON text, or the regular expression; empty for `json_object`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What a turn may consist of. Tokens that would leave the grammar are removed from the distribution that is sampled from.
+
+    The grammar, the text before the first token and the tokens give the mask of each token, in the engine as in the trainer.
+    """
+
+    grammar: str
+    """A grammar in the Lark dialect of llguidance, of the complete text of the turn."""
+    stops: tuple[int, ...]
+    """Token ids that end the turn: they can be sampled where the grammar may end."""
+    before: str = ""
+    """The text of the turn before its first sampled token: a prefill, or what was kept of a turn that is resumed."""
+    start: int = 0
+    """The place of the first sampled token in the segment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingChange:
     """A change of the sampling by an environment. It applies from the next turn until the next change.
 
@@ -132,6 +158,10 @@ class SamplingChange:
     """Texts that end a turn, instead of `sampling.stop`."""
     stop_token_ids: Sequence[int] = ()
     """Token ids that end a turn, besides those of the recipe and of the model."""
+    answer_format: AnswerFormat | None = None
+    """The form of the turn's text, instead of `sampling.response_format`."""
+    tool_choice: Literal["auto", "required"] | None = None
+    """Whether a turn must call a tool, instead of `tool_calls.choice`."""
 
 
 class LogprobKind(StrEnum):
@@ -216,6 +246,8 @@ class Request:
     sampling: Sampling
     seed: int = 0
     """Seed of this request's own random stream. The same seed draws the same numbers, whatever else is in the batch."""
+    constraint: Constraint | None = None
+    """What may be sampled; None: every token."""
     routes: Routes | None = None
     """The experts that have computed the first tokens of the prompt. An engine that records experts uses them again where it
     computes these tokens again."""
@@ -518,6 +550,8 @@ class Turn:
     number, which may be 0. Earlier versions did not record parts that are 0."""
     info: dict[str, Any] = field(default_factory=dict)
     """Data that the environment keeps with the turn. It should be JSON-serialisable."""
+    constraint: Constraint | None = None
+    """What the turn could consist of; None: its tokens were sampled without a grammar."""
     finish_reason: str = "stop"
     """`length` if a limit cut the turn."""
     observed: bool = False

@@ -111,6 +111,10 @@ TESTED: Mapping[str, str] = {
     },
     "mcp.titles": "environments/test_mcp.py::test_titles_are_left_out_and_parameters_of_that_name_stay",
     **{f"mcp.{name}": _SERVERS for name in ("select", "use", "timeout", "retries", "retry_timeouts", "start_timeout")},
+    **dict.fromkeys(
+        ("tool_calls.constrain", "tool_calls.choice", "sampling.response_format"),
+        "training/test_constrained.py::test_the_options_of_the_recipe_reach_the_turns",
+    ),
     "tool_calls.max_parallel_calls": _tools("calls_beyond_the_recipes_bound_are_told_so"),
     "tool_calls.max_tool_response_length": _CUT,
     "tool_calls.tool_response_truncate_side": _CUT,

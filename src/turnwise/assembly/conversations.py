@@ -16,6 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from turnwise import types
 from turnwise.assembly.references import close_tried, close_tried_environment, environment_constructor, named_callable
+from turnwise.chat.constraints import Constrained, answer_format
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.tool_calls import DESCRIBED, ToolFormat, described_format
 from turnwise.compat.providers.provider import provider_of
@@ -164,7 +165,9 @@ def refuse_unused_tool_options(config: Config, *, environment_has_tools: bool) -
     """Refuse options of tools that have no effect, such as a truncation without any tool. Raises ConfigError."""
     mcp, calls = changed_options(config.mcp), changed_options(config.tool_calls)
     if config.environment.use != Config.model_fields["environment"].default.use:
-        calls = [name for name in calls if name != "describe"]  # other environments may offer tools in their openings
+        calls = [
+            name for name in calls if name not in ("describe", "constrain", "choice")
+        ]  # other environments may offer tools in their openings
     if mcp and config.mcp.servers is None:
         raise ConfigError(f"mcp.{mcp[0]} has no effect without mcp.servers: set mcp.servers, or remove it")
     if calls and not config.tools and config.mcp.servers is None and not environment_has_tools:
@@ -422,7 +425,44 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
         describe_tools=config.tool_calls.describe,
         unchecked=config.override_checks,
         escape_control_tokens=config.data.escape_control_tokens,
+        constrained=constrained(config),
     )
+
+
+def constrained(config: Config) -> Constrained:
+    """What the recipe says of the form of turns. Raises ConfigError."""
+    given = config.sampling.response_format
+    try:
+        answer = None if given is None else answer_format(given)
+    except ValueError as error:
+        raise ConfigError(f"sampling.response_format: {error}") from None
+    wanted = Constrained(calls=config.tool_calls.constrain, choice=config.tool_calls.choice, answer=answer)
+    if wanted != Constrained():
+        _refuse_constraint(config)
+    return wanted
+
+
+def _refuse_constraint(config: Config) -> None:
+    """Refuse a grammar where the sampled distribution would be another one than the trainer's. Raises ConfigError."""
+    problems = [
+        (
+            not config.engine.constrains,
+            f"engine.name={config.engine.name} cannot be combined with a grammar: turnwise cannot show that its masks, and so "
+            f"its log-probabilities, are those of the trainer. Use engine.name=local",
+        ),
+        (
+            config.rollout_server.url is not None or config.cluster.launcher == "ray",
+            "a grammar needs conversations in the process of the trainer: remove rollout_server.url and cluster.launcher=ray",
+        ),
+        (
+            config.teacher.on or config.reward.kl.coef > 0,
+            "the teacher and reward.kl score tokens without the masks of a grammar, so the distributions have other supports: "
+            "remove them, or use loss.kl_coef, which applies the masks",
+        ),
+    ]
+    for holds, message in problems:
+        if holds:
+            raise ConfigError(f"tool_calls.constrain, tool_calls.choice, sampling.response_format: {message}")
 
 
 def _tool_format(config: Config) -> str | ToolFormat:
@@ -559,6 +599,7 @@ def refuse_for_endpoint(config: Config, scorer: Scorer, sampling: Sampling) -> N
         if isinstance(reward.function, UsesEngine) and reward.function.wants_engine
     ]
     calls = config.tool_calls
+    constrained(config)  # refuses grammars
     problems = [
         (
             sampling.top_k > 0,

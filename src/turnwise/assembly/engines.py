@@ -275,6 +275,7 @@ def _local(inputs: EngineInputs) -> Engine:
         version=inputs.version,
         autocast=config.model.autocast,
         record_routes=config.model.router_replay,
+        masks=inputs.renderer.masks,
     )
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from turnwise.chat.constraints import FREE, CallTexts, Constrained, turn_constraint
 from turnwise.chat.control_text import ControlText, EscapedRoles
 from turnwise.chat.media import MediaProcessor
 from turnwise.chat.media_parts import refuse_media
@@ -59,7 +60,8 @@ from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
 from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.local_paths import refuse_other_than_model
-from turnwise.types import Media, Message, ToolCall, ToolSchema
+from turnwise.models.grammar import TokenMasks
+from turnwise.types import Constraint, Media, Message, SamplingChange, ToolCall, ToolSchema
 
 __all__ = [
     "EncodedMessages",
@@ -276,6 +278,8 @@ class TurnParser:
 
 # Renderer: messages to token ids
 
+_UNCHANGED = SamplingChange()
+
 Thinking = Literal["keep", "branch", "strip_at_user"]
 DescribeTools = Literal["template", "system"]
 
@@ -321,6 +325,7 @@ class Renderer:
         vision: MediaProcessor | None = None,
         chat_template_kwargs: Mapping[str, Any] = {},
         escape_control_tokens: EscapedRoles = "tools",
+        constrained: Constrained = FREE,
     ) -> None:
         self.tokenizer = tokenizer
         self.sanity: SanityMode = sanity
@@ -337,6 +342,10 @@ class Renderer:
             tokenizer, self.template, generation_config=generation_stop_ids, tool_format=tool_format
         )
         self.unchecked = frozenset(unchecked)
+        self.constrained = constrained
+        """What the recipe says of the form of turns."""
+        self.masks = TokenMasks(tokenizer)
+        """Compiles the grammars of constrained turns."""
         if describe_tools == "system":
             self._describe_in_system_message()
         self.stop_token_ids = self.profile.stop_tokens.token_ids
@@ -348,6 +357,7 @@ class Renderer:
             **coder,
             normalize=token_normalizer(tokenizer),
         )
+        self._call_texts: CallTexts | None = None
         self._boundary = TurnBoundary(self.template, self.profile, **coder, special=self.special)
 
         def with_arguments(arguments: str) -> Renderer:
@@ -361,8 +371,9 @@ class Renderer:
                 vision=vision,
                 chat_template_kwargs=json.loads(arguments),
                 escape_control_tokens=escape_control_tokens,
+                constrained=constrained,
             )
-            other._base = self
+            other._base, other.masks = self, self.masks
             return other
 
         self._with_arguments = functools.lru_cache(maxsize=ARGUMENT_SETS)(with_arguments)
@@ -410,6 +421,7 @@ class Renderer:
         unchecked: Collection[str] = (),
         chat_template_kwargs: Mapping[str, Any] = {},
         escape_control_tokens: EscapedRoles = "tools",
+        constrained: Constrained = FREE,
     ) -> Renderer:
         """Load the tokenizer, and the stop tokens of the generation config where there is one.
 
@@ -441,6 +453,48 @@ class Renderer:
             vision=MediaProcessor.from_pretrained(path, tokenizer),
             chat_template_kwargs=chat_template_kwargs,
             escape_control_tokens=escape_control_tokens,
+            constrained=constrained,
+        )
+
+    def constraint(
+        self,
+        tools: Sequence[ToolSchema],
+        change: SamplingChange = _UNCHANGED,
+        *,
+        stops: Sequence[int] = (),
+        reasoning_opening: str = "",
+        before: str = "",
+    ) -> Constraint | None:
+        """What a turn may consist of, if the recipe or the environment (`change`) says so; None: anything.
+
+        `stops` are the tokens that end the turn, `reasoning_opening` and `before` what the prompt has of the turn already.
+
+        Raises TemplateError if calls cannot be constrained in the format that the model writes, and GrammarError if a schema
+        cannot be compiled.
+        """
+        wanted = self.constrained.changed(change.answer_format, change.tool_choice)
+        if not wanted.anything(tools):
+            return None
+        format = self.turn_parser.tool_format if tools else None
+        if format is not None and self._call_texts is None:
+            self._call_texts = CallTexts.of(
+                self.template,
+                format,
+                ends=[
+                    self.profile.turn.closing.strip(),
+                    *(self.decode([t]) for t in self.stop_token_ids if t in self.special),
+                ],
+            )
+        return turn_constraint(
+            wanted,
+            tools,
+            calls=self._call_texts if tools else None,
+            marks=self.profile.reasoning.marks if self.profile.reasoning.supported else None,
+            opened=bool(reasoning_opening),
+            stops=stops,
+            before=before,
+            special={self.decode([token]): token for token in self.special},
+            masks=self.masks,
         )
 
     def _describe_in_system_message(self) -> None:

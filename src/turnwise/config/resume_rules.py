@@ -66,7 +66,7 @@ RULES: Mapping[str, Rule] = {
     **_all(
         "named",
         "tool_calls.",
-        "describe max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
+        "describe constrain choice max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
     ),
     # frozen policies
     **_all("named", "policies[].", "name path dtype bits reference temperature top_p top_k min_p"),
@@ -86,7 +86,7 @@ RULES: Mapping[str, Rule] = {
         "sleep start_timeout",
     ),
     **_all("free", "engine.", "keep_seeds update_mode"),
-    **_all("named", "sampling.", "temperature top_p top_k min_p stop"),
+    **_all("named", "sampling.", "temperature top_p top_k min_p stop response_format"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),
     **_all("named", "limits.", "agents agent_turns agent_tokens"),
     **_all("free", "limits.", "seconds_per_turn seconds"),

@@ -44,7 +44,7 @@ def round_trip(model: Any, renderer: Renderer, sampling: Sampling, *, threads: i
     segments = [found for trajectory in trajectories for found in _segments(model, trajectory, sampling)]
     plain = max((off for off, _ in segments), default=0.0)
     shares = try_tree_attention(model)
-    batch = pack(trajectories, micro_batch_tokens=2048, share_prompts=shares, keep_zero=True)
+    batch = pack(trajectories, micro_batch_tokens=2048, share_prompts=shares, keep_zero=True, masks=renderer.masks)
     forward = Forward(model, sampling)
     packed, count = 0.0, 0
     with torch.no_grad():
@@ -97,7 +97,7 @@ def _sampled(model: Any, renderer: Renderer, sampling: Sampling, threads: int) -
     ]
 
     async def sample() -> None:
-        engine = LocalEngine(model, memory_gb=0.5, threads=threads, decode=renderer.decode)
+        engine = LocalEngine(model, memory_gb=0.5, threads=threads, decode=renderer.decode, masks=renderer.masks)
         context = RolloutContext(
             engine=engine,
             renderer=renderer,

@@ -5,7 +5,34 @@ With two definitions, the probability ratio before the first optimizer step woul
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """The tokens that a grammar allows at each of N places, as bits: places with equal sets share a row."""
+
+    words_MW: torch.Tensor
+    """int32 [M, W]: token `t` is allowed if bit `t % 32` of word `t // 32` is set."""
+    index_N: torch.Tensor
+    """The row of each place, int64; -1: every token is allowed."""
+
+    def at(self, place_C: torch.Tensor) -> AllowedTokens:
+        """Those of some places."""
+        return AllowedTokens(self.words_MW, self.index_N[place_C])
+
+    def to(self, device: torch.device) -> AllowedTokens:
+        """The same on another device."""
+        return AllowedTokens(self.words_MW.to(device), self.index_N.to(device))
+
+    def mask(self, vocabulary: int) -> torch.Tensor:
+        """Which of the first `vocabulary` tokens are allowed, bool [N, V]. Tokens without a bit are not."""
+        bit_32 = torch.arange(32, device=self.words_MW.device, dtype=torch.int32)
+        bits_NV = ((self.words_MW[self.index_N.clamp_min(0)].unsqueeze(-1) >> bit_32) & 1).flatten(1)[:, :vocabulary]
+        allowed_NV = torch.nn.functional.pad(bits_NV.bool(), (0, vocabulary - bits_NV.shape[1]))
+        return allowed_NV | (self.index_N < 0).unsqueeze(-1)
 
 
 def sampling_logits(
@@ -16,8 +43,9 @@ def sampling_logits(
     top_p_N: torch.Tensor | float = 1.0,
     min_p_N: torch.Tensor | float = 0.0,
     keep_N: torch.Tensor | None = None,
+    allowed: AllowedTokens | None = None,
 ) -> torch.Tensor:
-    """Logits [N, V] after temperature, top-k, top-p and min-p, in that order; tokens removed by a filter are -inf.
+    """Logits [N, V] after the mask of a grammar, temperature, top-k, top-p and min-p, in that order; removed tokens are -inf.
 
     Every option is a number for all rows or a tensor [N]. Temperatures must be positive: greedy sampling has no distribution.
     Top-p (Holtzman et al., 2020) keeps the smallest set of tokens whose probability reaches it, and at least one token. Min-p
@@ -26,6 +54,8 @@ def sampling_logits(
     give it probability 0.
     """
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if allowed is not None:
+        logits_NV = logits_NV.masked_fill(~allowed.mask(logits_NV.shape[1]), -torch.inf)
     # numbers are compared here, not as tensors: the host would wait for a GPU
     if _differ(temperature_N, 1.0):
         logits_NV = logits_NV / _column(temperature_N, logits_NV.device).float()

@@ -28,6 +28,8 @@ class EngineSection(Section):
     """Whether the engine returns token ids. If not, it is an endpoint that answers messages."""
     has_weights: ClassVar[bool] = True
     """Whether the engine samples from the weights of `model.path`, and takes new weights."""
+    constrains: ClassVar[bool] = False
+    """Whether the engine samples under grammars (`tool_calls.constrain`, `sampling.response_format`)."""
     records_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that have computed each token of a sequence."""
 
@@ -69,6 +71,7 @@ class LocalEngineSection(EngineSection):
     threads: Annotated[int, Field(ge=0)] = 0
     """The number of torch threads while sampling. 0: the run measures which number is fastest."""
     records_experts: ClassVar[bool] = True
+    constrains: ClassVar[bool] = True
 
     @property
     def embedded(self) -> LocalEngineSection:
@@ -236,6 +239,9 @@ class SamplingSection(Section):
     """Only tokens with at least this share of the most likely token's probability can be sampled. 0: no such filter."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a turn, in addition to the stop tokens of the chat template."""
+    response_format: dict[str, Any] | None = None
+    """The form of answers, by a grammar: `{type: json_schema, json_schema: {schema: {...}}}`, `{type: json_object}` or
+    `{type: regex, pattern: ...}`. Reasoning stays free, and tools may be called instead. Null: any text."""
 
 
 class EvaluationSamplingSection(Section):

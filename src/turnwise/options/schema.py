@@ -277,6 +277,12 @@ class ToolCallsSection(Section):
     describe: Literal["template", "system"] = "template"
     """Who shows the tools to the model. `template`: the chat template. `system`: where the template does not show tools, their
     schemas are written into the system message, in the form of `tool_format`."""
+    constrain: bool = False
+    """Whether a grammar makes malformed calls impossible: from the opening mark of a call on, only the name of an offered tool
+    and arguments that follow its schema can be sampled (docs/tool_calls.md)."""
+    choice: Literal["auto", "required"] = "auto"
+    """`required`: while tools are on offer, each turn is reasoning and one or more calls, by a grammar. `auto`: the model
+    chooses."""
     max_parallel_calls: Positive | None = None
     """The most tool calls that are run in one turn; each further call gets an error as its result. Null: all calls are run."""
     max_tool_response_length: Positive | None = None

@@ -27,6 +27,7 @@ from typing import Any, NoReturn, TypeVar
 from turnwise.data.images import digest, is_image, load_image, media_kind, media_value
 from turnwise.errors import DataError, Failed, RunError, boundary, text_of
 from turnwise.types import (
+    Constraint,
     Failure,
     LogprobKind,
     Media,
@@ -259,6 +260,7 @@ def _turn(turn: Turn, trajectory: Trajectory, store: MediaStore, offered: Sequen
         "info": _plain_mapping(store, turn.info),
         "tool_calls": [_call_json(call, outcomes.get(call.id), store) for call in turn.calls],
         "finish_reason": turn.finish_reason,
+        **({} if turn.constraint is None else {"constraint": dataclasses.asdict(turn.constraint)}),
         **({} if turn.usage is None else {"usage": _present(dataclasses.asdict(turn.usage))}),
         **_present({"started": _time(turn.started)}),
         "seconds": {"engine": round(turn.seconds_engine, 4), "environment": round(turn.seconds_environment, 4)},
@@ -581,6 +583,7 @@ def _turns(record: _Fields, tools: Sequence[ToolSchema], histories: Sequence[Seq
                 rewards=fields.numbers("rewards"),
                 info=fields.mapping("info", {}),
                 finish_reason=fields.text("finish_reason", "stop"),
+                constraint=_constraint(fields),
                 usage=_usage(fields),
                 started=fields.number_or_none("started"),
                 seconds_engine=seconds.number("engine", 0.0),
@@ -588,6 +591,18 @@ def _turns(record: _Fields, tools: Sequence[ToolSchema], histories: Sequence[Seq
             )
         )
     return turns
+
+
+def _constraint(fields: _Fields) -> Constraint | None:
+    if fields.values.get("constraint") is None:
+        return None
+    written = fields.fields("constraint")
+    return Constraint(
+        grammar=written.text("grammar"),
+        stops=tuple(written.list("stops")),
+        before=written.text("before", ""),
+        start=written.integer("start"),
+    )
 
 
 def _usage(fields: _Fields) -> Usage | None:

@@ -374,6 +374,7 @@ class Session:
         trajectory.logprob_kind = completion.logprob_kind if same_kind else LogprobKind.NONE
         turn = self._add_turn(replace(completion, routes=None))  # the segment has them
         turn.prompt_tokens = len(segment) - len(completion.token_ids)
+        turn.constraint = request.constraint
         turn.started, turn.seconds_engine = began, seconds
         return turn
 
@@ -504,6 +505,14 @@ class Session:
                 *change.stop_token_ids,
             ),
         )
+        with boundary("tokens"):
+            constraint = context.renderer.constraint(
+                trajectory.tools,
+                change,
+                stops=sampling.stop_token_ids,
+                reasoning_opening=self._partial.reasoning_opening,
+                before=self._partial.text,
+            )
         return Request(
             conversation=trajectory.id,
             token_ids=segment.token_ids,
@@ -511,6 +520,7 @@ class Session:
             sampling=sampling,
             seed=turn_seed(trajectory.seed, len(trajectory.turns)),
             routes=segment.routes,
+            constraint=None if constraint is None else replace(constraint, start=len(segment)),
         )
 
     def _response_tokens(self, length: int) -> int:

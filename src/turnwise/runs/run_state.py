@@ -217,6 +217,7 @@ class RunState:
             compared=compared,
             kinds=required.logprob_kinds,
             version=self.step,
+            masks=self.inputs.renderer.masks,
         )
 
     def evaluation_due(self, every: int) -> bool:

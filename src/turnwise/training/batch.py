@@ -31,6 +31,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import numpy as np
 import torch
 
+from turnwise.errors import GrammarError
+from turnwise.models.distribution import AllowedTokens
+from turnwise.models.grammar import AllowedColumn, TokenMasks
 from turnwise.options.algorithm import LossSection
 from turnwise.training.losses import Targets
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
@@ -70,6 +73,8 @@ class Branch:
     media: Sequence[Media]
     routes: np.ndarray | None
     """The experts of each token (`PackedSequence.routes`)."""
+    allowed: AllowedColumn | None = None
+    """What a grammar allowed at each token (`PackedSequence.allowed`)."""
     teacher: np.ndarray | None = None
     """The scores of each token by the teacher, [T, 1 + 2K] (`Trajectory.teacher_scores`); 0 where it was not sampled."""
     teacher_shares: tuple[float, ...] = ()
@@ -92,15 +97,23 @@ class Branch:
         columns = (self.token_ids, self.turn, self.advantages, self.weights, self.version, self.known, seen)
         routes = b"" if self.routes is None else self.routes.tobytes()
         scores = b"" if self.teacher is None else self.teacher.tobytes()
-        return b"".join([*(column.tobytes() for column in columns), routes, scores, repr(self.teacher_shares).encode()])
+        allowed = b"" if self.allowed is None else self.allowed.identity()
+        more = (routes, scores, allowed, repr(self.teacher_shares).encode())
+        return b"".join([*(column.tobytes() for column in columns), *more])
 
 
 def branches_of(
-    trajectory: Trajectory, kinds: Collection[LogprobKind], shares: Sequence[float], sequence_numbers: Iterator[int]
+    trajectory: Trajectory,
+    kinds: Collection[LogprobKind],
+    shares: Sequence[float],
+    sequence_numbers: Iterator[int],
+    masks: TokenMasks | None = None,
 ) -> Iterator[Branch]:
-    """The segments of a trajectory that have targets. `shares`: `Branch.share` for each segment.
+    """The segments of a trajectory that have targets. `shares`: `Branch.share` for each segment; `masks` computes what grammars
+    allowed.
 
-    Raises ValueError if an advantage per token has another length than its turn has sampled tokens.
+    Raises ValueError if an advantage per token has another length than its turn has sampled tokens, and GrammarError if the
+    tokens of a turn with a constraint are not those that its grammar allows.
     """
     turn_weights = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
     known_turns = np.array([logprob_kind(trajectory, turn) in kinds for turn in trajectory.turns], dtype=bool)
@@ -134,9 +147,30 @@ def branches_of(
             sources=((trajectory.id, index),),
             media=[media for media in segment.media if media.start < end],
             routes=routes_of(segment, end),
+            allowed=_allowed_of(trajectory, segment, weights, masks),
             teacher=None if scores is None else scores[:end],
             teacher_shares=trajectory.teacher_shares,
         )
+
+
+def _allowed_of(
+    trajectory: Trajectory, segment: Segment, weights: np.ndarray, masks: TokenMasks | None
+) -> AllowedColumn | None:
+    """What grammars allowed at the first tokens of a segment, as many as have `weights`; None if its targets had none."""
+    turn = np.array(segment.turn, dtype=np.int64)[: len(weights)]
+    constrained = [
+        (constraint, int(np.flatnonzero(turn == index)[-1]) + 1)
+        for index in np.unique(turn[weights > 0]).tolist()
+        if (constraint := trajectory.turns[index].constraint) is not None
+    ]
+    if not constrained:
+        return None
+    if masks is None:
+        raise GrammarError(
+            f"trajectory {trajectory.id} has turns that a grammar constrained, and nothing here computes the masks of their "
+            f"tokens: their log-probabilities would be those of another distribution"
+        )
+    return masks.column(segment.token_ids, len(weights), constrained)
 
 
 def routes_of(segment: Segment, end: int) -> np.ndarray | None:
@@ -276,6 +310,11 @@ class PackedSequence(Protocol):
         ...
 
     @property
+    def allowed(self) -> AllowedColumn | None:
+        """What a grammar allowed at each token; None if no target was constrained."""
+        ...
+
+    @property
     def copies(self) -> int:
         """How many equal segments the sequence stands for."""
         ...
@@ -326,6 +365,8 @@ class MicroBatch(Generic[Columns]):
     routes_TLK: torch.Tensor | None = None
     """The experts of each token in each layer when it was sampled, int16, -1 where they are not known; None if no sequence has
     any."""
+    allowed: AllowedTokens | None = None
+    """What grammars allowed at each prediction; None if no prediction was constrained."""
     sequences: Mapping[int, PackedSequence] = field(default_factory=dict)
     """The sequences in the order of their targets, by their places in the batch, for `pack_again`."""
     kept_N: torch.Tensor | None = None
@@ -345,6 +386,7 @@ class MicroBatch(Generic[Columns]):
             media_B=self.media_B,
             count_T=self.count_T.to(device),
             routes_TLK=None if self.routes_TLK is None else self.routes_TLK.to(device),
+            allowed=None if self.allowed is None else self.allowed.to(device),
         )
 
 
@@ -544,7 +586,10 @@ def _flat_row(sequences: Sequence[PackedSequence], targets: Columns, keys: _Keys
     column_N = np.concatenate([places[_columns(one)] for one, places in zip(sequences, row.places, strict=True)])
     token_N = _target_tokens(sequences)
     # one number for each pair of column and token: equal pairs are one prediction. Token ids need fewer than 32 bits
-    _, first_U, prediction_N = np.unique(column_N << 32 | token_N, return_index=True, return_inverse=True)
+    keys_N, allowed = column_N << 32 | token_N, _allowed(sequences)
+    if allowed is not None:  # of which other tokens were allowed, too
+        _, keys_N = np.unique(np.stack([keys_N, allowed.index_N.numpy()]), axis=1, return_inverse=True)
+    _, first_U, prediction_N = np.unique(keys_N, return_index=True, return_inverse=True)
     return MicroBatch(
         token_ids_BL=torch.from_numpy(row.token_ids[None]),
         position_BL=torch.from_numpy(row.position[None]),
@@ -554,6 +599,7 @@ def _flat_row(sequences: Sequence[PackedSequence], targets: Columns, keys: _Keys
         token_U=torch.from_numpy(token_N[first_U]),
         prediction_N=torch.from_numpy(prediction_N),
         targets=targets,
+        allowed=None if allowed is None else allowed.at(torch.from_numpy(first_U)),
         **_of_tokens(sequences, row.places, len(row.token_ids)),
     )
 
@@ -575,6 +621,7 @@ def _padded_rows(sequences: Sequence[PackedSequence], targets: Columns) -> Micro
         token_U=torch.from_numpy(token_N),
         prediction_N=torch.arange(len(token_N)),
         targets=targets,
+        allowed=_allowed(sequences),
         media_B=[sequence.media for sequence in sequences] if any(sequence.media for sequence in sequences) else (),
         **_of_tokens(
             sequences,
@@ -594,6 +641,24 @@ def _of_tokens(sequences: Sequence[PackedSequence], places: Sequence[np.ndarray]
         if routes is not None and sequence.routes is not None:
             routes[place] = sequence.routes
     return {"count_T": torch.from_numpy(count), "routes_TLK": None if routes is None else torch.from_numpy(routes)}
+
+
+def _allowed(sequences: Sequence[PackedSequence]) -> AllowedTokens | None:
+    """What grammars allowed at the targets of all sequences; None if no target was constrained."""
+    columns = [(sequence.allowed, sequence.is_target) for sequence in sequences]
+    width = next((column.words_MW.shape[1] for column, _ in columns if column is not None), None)
+    if width is None:
+        return None
+    numbers: dict[bytes, int] = {}
+    index: list[np.ndarray] = []
+    for column, is_target in columns:
+        if column is None:
+            index.append(np.full(int(is_target.sum()), -1))
+            continue
+        own = [numbers.setdefault(words.tobytes(), len(numbers)) for words in column.words_MW]
+        index.append(np.array([*own, -1])[column.index_T[is_target]])
+    words = np.frombuffer(b"".join(numbers), dtype=np.int32).reshape(-1, width)
+    return AllowedTokens(torch.from_numpy(words.copy()), torch.from_numpy(np.concatenate(index)))
 
 
 def _columns(sequence: PackedSequence) -> np.ndarray:
@@ -647,6 +712,7 @@ def pack(
     compared: Collection[str] = (),
     kinds: Collection[LogprobKind] = (LogprobKind.SAMPLED,),
     version: int | None = None,
+    masks: TokenMasks | None = None,
 ) -> Batch:
     """Pack the trajectories that have advantages.
 
@@ -661,7 +727,8 @@ def pack(
     `parallel` micro-batches are computed at the same time: there are as many as keep all workers busy, of similar sizes.
 
     `kinds` are the kinds of log-probability that the loss can use (`BatchRequirements.logprob_kinds`); those of other kinds
-    are dropped, and `Targets.known_N` is false for their tokens. `version` is that of the weights that are trained.
+    are dropped, and `Targets.known_N` is false for their tokens. `version` is that of the weights that are trained. `masks`
+    computes again what grammars allowed, for turns with a constraint.
 
     Turns of weight 0 (`Turn.weight`) are excluded from numerator and denominator of the average: with them in the denominator,
     the size of the gradient would depend on how much of a conversation is masked. Advantages of 0 stay in the denominator:
@@ -669,13 +736,13 @@ def pack(
     are context, and are not computed after the last target.
 
     Raises ValueError if an advantage per token has another length than its turn has sampled tokens, or if the normalizer would
-    divide by 0.
+    divide by 0; GrammarError if the mask of a constrained turn cannot be computed again.
     """
     weighted = [(trajectory, *weight_sums(trajectory)) for trajectory in trajectories if trajectory.advantages]
     counted = [(trajectory, sums) for trajectory, sums, _ in weighted if any(sums)]
     shares = token_shares([sums for _, sums in counted], loss)
     in_loss = [keep_zero or one.id in compared or has_gradient(one) for one, _ in counted]
-    merged = _branches_of_all(counted, shares, kinds, in_loss, measure_zero=measure_zero)
+    merged = _branches_of_all(counted, shares, kinds, in_loss, measure_zero=measure_zero, masks=masks)
     make_targets = functools.partial(_targets, version=version)
     size = {"micro_batch_tokens": micro_batch_tokens, "parallel": parallel}
     micro_batches, without_gradient = (
@@ -741,6 +808,7 @@ def _branches_of_all(
     in_loss: Sequence[bool],
     *,
     measure_zero: bool,
+    masks: TokenMasks | None,
 ) -> tuple[list[Branch], list[Branch]]:
     """The branches of the trajectories that are in the loss, and with `measure_zero` those of the others. Equal branches of a
     group are one."""
@@ -749,7 +817,7 @@ def _branches_of_all(
     for (trajectory, _), shares_of_segments, trained in zip(counted, shares, in_loss, strict=True):
         if not trained and not measure_zero:
             continue
-        for branch in branches_of(trajectory, kinds, shares_of_segments, sequence_numbers):
+        for branch in branches_of(trajectory, kinds, shares_of_segments, sequence_numbers, masks):
             parts[trained].append((trajectory.group, branch))
     return _merge_equal(parts[True]), _merge_equal(parts[False])
 

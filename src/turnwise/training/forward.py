@@ -29,7 +29,7 @@ import torch
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.models.allocator import trim_kept
 from turnwise.models.device import gpu_memory, sees_gpu
-from turnwise.models.distribution import sampling_logits
+from turnwise.models.distribution import AllowedTokens, sampling_logits
 from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
 from turnwise.models.precision import autocast, narrow_window, output_layer_in_float32, set_text_attention
@@ -236,6 +236,7 @@ class TokenLogprobs:
         *,
         entropy: bool = False,
         comparison: TeacherComparison | None = None,
+        allowed: AllowedTokens | None = None,
     ) -> TargetValues:
         """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target; with a `comparison`,
         what it finds."""
@@ -251,6 +252,7 @@ class TokenLogprobs:
                 overwrite=self._plain,
                 comparison=comparison,
                 place_N=place_C,
+                allowed=None if allowed is None else allowed.at(place_C),
             )
             measured.append(found.compared)
             return torch.stack(found.with_gradient)
@@ -315,10 +317,11 @@ def values_of_logits(
     overwrite: bool = False,
     comparison: TeacherComparison | None = None,
     place_N: torch.Tensor | None = None,
+    allowed: AllowedTokens | None = None,
 ) -> TargetValues:
     """What is asked for, from logits [N, V], which the backward pass may `overwrite`. `place_N`: the places of the targets, for
-    the comparison; None: 0 to N - 1."""
-    logits_NV = _sampled_from(logits_NV, token_N, sampling)
+    the comparison; None: 0 to N - 1. `allowed`: what a grammar lets pass there."""
+    logits_NV = _sampled_from(logits_NV, token_N, sampling, allowed)
     if place_N is None:
         place_N = torch.arange(len(token_N), device=token_N.device)
     if not entropy and (comparison is None or not comparison.of_distribution):
@@ -343,7 +346,9 @@ def logprobs_of_logits(
     return found.logprob_N, found.entropy_N
 
 
-def _sampled_from(logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _sampled_from(
+    logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Sampling, allowed: AllowedTokens | None = None
+) -> torch.Tensor:
     """Logits [N, V] of the distribution that is sampled from."""
     return sampling_logits(
         logits_NV,
@@ -352,6 +357,7 @@ def _sampled_from(logits_NV: torch.Tensor, token_N: torch.Tensor, sampling: Samp
         top_p_N=sampling.top_p,
         min_p_N=sampling.min_p,
         keep_N=token_N,
+        allowed=allowed,
     )
 
 
@@ -455,16 +461,19 @@ class Forward:
         """As `logprobs`, with what a `comparison` with a teacher finds at each target."""
         with self._inputs.of(micro) as inputs, self._experts(micro, on_choice):
             output_UX = self._output(micro, inputs)
-            token_U = micro.token_U
+            token_U, allowed = micro.token_U, micro.allowed
             if comparison is not None:  # equal predictions may be compared with different teachers
                 output_UX, token_U = output_UX[micro.prediction_N], token_U[micro.prediction_N]
+                allowed = None if allowed is None else allowed.at(micro.prediction_N)
             if self._head is not None:
                 if torch.is_grad_enabled():
                     trim_kept()  # what is free between the activations is of no use for the logits: memory is fullest with them
                 # outside of autocast, where a frozen head would compute its gradients in bfloat16 (`_WithSlopes`)
-                found = self._head(output_UX, token_U, entropy=entropy, comparison=comparison)
+                found = self._head(output_UX, token_U, entropy=entropy, comparison=comparison, allowed=allowed)
             else:
-                found = values_of_logits(output_UX, token_U, self._sampling, entropy=entropy, comparison=comparison)
+                found = values_of_logits(
+                    output_UX, token_U, self._sampling, entropy=entropy, comparison=comparison, allowed=allowed
+                )
         if comparison is not None:
             return found
         entropy_U = found.entropy_N

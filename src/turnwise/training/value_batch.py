@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
+from turnwise.models.grammar import AllowedColumn
 from turnwise.training.batch import Columns, MicroBatch, pack_sequences, routes_of
 from turnwise.types import Media, Trajectory
 
@@ -118,6 +119,7 @@ class StateSequence:
     routes: np.ndarray | None = None
     """The experts of each token, for log-probabilities of the policy."""
     copies: int = 1
+    allowed: AllowedColumn | None = None
 
 
 def pack_states(trajectories: Sequence[Trajectory], packing: ValuePacking, *, with_routes: bool = False) -> StateBatch:

@@ -22,6 +22,7 @@ from turnwise.errors import EngineError
 from turnwise.models.allocator import is_large
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.experts import Routers
+from turnwise.models.grammar import Matcher, TokenMasks
 from turnwise.models.loading import published_weights
 from turnwise.models.lora import has_adapter
 from turnwise.models.precision import autocast as bfloat16_autocast
@@ -50,7 +51,8 @@ class LocalEngine:
     into text, which requests with stop texts need. `threads=0` measures how many torch threads are fastest; a fixed number
     makes runs repeatable. With `autocast`, the parameters of the model are float32, and matrix products and the KV cache are
     bfloat16; the engine then keeps bfloat16 copies of the weights of linear layers. With `record_routes`, completions have the
-    experts that a mixture of experts has chosen for each token (`Completion.routes`).
+    experts that a mixture of experts has chosen for each token (`Completion.routes`). `masks` compiles the grammars of requests
+    with a constraint, for the model's tokenizer.
 
     Raises EngineError if the model cannot be run, and ConfigError if its experts are to be recorded and cannot be.
     """
@@ -67,6 +69,7 @@ class LocalEngine:
         version: int = 0,
         autocast: bool = False,
         record_routes: bool = False,
+        masks: TokenMasks | None = None,
     ) -> None:
         routers = Routers.required(model) if record_routes else None  # before the model is copied for autocast
         parameter = next(model.parameters())
@@ -87,7 +90,7 @@ class LocalEngine:
                 f"engine.memory_gb is {memory_gb:.3g}, and the recurrent states of one conversation of {type(model).__name__} "
                 f"take {kv.row_bytes / 2**30:.3g} GiB: give the cache more"
             )
-        self._model, self._autocast = model, autocast
+        self._model, self._autocast, self._masks = model, autocast, masks
         self._core = EngineCore(
             forward,
             PrefixCache(kv, num_slots=slots, context=context),
@@ -197,9 +200,20 @@ class LocalEngine:
             prompt_N=prompt_N if vision_prompt is None else vision_prompt.keys_N,
             vision_prompt=vision_prompt,
             max_tokens=max_tokens,
+            matcher=self._matcher(request),
             routes=request.routes if self._core.cache.kv.routes is not None else None,
             future=asyncio.get_running_loop().create_future(),
         )
+
+    def _matcher(self, request: Request) -> Matcher | None:
+        """The state of the request's grammar."""
+        if request.constraint is None:
+            return None
+        if self._masks is None:
+            raise EngineError(
+                "the request has a constraint: create the engine with LocalEngine(..., masks=TokenMasks(tokenizer))"
+            )
+        return self._masks.matcher(request.constraint)
 
     def _vision_prompt(self, prompt_N: np.ndarray, request: Request) -> VisionPrompt | None:
         if not request.media:

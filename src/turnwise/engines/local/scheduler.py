@@ -28,9 +28,10 @@ import torch
 
 from turnwise.engines.local.cache import FREE, PrefixCache, PrefixMatch, SharedPrefix
 from turnwise.engines.local.forward import CachedForward, VisionForward, VisionPrompt
-from turnwise.errors import EngineError
+from turnwise.errors import EngineError, GrammarError
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.distribution import sampling_logits
+from turnwise.models.distribution import AllowedTokens, sampling_logits
+from turnwise.models.grammar import Matcher
 from turnwise.types import Completion, LogprobKind, Request, Routes, Sampling
 
 # Requests: what was asked for, what has been sampled so far, and whether it can be served
@@ -74,6 +75,8 @@ class PendingRequest:
     max_tokens: int
     """Tokens that may be sampled: `Sampling.max_tokens`, or the rest of the context if that is less."""
     future: asyncio.Future[Completion]
+    matcher: Matcher | None = None
+    """Where the turn is in its grammar, after all tokens sampled so far; None without a constraint."""
     partial: PartialCompletion = field(default_factory=PartialCompletion)
     """Tokens sampled before the request was preempted."""
     routes: Routes | None = None
@@ -465,14 +468,17 @@ class SampledTokens:
         return np.flatnonzero(np.isnan(self.raw_logprobs_B))
 
 
-def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B: np.ndarray) -> SampledTokens:
-    """Sample one token for each row of float32 logits [B, V], with one uniform random number each.
+def sample_tokens(
+    logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B: np.ndarray, allowed: AllowedTokens | None = None
+) -> SampledTokens:
+    """Sample one token for each row of float32 logits [B, V], with one uniform random number each. `allowed`: what grammars let
+    pass.
 
     The log-probabilities of a row whose logits are not finite are NaN; its token means nothing.
     """
     # one value that is NaN or infinite makes the sum over the row, and so the row, NaN
     raw_BV = logits_BV.log_softmax(dim=-1)
-    if options.unfiltered:
+    if options.unfiltered and allowed is None:
         tokens_B1 = _inverse_cdf(raw_BV.exp(), uniforms_B)
         raw_B1 = raw_BV.gather(1, tokens_B1)
         return _sampled(tokens_B1, raw_B1, raw_B1)
@@ -482,13 +488,15 @@ def sample_tokens(logits_BV: torch.Tensor, options: SamplingTensors, uniforms_B:
         top_k_N=options.top_k_B,
         top_p_N=options.top_p_B,
         min_p_N=options.min_p_B,
+        allowed=allowed,
     )
     logprobs_BV = filtered_BV.log_softmax(dim=-1)
     tokens_B1 = _inverse_cdf(logprobs_BV.exp(), uniforms_B)
     logprobs_B1 = logprobs_BV.gather(1, tokens_B1)
     if options.greedy_B is not None:
         greedy_B1 = options.greedy_B.unsqueeze(1)
-        tokens_B1 = torch.where(greedy_B1, logits_BV.argmax(dim=-1, keepdim=True), tokens_B1)
+        # a filter keeps the most probable token, and a grammar may not
+        tokens_B1 = torch.where(greedy_B1, filtered_BV.argmax(dim=-1, keepdim=True), tokens_B1)
         logprobs_B1 = logprobs_B1.masked_fill(greedy_B1, 0.0)
     raw_B1 = raw_BV.gather(1, tokens_B1)
     return _sampled(tokens_B1, torch.where(raw_B1.isnan(), raw_B1, logprobs_B1), raw_B1)
@@ -535,6 +543,8 @@ class DecodeStep:
     """The leading tokens that requests have in common."""
     stop_text_requests: Sequence[tuple[int, int]]
     """(slot, index in the batch) of the requests that stop at a text."""
+    constrained: Sequence[tuple[int, int]]
+    """(slot, index in the batch) of the requests that a grammar constrains."""
     position_offsets_B: np.ndarray | None
     """Position of a token less its index in the sequence; None if it is 0 for all requests (no images)."""
 
@@ -600,6 +610,11 @@ class RunningBatch:
             stop_text_requests=[
                 (slot, index) for index, (slot, each) in enumerate(zip(slots, samplings, strict=True)) if each.stop
             ],
+            constrained=[
+                (slot, index)
+                for index, (slot, each) in enumerate(zip(slots, requests, strict=True))
+                if each.matcher is not None
+            ],
             position_offsets_B=np.array(offsets) if any(offsets) else None,
         )
         return self.step
@@ -612,6 +627,24 @@ class RunningBatch:
         """The uniform random numbers [B] to sample the next tokens with."""
         return self._uniforms_SN[step.slots_B, self._num_sampled_S[step.slots_B]]
 
+    def allowed(self, step: DecodeStep) -> tuple[AllowedTokens | None, dict[int, GrammarError]]:
+        """What grammars allow as the next tokens; None if no request is constrained. And the slots whose grammar cannot go on."""
+        if not step.constrained:
+            return None, {}
+        index_B, masks, failed = np.full(len(step.slots_B), -1), list[np.ndarray](), dict[int, GrammarError]()
+        for slot, index in step.constrained:
+            matcher = self.requests[slot].matcher
+            assert matcher is not None
+            try:
+                mask = matcher.allowed()
+            except GrammarError as error:
+                failed[slot] = error
+                continue
+            index_B[index] = len(masks)
+            masks.append(mask)
+        words_MW = torch.from_numpy(np.stack(masks).view(np.int32)) if masks else torch.zeros((1, 0), dtype=torch.int32)
+        return AllowedTokens(words_MW, torch.from_numpy(index_B)).to(self._device), failed
+
     def append(self, step: DecodeStep, sampled: SampledTokens, version: int) -> list[tuple[int, str]]:
         """Append one sampled token to each request. Returns (slot, finish reason) of the requests that end with it."""
         slots_B, num_sampled_B = step.slots_B, self._num_sampled_S[step.slots_B]
@@ -621,6 +654,11 @@ class RunningBatch:
             column[slots_B, num_sampled_B] = values
         self._last_token_S[slots_B] = sampled.tokens_B
         self._num_sampled_S[slots_B] = num_sampled_B + 1
+        for slot, index in step.constrained:
+            matcher = self.requests[slot].matcher
+            assert matcher is not None
+            if index not in sampled.overflowed:
+                matcher.advance(int(sampled.tokens_B[index]))
         stopped_B = (step.stop_token_ids_BK == sampled.tokens_B[:, None]).any(axis=1)
         for slot, index in step.stop_text_requests:
             stopped_B[index] |= self._ends_with_stop_text(slot)
@@ -706,8 +744,10 @@ class EngineCore:
                 self.batch.add(slot, request)
             if not self.batch.requests:
                 raise EngineError(f"no slot for any of {len(self.scheduler.waiting)} waiting requests")
-            step = self._next_step()
-            fed_B, positions_B, sampled = self._decode(step)
+            step, allowed = self._next_step_allowed()
+            if step is None:
+                return 0
+            fed_B, positions_B, sampled = self._decode(step, allowed)
         self.cache.tokens_SC[step.slots_B, positions_B] = fed_B
         self.cache.length_S[step.slots_B] = positions_B + 1
         self._unused_reads += int(step.rows_B[-1]) + 1 - len(step.rows_B)
@@ -731,6 +771,20 @@ class EngineCore:
                 )
                 request.future.set_result(completion)
         return len(finished)
+
+    def _next_step_allowed(self) -> tuple[DecodeStep | None, AllowedTokens | None]:
+        """The next step and what grammars allow in it. Requests whose grammar cannot go on end; None if no other is left."""
+        while self.batch.requests:
+            step = self._next_step()
+            allowed, failed = self.batch.allowed(step)
+            if not failed:
+                return step, allowed
+            for slot, error in failed.items():
+                request, _ = self.batch.remove(slot)
+                self.cache.discard(slot)
+                if not request.future.done():
+                    request.future.set_exception(EngineError(str(error)))
+        return None, None
 
     def _fail(self, slots: Sequence[int]) -> None:
         """End the requests of these slots, whose logits are not finite. The others go on."""
@@ -780,7 +834,7 @@ class EngineCore:
             self.scheduler.waiting.appendleft(request)
             self.stats.preemptions += 1
 
-    def _decode(self, step: DecodeStep) -> tuple[np.ndarray, np.ndarray, SampledTokens]:
+    def _decode(self, step: DecodeStep, allowed: AllowedTokens | None) -> tuple[np.ndarray, np.ndarray, SampledTokens]:
         """Run the last token of each request and sample the next. Returns the input tokens, their positions, the samples."""
         kv, forward = self.cache.kv, self.forward
         fed_B, positions_B = self.batch.input_tokens(step), self.cache.length_S[step.slots_B]
@@ -792,7 +846,7 @@ class EngineCore:
                 logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, offsets_B, step.shared)
             else:
                 logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared)
-            sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step))
+            sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step), allowed)
         return fed_B, positions_B, sampled
 
     def _prescribe(self, step: DecodeStep, positions_B: np.ndarray) -> None:

@@ -1,0 +1,302 @@
+"""Constrained turns: no malformed call can be sampled, and engine and trainer give the same log-probabilities under the mask."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from support import CHATML, byte_tokenizer
+from support.tiny import tiny_model
+from turnwise import assembly
+from turnwise.chat.constraints import Constrained
+from turnwise.chat.renderer import Renderer
+from turnwise.config.recipe import with_overrides
+from turnwise.engines.local import LocalEngine
+from turnwise.errors import ConfigError, GrammarError, TemplateError
+from turnwise.models.distribution import AllowedTokens, sampling_logits
+from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
+from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.training.batch import pack
+from turnwise.training.forward import Forward, try_tree_attention
+from turnwise.types import AnswerFormat, Group, Opening, Reply, Row, Sampling, SamplingChange, Trajectory, Turn
+
+SCHEMA = {"type": "object", "properties": {"q": {"enum": ["a", "bc"]}, "n": {"type": "boolean"}}, "required": ["q"]}
+THINKS = CHATML.replace(
+    "{{ message.content }}{%- for call",
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{{ message.content }}{%- for call",
+)
+TOOL = "turnwise.environments.calculator:calculator"
+SEARCH = {"type": "function", "function": {"name": "search", "description": "d", "parameters": SCHEMA}}
+"""A tool whose calls are short, so that random weights finish them."""
+
+
+class Offers:
+    """Offers a tool for two turns."""
+
+    change = SamplingChange()
+    prefill = ""
+
+    async def begin(self, row: Row) -> Opening:
+        return Opening(messages=row.messages, tools=[SEARCH], sampling=self.change)
+
+    async def step(self, turn: Turn) -> Reply:
+        return Reply(
+            messages=[{"role": "user", "content": "go on"}],
+            done=turn.index == 1,
+            prefill=self.prefill if turn.index == 0 else "",
+        )
+
+    async def close(self) -> None: ...
+
+
+def sampled(
+    constrained: Constrained,
+    sampling: Sampling = Sampling(),
+    *,
+    environment: type[Offers] = Offers,
+    tokens: int = 300,
+    size: int = 3,
+) -> tuple[Any, Renderer, list[Trajectory]]:
+    """A model of random weights, its renderer, and the conversations that it has sampled."""
+    tokenizer = byte_tokenizer()
+    renderer = Renderer(tokenizer, constrained=constrained, unchecked=("tools shown",))
+    model = tiny_model(1, vocabulary=len(tokenizer) + 5)
+    engine = LocalEngine(model, memory_gb=0.2, threads=1, decode=renderer.decode, masks=renderer.masks)
+    context = RolloutContext(
+        engine=engine,
+        renderer=renderer,
+        make_environment=environment,
+        sampling=sampling,
+        limits=Limits(turns=2, tokens_per_turn=tokens, seconds=None, seconds_per_turn=None),
+    )
+    groups: Sequence[Group] = [new_group(Row(id="0", messages=[{"role": "user", "content": "Hi"}]), size=size, seed=3)]
+
+    async def run() -> None:
+        await rollout_groups(groups, context)
+        await engine.close()
+
+    asyncio.run(run())
+    trajectories = [one for group in groups for one in group.trajectories]
+    assert [one.error for one in trajectories] == [None] * size
+    for number, one in enumerate(trajectories):
+        one.advantages = [1.0 + number] * len(one.turns)
+    return model, renderer, trajectories
+
+
+def largest_difference(
+    model: Any, renderer: Renderer, trajectories: list[Trajectory], sampling: Sampling, **size: Any
+) -> float:
+    """The largest difference between the engine's log-probability of a token and the trainer's."""
+    batch = pack(trajectories, masks=renderer.masks, **size)
+    assert try_tree_attention(model)
+    forward = Forward(model, sampling, chunk_bytes=4 * 265 * 7)
+    with torch.no_grad():
+        return max(
+            float((forward.logprobs(micro)[0] - micro.targets.behaviour_logprob_N).abs().max())
+            for micro in batch.micro_batches
+        )
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.7, top_k=40), Sampling(top_p=0.9)], ids=["plain", "top_k", "top_p"]
+)
+@pytest.mark.parametrize("shared", [True, False], ids=["tree", "rows"])
+def test_required_calls_are_well_formed_and_both_sides_have_one_distribution(sampling: Sampling, shared: bool) -> None:
+    model, renderer, trajectories = sampled(Constrained(choice="required"), sampling)
+    turns = [turn for one in trajectories for turn in one.turns]
+    finished = [turn for turn in turns if turn.finish_reason == "stop"]
+    assert finished
+    assert all(call.error is None and call.name == "search" for turn in finished for call in turn.calls)
+    assert all(turn.calls and turn.calls[0].arguments["q"] in ("a", "bc") for turn in finished)
+    assert any(len(turn.completion.token_ids) > 5 for turn in turns if turn.completion is not None)
+    assert largest_difference(model, renderer, trajectories, sampling, share_prompts=shared) < 1e-6
+
+
+def test_a_recorded_trajectory_has_what_the_masks_need() -> None:
+    model, renderer, trajectories = sampled(Constrained(choice="required"))
+    again = [
+        decode_trajectory(json.loads(json.dumps(trajectory_record(one, exact_logprobs=True))), where="here")
+        for one in trajectories
+    ]
+    for one, read in zip(trajectories, again, strict=True):
+        assert [turn.constraint for turn in read.turns] == [turn.constraint for turn in one.turns]
+    assert largest_difference(model, renderer, again, Sampling()) < 1e-6
+
+
+def test_the_mask_comes_before_temperature_and_filters() -> None:
+    """Token 3 is forbidden and the most likely: top-k=2 keeps the two best of the others, which share the probability."""
+    logits_NV = torch.tensor([[1.0, 0.0, 2.0, 9.0]])
+    allowed = AllowedTokens(torch.tensor([[0b0111]], dtype=torch.int32), torch.tensor([0]))
+    found = sampling_logits(logits_NV, top_k_N=2, allowed=allowed).softmax(dim=-1)
+    first = 1 / (1 + math.e)
+    assert found[0].tolist() == pytest.approx([first, 0.0, 1 - first, 0.0])
+    free = AllowedTokens(allowed.words_MW, torch.tensor([-1]))
+    assert torch.equal(sampling_logits(logits_NV, allowed=free), logits_NV)
+
+
+def test_tokens_without_a_bit_are_not_allowed() -> None:
+    """Models have more logits than tokenizers have tokens."""
+    words_MW = torch.from_numpy(np.array([[0xFFFFFFFF, 1]], dtype=np.uint32).view(np.int32))
+    mask_NV = AllowedTokens(words_MW, torch.tensor([0])).mask(70)
+    assert mask_NV[0].tolist() == [True] * 33 + [False] * 37
+
+
+class Prefilled(Offers):
+    """The second turn begins with a part of a call, which the environment wrote."""
+
+    prefill = '<tool_call>{"name": "sea'
+
+
+def test_a_prefill_is_part_of_what_the_grammar_describes() -> None:
+    model, renderer, trajectories = sampled(Constrained(choice="required"), environment=Prefilled)
+    second = [one.turns[1] for one in trajectories if len(one.turns) == 2 and one.turns[1].finish_reason == "stop"]
+    assert second
+    for turn in second:
+        assert turn.text.startswith("rch")
+        assert [call.name for call in turn.calls][:1] == ["search"]
+    assert largest_difference(model, renderer, trajectories, Sampling()) < 1e-6
+
+
+class InJson(Offers):
+    """Asks for another form of the answer than the recipe."""
+
+    change = SamplingChange(answer_format=AnswerFormat(kind="json_schema", value='{"enum": ["yes", "no"]}'))
+
+    async def begin(self, row: Row) -> Opening:
+        return Opening(messages=row.messages, sampling=self.change)
+
+
+def test_an_environment_can_ask_for_a_form_of_the_answer() -> None:
+    model, renderer, trajectories = sampled(
+        Constrained(answer=AnswerFormat(kind="regex", value="[0-9]+")), environment=InJson
+    )
+    texts = {turn.text.strip() for one in trajectories for turn in one.turns}
+    assert texts <= {'"yes"', '"no"'}
+    assert largest_difference(model, renderer, trajectories, Sampling()) < 1e-6
+
+
+def test_equal_tokens_under_other_grammars_are_other_predictions() -> None:
+    """Two conversations with the same tokens: one was free, the other had two choices. In one tree, each keeps its own mask."""
+    model, renderer, trajectories = sampled(Constrained(), environment=InJson, size=1, tokens=40)
+    (one,) = trajectories
+    free = replace(one, id="free", turns=[replace(turn, constraint=None) for turn in one.turns], advantages=[1.0, 5.0])
+    batch = pack([one, free], masks=renderer.masks)
+    assert try_tree_attention(model)
+    with torch.no_grad():
+        logprob_N = Forward(model, Sampling()).logprobs(batch.micro_batches[0])[0]
+    sequence_N = batch.micro_batches[0].targets.sequence_N
+    constrained_N, free_N = logprob_N[sequence_N == 0], logprob_N[sequence_N == 1]
+    assert (constrained_N >= free_N - 1e-6).all()
+    assert float((constrained_N - free_N).max()) > 1.0
+
+
+def test_a_token_that_the_grammar_forbids_is_told() -> None:
+    _, renderer, (one,) = sampled(Constrained(choice="required"), size=1)
+    constraint = one.turns[0].constraint
+    assert constraint is not None
+    one.segments[0].token_ids[constraint.start] = renderer.encode("Z")[0]
+    with pytest.raises(GrammarError, match=f"token {constraint.start} of a segment"):
+        pack([one], masks=renderer.masks)
+    with pytest.raises(GrammarError, match="nothing here computes the masks"):
+        pack([one])
+
+
+def test_a_schema_that_cannot_be_a_grammar_is_refused_with_the_place() -> None:
+    renderer = Renderer(byte_tokenizer(), constrained=Constrained(calls=True))
+    part = {"type": "array", "items": {"type": "string", "pattern": "(?=x)y"}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": part}}}}
+    with pytest.raises(
+        GrammarError, match=r"tool f: parameters/properties/a/items cannot be a grammar: (?s:.)*look-around"
+    ):
+        renderer.constraint([tool])
+    with pytest.raises(GrammarError, match="response_format: the regular expression"):
+        renderer.constraint([], SamplingChange(answer_format=AnswerFormat(kind="regex", value="(")))
+
+
+def test_the_options_of_the_recipe_reach_the_turns(tmp_path: Path) -> None:
+    def constraint(*overrides: str) -> str:
+        recipe = with_overrides(
+            {"model": {"path": str(tmp_path)}, "data": {"train": "rows.jsonl"}, "tools": [TOOL]},
+            overrides,
+            source="here",
+        )[0]
+        found = assembly.renderer(recipe).constraint([SEARCH])
+        return "" if found is None else found.grammar
+
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert constraint() == ""
+    assert constraint("tool_calls.constrain=true").endswith("start: (call_in_text)* TEXT\n")
+    assert constraint("tool_calls.choice=required").endswith("(calls) WS\n")
+    form = "sampling.response_format={type: regex, pattern: a/b}"
+    assert "ANSWER: /a\\/b/" in constraint(form)
+    assert constraint(form).endswith("(calls | answer) WS\n")
+    for wrong, message in (
+        (("engine.name=scripted", "engine.script=s.jsonl"), "engine.name=scripted cannot be combined with a grammar"),
+        (("reward.kl.coef=0.1",), "use loss.kl_coef, which applies the masks"),
+        (("sampling.response_format={type: xml}",), "is no form of an answer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            constraint("tool_calls.constrain=true", *wrong)
+
+
+def test_a_format_without_json_arguments_is_refused_by_its_name() -> None:
+    renderer = Renderer(byte_tokenizer(), constrained=Constrained(calls=True), tool_format="qwen3_coder")
+    with pytest.raises(TemplateError, match="calls of the format qwen3_coder cannot be constrained"):
+        renderer.constraint([SEARCH])
+
+
+def fits(renderer: Renderer, text: str, *, opened: str = "", choice: Any = None) -> str:
+    """The beginning of a text that the grammar allows; with "$" if the turn may end there."""
+    stop = renderer.encode("<|im_end|>")[0]
+    constraint = renderer.constraint(
+        [SEARCH], SamplingChange(tool_choice=choice), stops=[stop], reasoning_opening=opened
+    )
+    assert constraint is not None
+    matcher = renderer.masks.matcher(constraint)
+    for passed, token in enumerate(renderer.encode(text)):
+        if not matcher.allowed()[token >> 5] >> (token & 31) & 1:
+            return text[:passed]
+        matcher.advance(token)
+    return text + ("$" if matcher.allowed()[stop >> 5] >> (stop & 31) & 1 else "")
+
+
+CALL = '<tool_call>\n{"name": "search", "arguments": {"q": "a"}}\n</tool_call>'
+
+
+def test_text_is_free_up_to_a_call_and_calls_are_not() -> None:
+    renderer = Renderer(byte_tokenizer(), constrained=Constrained(calls=True))
+    assert fits(renderer, "free {text} <tool") == "free {text} <tool$"
+    assert fits(renderer, f"Let me see. {CALL}\n{CALL} done") == f"Let me see. {CALL}\n{CALL} done$"
+    assert fits(renderer, '<tool_call>\n{"name": "find"') == '<tool_call>\n{"name": "'
+    assert (
+        fits(renderer, '<tool_call>{"name": "search", "arguments": {"z"')
+        == '<tool_call>{"name": "search", "arguments": {"'
+    )
+    assert fits(renderer, "a<|im_start|>") == "a"
+    # required: nothing but calls
+    assert fits(renderer, f"{CALL}{CALL}", choice="required") == f"{CALL}{CALL}$"
+    assert fits(renderer, "Let me", choice="required") == ""
+    assert fits(renderer, "", choice="required") == ""
+
+
+def test_reasoning_is_free_also_of_calls() -> None:
+    renderer = Renderer(byte_tokenizer(THINKS), constrained=Constrained(calls=True))
+    assert fits(renderer, "maybe <tool_call>x</think>yes", opened="<think>\n") == "maybe <tool_call>x</think>yes$"
+    assert (
+        fits(renderer, "<think>maybe <tool_call>x</think><tool_call>x")
+        == "<think>maybe <tool_call>x</think><tool_call>"
+    )
+    assert fits(renderer, f"hm</think>{CALL}", opened="<think>\n", choice="required") == f"hm</think>{CALL}$"
+    assert fits(renderer, "hm</think>no", opened="<think>\n", choice="required") == "hm</think>"
+    assert fits(renderer, "never closed", opened="<think>\n") == "never closed$"
