@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 from support.viewed_run import conversation
+from turnwise.record.datasets import DatasetChoice, write_dataset
+from turnwise.record.labels import Label, read_labels, write_label
 from turnwise.view.runs import ViewedRun
 from turnwise.view.server import ViewServer, export
 
@@ -65,11 +67,13 @@ def page(browser: Any) -> Iterator[Any]:
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     # the page may ask once more when the server has ended
-    ended = "ERR_CONNECTION_REFUSED"
+    ended, refused = "ERR_CONNECTION_REFUSED", "status of 409"
     page.on(
         "console",
         lambda message: (
-            problems.append(message.text) if message.type == "error" and ended not in message.text else None
+            problems.append(message.text)
+            if message.type == "error" and ended not in message.text and refused not in message.text
+            else None
         ),
     )
     page.set_default_timeout(float(os.environ.get("PAGE_TIMEOUT", "60000")))
@@ -430,6 +434,33 @@ def test_compare_puts_the_same_row_beside_the_same_row(page: Any, address: str) 
     page.wait_for_selector(f".pane[aria-label=second] [aria-label='Messages of 1.0:{row}/3']")
     page.keyboard.press("Escape")
     page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
+
+
+def test_labels_and_selections(page: Any, address: str, run: Path) -> None:
+    """A person's labels are kept beside the run, filter the list, and choose what is saved as JSON lines and SFT rows."""
+    open_view(page, address, f"#/conversation?run={run}&id=1.0:0/3")
+    page.fill("label:has-text('Labels') input", "good, <b>x</b>")
+    page.fill("label:has-text('Note') input", "why?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("button:text-is('Save')", state="detached")
+    (label,) = read_labels(run)
+    assert (label.id, label.step, label.labels, label.note) == ("1.0:0/3", 1, ("good", "<b>x</b>"), "why?")
+    page.fill("label:has-text('Note') input", "mine")
+    write_label(run, Label(kind="train", id="1.0:0/3", step=1, labels=("good",), note="another's", revision=1))
+    page.keyboard.press("Enter")
+    page.wait_for_selector("[role=alert]:has-text('were changed meanwhile')")
+    page.click("text=Undo")
+    page.evaluate("path => { location.hash = `#/conversations?run=${path}&label=good` }", str(run))
+    page.wait_for_selector("text=1 of 24")
+    page.wait_for_selector(".body .row:has-text('1.0:0/3'):has-text('good')")
+    lines = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    with page.expect_download() as download:
+        page.click("text=JSON lines")
+    assert [json.loads(line) for line in download.value.path().read_text().splitlines()] == [lines[3]]
+    with page.expect_download() as download:
+        page.click("button:text-is('SFT')")
+    write_dataset(run, run / "chosen", DatasetChoice(what="sft", label="good"))
+    assert download.value.path().read_bytes() == (run / "chosen" / "train.jsonl").read_bytes()
 
 
 def test_statistics_lead_to_the_conversations_that_they_count(page: Any, address: str, run: Path) -> None:

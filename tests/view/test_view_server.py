@@ -20,6 +20,7 @@ import pytest
 from support.viewed_run import conversation, write_run
 from turnwise.cli import main
 from turnwise.errors import ConfigError, RunError
+from turnwise.record.labels import Label, read_labels, write_label
 from turnwise.record.writer import AppendedFile
 from turnwise.view.index import ConversationIndex
 from turnwise.view.runs import ViewedRun, evaluations, find_runs
@@ -228,6 +229,44 @@ def test_the_page_may_run_its_own_scripts_only(server: ViewServer) -> None:
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
     assert headers["x-content-type-options"] == "nosniff"
+
+
+def post(server: ViewServer, path: str, body: object, **headers: str) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    given = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json", **headers}
+    connection.request("POST", path, json.dumps(body), given)
+    response = connection.getresponse()
+    text = response.read()
+    connection.close()
+    return response.status, text
+
+
+def test_labels_are_written_with_the_token_only_and_not_over_those_of_another(server: ViewServer, run: Path) -> None:
+    path, entry = "/api/runs/0/labels/train/3", {"labels": ["good"], "note": "", "revision": 0}
+    assert post(server, path, entry, Authorization="Bearer wrong")[0] == 401
+    assert post(server, path, entry, **{"Content-Type": "text/plain"})[0] == 415  # as a form of another page
+    assert post(server, path, {**entry, "labels": "good"})[0] == 400
+    assert post(server, path, {**entry, "labels": ["x" * 100]})[0] == 404
+    assert not (run / "labels.json").exists()
+    assert post(server, path, entry)[0] == 200
+    assert post(server, path, entry)[0] == 409  # it is at revision 1 now
+    assert post(server, path, {"labels": [], "note": "", "revision": 1})[0] == 200
+    assert get_json(server, "/api/runs/0/labels") == []
+    assert post(server, "/api/runs/0/selection/train", {"numbers": [99], "form": "jsonl"})[0] == 404
+    assert post(server, "/api/runs/0/selection/train", {"numbers": [-1], "form": "jsonl"})[0] == 400
+
+
+def test_two_writers_of_labels_lose_nothing(run: Path) -> None:
+    def write(writer: int) -> None:
+        for number in range(10):
+            write_label(run, Label(kind="train", id=f"{writer}/{number}", step=1, labels=("x",)))
+
+    writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
+    for one in writers:
+        one.start()
+    for one in writers:
+        one.join()
+    assert len(read_labels(run)) == 40
 
 
 def test_images(server: ViewServer, run: Path) -> None:

@@ -51,6 +51,11 @@ def register_dataset(parser: argparse.ArgumentParser) -> None:
         metavar="R",
         help="kto: rewards of at least R are desirable; default: those above the mean of the group, and those below it are not",
     )
+    parser.add_argument(
+        "--label",
+        metavar="NAME",
+        help="only conversations that have this label (given in turnwise view); sft: all of them, unless --best or --min-reward",
+    )
     parser.set_defaults(command=_run_dataset)
 
 
@@ -77,7 +82,9 @@ def _run_dataset(options: argparse.Namespace, context: Context) -> int:
             f"--margin {given['margin']:g} is below 0: the better conversation of a pair is the chosen one"
         )
     written = write_dataset(
-        options.run, options.out, DatasetChoice(what=options.what, first_step=options.from_step, **given)
+        options.run,
+        options.out,
+        DatasetChoice(what=options.what, first_step=options.from_step, label=options.label, **given),
     )
     print_lines(
         context.console,

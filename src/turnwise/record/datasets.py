@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import lone_surrogate
+from turnwise.record.labels import read_labels
 from turnwise.record.reader import read
 from turnwise.types import Message, Segment, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, reaches
@@ -39,11 +40,11 @@ class DatasetChoice:
     """Which conversations of a group become rows."""
 
     what: Kind
-    best: int = 1
-    """`sft`: this many of each group, with the highest rewards."""
+    best: int | None = None
+    """`sft`: this many of each group, with the highest rewards. None: 1, or with `label` all."""
     min_reward: float | None = None
     """`sft`: the smallest reward. None: any reward above the lowest of the group, so that groups with equal rewards are left
-    out."""
+    out; with `label`, any reward."""
     pairs: int = 1
     """`dpo`, `reward-model`: at most this many pairs of a group: the best with the worst, the second best with the second
     worst, and so on."""
@@ -54,6 +55,8 @@ class DatasetChoice:
     below it are not, and groups with equal rewards are left out."""
     first_step: int | None = None
     """The first training step whose conversations are used; None: of all steps."""
+    label: str | None = None
+    """Only conversations to which a person gave this label in the viewer; None: all."""
 
 
 @dataclass(slots=True)
@@ -76,8 +79,10 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     if written.file.exists():
         raise ConfigError(f"{written.file} exists already: name another directory with --out, or remove it")
     lines: list[str] = []
-    for group in _groups(read(run), choice.first_step):
-        written.groups += 1
+    chosen = None if choice.label is None else _with_label(run, choice.label)
+    for members in _groups(read(run), choice.first_step):
+        group = [one for one in members if chosen is None or (one.id, one.step) in chosen]
+        written.groups += bool(group)
         lines += [json.dumps(row, ensure_ascii=False) for row in rows_of(group, choice, written.left_out)]
     if not lines:
         reasons = "".join(f"; {number} conversations {reason}" for reason, number in written.left_out.most_common())
@@ -94,6 +99,30 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
         unfinished.unlink(missing_ok=True)
     written.rows = len(lines)
     return written
+
+
+def _with_label(run: Path, label: str) -> set[tuple[str, int | None]]:
+    """The ids and steps of the training conversations with a label. Raises ConfigError if there is none."""
+    found = read_labels(run if run.is_dir() else run.parent)
+    chosen = {(one.id, one.step) for one in found if one.kind == "train" and label in one.labels}
+    if not chosen:
+        labels = sorted({name for one in found if one.kind == "train" for name in one.labels})
+        raise ConfigError(
+            f"no conversation of {run} has the label {label!r}; it has {', '.join(labels) or 'no labels'}"
+        )
+    return chosen
+
+
+def sft_rows(trajectories: Iterable[Trajectory], left_out: Counter[str]) -> Iterator[dict[str, Any]]:
+    """The rows of `sft` of given conversations, whatever their rewards. Those that cannot be rows are counted in `left_out`."""
+    for trajectory in trajectories:
+        reason = _unfit(trajectory, DatasetChoice(what="sft"))
+        if reason is None and _cut(trajectory):
+            reason = "have a turn that a limit cut"
+        if reason is None:
+            yield from _sft_rows(trajectory)
+        else:
+            left_out[reason] += 1
 
 
 def _groups(trajectories: Iterable[Trajectory], first_step: int | None) -> Iterator[list[Trajectory]]:
@@ -157,12 +186,12 @@ def _shown(trajectory: Trajectory) -> Iterator[Any]:
 
 def _best(scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice) -> Iterator[dict[str, Any]]:
     ended = _distinct([pair for pair in scored if not _cut(pair[1])])
-    for reward, trajectory in ended[: choice.best]:
-        good = (
-            reaches(reward, choice.min_reward)
-            if choice.min_reward is not None
-            else not equal_rewards([reward, scored[-1][0]])
-        )
+    best = choice.best if choice.best is not None else len(ended) if choice.label is not None else 1
+    for reward, trajectory in ended[:best]:
+        if choice.min_reward is not None:
+            good = reaches(reward, choice.min_reward)
+        else:
+            good = choice.label is not None or not equal_rewards([reward, scored[-1][0]])
         if good:
             yield from _sft_rows(trajectory)
 

@@ -1,22 +1,26 @@
 """What the viewer knows of one run directory (files, metrics, conversations, images) and of evaluations.
 
 The evaluations are those of `turnwise eval` whose models are among the runs that the viewer shows. Reads the record, and
-changes nothing in it.
+changes nothing in it; labels are in a file of their own.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from turnwise.errors import RunError
+from turnwise.record.datasets import sft_rows
 from turnwise.record.evaluation import read_results
+from turnwise.record.labels import Label, read_labels, write_label
 from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_of
 from turnwise.record.reader import parse_line, read_lines, recorded_options, token_texts
@@ -215,6 +219,34 @@ class ViewedRun:
         # the page does not show experts, which are most of a recorded segment
         segments = [{key: column for key, column in one.items() if key != "routes"} for one in record["segments"]]
         return {**record, "segments": segments, "number": number, "token_texts": texts, "exact_logprobs": exact}
+
+    def labels(self) -> list[dict[str, Any]]:
+        """The labels and notes of conversations. Raises RunError if their file is damaged."""
+        return [dataclasses.asdict(label) for label in read_labels(self.path)]
+
+    def write_label(self, kind: str, number: int, labels: Sequence[str], note: str, revision: int) -> dict[str, Any]:
+        """Give labels and a note to a conversation. Raises LabelChanged, RunError."""
+        record = self._record(kind, number)
+        label = Label(
+            kind=kind, id=record["id"], step=record.get("step"), labels=tuple(labels), note=note, revision=revision
+        )
+        return dataclasses.asdict(write_label(self.path, label))
+
+    def selection(self, kind: str, numbers: Sequence[int], form: str, file: IO[bytes]) -> tuple[int, dict[str, int]]:
+        """Write conversations to `file`: as they were recorded (`form` is jsonl), or as rows of `turnwise dataset --what sft`.
+
+        Returns the number of lines, and how many conversations are left out, by reason. Raises RunError.
+        """
+        lines, left_out = 0, Counter[str]()
+        for number in numbers:
+            if form == "jsonl":
+                found = [self.indexes[kind].line(number).rstrip(b"\n")]
+            else:
+                trajectory = decode_trajectory(self._record(kind, number), where=f"conversation {number}")
+                found = [json.dumps(row, ensure_ascii=False).encode() for row in sft_rows([trajectory], left_out)]
+            file.writelines(line + b"\n" for line in found)
+            lines += len(found)
+        return lines, dict(left_out)
 
     def image(self, name: str) -> Path | None:
         """The file of a recorded image by its sha256; None if there is none."""

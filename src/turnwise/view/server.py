@@ -24,16 +24,19 @@ import mimetypes
 import os
 import re
 import secrets
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from turnwise.errors import ConfigError, RunError, text_of
+from turnwise.record.labels import LabelChanged
 from turnwise.services.http_server import (
     RequestRefused,
     bearer_token,
     equal_secrets,
+    json_body,
     listen,
     missing_library,
     refuse_foreign_host,
@@ -92,6 +95,8 @@ _PAUSE = 1.0  # but no longer than this
 _LONGEST_PATH = 1000  # characters
 _MOST_DIGITS = 15
 _MOST_EXCERPTS = 200  # conversations in one request
+_LONGEST_LABELS = 1 << 17  # bytes of the labels and the note of a conversation
+_LONGEST_SELECTION = 1 << 24  # bytes of the numbers of conversations
 
 _NAME = "the viewer"
 
@@ -211,6 +216,9 @@ def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()
         json_route("/api/runs/{run}/conversations/{kind}/{number}", answers.conversation),
         json_route("/api/runs/{run}/conversation/{kind}", answers.conversation_of_id),
         json_route("/api/runs/{run}/timeline/{step}", answers.timeline),
+        json_route("/api/runs/{run}/labels", answers.labels),
+        Route("/api/runs/{run}/labels/{kind}/{number}", answers.label, methods=["POST"]),
+        Route("/api/runs/{run}/selection/{kind}", answers.selection, methods=["POST"]),
         Route("/api/runs/{run}/media/{name}", answers.image),
     ]
     # without the path of the page for clients that send the token in a header
@@ -346,6 +354,48 @@ class _Answers:
     def timeline(self, request: Request) -> Any:
         return self._run(request).timeline(_path_number(request, "step"))
 
+    def labels(self, request: Request) -> Any:
+        return self._run(request).labels()
+
+    async def label(self, request: Request) -> Response:
+        """Labels and a note for a conversation: {labels, note, revision}. The revision is that of the labels on the page."""
+        try:
+            given = await json_body(request, longest=_LONGEST_LABELS)
+            labels, note, revision = given["labels"], given["note"], given["revision"]
+            if not isinstance(labels, list) or not all(isinstance(text, str) for text in (note, *labels)):
+                raise TypeError("another type")
+            run, kind, number = self._run(request), _kind(request), _path_number(request, "number")
+            return _json(await asyncio.to_thread(run.write_label, kind, number, labels, note, int(revision)))
+        except RequestRefused as refused:
+            return _json({"error": str(refused)}, refused.status)
+        except (KeyError, TypeError, ValueError):
+            return _json({"error": "the body must be {labels: [texts], note: text, revision: number}"}, 400)
+        except LabelChanged as error:
+            return _json({"error": str(error)}, 409)
+        except RunError as error:
+            return _json({"error": str(error)}, 404)
+
+    async def selection(self, request: Request) -> Response:
+        """Conversations as JSON lines: {numbers, form}, where the form is jsonl or sft."""
+        from starlette.responses import StreamingResponse
+
+        file = tempfile.TemporaryFile()  # noqa: SIM115: the answer closes it, when it is sent
+        try:
+            given = await json_body(request, longest=_LONGEST_SELECTION)
+            numbers, form = given["numbers"], given["form"]
+            if form not in ("jsonl", "sft") or not all(type(number) is int and number >= 0 for number in numbers):
+                raise TypeError("another type")
+            run, kind = self._run(request), _kind(request)
+            lines, left_out = await asyncio.to_thread(run.selection, kind, numbers, form, file)
+        except (RequestRefused, RunError, KeyError, TypeError) as error:
+            file.close()
+            status = error.status if isinstance(error, RequestRefused) else 404 if isinstance(error, RunError) else 400
+            told = str(error) if status != 400 else "the body must be {numbers: [...], form: jsonl or sft}"
+            return _json({"error": told}, status)
+        file.seek(0)
+        headers = {"X-Lines": str(lines), "X-Left-Out": json.dumps(left_out)}
+        return StreamingResponse(_chunks(file), media_type="application/x-ndjson", headers=headers)
+
     async def image(self, request: Request) -> Response:
         from starlette.responses import FileResponse
 
@@ -362,6 +412,12 @@ class _Answers:
         if number >= len(self._runs):
             raise RunError(f"there is no run {number}; {len(self._runs)} runs are shown")
         return self._runs[number]
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(1 << 18):
+            yield chunk
 
 
 def _kind(request: Request) -> str:
@@ -522,6 +578,7 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
         "statistics": {kind: run.statistics(kind) for kind in FILES},
         "calls": calls,
+        "labels": _labels(run),
         "columns": columns,
         "excerpts": excerpts,
         "conversations": conversations,
@@ -536,6 +593,13 @@ def _calls(index: ConversationIndex, numbers: Sequence[int]) -> list[dict[str, A
     found = index.query("SELECT number, tool, error, pattern FROM calls")
     names = ("number", "tool", "error", "pattern")
     return [dict(zip(names, (places[n], *call), strict=True)) for n, *call in found if n in places]
+
+
+def _labels(run: ViewedRun) -> list[dict[str, Any]]:
+    try:
+        return run.labels()
+    except RunError:  # the conversations are shown without
+        return []
 
 
 def _overview(run: ViewedRun) -> dict[str, Any]:

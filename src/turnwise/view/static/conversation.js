@@ -4,6 +4,7 @@ import * as data from "./data.js";
 import { conversationAt, Link } from "./address.js";
 import { useColumns } from "./columns.js";
 import { byRow } from "./compare.js";
+import { Labels } from "./labels.js";
 import { neighbour } from "./conversations.js";
 import { joined, Tokens } from "./tokens.js";
 
@@ -130,6 +131,7 @@ export function ConversationPage({ runs, run, kind, address, go, link }) {
       ${conversation && html`<span>reward ${conversation.reward === null ? "none" : number(conversation.reward)}</span>`}
     </div>
     ${problem && html`<${Problem} text=${problem} />`}
+    ${conversation && conversation.id !== undefined && html`<${Labels} key=${`labels ${key}`} run=${run} kind=${kind} conversation=${conversation} />`}
     ${conversation && (mode === "tokens" ? html`<${Tokens} key=${key} conversation=${conversation} address=${address} go=${go} />` : html`<${Chat} conversation=${conversation} run=${run} />`)}`;
 }
 

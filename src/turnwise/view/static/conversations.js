@@ -3,6 +3,7 @@ import { harmless, html, number, sequential, signed, useEffect, useKeys, useLayo
 import * as data from "./data.js";
 import { loadedCount, useColumns } from "./columns.js";
 import { conversationAt, Link } from "./address.js";
+import { labelKey, useLabels } from "./labels.js";
 import { usePlace, useVirtual } from "./virtual.js";
 
 const COLUMNS = [
@@ -31,7 +32,7 @@ export function wrong(name, text) {
 }
 
 /** The numbers of the conversations that pass the filters, in their order. `found` are the numbers that a search found, or null. */
-export function select(columns, { stop, group, row, agent, failed, errors, sort, down, ...texts }, found) {
+export function select(columns, { stop, group, row, agent, failed, errors, label, sort, down, ...texts }, found, labels) {
   const [step, least, most, shortest, longest] = ["step", "least", "most", "shortest", "longest"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
   const wanted = found && new Set(found);
   const numbers = [];
@@ -47,6 +48,7 @@ export function select(columns, { stop, group, row, agent, failed, errors, sort,
     if (errors && !columns.call_errors[n]) continue;
     if (least && !(columns.reward[n] !== null && columns.reward[n] >= Number(least))) continue;
     if (most && !(columns.reward[n] !== null && columns.reward[n] <= Number(most))) continue;
+    if (label && !labels.get(labelKey(columns.id[n], columns.step[n]))?.labels.includes(label)) continue;
     if (shortest && !(columns.sampled[n] >= Number(shortest))) continue;
     if (longest && !(columns.sampled[n] <= Number(longest))) continue;
     numbers.push(n);
@@ -130,10 +132,25 @@ export function csv(columns, numbers) {
   return [names, ...numbers.map((n) => names.map((name) => columns[name][n]))].map((row) => row.map(cell).join(",")).join("\r\n");
 }
 
-function download(name, text) {
-  const url = URL.createObjectURL(new Blob([text], { type: "text/csv" }));
+function download(name, blob) {
+  const url = URL.createObjectURL(blob);
   Object.assign(document.createElement("a"), { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+
+/** Saves the listed conversations: their columns, what was recorded, or rows for supervised fine-tuning. */
+function Save({ run, kind, name, columns, numbers }) {
+  const [said, setSaid] = useState("");
+  const lines = (form) => {
+    setSaid("Saving…");
+    data.selection(run, kind, numbers, form).then(({ blob, lines, leftOut }) => {
+      const without = Object.entries(leftOut).map(([reason, count]) => `${count} that ${reason}`).join(", ");
+      setSaid(form === "sft" ? `${lines} rows${without ? `; left out: ${without}` : ""}` : "");
+      if (lines) download(`${name}${form === "sft" ? "-sft" : ""}.jsonl`, blob);
+    }, (error) => setSaid(error.message));
+  };
+  return html`<span class="choice" role="group" aria-label="Save the listed conversations"><button onClick=${() => download(`${name}.csv`, new Blob([csv(columns, numbers)], { type: "text/csv" }))} title="the listed conversations, with all columns">CSV</button>
+    ${!data.isExport && html`<button onClick=${() => lines("jsonl")} title="the listed conversations as they were recorded">JSON lines</button><button onClick=${() => lines("sft")} title="the listed conversations as rows for turnwise sft">SFT</button>`}</span>${said && html`<span class="muted" role="status">${said}</span>`}`;
 }
 
 export function Conversations({ runs, run, kind, address, go, link }) {
@@ -147,9 +164,11 @@ export function Conversations({ runs, run, kind, address, go, link }) {
   if (fresh) lastFound.current = [query, fresh];
   const found = searched && lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
   const total = runs[run].lines[kind], loaded = loadedCount(run, kind);
-  const filters = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "sort", "down", "query"];
+  const labels = useLabels(run, kind);
+  const filters = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "label", "sort", "down", "query"];
   const key = JSON.stringify(filters.map((name) => address[name]));
-  const numbers = useMemo(() => (columns && !(searched && !found) ? select(columns, address, found) : []), [columns, key, found]);
+  const numbers = useMemo(() => (columns && !(searched && !found) ? select(columns, address, found, labels) : []), [columns, key, found, labels]);
+  const names = [...new Set([...labels.values()].flatMap((entry) => entry.labels))].sort();
   const rewards = useMemo(() => {
     const values = columns ? columns.reward.filter((value) => value !== null) : [];
     return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 1e-9]);
@@ -194,6 +213,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       ${field("step", "Step", { placeholder: "5 or 5-9" })} ${field("least", "Reward from")} ${field("most", "to")}
       <label>Stop <select value=${address.stop || ""} onChange=${(event) => go({ stop: event.target.value })}><option value="">all</option>${stops.map((stop) => html`<option key=${stop}>${stop}</option>`)}</select></label>
       ${agents.length > 0 && html`<label>Agent <select value=${address.agent || ""} onChange=${(event) => go({ agent: event.target.value })}><option value="">all</option><option value=${ROWS}>rows</option>${agents.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>`}
+      ${(names.length > 0 || address.label) && html`<label>Label <select value=${address.label || ""} onChange=${(event) => go({ label: event.target.value })}><option value="">all</option>${names.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>`}
       ${check("failed", "failed")} ${check("errors", "tool errors")}
       ${address.row && html`<button onClick=${() => go({ row: null })}>row ${address.row} ✕</button>`}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
@@ -202,7 +222,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
       ${runs[run].left_out?.[kind] > 0 && html`<span class="muted">this file has ${total.toLocaleString("en")} of the ${(total + runs[run].left_out[kind]).toLocaleString("en")} conversations of the run</span>`}
       ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
-      ${numbers.length > 0 && html`<button onClick=${() => download(`${runs[run].name.replaceAll("/", "-")}-${kind}.csv`, csv(columns, numbers))} title="the listed conversations, with all columns">CSV</button>`}
+      ${numbers.length > 0 && html`<${Save} run=${run} kind=${kind} name=${`${runs[run].name.replaceAll("/", "-")}-${kind}`} columns=${columns} numbers=${numbers} />`}
       ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
     <div class="scroll" ref=${scroll} tabindex="0" role="region" aria-label="Conversations" ...${steady}>
@@ -210,7 +230,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
         <div role="rowgroup"><div class="row head" role="row">${COLUMNS.map(([name, text]) => html`<span key=${name} role="columnheader" class=${TEXTS.has(name) ? "" : "num"}
           aria-sort=${address.sort === name ? (address.down === "0" ? "ascending" : "descending") : "none"}><button onClick=${() => sortBy(name)}>${text}${address.sort === name ? (address.down === "0" ? " ▲" : " ▼") : ""}</button></span>`)}${EXCERPTS.map((text) => html`<span key=${text} role="columnheader" class="text">${text}</span>`)}</div></div>
         ${columns && html`<div class="body" role="rowgroup" style=${{ height: `${virtual.getTotalSize()}px`, position: "relative" }}>
-          ${items.map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} selected=${item.index === picked} rewards=${rewards} texts=${texts.get(numbers[item.index])} to=${link(at(numbers[item.index]))} onPick=${setChosen} />`)}
+          ${items.map((item) => html`<${Row} key=${numbers[item.index]} n=${numbers[item.index]} columns=${columns} top=${item.start} place=${item.index} label=${labels.get(labelKey(columns.id[numbers[item.index]], columns.step[numbers[item.index]]))} selected=${item.index === picked} rewards=${rewards} texts=${texts.get(numbers[item.index])} to=${link(at(numbers[item.index]))} onPick=${setChosen} />`)}
         </div>`}
       </div>
       ${!columns && html`<p class="loading">Loading…</p>`}
@@ -226,13 +246,13 @@ function Field({ label, value, problem, onDone, ...extra }) {
   return html`<label class=${problem ? "wrong" : ""}>${label} <input size="6" value=${typed ?? value} aria-invalid=${problem ? "true" : undefined} onInput=${(event) => setTyped(event.target.value)} onChange=${(event) => done(event.target.value.trim())} ...${extra} />${problem && html`<span class="bad" role="alert">${problem}</span>`}</label>`;
 }
 
-function Row({ n, columns, top, place, selected, rewards, texts, to, onPick }) {
+function Row({ n, columns, label, top, place, selected, rewards, texts, to, onPick }) {
   if (n === undefined || columns.id[n] === undefined) return null;
   const reward = columns.reward[n];
   const parts = Object.keys(texts?.parts ?? {}).length > 1 ? Object.entries(texts.parts).map(([name, value]) => `${harmless(name)} ${number(value)}`).join(", ") : "";
   const share = reward === null ? 0 : (reward - rewards[0]) / (rewards[1] - rewards[0]);
   return html`<div class="row" role="row" aria-rowindex=${place + 2} aria-selected=${selected} style=${{ transform: `translateY(${top}px)` }} onClick=${() => onPick(n)}>
-    <span role="gridcell"><${Link} class="whole" to=${to} tabindex="-1">${columns.id[n] ?? "(damaged)"}</${Link}>${columns.agent[n] !== null && html` <i class="muted" title=${`an agent of the episode ${columns.episode[n]}`}>agent ${columns.agent[n]}</i>`}</span>
+    <span role="gridcell"><${Link} class="whole" to=${to} tabindex="-1">${columns.id[n] ?? "(damaged)"}</${Link}>${columns.agent[n] !== null && html` <i class="muted" title=${`an agent of the episode ${columns.episode[n]}`}>agent ${columns.agent[n]}</i>`}${label && html` <b class="label" title=${label.note}>${label.labels.map(harmless).join(", ") || "note"}</b>`}</span>
     <span role="gridcell" class="num">${number(columns.step[n])}</span>
     <span role="gridcell" class="num"><i class="meter" style=${{ width: `${Math.round(share * 34)}px`, background: sequential(1) }}></i>${reward === null ? "–" : number(reward)}</span>
     <span role="gridcell" class="num">${columns.advantage[n] === null ? "–" : signed(columns.advantage[n])}</span>

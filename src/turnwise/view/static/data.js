@@ -106,6 +106,29 @@ export async function withCalls(run, kind, { tool, error, pattern }) {
   return [...new Set(known.map((call) => call.number))];
 }
 
+/** The labels and notes of a run: a list of {kind, id, step, labels, note, revision}. */
+export async function labels(run) {
+  return exported ? exported.runs[run].labels : get(`api/runs/${run}/labels`);
+}
+
+async function post(path, body) {
+  const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) });
+  if (answer.ok) return answer;
+  const { error } = await answer.json().catch(() => ({}));
+  throw new Error(error || `${path}: status ${answer.status}`);
+}
+
+/** Gives labels and a note to a conversation; `revision` is that of the labels that were shown. */
+export async function setLabels(run, kind, number, entry) {
+  return (await post(`api/runs/${run}/labels/${kind}/${number}`, entry)).json();
+}
+
+/** Conversations as a file of JSON lines: {blob, lines, leftOut}, with the number of those left out by reason. */
+export async function selection(run, kind, numbers, form) {
+  const answer = await post(`api/runs/${run}/selection/${kind}`, { numbers, form });
+  return { blob: await answer.blob(), lines: Number(answer.headers.get("X-Lines")), leftOut: JSON.parse(answer.headers.get("X-Left-Out")) };
+}
+
 export async function timeline(run, step) {
   return exported ? exported.runs[run].timelines[step] || { conversations: [], steps: [] } : get(`api/runs/${run}/timeline/${step}`);
 }
