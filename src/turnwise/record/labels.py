@@ -72,7 +72,8 @@ def write_label(run: Path, label: Label) -> Label:
     labels = tuple(dict.fromkeys(text.strip() for text in label.labels if text.strip()))
     if len(labels) > MOST_LABELS or any(len(text) > LONGEST_LABEL for text in labels) or len(label.note) > LONGEST_NOTE:
         raise RunError(
-            f"a conversation has at most {MOST_LABELS} labels of {LONGEST_LABEL} characters, and a note of {LONGEST_NOTE} characters"
+            f"a conversation has at most {MOST_LABELS} labels of {LONGEST_LABEL} characters, and a note of {LONGEST_NOTE}: "
+            f"shorten them"
         )
     with _alone(run):
         known = {(one.kind, one.id, one.step): one for one in read_labels(run)}

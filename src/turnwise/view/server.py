@@ -379,7 +379,7 @@ class _Answers:
         """Conversations as JSON lines: {numbers, form}, where the form is jsonl or sft."""
         from starlette.responses import StreamingResponse
 
-        file = tempfile.TemporaryFile()  # noqa: SIM115: the answer closes it, when it is sent
+        file = tempfile.TemporaryFile()  # noqa: SIM115 - closed when the answer is sent
         try:
             given = await json_body(request, longest=_LONGEST_SELECTION)
             numbers, form = given["numbers"], given["form"]
