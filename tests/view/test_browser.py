@@ -42,6 +42,7 @@ VIEWS = {
     "pair": "#/pair?kind=train&row=0",
     "evaluations": "#/evaluations",
     "statistics": "#/statistics",
+    "search": "#/search?query=answer",
 }
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 """Screenshots of all pages in light and dark, to be looked at."""
@@ -436,6 +437,20 @@ def test_compare_puts_the_same_row_beside_the_same_row(page: Any, address: str) 
     page.wait_for_selector(".body .row[aria-rowindex='2'][aria-selected=true]")
 
 
+def test_a_search_over_all_runs_and_kinds(page: Any, address: str, other: Path) -> None:
+    held = {**conversation(1, step=0, text="a heron"), "reward": 0.75}
+    (other / "eval_trajectories.jsonl").write_text(json.dumps(held) + "\n")
+    open_view(page, address, "#/search")
+    page.wait_for_selector("text=49 conversations of 2 runs")
+    page.fill("input[type=search]", "3.0:1/3")  # an id
+    page.wait_for_selector("text=2 found in 2 of 2 runs")
+    assert "</script><script>" in page.inner_text("main")  # a text of the model is text
+    page.fill("input[type=search]", "hero")
+    page.wait_for_selector("caption:has-text('second, evaluations')")
+    page.click("a:has-text('0.0:0/1')")
+    page.wait_for_selector("text=reward 0.75")
+
+
 def test_labels_and_selections(page: Any, address: str, run: Path) -> None:
     """A person's labels are kept beside the run, filter the list, and choose what is saved as JSON lines and SFT rows."""
     open_view(page, address, f"#/conversation?run={run}&id=1.0:0/3")
@@ -518,6 +533,7 @@ def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
         ("6", "compare"),
         ("7", "evaluations"),
         ("8", "statistics"),
+        ("9", "search"),
     ):
         page.keyboard.press(key)
         page.wait_for_selector(f"nav a[aria-current=page][data-view={view}]")

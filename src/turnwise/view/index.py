@@ -182,6 +182,16 @@ class ConversationIndex:
         found = self.query("SELECT rowid FROM texts WHERE texts MATCH ? ORDER BY rowid", " ".join(terms))
         return [number for (number,) in found]
 
+    def find(self, query: str, most: int) -> dict[str, Any]:
+        """What `search` finds, for a list of all runs: how many conversations (`total`), and the rows with texts of `most` of
+        them: first those whose id is the query, then the newest."""
+        found = self.search(query)
+        exact = [number for (number,) in self.query("SELECT number FROM conversations WHERE id = ?", query.strip())]
+        chosen = list(dict.fromkeys([*reversed(exact), *reversed(found)]))
+        texts = self.excerpts(chosen[:most])
+        rows = [{**self.row(number), **texts.get(number, {})} for number in chosen[:most]]
+        return {"total": len(chosen), "rows": rows}
+
     def line(self, number: int) -> bytes:
         """The line of a conversation. Raises RunError if there is none of this number."""
         file = self._file

@@ -95,6 +95,7 @@ _PAUSE = 1.0  # but no longer than this
 _LONGEST_PATH = 1000  # characters
 _MOST_DIGITS = 15
 _MOST_EXCERPTS = 200  # conversations in one request
+_MOST_FOUND = 20  # conversations of each file, in a search over all runs
 _LONGEST_LABELS = 1 << 17  # bytes of the labels and the note of a conversation
 _LONGEST_SELECTION = 1 << 24  # bytes of the numbers of conversations
 
@@ -206,6 +207,7 @@ def application(runs: list[ViewedRun], *, token: str, paths: Sequence[Path] = ()
         json_route("/api/runs", answers.runs),
         json_route("/api/evaluations", answers.evaluations),
         json_route("/api/side_by_side", answers.side_by_side),
+        json_route("/api/search", answers.search_all),
         json_route("/api/runs/{run}/overview", answers.overview),
         json_route("/api/runs/{run}/excerpts/{kind}", answers.excerpts),
         json_route("/api/runs/{run}/metrics/{kind}", answers.metrics),
@@ -327,6 +329,11 @@ class _Answers:
 
     def search(self, request: Request) -> Any:
         return self._run(request).indexes[_kind(request)].search(request.query_params.get("query", "")[:1000])
+
+    def search_all(self, request: Request) -> Any:
+        query = request.query_params.get("query", "")[:1000]
+        places = [(number, kind, run.indexes[kind]) for number, run in enumerate(self._runs) for kind in FILES]
+        return [{"run": number, "kind": kind, **index.find(query, _MOST_FOUND)} for number, kind, index in places]
 
     def statistics(self, request: Request) -> Any:
         return self._run(request).statistics(_kind(request))

@@ -7,13 +7,14 @@ import { Conversations } from "./conversations.js";
 import { ConversationPage, GroupPage, PairPage } from "./conversation.js";
 import { Compare } from "./compare.js";
 import { Evaluations } from "./evaluations.js";
+import { Search } from "./search.js";
 import { Statistics } from "./statistics.js";
 import { Timeline } from "./timeline.js";
 import { Overview } from "./overview.js";
 import { Runs } from "./runs.js";
 
 const KEYS = [
-  ["1 2 3 4 5 6 7 8", "overview, runs side by side, curves, conversations, timeline, the same rows of two runs, evaluations, statistics"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
+  ["1 2 3 4 5 6 7 8 9", "overview, runs side by side, curves, conversations, timeline, the same rows of two runs, evaluations, statistics, search in all runs"], ["j k", "next and previous conversation, row of a comparison, or step of the timeline"],
   ["Enter", "open the conversation, or the two of a row"], ["Escape", "back to the list"], ["t", "chat or tokens"], ["g", "the group side by side"],
   ["n p", "next and previous conversation while one is open"], ["← →", "next and previous token"], ["s", "the first token of the next sampled turn"],
   ["m", "what the tokens' colour means"], ["/", "search"], ["d", "dark or light"], ["?", "this list"],
@@ -98,9 +99,9 @@ function Indexing({ runs }) {
   return indexed < lines && html`<span class="muted" role="status">indexed ${indexed.toLocaleString("en")} of ${lines.toLocaleString("en")} conversations</span>`;
 }
 
-const VIEWS = [["overview", "Overview"], ["runs", "Runs"], ["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"], ["statistics", "Statistics"]];
+const VIEWS = [["overview", "Overview"], ["runs", "Runs"], ["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"], ["statistics", "Statistics"], ["search", "Search"]];
 const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
-const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, statistics: Statistics, compare: Compare, evaluations: Evaluations, pair: PairPage };
+const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, statistics: Statistics, search: Search, compare: Compare, evaluations: Evaluations, pair: PairPage };
 
 /** The title of the tab: what is shown first, since a narrow tab shows no more. */
 function title(view, address, run) {

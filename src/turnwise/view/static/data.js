@@ -94,6 +94,16 @@ export async function search(run, kind, query) {
     .map(([number]) => Number(number));
 }
 
+/** What a query finds in all runs: for each run and kind {run, kind, total, rows}, with the newest rows. */
+export async function searchAll(query) {
+  if (!exported) return get(`api/search?query=${encodeURIComponent(query)}`);
+  return Promise.all(exported.runs.flatMap((_, run) => ["train", "eval"].map(async (kind) => {
+    const found = (await search(run, kind, query)).reverse(), columns = exported.runs[run].columns[kind];
+    const rows = found.slice(0, 20).map((number) => ({ number, id: columns.id[number], step: columns.step[number], reward: columns.reward[number], stop: columns.stop[number], error: columns.error[number], ...exported.runs[run].excerpts[kind][number] }));
+    return { run, kind, total: found.length, rows };
+  })));
+}
+
 /** Mean rewards of parts and turns, and the tool calls, over the steps: of the whole run, also in an exported file. */
 export async function statistics(run, kind) {
   return exported ? exported.runs[run].statistics[kind] : get(`api/runs/${run}/statistics/${kind}`);
