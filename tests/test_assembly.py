@@ -355,7 +355,7 @@ def test_rows_of_both_sets_and_the_smallest_of_the_limits(tmp_path: Path) -> Non
 def test_scripts_are_lists_of_texts_a_line(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text('["a", "b"]\n\n[]\n["c\u2028d\x85"]\n', encoding="utf-8")
-    assert assembly.read_scripts(str(path)) == [["a", "b"], [], ["c\u2028d\x85"]]
+    assert [script.turns for script in assembly.read_scripts(str(path))] == [["a", "b"], [], ["c\u2028d\x85"]]
 
 
 @pytest.mark.parametrize(

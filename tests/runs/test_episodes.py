@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,15 +17,18 @@ from support.servers import Answer, serving
 from support.tiny import save_rows
 from support.training import train_run
 from turnwise import assembly
+from turnwise.assembly.engines import rollout_worker, worker_recipe
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.models.lora import has_adapter
+from turnwise.ray_workers.rollout_worker import unpickled
 from turnwise.record.datasets import DatasetChoice, write_dataset
 from turnwise.record.metric_names import METRICS, metric_of
 from turnwise.record.reader import episodes, read
-from turnwise.rollout_server.wire import fill_trajectory, finished_event
+from turnwise.rollout.rollout import new_group
+from turnwise.rollout_server.wire import fill_trajectory, finished_event, take_over
 from turnwise.runs.replay import replay
 from turnwise.types import Trajectory
 
@@ -347,3 +351,48 @@ def test_an_agent_with_an_unknown_policy_or_a_trained_one_fails_its_conversation
     (failed,) = read(tmp_path / "oponent")
     assert failed.error is not None
     assert "names the policy 'oponent', and the recipe has 'opponent'; did you mean" in failed.error.message
+
+
+def test_a_script_has_the_turns_of_agents_and_of_frozen_policies(
+    opponents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "script.jsonl"
+    agents = {"second": ["a1"], "second/2": ["a2"], "third": ["a3"]}
+    overrides = ["engine.name=scripted", f"engine.script={script}", "policies={past: nowhere, still: nowhere}"]
+
+    def play(line: Any, out: str) -> int:
+        script.write_text(json.dumps(line) + "\n", encoding="utf-8")
+        return main(["rollout", str(opponents), "--out", str(tmp_path / out), *overrides])
+
+    assert play({"turns": ["hi"], "agents": agents}, "out") == 0
+    said = [(one.agent, one.policy, [turn.text for turn in one.turns]) for one in read(tmp_path / "out")]
+    assert said == [("second", "past", ["a1"]), ("second", "still", ["a2"]), ("third", "", ["a3"]), ("", "", ["hi"])]
+    assert play({"turns": ["hi"], "agents": {"second": "a1"}}, "bad") == 1
+    assert "a script is a list of texts" in capsys.readouterr().err
+    assert play(["hi"], "none") == 1
+    (_, failed) = read(tmp_path / "none")
+    assert failed.error is not None
+    assert "there is no script for the conversation" in failed.error.message
+
+
+def test_a_rollout_worker_runs_agents_and_frozen_policies_by_a_pickled_recipe(opponents: Path, model: Path) -> None:
+    """What a worker on Ray does with the recipe and the trajectories that it is sent, in this process."""
+    overrides = [f"policies={{past: '{model}', still: {{path: '{model}', temperature: 0}}}}", "deterministic=false"]
+    config, _ = load(opponents, overrides)
+    (row,) = assembly.rows(config, limit=1)
+    (empty,) = new_group(row, size=1, seed=0).trajectories
+    sent = pickle.dumps((worker_recipe(config, 0), empty))
+
+    async def run() -> Trajectory:
+        received, trajectory = pickle.loads(sent)
+        async with rollout_worker(received, "worker 0") as worker:
+            return unpickled(await worker.run(pickle.dumps(trajectory), assembly.sampling(received)))
+
+    take_over(empty, asyncio.run(run()))
+    assert empty.error is None
+    assert [(one.agent, one.policy, one.trained, one.error) for one in empty.agents] == [
+        ("second", "past", False, None),
+        ("second", "still", False, None),
+        ("third", "", True, None),
+    ]
+    assert all(one.row is empty.row and one.episode == empty.id and one.segments for one in empty.agents)

@@ -282,7 +282,7 @@ def _local(inputs: EngineInputs) -> Engine:
 def _scripted(inputs: EngineInputs) -> Engine:
     file = inputs.config.engine.script_file
     assert file is not None
-    return scripted_engine(inputs.renderer, read_scripts(file))
+    return scripted_engine(inputs.renderer, [script.turns for script in read_scripts(file)])
 
 
 def _openai(inputs: EngineInputs) -> Engine:
@@ -371,8 +371,17 @@ def scripted_engine(renderer: Renderer, scripts: Scripts, *, continue_prompt: bo
     )
 
 
-def read_scripts(path: str) -> list[list[str]]:
-    """The scripts of a scripted engine: each line of the file is a JSON list of texts.
+@dataclass(frozen=True, slots=True)
+class ConversationScript:
+    """The texts of one conversation, and of the agents that its environment opens, by their names: `second`, and `second/2` for
+    another agent of that name."""
+
+    turns: list[str]
+    agents: Mapping[str, list[str]]
+
+
+def read_scripts(path: str) -> list[ConversationScript]:
+    """The scripts of a scripted engine: each line of the file is a JSON list of texts, or an object with `turns` and `agents`.
 
     Raises DataError, with the line's number.
     """
@@ -381,18 +390,33 @@ def read_scripts(path: str) -> list[list[str]]:
         raise DataError(
             f"engine.script: there is no file {file.absolute()}; paths are relative to the directory you run from"
         )
-    scripts: list[list[str]] = []
+    scripts: list[ConversationScript] = []
     # split, not splitlines: a text may contain U+2028
     for number, line in enumerate(read_text(file, error=DataError).split("\n"), 1):
         if not line.strip():
             continue
-        texts = parse_json(line, where=f"{path}:{number}: this line", error=DataError)
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise DataError(f'{path}:{number}: a script is a list of texts, for example ["Hello.", "Bye."]')
-        scripts.append(texts)
+        script = _script(parse_json(line, where=f"{path}:{number}: this line", error=DataError))
+        if script is None:
+            raise DataError(
+                f'{path}:{number}: a script is a list of texts, for example ["Hello.", "Bye."], or with the turns of agents '
+                f'{{"turns": ["Hello."], "agents": {{"second": ["Bye."]}}}}'
+            )
+        scripts.append(script)
     if not scripts:
         raise DataError(f"{path} is empty; write a list of texts on each line")
     return scripts
+
+
+def _script(line: Any) -> ConversationScript | None:
+    """The script on a line; None if it is none."""
+    script = ConversationScript(line, {}) if isinstance(line, list) else None
+    match line:
+        case {"turns": list(turns), "agents": dict(agents), **other} if not other:
+            script = ConversationScript(turns, agents)
+    if script is None or not all(isinstance(texts, list) for texts in script.agents.values()):
+        return None
+    texts = [text for texts in (script.turns, *script.agents.values()) for text in texts]
+    return script if all(isinstance(text, str) for text in texts) else None
 
 
 # the client of a rollout server

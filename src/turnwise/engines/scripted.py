@@ -81,7 +81,10 @@ class ScriptedEngine:
     def _script(self, name: str) -> Sequence[str]:
         if self._named is not None:
             if name not in self._named:
-                raise EngineError(f"there is no script for the conversation {name!r}")
+                raise EngineError(
+                    f"there is no script for the conversation {name!r}; the texts of an agent stand under its name in `agents` "
+                    f"of the conversation's script"
+                )
             return self._named[name]
         if name not in self._assigned:
             script = next(self._unassigned, None)

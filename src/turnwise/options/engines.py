@@ -83,7 +83,8 @@ class ScriptedEngineSection(EngineSection):
 
     name: Literal["scripted"]
     script: PathText
-    """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts."""
+    """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts, or
+    with the texts of the agents that the environment opens `{"turns": [...], "agents": {"second": [...]}}`."""
     has_weights: ClassVar[bool] = False
 
     @property

@@ -197,7 +197,10 @@ def assign_scripts(
             f"{samples}={len(groups[0].trajectories)} make {len(trajectories)} conversations; the number of "
             f"scripts and the number of conversations must be equal"
         )
-    by_id = {trajectory.id: script for trajectory, script in zip(trajectories, scripts, strict=False)}
+    by_id: dict[str, Sequence[str]] = {}
+    for trajectory, script in zip(trajectories, scripts, strict=False):
+        by_id |= {trajectory.id: script.turns}
+        by_id |= {f"{trajectory.id}/{agent}": texts for agent, texts in script.agents.items()}
     for group in groups:
         group.trajectories = [trajectory for trajectory in group.trajectories if trajectory.id in by_id]
     return [group for group in groups if group.trajectories], by_id
