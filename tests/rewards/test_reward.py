@@ -19,7 +19,7 @@ import pytest
 import torch
 import yaml
 
-from support.conversations import Says, a_row, call, hold, hold_all, scripted
+from support.conversations import Says, a_row, call, completion, hold, hold_all, scripted
 from turnwise import assembly
 from turnwise.compat.gym import ToolEnvironments
 from turnwise.compat.trajectory_dict import DictReward, DictTurnReward, as_dictionary
@@ -43,6 +43,7 @@ from turnwise.record.trajectory_json import (
 from turnwise.record.writer import Retention
 from turnwise.rewards.credit import Credit, grpo
 from turnwise.rewards.functions import BatchReward, GroupReward, TrajectoryReward, TurnReward, plan_call
+from turnwise.rewards.length import GroupLength
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.pipeline import has_reward_differences
 from turnwise.types import Failure, Group, Opening, Reply, Trajectory, Turn
@@ -807,3 +808,37 @@ def test_a_list_for_one_turn_is_refused_with_the_class_that_accepts_it() -> None
     assert one.error is not None
     assert "gave 2 numbers for one turn" in one.error.message
     assert "turnwise.compat.trajectory_dict:DictTurnReward" in one.error.message
+
+
+# length
+
+
+def of_length(tokens: int, reward: float) -> Trajectory:
+    one = a_trajectory(reward)
+    one.turns[0].completion = completion([90] * tokens)
+    assert one.sampled_tokens == tokens
+    return one
+
+
+def test_the_length_reward_is_that_of_its_paper() -> None:
+    """The example of the page, and random groups against the formula in float64."""
+    three = [of_length(tokens, 1.0) for tokens in (10, 20, 30)]
+    assert GroupLength()(three) == [0.5, 0.0, -0.5]
+    assert GroupLength(pass_reward=2)(three) == [0.0, 0.0, -0.5]
+    assert GroupLength()(three[1:2] * 2) == [0.0, 0.0]
+    numbers = np.random.default_rng(0)
+    for _ in range(5):
+        lengths, right = numbers.integers(1, 50, size=4), numbers.integers(0, 2, size=4)
+        group = [of_length(int(n), float(r)) for n, r in zip(lengths, right, strict=True)]
+        share = 0.5 - (lengths - lengths.min()).astype(np.float64) / (lengths.max() - lengths.min())
+        expected = np.where(right == 1, share, np.minimum(0, share))
+        np.testing.assert_allclose(GroupLength()(group), expected, rtol=0, atol=1e-15)
+
+
+def test_the_length_reward_asks_the_function_that_says_what_is_correct() -> None:
+    short, long = of_length(4, 0.0), of_length(8, 0.0)
+    reward = GroupLength(correct=lambda trajectory: trajectory.sampled_tokens == 4)
+    score(Scorer(groups=[GroupReward("length", reward, 2.0)]), short, long)
+    assert (short.rewards["length"], long.rewards["length"]) == (1.0, -1.0)
+    with pytest.raises(ConfigError, match="is no sync function: name one that takes a trajectory"):
+        GroupLength(correct=later)
