@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view lint check docs format wheel bench models memory-table mutants clean
+.PHONY: help demo install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view pictures lint check docs format wheel bench models memory-table mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -44,6 +44,10 @@ first-contact: $(VENV)/ready-dev  ## ten minutes on a new GPU machine: what is t
 
 test-view: $(VENV)/ready-dev  ## run the tests of the viewer in a browser, leave screenshots of all pages in build/screenshots
 	$(BIN)/python -m pytest tests/view/test_browser.py -rfEs
+
+pictures: demo $(VENV)/ready-dev  ## make the pictures of the README and of docs/view.md again, from the demo (in Chromium)
+	$(BIN)/python scripts/readme_images.py runs/demo
+	$(BIN)/python scripts/view_images.py runs/demo
 
 lint: $(VENV)/ready-dev  ## check format, lint, types, generated pages and the bounds of scripts/measure.py
 	$(BIN)/ruff format --check .

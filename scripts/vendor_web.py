@@ -63,6 +63,13 @@ LIBRARIES = [
         {"dist/uPlot.esm.js": "uPlot.esm.js", "dist/uPlot.min.css": "uPlot.min.css", "LICENSE": "LICENSE"},
     ),
     Library(
+        "diff",
+        "9.0.0",
+        "BSD-3-Clause",
+        "sha512-svtcdpS8CgJyqAjEQIXdb3OjhFVVYjzGAPO8WGCmRbrml64SPw/jJD4GoE98aR7r25A0XcgrK3F02yw9R/vhQw==",
+        {"libesm/diff/base.js": "base.js", "libesm/diff/array.js": "array.js", "LICENSE": "LICENSE"},
+    ),
+    Library(
         "@tanstack/virtual-core",
         "3.19.11",
         "MIT",

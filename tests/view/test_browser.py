@@ -43,6 +43,7 @@ VIEWS = {
     "evaluations": "#/evaluations",
     "statistics": "#/statistics",
     "search": "#/search?query=answer",
+    "row": "#/row?row=1",
 }
 SCREENSHOTS = Path(__file__).parents[2] / "build" / "screenshots"
 """Screenshots of all pages in light and dark, to be looked at."""
@@ -449,6 +450,20 @@ def test_a_search_over_all_runs_and_kinds(page: Any, address: str, other: Path) 
     page.wait_for_selector("caption:has-text('second, evaluations')")
     page.click("a:has-text('0.0:0/1')")
     page.wait_for_selector("text=reward 0.75")
+
+
+def test_two_answers_to_a_row_are_compared_word_by_word(page: Any, address: str, run: Path) -> None:
+    with (run / "trajectories.jsonl").open("a") as file:
+        file.write(json.dumps(conversation(0, step=4, text="The <b>best</b> answer is 4.")) + "\n")
+    open_view(page, address, f"#/conversation?run={run}&id=4.0:0/0")
+    page.click("text=Answers compared")
+    page.wait_for_selector("text=13 conversations in 4 steps")
+    page.wait_for_selector("pre.difference")
+    assert [part.strip() for part in page.locator("pre ins").all_inner_texts()] == ["<b>best</b>"]
+    assert page.locator("pre del").count() == 0
+    page.click("text=the first answer")
+    page.click("button[aria-label^='step 4']")
+    page.wait_for_selector("text=The answers are equal.")
 
 
 def test_labels_and_selections(page: Any, address: str, run: Path) -> None:

@@ -63,6 +63,7 @@ LIBRARIES = {
     "preact/hooks": "vendor/preact/hooks.mjs",
     "htm": "vendor/htm/htm.mjs",
     "uplot": "vendor/uplot/uPlot.esm.js",
+    "diff": "vendor/diff/array.js",
     "@tanstack/virtual-core": "vendor/virtual-core/index.js",
 }
 """The file of each library, by the name under which the scripts import it."""
@@ -520,7 +521,7 @@ def _guard(token: str) -> Any:
 # the exported file
 
 _IMAGE = re.compile(r"sha256:([0-9a-f]{64})")
-_RELATIVE = re.compile(r'(\bfrom\s*|\bimport\s*|\bimport\()"(\./[^"]+)"')
+_RELATIVE = re.compile(r"""(\bfrom\s*|\bimport\s*|\bimport\()["'](\./[^"']+)["']""")
 
 
 def export(runs: Sequence[ViewedRun], file: Path, *, most: int = 200, ids: Sequence[str] = ()) -> int:

@@ -7,6 +7,7 @@ import { Conversations } from "./conversations.js";
 import { ConversationPage, GroupPage, PairPage } from "./conversation.js";
 import { Compare } from "./compare.js";
 import { Evaluations } from "./evaluations.js";
+import { RowPage } from "./row.js";
 import { Search } from "./search.js";
 import { Statistics } from "./statistics.js";
 import { Timeline } from "./timeline.js";
@@ -100,8 +101,8 @@ function Indexing({ runs }) {
 }
 
 const VIEWS = [["overview", "Overview"], ["runs", "Runs"], ["curves", "Curves"], ["conversations", "Conversations"], ["timeline", "Timeline"], ["compare", "Compare"], ["evaluations", "Evaluations"], ["statistics", "Statistics"], ["search", "Search"]];
-const SECTION = { conversation: "conversations", group: "conversations", pair: "compare" };
-const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, statistics: Statistics, search: Search, compare: Compare, evaluations: Evaluations, pair: PairPage };
+const SECTION = { conversation: "conversations", group: "conversations", pair: "compare", row: "conversations" };
+const VIEW = { overview: Overview, runs: Runs, curves: Curves, conversations: Conversations, conversation: ConversationPage, group: GroupPage, timeline: Timeline, statistics: Statistics, search: Search, row: RowPage, compare: Compare, evaluations: Evaluations, pair: PairPage };
 
 /** The title of the tab: what is shown first, since a narrow tab shows no more. */
 function title(view, address, run) {
