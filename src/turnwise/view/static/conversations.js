@@ -35,6 +35,7 @@ export function wrong(name, text) {
 export function select(columns, { stop, group, row, agent, failed, errors, label, sort, down, ...texts }, found, labels) {
   const [step, least, most, shortest, longest] = ["step", "least", "most", "shortest", "longest"].map((name) => (wrong(name, texts[name]) ? null : texts[name]));
   const wanted = found && new Set(found);
+  const labelled = label && new Set([...labels.values()].filter((entry) => entry.labels.includes(label)).map((entry) => entry.id));
   const numbers = [];
   const from = step ? Number(step.split("-")[0]) : null, to = step ? Number(step.split("-").at(-1)) : null;
   for (let n = 0; n < columns.id.length; n += 1) {
@@ -48,6 +49,7 @@ export function select(columns, { stop, group, row, agent, failed, errors, label
     if (errors && !columns.call_errors[n]) continue;
     if (least && !(columns.reward[n] !== null && columns.reward[n] >= Number(least))) continue;
     if (most && !(columns.reward[n] !== null && columns.reward[n] <= Number(most))) continue;
+    if (label && !labelled.has(columns.id[n])) continue; // few are: the key of each would take long
     if (label && !labels.get(labelKey(columns.id[n], columns.step[n]))?.labels.includes(label)) continue;
     if (shortest && !(columns.sampled[n] >= Number(shortest))) continue;
     if (longest && !(columns.sampled[n] <= Number(longest))) continue;

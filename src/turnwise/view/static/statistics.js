@@ -1,5 +1,5 @@
 // Statistics of a run: how rewards and lengths are distributed in each step, rewards of parts and turns, and tool calls.
-import { harmless, html, lineDash, number, Problem, runColor, seconds as duration, useLoaded, useMemo, useState } from "./ui.js";
+import { harmless, html, lineDash, number, Problem, runColor, seconds as duration, useEffect, useLoaded, useState } from "./ui.js";
 import * as data from "./data.js";
 import { Link } from "./address.js";
 import { useColumns } from "./columns.js";
@@ -13,10 +13,15 @@ const NO_FILTERS = Object.fromEntries(["step", "stop", "group", "row", "agent", 
 
 /** Values in parts of equal width; few different values have a part each. Returns the lowest value of each part, ascending. */
 export function bins(values, most) {
-  const different = [...new Set(values)].sort((a, b) => a - b);
-  if (different.length <= most) return different;
-  const low = different[0], width = (different.at(-1) - low) / most;
-  return Array.from({ length: most }, (_, n) => low + n * width);
+  const different = new Set();
+  let low = Infinity, high = -Infinity;
+  for (const value of values) {
+    if (different.size <= most) different.add(value); // no more are needed: of 100,000 this would take long
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  if (different.size <= most) return [...different].sort((a, b) => a - b);
+  return Array.from({ length: most }, (_, n) => low + (n * (high - low)) / most);
 }
 
 const place = (starts, value) => { // the last part that begins at or below the value
@@ -44,8 +49,12 @@ export function histogram(columns, name) {
 
 /** A heat map: steps from left to right, values from below, the share of the step's conversations as strength of the colour. */
 function HeatMap({ title, unit, columns, name, onCell }) {
-  const map = useMemo(() => histogram(columns, name), [columns, name]);
-  const [at, setAt] = useState(null);
+  const [map, setMap] = useState(null), [at, setAt] = useState(null);
+  useEffect(() => { // each in a task of its own: no frame waits for two
+    const timer = setTimeout(() => setMap(histogram(columns, name)), 0);
+    return () => clearTimeout(timer);
+  }, [columns, name]);
+  if (!map) return html`<section class="chart heat" aria-label=${title}><h2>${title}</h2></section>`;
   const { steps, values, cells, totals } = map;
   if (!steps.length) return null;
   const width = (WIDTH - LEFT) / steps.length, height = (HEIGHT - BOTTOM) / values.length;
