@@ -552,7 +552,8 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
 
 
 def _policy_bytes(config: Config, trace: TracedPass) -> float:
-    """The weights of local frozen policies, and the most that their KV caches take. None where the conversations run in other processes."""
+    """The weights of local frozen policies, and the most that their KV caches take. 0 where the conversations run in other
+    processes."""
     if config.runs_conversations_elsewhere is not None:
         return 0.0
     sources = assembly.policy_sources(config)
