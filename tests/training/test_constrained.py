@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from support import CHATML, byte_tokenizer
+from support.conversations import Says, hold_all
 from support.tiny import tiny_model
 from turnwise import assembly
 from turnwise.chat.constraints import Constrained
@@ -184,6 +185,12 @@ def test_an_environment_can_ask_for_a_form_of_the_answer() -> None:
     texts = {turn.text.strip() for one in trajectories for turn in one.turns}
     assert texts <= {'"yes"', '"no"'}
     assert largest_difference(model, renderer, trajectories, Sampling()) < 1e-6
+
+
+def test_an_engine_without_grammars_refuses_the_form_that_an_environment_asks_for() -> None:
+    (one,) = hold_all(Says("a"), InJson, size=1)
+    assert one.error is not None
+    assert "the engine does not sample under grammars" in one.error.message
 
 
 def test_equal_tokens_under_other_grammars_are_other_predictions() -> None:

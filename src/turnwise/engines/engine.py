@@ -84,6 +84,21 @@ def longest_sequence(engine: Engine) -> int | None:
     return engine.context if isinstance(engine, HasContext) else None
 
 
+@runtime_checkable
+class Constrains(Protocol):
+    """An engine that may sample under grammars (`Request.constraint`)."""
+
+    @property
+    def constrains(self) -> bool:
+        """Whether it does. All other engines would ignore a constraint."""
+        ...
+
+
+def can_constrain(engine: Engine) -> bool:
+    """Whether an engine samples under grammars."""
+    return isinstance(engine, Constrains) and engine.constrains
+
+
 class Closes(Protocol):
     """What has resources to free at the end of a run."""
 
@@ -238,6 +253,10 @@ class Batched:
     def context(self) -> int | None:
         return longest_sequence(self._engine)
 
+    @property
+    def constrains(self) -> bool:
+        return can_constrain(self._engine)
+
     async def start(self) -> None:
         await self._engine.start()
 
@@ -338,6 +357,10 @@ class BesideBatched:
     @property
     def context(self) -> int | None:
         return longest_sequence(self._engine)
+
+    @property
+    def constrains(self) -> bool:
+        return can_constrain(self._engine)
 
     async def start(self) -> None:
         await self._engine.start()

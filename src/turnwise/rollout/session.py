@@ -31,7 +31,7 @@ from turnwise.chat.probes import PriorConversation, system_role
 from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.chat.turn_format import ParsedTurn
-from turnwise.engines.engine import longest_sequence
+from turnwise.engines.engine import can_constrain, longest_sequence
 from turnwise.environments.environment import annotate_turns, check_opening, presentable
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext, turn_seed
@@ -512,6 +512,14 @@ class Session:
                 stops=sampling.stop_token_ids,
                 reasoning_opening=self._partial.reasoning_opening,
                 before=self._partial.text,
+            )
+        if constraint is not None and not can_constrain(context.engine):
+            raise Failed(
+                Failure(
+                    "environment",
+                    "the environment asks for a form of the turn (SamplingChange.answer_format or tool_choice), and the engine "
+                    "does not sample under grammars: use engine.name=local, or leave the form out",
+                )
             )
         return Request(
             conversation=trajectory.id,

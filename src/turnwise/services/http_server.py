@@ -173,8 +173,16 @@ def _bounded_protocol() -> Any:
     return Bounded
 
 
-def uvicorn_server(application: Any, *, server: str, extra: str, seconds_to_finish: int = 2) -> uvicorn.Server:
-    """A server of an ASGI application that logs nothing. Requests have `seconds_to_finish` when it stops.
+def uvicorn_server(
+    application: Any,
+    *,
+    server: str,
+    extra: str,
+    seconds_to_finish: int = 2,
+    certificate: tuple[str, str] | None = None,
+) -> uvicorn.Server:
+    """A server of an ASGI application that logs nothing. Requests have `seconds_to_finish` when it stops. With a `certificate`,
+    the files of a certificate and of its key in PEM form, it speaks TLS.
 
     Raises ConfigError if uvicorn is not installed.
     """
@@ -193,6 +201,8 @@ def uvicorn_server(application: Any, *, server: str, extra: str, seconds_to_fini
             access_log=False,
             timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=seconds_to_finish,
+            ssl_certfile=None if certificate is None else certificate[0],
+            ssl_keyfile=None if certificate is None else certificate[1],
         )
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
 from turnwise.environments.agents.environment import Relation, continuation
 from turnwise.environments.agents.requests import tool_call
+from turnwise.errors import ConfigError
 from turnwise.rollout.context import Limits
 from turnwise.types import Edit, Message, Trajectory
 
@@ -648,3 +651,68 @@ def test_stop_texts_and_the_length_of_a_turn_are_the_clients_and_sampling_is_the
     assert trajectory.metrics["agent/forced"] == 1.0
     assert relations(trajectory) == (1, 0, 0)
     assert "Act Obs:<|im_end|>" in [text for _, text in spoken(trajectory.segments[0])]  # its tokens stay
+
+
+# Agents on other machines
+
+
+def certificate(folder: Path) -> dict[str, str]:
+    """A certificate for 127.0.0.1 that signs itself: the arguments of an agent."""
+    files = {"tls_cert": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=test"
+    more = ["-addext", "subjectAltName=IP:127.0.0.1", "-out", files["tls_cert"], "-keyout", files["tls_key"]]
+    subprocess.run([*command.split(), *more], check=True, capture_output=True)
+    return files
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_agents_reach_the_server_with_tls_at_a_chosen_address(tmp_path: Path) -> None:
+    import ssl
+
+    import httpx
+    import openai
+
+    files, seen = certificate(tmp_path), list[Any]()
+
+    def agent(row: Any, base_url: str, api_key: str) -> float:
+        context = ssl.create_default_context(cafile=files["tls_cert"])
+        with httpx.Client(verify=context, trust_env=False) as trusted:
+            client = openai.OpenAI(base_url=base_url, api_key=api_key, http_client=trusted, max_retries=0)
+            seen.append(base_url)
+            seen.append(client.models.retrieve("org/some-model").id)
+            answer = client.chat.completions.create(model="m", messages=row.messages)
+        return float(answer.choices[0].message.content == "Yo.")
+
+    trajectory = held(Says("Yo."), AgentFunction(function=agent, listen="127.0.0.1:0", **files))
+    assert (trajectory.error, trajectory.turns[0].reward) == (None, 1.0)
+    assert seen[0].startswith("https://127.0.0.1:")
+    assert seen[1] == "org/some-model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"listen": "0.0.0.0:8443"}, "without TLS their requests and keys can be read on the way"),
+        ({"listen": "10.1.2.3:80", "insecure": True, "public_url": "agents"}, "must be a URL such as https"),
+        ({"listen": "0.0.0.0:80", "insecure": True}, "set public_url to the one that agents use"),
+        ({"listen": "localhost:80", "insecure": True}, "insecure=true has no effect with a local address"),
+        ({"listen": "8443"}, "must be HOST:PORT"),
+        ({"tls_cert": "/nowhere.pem"}, "belong together"),
+        ({"tls_cert": "/nowhere.pem", "tls_key": "/k.pem"}, "there is no such file"),
+    ],
+)
+def test_where_the_server_listens_is_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AgentFunction(function=lambda row, base_url, api_key: None, **arguments)
+
+
+def test_behind_an_ingress_agents_get_its_address() -> None:
+    urls = list[str]()
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        urls.append(base_url)
+        raise ValueError("seen")
+
+    arguments: dict[str, Any] = {"listen": "127.0.0.1:0", "public_url": "https://agents.example.org/"}
+    assert held(Says("Yo."), AgentFunction(function=agent, **arguments)).error is not None
+    assert urls == ["https://agents.example.org/v1"]

@@ -122,6 +122,11 @@ class LocalEngine:
         return self._limits.context
 
     @property
+    def constrains(self) -> bool:
+        """Whether it samples under grammars."""
+        return self._masks is not None
+
+    @property
     def stats(self) -> Stats:
         """Counters since the engine was created."""
         self._core.stats.evictions = self._core.cache.evictions

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, Literal, get_args
 
 from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
-from turnwise.environments.agents.proxy import ProxyLease
+from turnwise.environments.agents.proxy import LOCAL, Listening, ProxyLease
 from turnwise.environments.environment import Environment, MessageCheck
 from turnwise.errors import ConfigError
 from turnwise.types import Row
@@ -37,11 +37,11 @@ class AgentSource:
     Raises ConfigError if `seconds_to_finish` is negative.
     """
 
-    def __init__(self, *, seconds_to_finish: float) -> None:
+    def __init__(self, *, seconds_to_finish: float, listening: Listening = LOCAL) -> None:
         if not seconds_to_finish >= 0:
             raise ConfigError(f"seconds_to_finish={seconds_to_finish!r} must be at least 0")
         self._seconds_to_finish = seconds_to_finish
-        self._lease = ProxyLease()
+        self._lease = ProxyLease(listening)
         self._check: MessageCheck | None = None
 
     def __call__(self) -> AgentEnvironment:
@@ -93,6 +93,11 @@ class Program(AgentSource):
             object with the key `reward`. In all three cases reported rewards are added.
         output_chars: How many characters of the ends of stdout and stderr are recorded.
         seconds_to_finish: How long the program may run on after a limit of the recipe has ended the conversation.
+        listen: `HOST:PORT` where the server for agents listens; None: a free port of 127.0.0.1.
+        tls_cert: The file of the server's TLS certificate, in PEM form.
+        tls_key: The file of its key.
+        public_url: The base URL under which agents reach the server, such as that of an ingress.
+        insecure: Whether the server may listen without TLS at an address that other machines reach.
 
     Raises ConfigError.
     """
@@ -106,13 +111,23 @@ class Program(AgentSource):
         reward: ProgramReward = "reported",
         output_chars: int = 4000,
         seconds_to_finish: float = 10.0,
+        listen: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        public_url: str | None = None,
+        insecure: bool = False,
     ) -> None:
         self._command = _words(command)
         _check_options(self._command, cwd, reward, output_chars)
         self._cwd, self._env = cwd, {name: str(value) for name, value in (env or {}).items()}
         self._reward: ProgramReward = reward
         self._output_chars = output_chars
-        super().__init__(seconds_to_finish=seconds_to_finish)
+        super().__init__(
+            seconds_to_finish=seconds_to_finish,
+            listening=Listening.of(
+                listen, tls_cert=tls_cert, tls_key=tls_key, public_url=public_url, insecure=insecure
+            ),
+        )
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run the program until it ends. Raises RuntimeError if it fails."""
@@ -281,6 +296,11 @@ class AgentFunction(AgentSource):
             `async` runs in a thread. It returns the reward, a dictionary with the key `reward`, or None.
         arguments: Further keyword arguments of the function.
         seconds_to_finish: How long the function may run on after a limit of the recipe has ended the conversation.
+        listen: `HOST:PORT` where the server for agents listens; None: a free port of 127.0.0.1.
+        tls_cert: The file of the server's TLS certificate, in PEM form.
+        tls_key: The file of its key.
+        public_url: The base URL under which agents reach the server, such as that of an ingress.
+        insecure: Whether the server may listen without TLS at an address that other machines reach.
 
     Raises ConfigError.
     """
@@ -291,6 +311,11 @@ class AgentFunction(AgentSource):
         function: str | Callable[..., Any],
         arguments: Mapping[str, Any] | None = None,
         seconds_to_finish: float = 10.0,
+        listen: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        public_url: str | None = None,
+        insecure: bool = False,
     ) -> None:
         key = "environment.arguments.function"
         target = resolve(function, key=key) if isinstance(function, str) else function
@@ -305,7 +330,12 @@ class AgentFunction(AgentSource):
         self._function: Callable[..., Any] = target
         self._arguments = arguments
         self._async = inspect.iscoroutinefunction(target)
-        super().__init__(seconds_to_finish=seconds_to_finish)
+        super().__init__(
+            seconds_to_finish=seconds_to_finish,
+            listening=Listening.of(
+                listen, tls_cert=tls_cert, tls_key=tls_key, public_url=public_url, insecure=insecure
+            ),
+        )
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Call the function. Raises what it raises."""

@@ -1,7 +1,8 @@
 """The HTTP server that agents talk to: OpenAI's chat completions and responses, and Anthropic's messages.
 
-A process has one server, on 127.0.0.1, in a thread of its own. It starts with the first conversation of an agent and ends when
-no environment source uses it any more. The API key of a request says which conversation it belongs to.
+A process has one server, in a thread of its own: on 127.0.0.1, or where `Listening` says, for agents on other machines. It starts
+with the first conversation of an agent and ends when no environment source uses it any more. The API key of a request says which
+conversation it belongs to.
 """
 
 from __future__ import annotations
@@ -9,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import urlsplit
 
 from turnwise.environments.agents.anthropic_messages import AnthropicMessages
 from turnwise.environments.agents.chat_completions import ChatCompletions, openai_error
 from turnwise.environments.agents.requests import AgentAnswer, AgentConversation, ChatRequest, Refused
 from turnwise.environments.agents.responses import Responses
-from turnwise.errors import Failed, boundary
+from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.json_yaml import lone_surrogate
 from turnwise.services.http_server import (
     RequestRefused,
     bearer_token,
+    is_loopback,
     json_body,
     listen,
     missing_library,
@@ -38,6 +43,8 @@ _LONGEST_BODY = 32 << 20  # bytes
 _NAME = "the server of agents"
 _REMEMBERED = 10_000  # keys of conversations that have ended
 _STOP_SECONDS = 5.0
+_MODEL = {"created": 0, "created_at": "1970-01-01T00:00:00Z", "owned_by": "turnwise"}
+"""What is told of the model."""
 _ENDED = "the conversation has ended, and its key is not valid any more"
 
 
@@ -61,6 +68,79 @@ class Dialect(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where the server listens, and under which address agents reach it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: a free port."""
+    certificate: tuple[str, str] | None = None
+    """The files of the TLS certificate and its key, in PEM form."""
+    public_url: str | None = None
+    """The base URL for agents, without a path such as `/v1`; None: that of `host` and the port."""
+
+    @classmethod
+    def of(
+        cls,
+        listen: str | None,
+        *,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        public_url: str | None = None,
+        insecure: bool = False,
+    ) -> Listening:
+        """From the arguments of an agent. Raises ConfigError, such as for an address that others reach, without TLS."""
+        host, _, port = ("127.0.0.1:0" if listen is None else listen).rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        secure = tls_cert is not None or is_loopback(host)
+        everywhere = public_url is None and host in ("0.0.0.0", "::")
+        address = None if public_url is None else urlsplit(public_url)
+        problems = [
+            (
+                not host or not port.isdigit() or int(port) > 65535,
+                f"listen={listen!r} must be HOST:PORT, such as 0.0.0.0:8443 or [::]:8443",
+            ),
+            ((tls_cert is None) is not (tls_key is None), "tls_cert and tls_key belong together: set both, or none"),
+            *(
+                (path is not None and not os.path.isfile(path), f"{name}={path!r}: there is no such file")
+                for name, path in (("tls_cert", tls_cert), ("tls_key", tls_key))
+            ),
+            (
+                not secure and not insecure,
+                f"listen={listen} can be reached from other machines, and without TLS their requests and keys can be read on the "
+                f"way: set tls_cert and tls_key; or insecure=true, if an ingress in front has TLS or the network is private",
+            ),
+            (
+                insecure and secure,
+                f"insecure=true has no effect with {'TLS' if tls_cert else 'a local address'}: remove it",
+            ),
+            (
+                address is not None and not (address.scheme in ("http", "https") and address.netloc),
+                f"public_url={public_url!r} must be a URL such as https://agents.example.org",
+            ),
+            (
+                everywhere,
+                f"listen={listen} is all addresses of this machine: set public_url to the one that agents use",
+            ),
+        ]
+        for holds, message in problems:
+            if holds:
+                raise ConfigError(message)
+        certificate = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
+        return cls(host=host, port=int(port), certificate=certificate, public_url=public_url)
+
+    def url(self, port: int) -> str:
+        """The base URL for agents, of a server that got this port."""
+        if self.public_url is not None:
+            return self.public_url.rstrip("/").removesuffix("/v1")
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{'http' if self.certificate is None else 'https'}://{host}:{port}"
+
+
+LOCAL = Listening()
+"""A free port of 127.0.0.1."""
+
 _DIALECTS: Mapping[str, Dialect] = {
     "chat/completions": ChatCompletions(),
     "responses": Responses(),
@@ -74,13 +154,17 @@ class Proxy:
     Raises ConfigError if starlette or uvicorn is not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listening: Listening = LOCAL) -> None:
+        self.listening = listening
         self._conversations: dict[str, AgentConversation] = {}
         self._ended: collections.OrderedDict[str, None] = collections.OrderedDict()
         """The keys of the last conversations that have ended."""
-        self._server = uvicorn_server(_application(self), server=_NAME, extra="serve", seconds_to_finish=1)
-        self._socket = listen(0, server=_NAME)  # a request may arrive before the thread accepts connections
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._server = uvicorn_server(
+            _application(self), server=_NAME, extra="serve", seconds_to_finish=1, certificate=listening.certificate
+        )
+        # a request may arrive before the thread accepts connections
+        self._socket = listen(listening.port, server=_NAME, host=listening.host)
+        self.url = listening.url(self._socket.getsockname()[1])
         """The address without a path: the base URL of Anthropic's clients."""
         self._thread = ThreadLoop("turnwise-agents")
         self._serving = self._thread.submit(self._server.serve(sockets=[self._socket]))
@@ -127,15 +211,23 @@ class ProxyLease:
     _proxy: Proxy | None = None
     _shares = 0
 
-    def __init__(self) -> None:
+    def __init__(self, listening: Listening = LOCAL) -> None:
         self._active = False
+        self._listening = listening
 
     def proxy(self) -> Proxy:
-        """The server, started if necessary. Raises ConfigError if a library is not installed."""
+        """The server, started if necessary. Raises ConfigError if a library is not installed, the address cannot be used, or the
+        server of this process listens elsewhere."""
         with ProxyLease._lock:
             if not self._active:
                 if ProxyLease._proxy is None:
-                    ProxyLease._proxy = Proxy()
+                    ProxyLease._proxy = Proxy(self._listening)
+                elif ProxyLease._proxy.listening != self._listening:
+                    raise ConfigError(
+                        f"two environments ask for servers of agents at {ProxyLease._proxy.url} and at {self._listening.host}:"
+                        f"{self._listening.port}, and a process has one: give them the same listen, tls_cert, tls_key and "
+                        f"public_url"
+                    )
                 self._active = True
                 ProxyLease._shares += 1
             assert ProxyLease._proxy is not None
@@ -163,7 +255,7 @@ def _application(proxy: Proxy) -> Starlette:
         raise missing_library("starlette", server=_NAME, extra="serve") from None
     handlers = _Handlers(proxy)
     posts = {path: handlers.chat(dialect) for path, dialect in _DIALECTS.items()} | {"reward": handlers.reward}
-    gets = {"row": handlers.row, "models": handlers.models}
+    gets = {"row": handlers.row, "models": handlers.models, "models/{name:path}": handlers.model}
     # clients append their path to a base URL with or without /v1
     prefixes = ("/v1", "", "/v1/v1")
     return Starlette(
@@ -228,8 +320,15 @@ class _Handlers:
         """A list of one model: the model that is trained."""
         from starlette.responses import JSONResponse
 
-        model = {"id": "model", "object": "model", "created": 0, "owned_by": "turnwise"}
+        model = {"id": "model", "object": "model", **_MODEL}
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def model(self, request: Request) -> Response:
+        """The model that is trained, under whatever name a client asks for it."""
+        from starlette.responses import JSONResponse
+
+        name = request.path_params["name"]
+        return JSONResponse({"id": name, "object": "model", "type": "model", "display_name": name, **_MODEL})
 
     async def not_found(self, request: Request) -> Response:
         """All other paths."""
