@@ -111,3 +111,23 @@ def test_the_command_line_prints_no_traceback_for_a_run_directory(capsys: pytest
     printed = " ".join(capsys.readouterr().out.split())
     assert "is the directory of a run, not a model" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("command", [["doctor", "org/gated"], ["init", "new", "--model", "org/gated", "--gpu", "24"]])
+def test_a_gated_model_is_told_with_what_to_do(
+    command: list[str], places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import httpx
+    import transformers
+    from huggingface_hub.errors import GatedRepoError
+
+    def refused(*_: object, **__: object) -> None:
+        response = httpx.Response(403, request=httpx.Request("HEAD", "https://huggingface.co/org/gated"))
+        raise OSError("You are trying to access a gated repo.") from GatedRepoError("403", response=response)
+
+    for library in (transformers.AutoConfig, transformers.AutoTokenizer):
+        monkeypatch.setattr(library, "from_pretrained", refused)
+    assert main(command) == 1
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert "ask for access at https://huggingface.co/org/gated, and log in with `hf auth login`" in said
+    assert "model.path must be" not in said

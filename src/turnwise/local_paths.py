@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from turnwise.errors import TurnwiseError, nearest
+from turnwise.errors import Failed, TurnwiseError, nearest
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SUFFIXES = frozenset(
@@ -112,6 +112,21 @@ def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError]) -> 
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"there is no model directory {str(place)[:200]!r} ({reason})") from None
+
+
+def model_advice(path: str | Path, failed: Failed) -> str:
+    """What to do about a model that could not be read: a gated one on the hub needs an agreement and a login."""
+    from huggingface_hub.errors import GatedRepoError
+
+    error: BaseException | None = failed
+    while error is not None:
+        if isinstance(error, GatedRepoError):
+            return (
+                f"The model is gated: ask for access at https://huggingface.co/{path}, and log in with `hf auth login` or the "
+                f"environment variable HF_TOKEN"
+            )
+        error = error.__cause__
+    return "model.path must be a model directory or a hub id"
 
 
 def _nearest(path: Path) -> str:

@@ -59,7 +59,7 @@ from turnwise.chat.token_differences import SanityMode
 from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
 from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
-from turnwise.local_paths import refuse_other_than_model
+from turnwise.local_paths import model_advice, refuse_other_than_model
 from turnwise.models.grammar import TokenMasks
 from turnwise.types import Constraint, Media, Message, SamplingChange, ToolCall, ToolSchema
 
@@ -440,8 +440,8 @@ class Renderer:
                     f"or a directory that save_pretrained has written"
                 ) from failed
             raise TemplateError(
-                f"no tokenizer could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. model.path must be a "
-                f"model directory or a hub id"
+                f"no tokenizer could be loaded from {str(path)!r}: {failed.failure.message.rstrip('.')}. "
+                f"{model_advice(path, failed)}"
             ) from failed
         return cls(
             tokenizer,

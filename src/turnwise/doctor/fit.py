@@ -28,6 +28,7 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.local_paths import model_advice
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
 from turnwise.options.schema import Config
 
@@ -383,7 +384,10 @@ def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str
         with boundary("model"):
             model_config = read_model_config(path)
     except Failed as failed:
-        raise ConfigError(f"the configuration of --model {path} cannot be read: {failed.failure.message}") from failed
+        raise ConfigError(
+            f"the configuration of --model {path} cannot be read: {failed.failure.message.rstrip('.')}. "
+            f"{model_advice(path, failed)}"
+        ) from failed
     found = starter(path, model_config, gib)
     if (plan := found.plan) is not None:
         lines = [f"{path} on {card}: {plan.way.name}, {plan.gib:.1f} GiB at the peak\n"]

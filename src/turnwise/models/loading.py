@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.local_paths import refuse_other_than_model
+from turnwise.local_paths import model_advice, refuse_other_than_model
 from turnwise.models.cpu import with_fast_layers
 from turnwise.models.device import uses_gpu, why_no_gpu
 from turnwise.models.lora import (
@@ -192,8 +192,7 @@ def _load_base(source: ModelSource) -> Any:
             )
     except Failed as failed:
         raise ConfigError(
-            f"no model could be loaded from {path!r}: {failed.failure.message.rstrip('.')}. model.path must be a model "
-            f"directory or a hub id"
+            f"no model could be loaded from {path!r}: {failed.failure.message.rstrip('.')}. {model_advice(path, failed)}"
         ) from failed
     _refuse_other_weights(path, model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
     try:
