@@ -25,6 +25,7 @@ from turnwise.engines.remote.server_process import (
     ServerProcess,
     devices_of_servers,
     free_port,
+    install_advice,
     python_path,
 )
 from turnwise.errors import ConfigError, EngineError
@@ -153,6 +154,22 @@ def test_the_shared_memory_of_a_server_is_removed_however_it_ends(tmp_path: Path
     own.kill()
     own.wait_for_end()
     assert not memory.exists()
+
+
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("ImportError: libcudart.so.13: cannot open shared object file: No such file or directory", "not a build for"),
+        ("ModuleNotFoundError: No module named 'vllm._C'", "not a build for"),
+        ("RuntimeError: Failed to infer device type, please set the environment variable", "not a build for"),
+        ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", "update the driver"),
+        ("ModuleNotFoundError: No module named 'vllm'", "Set engine.python"),
+        ("ValueError: too little memory", ""),
+    ],
+)
+def test_an_engine_that_is_not_there_and_one_of_another_build_are_told_apart(said: str, advice: str) -> None:
+    told = install_advice(f"Traceback:\n{said}\n")
+    assert advice in told if advice else told == ""
 
 
 def test_a_server_that_ends_at_its_start_is_reported_with_its_log(tmp_path: Path) -> None:

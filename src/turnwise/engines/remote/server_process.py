@@ -45,7 +45,28 @@ _NO_ENGINE = (
     "'turnwise[vllm]' or 'turnwise[sglang]' makes one (docs/engines.md)"
 )
 
+_OTHER_BUILD = re.compile(
+    r"lib(?:cu|nv|nccl)[\w-]*\.so[.\d]*: cannot open shared object|No module named '(?:vllm\._\w+|sgl_kernel)'|"
+    r"Failed to infer device type|driver on your system is too old"
+)
+"""What engines say if their build is not for this machine: CUDA's libraries or their own compiled parts cannot be loaded."""
+_BUILD = (
+    "The engine is installed, but not a build for this machine: compare the CUDA version of nvidia-smi with that of the torch "
+    "beside the engine (python -c 'import torch; print(torch.version.cuda)'), and update the driver or install the engine's build for "
+    "that CUDA (docs/engines.md)"
+)
+
 _log = logging.getLogger(__name__)
+
+
+def build_advice(text: str) -> str:
+    """What to do about an engine that says this at its start, if its build is not for this machine; else empty."""
+    return f". {_BUILD}" if _OTHER_BUILD.search(text) else ""
+
+
+def install_advice(text: str) -> str:
+    """As `build_advice`, also for an engine that is not there."""
+    return build_advice(text) or (f". {_NO_ENGINE}" if "No module named" in text else "")
 
 
 def free_port() -> int:
@@ -178,8 +199,7 @@ class ServerProcess:
             return f". Its log is {self.command.log}"
         lines = log[max(0, log.rfind(_START)) :].splitlines()
         end = lines[-_TAIL:]
-        missing = any("No module named" in line for line in end)
-        hint = f". {_NO_ENGINE}" if missing else ""
+        hint = install_advice("\n".join(end))
         errors = _errors(lines[:-_TAIL], "\n".join(end))
         quoted = "".join(["Errors in its log:", *(f"\n  {error}" for error in errors), "\n"]) if errors else ""
         return "".join([f"{hint}. {quoted}The end of its log {self.command.log}:", *(f"\n  {line}" for line in end)])

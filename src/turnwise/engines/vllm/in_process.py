@@ -15,7 +15,7 @@ from typing import Any
 
 from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.server_process import python_path, without_rank
+from turnwise.engines.remote.server_process import build_advice, python_path, without_rank
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo
 from turnwise.engines.remote.weights import BY_GLOO, Sending, WeightUpdate
 from turnwise.engines.vllm.api import (
@@ -224,6 +224,8 @@ def _start(arguments: Sequence[str]) -> Any:
         from vllm.utils.argparse_utils import FlexibleArgumentParser  # pyright: ignore[reportMissingImports]
         from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
     except ImportError as error:
+        if advice := build_advice(str(error)):
+            raise ConfigError(f"engine.mode=in_process cannot import vLLM: {error}{advice}") from None
         raise ConfigError(
             f"engine.mode=in_process needs vLLM in the environment that runs turnwise ({error}): pip install "
             f"'turnwise[vllm]', or install turnwise in vLLM's environment, or use engine.mode=server with engine.python "
@@ -234,7 +236,8 @@ def _start(arguments: Sequence[str]) -> Any:
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(parsed))
     except (ValueError, RuntimeError) as error:
-        raise EngineError(f"vLLM's engine could not be started in this process: {error}") from error
+        advice = build_advice(str(error))
+        raise EngineError(f"vLLM's engine could not be started in this process: {error}{advice}") from error
 
 
 def _prompt(request: Request, salt: str) -> Any:
