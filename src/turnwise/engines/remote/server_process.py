@@ -52,8 +52,8 @@ _OTHER_BUILD = re.compile(
 """What engines say if their build is not for this machine: CUDA's libraries or their own compiled parts cannot be loaded."""
 _BUILD = (
     "The engine is installed, but not a build for this machine: compare the CUDA version of nvidia-smi with that of the torch "
-    "beside the engine (python -c 'import torch; print(torch.version.cuda)'), and update the driver or install the engine's build for "
-    "that CUDA (docs/engines.md)"
+    "beside the engine (python -c 'import torch; print(torch.version.cuda)'), and update the driver or install the engine's "
+    "build for that CUDA (docs/engines.md)"
 )
 
 _log = logging.getLogger(__name__)
