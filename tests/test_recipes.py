@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from support.conversations import Says, hold
+from support.conversations import Says, a_row, hold
 from support.recipes import save_recipe
 from support.servers import Answer, serving
 from turnwise import Opening, Reply, assembly, environment, user_message
@@ -48,7 +48,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("from_the_root")
-@pytest.mark.parametrize("recipe", sorted(path.name for path in (ROOT / "recipes").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "recipe", sorted(str(path.relative_to(ROOT / "recipes")) for path in (ROOT / "recipes").rglob("*.yaml"))
+)
 def test_every_recipe_is_valid(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, notes = load(ROOT / "recipes" / recipe)
     assert isinstance(config, Config)
@@ -66,6 +68,23 @@ def test_the_calculator_recipe_takes_two_steps(tmp_path: Path) -> None:
     assert all(0 < one["ratio/max_deviation"] < 1e-3 for one in metrics)
     assert all(one["tool_calls/mean"] >= 0.8 for one in metrics)
     assert [one["step"] for one in lines(out / "evaluations.jsonl")] == [0, 2]
+
+
+@pytest.mark.usefixtures("from_the_root")
+@pytest.mark.parametrize(
+    ("turns", "reward", "wasted"),
+    [
+        (["7", "11", "9", "10"], 1.0, 0.0),
+        (["7", "5", "twelve", "13"], 0.25, 0.5),  # 5 is below 7, which was too low
+        (["10"], 1.0, 0.0),
+        (["99", "1000000000", "0", "no"], 0.0, 1.0),
+    ],
+)
+def test_the_number_game_counts_guesses_that_were_excluded(turns: list[str], reward: float, wasted: float) -> None:
+    game = resolve("recipes/smollm2/game.py:number_game", key="environment.use")
+    found = hold(Says(*turns), game, row=a_row(secret=10, low=3, high=17))
+    assert found.reward == reward
+    assert found.metrics["wasted"] == wasted
 
 
 def gsm8k(folder: Path, source: Path | None) -> Path:
