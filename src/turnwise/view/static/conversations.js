@@ -172,8 +172,9 @@ export function Conversations({ runs, run, kind, address, go, link }) {
   const numbers = useMemo(() => (columns && !(searched && !found) ? select(columns, address, found, labels) : []), [columns, key, found, labels]);
   const names = [...new Set([...labels.values()].flatMap((entry) => entry.labels))].sort();
   const rewards = useMemo(() => {
-    const values = columns ? columns.reward.filter((value) => value !== null) : [];
-    return values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [0, 1e-9]);
+    let low = 0, high = 1e-9;
+    for (const value of columns?.reward ?? []) { if (value < low) low = value; if (value > high) high = value; } // null is neither
+    return [low, high];
   }, [columns]);
   const stops = useMemo(() => [...new Set(columns?.stop ?? [])].filter(Boolean).sort(), [columns]);
   const agents = useMemo(() => [...new Set(columns ? columns.agent : [])].filter((name) => name).sort(), [columns]);

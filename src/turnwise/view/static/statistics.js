@@ -40,9 +40,10 @@ export function histogram(columns, name) {
   for (const n of numbers) {
     const step = columns.step[n], value = columns[name][n], column = place(steps, step), key = column * MOST_ROWS + place(values, value);
     const cell = cells.get(key) ?? { count: 0, from: step, to: step, low: value, high: value };
+    if (!cell.count) cells.set(key, cell);
     cell.count += 1; totals[column] += 1;
-    cell.from = Math.min(cell.from, step); cell.to = Math.max(cell.to, step); cell.low = Math.min(cell.low, value); cell.high = Math.max(cell.high, value);
-    cells.set(key, cell);
+    if (step < cell.from) cell.from = step; else if (step > cell.to) cell.to = step;
+    if (value < cell.low) cell.low = value; else if (value > cell.high) cell.high = value;
   }
   return { steps, values, cells, totals };
 }
