@@ -502,27 +502,45 @@ def test_statistics_lead_to_the_conversations_that_they_count(page: Any, address
             call.update(error="raised", content=f"<b>no answer</b> after {second} s", seconds=float(second))
             line["turns"][0]["reward"] = 0.5
             file.write(json.dumps(line) + "\n")
+        line = conversation(3, step=4)
+        line["turns"][0]["tool_calls"][0].update(name="", error="malformed", content="")
+        line["turns"][0]["reward"] = 0.5
+        file.write(json.dumps(line) + "\n")
     open_view(page, address, f"#/statistics?run={run}")
     page.wait_for_selector("text=<b>no answer</b> after 31 s")
     rows = page.locator("table.tools tbody tr").all_inner_texts()
-    assert [row.split("\t") for row in rows] == [["calculator", "27", "3", "0.1111", "1.35 s", "31 s", "27"]]
+    assert [row.split("\t") for row in rows] == [
+        ["calculator", "27", "3", "0.1111", "1.35 s", "31 s", "27"],
+        ["(without a name)", "1", "1", "1", "0.1 s", "0.1 s", "1"],
+    ]
     label = page.get_attribute("section[aria-label='Reward by turn'] [role=img]", "aria-label")
     assert label == "Reward by turn: turn 0 0.5, turn 1 0.5"
     label = page.get_attribute("section[aria-label='Reward by part'] [role=img]", "aria-label")
     assert label == "Reward by part: answer 0.5, turns 0"
     label = page.get_attribute("section[aria-label='Failed tool calls'] [role=img]", "aria-label")
-    assert label == "Failed tool calls: calculator 1"
+    assert label == "Failed tool calls: calculator 1, (without a name) 1"
     page.click("table.options td a:text-is('3')")
-    page.wait_for_selector("text=3 of 27")  # one group of messages, although the seconds differ
+    page.wait_for_selector("text=3 of 28")  # one group of messages, although the seconds differ
+    page.click(".body .row >> nth=0")
+    href = page.get_attribute("a:text-is('This row over time')", "href")
+    assert href == f"#/conversations?run={run}&kind=train&row=0&sort=step&down=0"  # nothing of the list before
+    page.click("text=← List")
     page.click("text=calls of calculator with raised")
-    page.wait_for_selector("text=27 of 27")
+    page.wait_for_selector("text=28 of 28")
+    for link, said in (("table.tools", "a tool without a name ✕"), ("table.options", "malformed without a message")):
+        page.evaluate("path => { location.hash = `#/statistics?run=${path}` }", str(run))
+        page.click(f"{link} tr:has-text('(without a name)') td a >> nth=0")
+        page.wait_for_selector(f"button:has-text('{said}')")
+        page.wait_for_selector("text=1 of 28")
+    page.evaluate("path => { location.hash = `#/conversations?run=${path}&tool=calculator&error=*` }", str(run))
+    page.wait_for_selector("text=3 of 28")  # as a click on the share of failed calls
     page.evaluate("path => { location.hash = `#/statistics?run=${path}` }", str(run))
     cell = page.locator("section[aria-label=Rewards] rect.cell >> nth=0")
     cell.hover(position={"x": 2, "y": 2})
     said = page.wait_for_selector("section[aria-label=Rewards] p:has-text('reward:')").inner_text()
     cell.click(position={"x": 2, "y": 2})
     count = re.search(r"(\d+) conversations?$", said)
-    page.wait_for_selector(f"text={count[1]} of 27")  # type: ignore[index]
+    page.wait_for_selector(f"text={count[1]} of 28")  # type: ignore[index]
 
 
 def test_every_view_is_used_by_keyboard(page: Any, address: str) -> None:
@@ -697,5 +715,7 @@ def test_the_conversations_of_an_episode_lead_to_each_other(page: Any, address: 
     assert page.locator("[role=grid] .body .row").count() == 1
     page.click("a:has-text('3.0:0/0/critic')")
     page.wait_for_selector("a.button[aria-current=page]:has-text('critic')")
+    page.wait_for_selector("text=This row over time")
+    assert page.locator("text=Answers compared").count() == 0  # that page is without the agents
     page.click("a.button:text-is('row')")
     page.wait_for_selector("b:text-is('3.0:0/0')")

@@ -343,7 +343,7 @@ class _Answers:
         given = request.query_params
         return with_calls(
             self._run(request).indexes[_kind(request)],
-            tool=given.get("tool", ""),
+            tool=given.get("tool"),
             error=given.get("error"),
             pattern=given.get("pattern"),
         )

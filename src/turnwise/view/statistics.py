@@ -12,6 +12,7 @@ from turnwise.view.index import ConversationIndex
 
 _MOST_TURNS = 8  # curves in one chart
 _MOST_MESSAGES = 50
+_ANY = "*"
 _OF_ROWS = "agent IS NULL"  # as reward/mean: without the agents that environments opened
 
 
@@ -81,10 +82,13 @@ def _messages(index: ConversationIndex) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in found]
 
 
-def with_calls(index: ConversationIndex, *, tool: str, error: str | None, pattern: str | None) -> Sequence[int]:
-    """The numbers of the conversations with a call of a tool; if given, with this error, and this pattern of its message."""
+def with_calls(index: ConversationIndex, *, tool: str | None, error: str | None, pattern: str | None) -> Sequence[int]:
+    """The numbers of the conversations with a call of a tool; if given, with this error ("*": any), and this pattern of its
+    message."""
     conditions = {"tool": tool, "error": error, "pattern": pattern}
     given = {name: value for name, value in conditions.items() if value is not None}
-    where = " AND ".join(f"{name} = ?" for name in given)
+    if any_error := error == _ANY:
+        del given["error"]
+    where = " AND ".join([*(f"{name} = ?" for name in given), *(["error IS NOT NULL"] if any_error else [])]) or "TRUE"
     found = index.query(f"SELECT DISTINCT number FROM calls WHERE {where} ORDER BY 1", *given.values())
     return [number for (number,) in found]

@@ -6,6 +6,13 @@ const ONE_RUN = ["run", "left", "right"];
 /** The address of `shown` with no run: without the parameter, the first runs are shown. */
 const NONE = "none";
 
+/** The filters and the order of the list of conversations. */
+export const FILTERS = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "label", "sort", "down", "query"];
+/** The changes that leave nothing of another list, and no conversation, in the address: for links to a list. */
+export const NO_FILTERS = Object.fromEntries([...FILTERS, "id", "at", "number"].map((name) => [name, null]));
+/** Parameters whose empty text is a value: a call without a name, and an error without a message. */
+const MAY_BE_EMPTY = new Set(["tool", "pattern"]);
+
 /** The address as {view, ...parameters}: all values are texts. */
 export function parse(hash) {
   const [view, query] = hash.replace(/^#\/?/, "").split("?");
@@ -13,7 +20,7 @@ export function parse(hash) {
 }
 
 function format({ view, ...rest }) {
-  const query = new URLSearchParams(Object.entries(rest).filter(([, value]) => value !== null && value !== undefined && value !== ""));
+  const query = new URLSearchParams(Object.entries(rest).filter(([name, value]) => value !== null && value !== undefined && (value !== "" || MAY_BE_EMPTY.has(name))));
   // readable: these characters need no escape behind the "#"
   return `#/${view}${String(query) ? `?${String(query).replaceAll("%2F", "/").replaceAll("%3A", ":").replaceAll("%2C", ",")}` : ""}`;
 }

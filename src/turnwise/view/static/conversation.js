@@ -1,10 +1,10 @@
 // One conversation as chat or token by token; a group side by side; two conversations side by side.
 import { Choice, contentParts, harmless, html, number, Problem, seconds as duration, signed, useKeys, useLoaded, useMemo, useReducer, useState } from "./ui.js";
 import * as data from "./data.js";
-import { conversationAt, Link } from "./address.js";
+import { conversationAt, Link, NO_FILTERS } from "./address.js";
 import { useColumns } from "./columns.js";
 import { byRow } from "./compare.js";
-import { Labels } from "./labels.js";
+import { labelKey, Labels } from "./labels.js";
 import { neighbour } from "./conversations.js";
 import { joined, Tokens } from "./tokens.js";
 
@@ -125,7 +125,7 @@ export function ConversationPage({ runs, run, kind, address, go, link }) {
       <button onClick=${() => move(-1)} aria-label="Previous conversation">‹</button><button onClick=${() => move(1)} aria-label="Next conversation">›</button>
       <${Choice} label="Show as" value=${mode} onChange=${(value) => go({ show: value })} options=${[["chat", "Chat"], ["tokens", "Tokens"]]} />
       <${Link} class="button" to=${link({ view: "group" })}>Group</${Link}>
-      ${conversation?.row?.id !== undefined && conversation?.row?.id !== null && html`<${Link} class="button" to=${link({ view: "conversations", row: String(conversation.row.id), step: null, group: null, query: null, stop: null, failed: null, errors: null, least: null, most: null, sort: "step", down: "0", id: null, at: null })}>This row over time</${Link}><${Link} class="button" to=${link({ view: "row", row: String(conversation.row.id), a: null, b: n ?? null, show: null, id: null, at: null })}>Answers compared</${Link}>`}
+      ${conversation?.row?.id !== undefined && conversation?.row?.id !== null && html`<${Link} class="button" to=${link({ ...NO_FILTERS, view: "conversations", row: String(conversation.row.id), sort: "step", down: "0" })}>This row over time</${Link}>${/* the page of a row is without the agents */ ""}${!conversation.agent && html`<${Link} class="button" to=${link({ view: "row", row: String(conversation.row.id), id: null, at: null, a: null, b: labelKey(conversation.id, conversation.step ?? null), show: null })}>Answers compared</${Link}>`}`}
       <${Episode} columns=${columns} n=${n} link=${link} />
       <b>${conversation?.id}</b>
       ${conversation && html`<span>reward ${conversation.reward === null ? "none" : number(conversation.reward)}</span>`}

@@ -2,7 +2,7 @@
 import { harmless, html, number, sequential, signed, useEffect, useKeys, useLayoutEffect, useLoaded, useMemo, useReducer, useRef, useState } from "./ui.js";
 import * as data from "./data.js";
 import { loadedCount, useColumns } from "./columns.js";
-import { conversationAt, Link } from "./address.js";
+import { conversationAt, FILTERS, Link } from "./address.js";
 import { labelKey, useLabels } from "./labels.js";
 import { usePlace, useVirtual } from "./virtual.js";
 
@@ -19,6 +19,8 @@ const places = new Map();
 const ROW = 26; // pixels
 /** The filter for conversations of rows, which have no agent. */
 export const ROWS = "-";
+/** The filter for tool calls with any error. */
+export const ANY = "*";
 
 /** What is wrong with the text of a filter, or null. */
 export function wrong(name, text) {
@@ -65,9 +67,12 @@ export function select(columns, { stop, group, row, agent, failed, errors, label
   });
 }
 
+/** Whether an address has a filter of tool calls. */
+const ofCalls = ({ tool, error, pattern }) => [tool, error, pattern].some((value) => value !== undefined);
+
 /** The numbers of the conversations that the search and the filter of tool calls find, or null without them. */
 async function foundBy(run, kind, { query, tool, error, pattern }) {
-  const parts = await Promise.all([query ? data.search(run, kind, query) : null, tool === undefined ? null : data.withCalls(run, kind, { tool, error, pattern })]);
+  const parts = await Promise.all([query ? data.search(run, kind, query) : null, ofCalls({ tool, error, pattern }) ? data.withCalls(run, kind, { tool, error, pattern }) : null]);
   const [one, other] = parts.filter(Boolean);
   if (!other) return one ?? null;
   const both = new Set(other);
@@ -162,13 +167,12 @@ export function Conversations({ runs, run, kind, address, go, link }) {
   useEffect(() => { const timer = setTimeout(() => typed !== (address.query || "") && go({ query: typed }), 250); return () => clearTimeout(timer); }, [typed]);
   const query = JSON.stringify([run, kind, address.query, address.tool, address.error, address.pattern]);
   const [fresh] = useLoaded(() => foundBy(run, kind, address), `${query} ${runs[run].conversations[kind]}`);
-  const searched = Boolean(address.query || address.tool !== undefined), lastFound = useRef([]);
+  const searched = Boolean(address.query || ofCalls(address)), lastFound = useRef([]);
   if (fresh) lastFound.current = [query, fresh];
   const found = searched && lastFound.current[0] === query ? lastFound.current[1] : null; // of the last search, while the next is under way
   const total = runs[run].lines[kind], loaded = loadedCount(run, kind);
   const labels = useLabels(run, kind);
-  const filters = ["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "label", "sort", "down", "query"];
-  const key = JSON.stringify(filters.map((name) => address[name]));
+  const key = JSON.stringify(FILTERS.map((name) => address[name]));
   const numbers = useMemo(() => (columns && !(searched && !found) ? select(columns, address, found, labels) : []), [columns, key, found, labels]);
   const names = [...new Set([...labels.values()].flatMap((entry) => entry.labels))].sort();
   const rewards = useMemo(() => {
@@ -221,12 +225,12 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       ${address.row && html`<button onClick=${() => go({ row: null })}>row ${address.row} ✕</button>`}
       ${address.group && html`<button onClick=${() => go({ group: null })}>group ${address.group} ✕</button>`}
       ${(address.shortest || address.longest) && html`<button onClick=${() => go({ shortest: null, longest: null })}>${number(Number(address.shortest ?? 0))} to ${address.longest ? number(Number(address.longest)) : "any"} sampled tokens ✕</button>`}
-      ${address.tool !== undefined && html`<button onClick=${() => go({ tool: null, error: null, pattern: null })} title=${address.pattern}>calls of ${address.tool || "no tool"}${address.error ? ` with ${address.error}` : ""} ✕</button>`}
+      ${ofCalls(address) && html`<button onClick=${() => go({ tool: null, error: null, pattern: null })} title=${address.pattern}>calls${address.tool === undefined ? "" : ` of ${address.tool ? harmless(address.tool) : "a tool without a name"}`}${address.error ? ` with ${address.error === ANY ? "any error" : harmless(address.error)}` : ""}${address.pattern === "" ? " without a message" : ""} ✕</button>`}
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
       ${runs[run].left_out?.[kind] > 0 && html`<span class="muted">this file has ${total.toLocaleString("en")} of the ${(total + runs[run].left_out[kind]).toLocaleString("en")} conversations of the run</span>`}
       ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
       ${numbers.length > 0 && html`<${Save} run=${run} kind=${kind} name=${`${runs[run].name.replaceAll("/", "-")}-${kind}`} columns=${columns} numbers=${numbers} />`}
-      ${filters.some((name) => address[name]) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(filters.map((name) => [name, null]))); }}>Reset</button>`}
+      ${FILTERS.some((name) => address[name] !== undefined) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(FILTERS.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
     <div class="scroll" ref=${scroll} tabindex="0" role="region" aria-label="Conversations" ...${steady}>
       <div class="table" role="grid" aria-label="Conversations" aria-rowcount=${numbers.length + 1}>

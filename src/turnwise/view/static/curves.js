@@ -2,6 +2,7 @@
 import uPlot from "uplot";
 import { html, lineDash, LineSample, number, Problem, runColor, useEffect, useLoaded, useRef } from "./ui.js";
 import * as data from "./data.js";
+import { NO_FILTERS } from "./address.js";
 import { useColumns } from "./columns.js";
 
 const FIRST = ["reward/mean", "pass_rate", "turns/mean", "tool_calls/mean", "tool_errors/mean", "kl", "entropy", "loss", "grad_norm", "staleness/mean", "ratio/max_deviation", "failed"];
@@ -245,7 +246,7 @@ export function Curves({ runs, address, go, link, dark }) {
   const toggle = (name) => go({ metrics: (visible.includes(name) ? visible.filter((other) => other !== name) : [...visible, name]).join(",") });
   const ofTable = (table) => (kind === "eval" && axis !== "step" ? overTraining(over, tables.find((other) => other?.columns === table)?.training)(table) : over(table));
   const onStep = ({ run }, step, event) => {
-    const to = { view: "conversations", run, kind, step: String(step), sort: null, query: null, group: null, id: null, at: null };
+    const to = { ...NO_FILTERS, view: "conversations", run, kind, step: String(step) };
     if (event.ctrlKey || event.metaKey) window.open(link(to)); else go(to);
   };
   const place = single && kind === "train" ? over(single.columns) : null; // the warnings of one run: marks of several could not be told apart

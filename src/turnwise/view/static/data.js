@@ -109,10 +109,10 @@ export async function statistics(run, kind) {
   return exported ? exported.runs[run].statistics[kind] : get(`api/runs/${run}/statistics/${kind}`);
 }
 
-/** The numbers of the conversations with a call of a tool; with `error` and `pattern`, one that failed in this way. */
+/** The numbers of the conversations with a call of a tool; with `error` ("*": any) and `pattern`, one that failed in this way. */
 export async function withCalls(run, kind, { tool, error, pattern }) {
   if (!exported) return get(`api/runs/${run}/calls/${kind}?${new URLSearchParams(Object.entries({ tool, error, pattern }).filter(([, value]) => value !== undefined && value !== null))}`);
-  const known = exported.runs[run].calls[kind].filter((call) => call.tool === tool && (!error || call.error === error) && (pattern === undefined || pattern === null || call.pattern === pattern));
+  const known = exported.runs[run].calls[kind].filter((call) => (tool === undefined || call.tool === tool) && (!error || (error === "*" ? call.error !== null : call.error === error)) && (pattern === undefined || call.pattern === pattern));
   return [...new Set(known.map((call) => call.number))];
 }
 

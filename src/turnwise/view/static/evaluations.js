@@ -1,6 +1,7 @@
 // The evaluations of `turnwise eval`: a table of the models with confidence intervals, and their comparison.
 import { Choice, html, number, Problem, signed, useLoaded } from "./ui.js";
 import * as data from "./data.js";
+import { NO_FILTERS } from "./address.js";
 
 const percent = (value) => (value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`);
 
@@ -25,7 +26,7 @@ function Models({ evaluation, link }) {
   return html`<table class="pairs"><caption>Models: means over ${evaluation.rows} rows, with ${100 * evaluation.confidence} % confidence intervals</caption>
     <thead><tr><th>model</th><th>reward</th><td></td><th>pass rate</th><th>turns</th><th>failed</th><th>tokens</th><th>seconds</th></tr></thead>
     <tbody>${models.map((model) => html`<tr key=${model.name}>
-      <td>${runs[model.name] === undefined ? model.name : html`<a href=${link({ view: "conversations", run: runs[model.name], kind: null })}>${model.name}</a>`}${model.single_turn ? html` <span class="muted">one turn</span>` : ""}</td>
+      <td>${runs[model.name] === undefined ? model.name : html`<a href=${link({ ...NO_FILTERS, view: "conversations", run: runs[model.name], kind: null })}>${model.name}</a>`}${model.single_turn ? html` <span class="muted">one turn</span>` : ""}</td>
       <td>${interval(model.reward)}</td><td><${Whisker} estimate=${model.reward} low=${low} high=${high} /></td><td>${interval(model.pass_rate, percent)}</td>
       <td>${number(model.turns_mean)}</td><td class=${model.failed ? "bad" : ""}>${model.failed} of ${model.conversations}</td><td>${number(model.cost.tokens_per_conversation)}</td><td>${number(model.cost.seconds_per_conversation)}</td></tr>`)}</tbody></table>`;
 }

@@ -1,7 +1,7 @@
 // The first page of a run: how it ended, its warnings, what it reached, its options, its failures, and three conversations.
 import { harmless, html, number, Problem, runColor, signed, useLoaded } from "./ui.js";
 import * as data from "./data.js";
-import { Link } from "./address.js";
+import { Link, NO_FILTERS } from "./address.js";
 import { Plot } from "./curves.js";
 
 const STATES = { running: "Running", finished: "Finished", stopped: "Stopped", failed: "Failed", killed: "Ended without a word: the process was killed, or the machine stopped" };
@@ -30,7 +30,7 @@ function estimate({ mean, low, high }) {
 function HeldOut({ change, link }) {
   if (!change) return html`<p class="muted">There are not two evaluations on held-out rows: data.eval and eval.every in the recipe, or turnwise eval.</p>`;
   const { test } = change, p = test.p_sign_flip, clear = p !== null && p < 0.05;
-  const at = (step) => link({ view: "conversations", kind: "eval", step: String(step) });
+  const at = (step) => link({ ...NO_FILTERS, view: "conversations", kind: "eval", step: String(step) });
   return html`<table class="pairs"><caption>Mean reward on ${change.before.rows} held-out rows, with 95 % intervals</caption><tbody>
       <tr><td><${Link} to=${at(change.first_step)}>step ${change.first_step}</${Link}></td><td>${estimate(change.before)}</td></tr>
       <tr><td><${Link} to=${at(change.last_step)}>step ${change.last_step}</${Link}></td><td>${estimate(change.after)}</td></tr>
@@ -51,7 +51,7 @@ function Charts({ run, tables, warnings, dark, go, link }) {
   const x = [...new Set([...train.step, ...(held.step ?? [])])].sort((a, b) => a - b), place = new Map(x.map((step, n) => [step, n]));
   const spread = (table, name) => { const values = new Array(x.length).fill(null); table[name].forEach((value, n) => { if (typeof value === "number") values[place.get(table.step[n])] = value; }); return values; };
   const marks = warnings.map(({ step }) => ({ x: step }));
-  const onStep = ({ kind }, step) => go({ view: "conversations", run, kind, step: String(step), id: null, at: null, query: null, sort: null });
+  const onStep = ({ kind }, step) => go({ ...NO_FILTERS, view: "conversations", run, kind, step: String(step) });
   const line = (label, color, values, kind, more) => ({ label, stroke: runColor(color), values, steps: x, kind, ...more });
   return CHARTS.map(([title, unit, metrics, lossOnly]) => {
     const names = Object.keys(train).filter((name) => metrics.test(name) && train[name].some((value) => typeof value === "number"));
@@ -77,7 +77,7 @@ export function Overview({ runs, run, go, link, dark }) {
   if (problem || overview?.problem) return html`<${Problem} text=${problem || overview.problem} />`;
   if (!overview) return html`<p class="loading">Loading…</p>`;
   const { warnings, failures, options, examples } = overview;
-  const ofStep = (step) => link({ view: "conversations", kind: "train", step: String(step) });
+  const ofStep = (step) => link({ ...NO_FILTERS, view: "conversations", kind: "train", step: String(step) });
   return html`<div class="scroll overview" tabindex="0" role="region" aria-label="Overview">
     <p class=${`state ${bad(overview.state) ? "bad" : ""}`}><b>${runs[run].name}</b> ${stateText(overview)}</p>
     <div class="cards">
@@ -86,7 +86,7 @@ export function Overview({ runs, run, go, link, dark }) {
       <section class="card" aria-label="Held-out rows"><h2>Held-out rows</h2><${HeldOut} change=${overview.held_out} link=${link} /></section>
       <section class="card" aria-label="Latest failures"><h2>Latest failures</h2>
         ${failures.length ? html`<ul>${failures.map((group, n) => html`<li key=${n}><b>${group.count} ×</b> ${group.kind}: ${harmless(group.message)} <${Link} to=${link({ view: "conversation", kind: "train", id: group.id, at: group.step })}>latest${group.step === null ? "" : ` (step ${group.step})`}</${Link}></li>`)}</ul>
-          <p><${Link} to=${link({ view: "conversations", kind: "train", failed: "1", step: null })}>all failed conversations</${Link}></p>` : html`<p class="muted">No conversation failed.</p>`}</section>
+          <p><${Link} to=${link({ ...NO_FILTERS, view: "conversations", kind: "train", failed: "1" })}>all failed conversations</${Link}></p>` : html`<p class="muted">No conversation failed.</p>`}</section>
     </div>
     ${tables && html`<div class="charts"><${Charts} run=${run} tables=${tables} warnings=${warnings} dark=${dark} go=${go} link=${link} /></div>`}
     ${Object.keys(examples).length > 0 && html`<h2>Conversations of the last step</h2><div class="cards">${["best", "median", "worst"].filter((name) => examples[name]).map((name) => html`<${Example} key=${name} name=${name} entry=${examples[name]} link=${link} />`)}</div>`}

@@ -3,6 +3,7 @@ import { diffArrays } from "diff";
 import { Choice, harmless, html, number, Problem, sequential, useKeys, useLoaded, useMemo, useState } from "./ui.js";
 import * as data from "./data.js";
 import { conversationAt, Link } from "./address.js";
+import { labelKey } from "./labels.js";
 import { useColumns } from "./columns.js";
 
 const LONGEST_SEARCH = 60; // milliseconds: a frame must not wait for the comparison of long texts
@@ -35,7 +36,8 @@ export function RowPage({ runs, run, kind, address, go, link }) {
     return [...found].sort(([a], [b]) => a - b);
   }, [columns, address.row]);
   const all = steps.flatMap(([, numbers]) => numbers);
-  const at = (name, other) => { const n = Number(address[name]); return address[name] !== undefined && all.includes(n) ? n : other; };
+  const nameOf = (n) => labelKey(columns.id[n], columns.step[n]); // the same after the record was written again
+  const at = (name, other) => { return all.find((n) => nameOf(n) === address[name]) ?? other; };
   const a = at("a", all[0]), b = at("b", all.at(-1));
   const load = (n) => useLoaded(() => (n === undefined ? Promise.resolve(null) : data.conversation(run, kind, n)), `${run} ${kind} ${n}`);
   const [before, problem] = load(a), [after, otherProblem] = load(b);
@@ -50,7 +52,7 @@ export function RowPage({ runs, run, kind, address, go, link }) {
     <div class="bar"><${Link} class="button" to=${link({ view: "conversations" })}>← List</${Link}><b>row ${address.row}</b><span>${all.length} conversations in ${steps.length} ${steps.length === 1 ? "step" : "steps"}</span>
       <span>A click chooses</span><${Choice} label="A click chooses" value=${side} onChange=${setSide} options=${[["a", "the first answer"], ["b", "the second answer"]]} />
       <${Choice} label="Compare" value=${parts ? "all" : "last"} onChange=${(value) => go({ show: value === "all" ? "all" : null })} options=${[["last", "last turn"], ["all", "all turns"]]} /></div>
-    <section class="strip" tabindex="0" aria-label="The row over the steps">${steps.map(([step, numbers]) => html`<div key=${step}><span class="muted">${step ?? "–"}</span>${numbers.map((n) => html`<button key=${n} class=${n === a ? "first" : n === b ? "second" : ""} aria-pressed=${String(n === a || n === b)} aria-label=${`step ${step}, reward ${columns.reward[n] === null ? "none" : number(columns.reward[n])}`} style=${{ background: sequential(strength(columns.reward[n])) }} onClick=${() => go({ [side]: n })}>${columns.reward[n] === null ? "–" : number(columns.reward[n])}</button>`)}</div>`)}</section>
+    <section class="strip" tabindex="0" aria-label="The row over the steps">${steps.map(([step, numbers]) => html`<div key=${step}><span class="muted">${step ?? "–"}</span>${numbers.map((n) => html`<button key=${n} class=${n === a ? "first" : n === b ? "second" : ""} aria-pressed=${String(n === a || n === b)} aria-label=${`step ${step}, reward ${columns.reward[n] === null ? "none" : number(columns.reward[n])}`} style=${{ background: sequential(strength(columns.reward[n])) }} onClick=${() => go({ [side]: nameOf(n) })}>${columns.reward[n] === null ? "–" : number(columns.reward[n])}</button>`)}</div>`)}</section>
     ${(problem || otherProblem) && html`<${Problem} text=${problem || otherProblem} />`}
     <div class="scroll" tabindex="0" role="region" aria-label="Difference"><p class="facts"><span><del>only in</del> ${name(a)}</span><span><ins>only in</ins> ${name(b)}</span></p>
       ${before && after && html`<${Difference} before=${written(before, parts)} after=${written(after, parts)} />`}</div>`;

@@ -1,7 +1,7 @@
 // A search in all conversations of all runs, of training and of evaluations.
 import { harmless, html, number, Problem, useEffect, useKeys, useLoaded, useRef, useState } from "./ui.js";
 import * as data from "./data.js";
-import { Link } from "./address.js";
+import { Link, NO_FILTERS } from "./address.js";
 
 export function Search({ runs, address, go, link }) {
   const query = address.query ?? "";
@@ -17,7 +17,7 @@ export function Search({ runs, address, go, link }) {
       <span class="muted" role="status">${!query.trim() ? `${indexed.toLocaleString("en")} conversations of ${runs.length} ${runs.length === 1 ? "run" : "runs"}` : found ? `${total.toLocaleString("en")} found in ${new Set(hits.map(({ run }) => run)).size} of ${runs.length} ${runs.length === 1 ? "run" : "runs"}` : "Searching…"}</span></div>
     ${problem && html`<${Problem} text=${problem} />`}
     <div class="scroll" tabindex="0" role="region" aria-label="Found conversations">${hits.map(({ run, kind, total: count, rows }) => html`<table key=${`${run} ${kind}`} class="pairs options found">
-      <caption>${runs[run]?.name}, ${kind === "eval" ? "evaluations" : "training"}: <${Link} to=${link({ view: "conversations", run, kind, query, id: null, at: null })}>${count.toLocaleString("en")} ${count === 1 ? "conversation" : "conversations"}</${Link}></caption>
+      <caption>${runs[run]?.name}, ${kind === "eval" ? "evaluations" : "training"}: <${Link} to=${link({ ...NO_FILTERS, view: "conversations", run, kind, query })}>${count.toLocaleString("en")} ${count === 1 ? "conversation" : "conversations"}</${Link}></caption>
       <thead><tr>${["conversation", "step", "reward", "stop", "question", "last answer, or failure"].map((text) => html`<th key=${text}>${text}</th>`)}</tr></thead>
       <tbody>${rows.map((row) => html`<tr key=${row.number}><td><${Link} to=${link({ view: "conversation", run, kind, ...(row.id === null ? { id: null, at: null, number: row.number } : { id: row.id, at: row.step, number: null }) })}>${row.id ?? "(damaged)"}</${Link}></td><td>${number(row.step)}</td><td>${row.reward === null ? "–" : number(row.reward)}</td><td>${row.stop}</td><td>${harmless(row.question ?? "")}</td><td class=${row.error === null ? "" : "bad"}>${harmless(row.error === null ? row.answer ?? "" : row.failure ?? row.error)}</td></tr>`)}</tbody></table>`)}
       ${found && query.trim() && !hits.length && html`<p class="loading">No conversation of any run matches.</p>`}</div>`;

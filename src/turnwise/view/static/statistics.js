@@ -1,15 +1,13 @@
 // Statistics of a run: how rewards and lengths are distributed in each step, rewards of parts and turns, and tool calls.
 import { harmless, html, lineDash, number, Problem, runColor, seconds as duration, useEffect, useLoaded, useState } from "./ui.js";
 import * as data from "./data.js";
-import { Link } from "./address.js";
+import { Link, NO_FILTERS } from "./address.js";
 import { useColumns } from "./columns.js";
-import { ROWS } from "./conversations.js";
+import { ANY, ROWS } from "./conversations.js";
 import { Plot } from "./curves.js";
 
 const MOST_COLUMNS = 60, MOST_ROWS = 24;
 const WIDTH = 420, HEIGHT = 218, LEFT = 56, BOTTOM = 22;
-/** What removes the filters of another list from the address. */
-const NO_FILTERS = Object.fromEntries(["step", "stop", "group", "row", "agent", "failed", "errors", "least", "most", "shortest", "longest", "tool", "error", "pattern", "query", "label", "sort", "id", "at"].map((name) => [name, null]));
 
 /** Values in parts of equal width; few different values have a part each. Returns the lowest value of each part, ascending. */
 export function bins(values, most) {
@@ -76,15 +74,17 @@ function HeatMap({ title, unit, columns, name, onCell }) {
     ${/* below the map, which must not move under the pointer */ ""}<p>${at ? text(at) : "The darker, the more conversations of the step. A click opens them."}</p></section>`;
 }
 
+const nameOf = ({ tool }) => harmless(tool || "(without a name)");
+
 /** The tools of a run, and the errors of their calls by message. */
 function Tools({ tools, messages, link, kind }) {
   const at = (more) => link({ ...NO_FILTERS, view: "conversations", kind, ...more });
   if (!tools.length) return html`<h2>Tools</h2><p class="muted">There were no tool calls.</p>`;
   return html`<h2>Tools</h2>
     <table class="pairs tools"><thead><tr>${["tool", "calls", "errors", "share", "mean time", "longest", "conversations"].map((text) => html`<th key=${text}>${text}</th>`)}</tr></thead>
-      <tbody>${tools.map((tool) => html`<tr key=${tool.tool}><td>${harmless(tool.tool || "(without a name)")}</td><td>${number(tool.calls)}</td><td>${number(tool.errors)}</td><td>${number(tool.errors / tool.calls)}</td><td>${duration(tool.seconds)}</td><td>${duration(tool.longest)}</td><td><${Link} to=${at({ tool: tool.tool })}>${number(tool.conversations)}</${Link}></td></tr>`)}</tbody></table>
+      <tbody>${tools.map((tool) => html`<tr key=${tool.tool}><td>${nameOf(tool)}</td><td>${number(tool.calls)}</td><td>${number(tool.errors)}</td><td>${number(tool.errors / tool.calls)}</td><td>${duration(tool.seconds)}</td><td>${duration(tool.longest)}</td><td><${Link} to=${at({ tool: tool.tool })}>${number(tool.conversations)}</${Link}></td></tr>`)}</tbody></table>
     ${messages.length > 0 && html`<table class="pairs options"><caption>Errors of tool calls by message, the most frequent first</caption><thead><tr>${["calls", "tool", "error", "latest message", "conversations"].map((text) => html`<th key=${text}>${text}</th>`)}</tr></thead>
-      <tbody>${messages.map((one, n) => html`<tr key=${n}><td>${number(one.calls)}</td><td>${harmless(one.tool)}</td><td class="bad">${harmless(one.error)}</td><td>${harmless(one.message ?? "")}</td><td><${Link} to=${at({ tool: one.tool, error: one.error, pattern: one.pattern })}>${number(one.conversations)}</${Link}>${one.id !== null && html`, <${Link} to=${link({ view: "conversation", kind, id: one.id, at: one.step })}>latest</${Link}>`}</td></tr>`)}</tbody></table>`}`;
+      <tbody>${messages.map((one, n) => html`<tr key=${n}><td>${number(one.calls)}</td><td>${nameOf(one)}</td><td class="bad">${harmless(one.error)}</td><td>${harmless(one.message ?? "")}</td><td><${Link} to=${at({ tool: one.tool, error: one.error, pattern: one.pattern })}>${number(one.conversations)}</${Link}>${one.id !== null && html`, <${Link} to=${link({ view: "conversation", kind, id: one.id, at: one.step })}>latest</${Link}>`}</td></tr>`)}</tbody></table>`}`;
 }
 
 export function Statistics({ runs, run, kind, go, link, dark }) {
@@ -102,20 +102,19 @@ export function Statistics({ runs, run, kind, go, link, dark }) {
   };
   const rows = columns.agent.some((agent) => agent) ? { agent: ROWS } : {};
   const steps = ({ from, to }) => ({ ...rows, step: from === to ? String(from) : `${from}-${to}` });
-  const seriesFor = (curves) => curves.map(([label, values], n) => ({ label, values, stroke: runColor(n), dash: lineDash(n), steps: found.steps }));
-  const plot = (title, unit, meaning, curves, more) => curves.length > 0 && html`<${Plot} key=${title} title=${title} unit=${unit} meaning=${meaning} x=${found.steps} series=${seriesFor(curves.slice(0, 8))} dark=${dark} onStep=${(line, step, event) => open({ step: String(step), ...more?.(line) }, event)} />`;
-  const parts = Object.entries(found.parts), turns = found.turns.map((values, n) => [`turn ${n}`, values]);
-  const ofTools = (name) => found.tools.map((tool) => [harmless(tool.tool || "(without a name)"), name === "share" ? tool.by_step.calls.map((calls, n) => (calls ? tool.by_step.errors[n] / calls : null)) : tool.by_step[name]]);
-  const ofTool = ({ label }) => ({ tool: found.tools.find((tool) => harmless(tool.tool || "(without a name)") === label)?.tool });
+  const seriesFor = (curves) => curves.map(([label, values, filters], n) => ({ label, values, filters, stroke: runColor(n), dash: lineDash(n), steps: found.steps }));
+  const plot = (title, unit, meaning, curves) => curves.length > 0 && html`<${Plot} key=${title} title=${title} unit=${unit} meaning=${meaning} x=${found.steps} series=${seriesFor(curves.slice(0, 8))} dark=${dark} onStep=${(line, step, event) => open({ step: String(step), ...line.filters }, event)} />`;
+  const parts = Object.entries(found.parts).map(([name, values]) => [harmless(name), values, rows]), turns = found.turns.map((values, n) => [`turn ${n}`, values, rows]);
+  const ofTools = (name) => found.tools.map((tool) => [nameOf(tool), name === "share" ? tool.by_step.calls.map((calls, n) => (calls ? tool.by_step.errors[n] / calls : null)) : tool.by_step[name], { tool: tool.tool, ...(name === "share" && { error: ANY }) }]);
   return html`<div class="scroll overview" tabindex="0" role="region" aria-label="Statistics">
     <div class="charts">
       <${HeatMap} title="Rewards" unit="reward" columns=${columns} name="reward" onCell=${(cell, event) => open({ ...steps(cell), least: String(cell.low), most: String(cell.high) }, event)} />
       <${HeatMap} title="Lengths" unit="sampled tokens" columns=${columns} name="sampled" onCell=${(cell, event) => open({ ...steps(cell), shortest: String(cell.low), longest: String(cell.high) }, event)} />
       ${plot("Reward by part", "reward", "Mean over the conversations of a step.", parts.length > 1 ? parts : [])}
       ${plot("Reward by turn", "reward", "Mean over the conversations that have the turn.", turns.length > 1 ? turns : [])}
-      ${plot("Tool calls", "calls", "All calls of a step, by tool.", ofTools("calls"), ofTool)}
-      ${plot("Failed tool calls", "share", "Share of the calls of a step.", ofTools("share"), ofTool)}
-      ${plot("Time of a tool call", "s", "Mean of a step.", ofTools("seconds"), ofTool)}
+      ${plot("Tool calls", "calls", "All calls of a step, by tool.", ofTools("calls"))}
+      ${plot("Failed tool calls", "share", "Share of the calls of a step.", ofTools("share"))}
+      ${plot("Time of a tool call", "s", "Mean of a step.", ofTools("seconds"))}
     </div>
     ${!complete && html`<p class="muted">These are the conversations that are indexed so far.</p>`}
     <${Tools} tools=${found.tools} messages=${found.messages} link=${link} kind=${kind} />
