@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import pytest
 
 from support.viewed_run import conversation
 from turnwise.record.datasets import DatasetChoice, write_dataset
-from turnwise.record.labels import Label, read_labels, write_label
+from turnwise.record.labels import read_labels, write_label
 from turnwise.view.runs import ViewedRun
 from turnwise.view.server import ViewServer, export
 
@@ -476,7 +477,7 @@ def test_labels_and_selections(page: Any, address: str, run: Path) -> None:
     (label,) = read_labels(run)
     assert (label.id, label.step, label.labels, label.note) == ("1.0:0/3", 1, ("good", "<b>x</b>"), "why?")
     page.fill("label:has-text('Note') input", "mine")
-    write_label(run, Label(kind="train", id="1.0:0/3", step=1, labels=("good",), note="another's", revision=1))
+    write_label(run, dataclasses.replace(label, labels=("good",), note="another's"))
     page.keyboard.press("Enter")
     page.wait_for_selector("[role=alert]:has-text('were changed meanwhile')")
     page.click("text=Undo")

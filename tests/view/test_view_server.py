@@ -20,6 +20,7 @@ import pytest
 from support.viewed_run import conversation, write_run
 from turnwise.cli import main
 from turnwise.errors import ConfigError, RunError
+from turnwise.record.datasets import DatasetChoice, write_dataset
 from turnwise.record.labels import Label, read_labels, write_label
 from turnwise.record.writer import AppendedFile
 from turnwise.view.index import ConversationIndex
@@ -242,24 +243,55 @@ def post(server: ViewServer, path: str, body: object, **headers: str) -> tuple[i
 
 
 def test_labels_are_written_with_the_token_only_and_not_over_those_of_another(server: ViewServer, run: Path) -> None:
-    path, entry = "/api/runs/0/labels/train/3", {"labels": ["good"], "note": "", "revision": 0}
+    path, read = "/api/runs/0/labels/train/3", get_json(server, "/api/runs/0/conversations/train/3")
+    entry = {"checksum": read["checksum"], "labels": ["good"], "note": "", "revision": 0}  # type: ignore[index]
     assert post(server, path, entry, Authorization="Bearer wrong")[0] == 401
     assert post(server, path, entry, **{"Content-Type": "text/plain"})[0] == 415  # as a form of another page
     assert post(server, path, {**entry, "labels": "good"})[0] == 400
     assert post(server, path, {**entry, "labels": ["x" * 100]})[0] == 404
     assert not (run / "labels.json").exists()
     assert post(server, path, entry)[0] == 200
-    assert post(server, path, entry)[0] == 409  # it is at revision 1 now
-    assert post(server, path, {"labels": [], "note": "", "revision": 1})[0] == 200
+    assert post(server, path, entry)[0] == 409  # it has another revision now
+    (first,) = get_json(server, "/api/runs/0/labels")  # type: ignore[misc]
+    assert post(server, path, {**entry, "labels": [], "revision": first["revision"]})[0] == 200
     assert get_json(server, "/api/runs/0/labels") == []
+    assert post(server, path, {**entry, "labels": ["another's"]})[0] == 200
+    assert post(server, path, {**entry, "revision": first["revision"]})[0] == 409  # removed and given again meanwhile
+    (label,) = get_json(server, "/api/runs/0/labels")  # type: ignore[misc]
+    assert label["labels"] == ["another's"]
     assert post(server, "/api/runs/0/selection/train", {"numbers": [99], "form": "jsonl"})[0] == 404
     assert post(server, "/api/runs/0/selection/train", {"numbers": [-1], "form": "jsonl"})[0] == 400
+
+
+def test_labels_hold_for_the_text_that_was_read_only(server: ViewServer, run: Path, tmp_path: Path) -> None:
+    """A run that is resumed from an earlier checkpoint samples others with the same ids and steps."""
+    file = run / "trajectories.jsonl"
+    for number in (3, 4):
+        shown = get_json(server, f"/api/runs/0/conversations/train/{number}")
+        entry = {"checksum": shown["checksum"], "labels": ["good"], "note": "", "revision": 0}  # type: ignore[index]
+        assert post(server, f"/api/runs/0/labels/train/{number}", entry)[0] == 200
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    changed = json.loads(lines[4])
+    changed["messages"][-1]["content"] = "sampled again"
+    lines[4] = json.dumps(changed) + "\n"
+    file.write_text("".join(lines), encoding="utf-8")
+    viewed = ViewedRun(run)
+    viewed.update()
+    assert [label["replaced"] for label in viewed.labels()] == [False, True]
+    viewed.close()
+    assert post(server, "/api/runs/0/labels/train/4", entry)[0] == 409  # from a page that shows the text before
+    written = write_dataset(run, tmp_path / "out", DatasetChoice(what="sft", label="good"))
+    assert [json.loads(line)["id"] for line in written.file.read_text().splitlines()] == [json.loads(lines[3])["id"]]
+    assert sum(written.left_out.values()) == 1
+    file.write_text("".join(lines[4:]), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"none of the 2 conversations .* label 'good' is in the record as it was"):
+        write_dataset(run, tmp_path / "none", DatasetChoice(what="sft", label="good"))
 
 
 def test_two_writers_of_labels_lose_nothing(run: Path) -> None:
     def write(writer: int) -> None:
         for number in range(10):
-            write_label(run, Label(kind="train", id=f"{writer}/{number}", step=1, labels=("x",)))
+            write_label(run, Label(kind="train", id=f"{writer}/{number}", step=1, checksum="", labels=("x",)))
 
     writers = [threading.Thread(target=write, args=(writer,)) for writer in range(4)]
     for one in writers:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
 from turnwise.json_yaml import lone_surrogate
 from turnwise.record.labels import read_labels
-from turnwise.record.reader import read
+from turnwise.record.lines import line_checksum, open_lines
+from turnwise.record.reader import read, trajectories_file
 from turnwise.types import Message, Segment, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, reaches
 
@@ -79,7 +80,7 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     if written.file.exists():
         raise ConfigError(f"{written.file} exists already: name another directory with --out, or remove it")
     lines: list[str] = []
-    chosen = None if choice.label is None else _with_label(run, choice.label)
+    chosen = None if choice.label is None else _with_label(run, choice.label, written.left_out)
     for members in _groups(read(run), choice.first_step):
         group = [one for one in members if chosen is None or (one.id, one.step) in chosen]
         written.groups += bool(group)
@@ -101,10 +102,23 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     return written
 
 
-def _with_label(run: Path, label: str) -> set[tuple[str, int | None]]:
+def _with_label(run: Path, label: str, left_out: Counter[str]) -> set[tuple[str, int | None]]:
     """The ids and steps of the training conversations with a label. Raises ConfigError if there is none."""
-    found = read_labels(run if run.is_dir() else run.parent)
-    chosen = {(one.id, one.step) for one in found if one.kind == "train" and label in one.labels}
+    file = trajectories_file(run)
+    found = read_labels(file.parent)
+    labelled = {one.checksum: (one.id, one.step) for one in found if one.kind == "train" and label in one.labels}
+    try:
+        present = {checksum for line in open_lines(file) if (checksum := line_checksum(line)) in labelled}
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror or error}") from None
+    chosen = {labelled[checksum] for checksum in present}
+    if replaced := len(labelled) - len(present):
+        left_out["are no longer in the record as they were when they got the label"] += replaced
+    if not chosen and labelled:
+        raise ConfigError(
+            f"none of the {len(labelled)} conversations of {run} with the label {label!r} is in the record as it was labelled: "
+            f"the run was resumed, and has sampled others. Read and label these"
+        )
     if not chosen:
         labels = sorted({name for one in found if one.kind == "train" for name in one.labels})
         raise ConfigError(

@@ -1,6 +1,8 @@
 """Labels and notes that a person gave to conversations: the file `labels.json` beside the record.
 
-The viewer writes it, and `turnwise dataset --label` reads it. The record itself is not changed.
+The viewer writes it, and `turnwise dataset --label` reads it. The record itself is not changed. A resumed run samples
+conversations of the same ids and steps again: a label has the checksum of the line that the person read, and does not hold for
+another one.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from turnwise.errors import RunError
 
 _FILE = "labels.json"
 _SCHEMA = 1
+_MOST_REVISIONS = 2**53 - 1  # a number of JavaScript
 MOST_LABELS, LONGEST_LABEL, LONGEST_NOTE = 20, 60, 10_000
 
 
@@ -29,10 +32,12 @@ class Label:
     kind: str
     id: str
     step: int | None
+    checksum: str
+    """Of the line of the record that the person read (`turnwise.record.lines.line_checksum`)."""
     labels: tuple[str, ...] = ()
     note: str = ""
     revision: int = 0
-    """How often it was changed. 0: it is not in the file."""
+    """A random number, new with each change: labels that were removed and given again differ. 0: it is not in the file."""
 
 
 class LabelChanged(RunError):
@@ -56,8 +61,8 @@ def read_labels(run: Path) -> list[Label]:
 
 
 def _label(entry: dict[str, Any]) -> Label:
-    label = Label(**{**entry, "labels": tuple(entry["labels"])})
-    texts = (label.kind, label.id, label.note, *label.labels)
+    label = Label(**{"checksum": "", **entry, "labels": tuple(entry["labels"])})
+    texts = (label.kind, label.id, label.checksum, label.note, *label.labels)
     if not all(isinstance(text, str) for text in texts) or not isinstance(label.step, int | None):
         raise TypeError(f"the entry of {label.id!r} has another type")
     return label
@@ -76,17 +81,21 @@ def write_label(run: Path, label: Label) -> Label:
             f"shorten them"
         )
     with _alone(run):
-        known = {(one.kind, one.id, one.step): one for one in read_labels(run)}
-        key = label.kind, label.id, label.step
+        known = {(one.kind, one.id, one.step, one.checksum): one for one in read_labels(run)}
+        key = label.kind, label.id, label.step, label.checksum
         present = known.pop(key, None)
         revision = 0 if present is None else present.revision
         if revision != label.revision:
             raise LabelChanged(f"the labels of {label.id} were changed meanwhile: load the page again")
-        written = Label(**{**asdict(label), "labels": labels, "revision": revision + 1})
+        written = Label(**{**asdict(label), "labels": labels, "revision": 1 + secrets.randbelow(_MOST_REVISIONS)})
         if labels or written.note:
             known[key] = written
         _replace(run / _FILE, list(known.values()))
-    return written if labels or written.note else Label(kind=label.kind, id=label.id, step=label.step)
+    return (
+        written
+        if labels or written.note
+        else Label(kind=label.kind, id=label.id, step=label.step, checksum=label.checksum)
+    )
 
 
 @contextlib.contextmanager

@@ -188,6 +188,11 @@ class _Places:
         self.ids.append(id)
 
 
+def line_checksum(line: bytes) -> str:
+    """The SHA-256 of a line of a record, not compressed, with its newline."""
+    return hashlib.sha256(line).hexdigest()
+
+
 class LineFile:
     """A file as it was when this object was made: lines that are appended later are not seen.
 

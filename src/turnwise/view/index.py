@@ -7,20 +7,19 @@ only lines that were appended. If the record was cut back or written again, the 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import sqlite3
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic_core import from_json
 
 from turnwise.errors import RunError
-from turnwise.record.lines import LineFile, existing_file
+from turnwise.record.lines import LineFile, existing_file, line_checksum
 from turnwise.record.summary import message_pattern
 
 _FORMAT = 4
@@ -171,6 +170,15 @@ class ConversationIndex:
             raise RunError(f"{self.path} has no conversation {id!r}{of_step}")
         return numbers[-1]
 
+    def checksums(self, ids: Iterable[str]) -> dict[tuple[str, int | None], set[str]]:
+        """The checksums of the indexed lines with these ids, by id and step."""
+        found: dict[tuple[str, int | None], set[str]] = {}
+        wanted = json.dumps(list(ids))
+        statement = "SELECT id, step, checksum FROM conversations WHERE id IN (SELECT value FROM json_each(?))"
+        for id, step, checksum in self.query(statement, wanted):
+            found.setdefault((id, step), set()).add(checksum)
+        return found
+
     def search(self, query: str) -> list[int]:
         """Numbers of the conversations that contain all words of `query`, in messages, sampled texts or columns of the row.
 
@@ -257,7 +265,7 @@ class ConversationIndex:
         rows = self.query("SELECT begin_byte, end_byte, checksum FROM conversations WHERE number = ?", last)
         if not rows or last >= len(file) or (file.offsets[last], file.offsets[last + 1]) != rows[0][:2]:
             return False
-        return _checksum(file.line(last)) == rows[0][2]
+        return line_checksum(file.line(last)) == rows[0][2]
 
     def _clear(self) -> None:
         with self._database as database:
@@ -279,7 +287,7 @@ class ConversationIndex:
             record = _parsed(line)
             values = _row(record)
             place = file.offsets[number], file.offsets[number + 1]
-            rows.append((number, *place, _checksum(line), *(values[n] for n in COLUMNS)))
+            rows.append((number, *place, line_checksum(line), *(values[n] for n in COLUMNS)))
             texts.append((number, " ".join(_texts(record))[:_MOST_TEXT]))
             excerpts.append((number, *_excerpts(record), _turn_rewards(record)))
             calls += [(number, *call) for call in _calls(record)]
@@ -353,10 +361,6 @@ def _open(path: Path) -> sqlite3.Connection:
                 with contextlib.suppress(OSError):
                     path.with_name(path.name + suffix).unlink()
     raise RunError("the index of conversations cannot be created, not even in memory: sqlite3 with FTS5 is needed")
-
-
-def _checksum(line: bytes) -> str:
-    return hashlib.sha256(line).hexdigest()
 
 
 def _agent(record: Mapping[str, Any]) -> str | None:

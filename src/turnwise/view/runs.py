@@ -20,8 +20,8 @@ from typing import IO, Any
 from turnwise.errors import RunError
 from turnwise.record.datasets import sft_rows
 from turnwise.record.evaluation import read_results
-from turnwise.record.labels import Label, read_labels, write_label
-from turnwise.record.lines import existing_file
+from turnwise.record.labels import Label, LabelChanged, read_labels, write_label
+from turnwise.record.lines import existing_file, line_checksum
 from turnwise.record.metric_names import metric_of
 from turnwise.record.reader import parse_line, read_lines, recorded_options, token_texts
 from turnwise.record.summary import (
@@ -213,22 +213,41 @@ class ViewedRun:
         `exact_logprobs` is whether the engine's log-probabilities are those of the sampled distribution, as the trainer's are.
         Raises RunError if there is none of this number, or its line is damaged or has a newer schema.
         """
-        record = self._record(kind, number)
+        line, record = self._read(kind, number)
         texts = [self._texts(segment["token_ids"]) for segment in record["segments"]]
         exact = record.get("logprob_kind") in self._exact_kinds
         # the page does not show experts, which are most of a recorded segment
         segments = [{key: column for key, column in one.items() if key != "routes"} for one in record["segments"]]
-        return {**record, "segments": segments, "number": number, "token_texts": texts, "exact_logprobs": exact}
+        more = {"number": number, "checksum": line_checksum(line), "token_texts": texts, "exact_logprobs": exact}
+        return {**record, "segments": segments, **more}
 
     def labels(self) -> list[dict[str, Any]]:
-        """The labels and notes of conversations. Raises RunError if their file is damaged."""
-        return [dataclasses.asdict(label) for label in read_labels(self.path)]
+        """The labels and notes of conversations. `replaced`: the record has another conversation of this id and step now, as
+        after a resume, for which they do not hold. Raises RunError if their file is damaged."""
+        labels = read_labels(self.path)
+        of_kind = {kind: {label.id for label in labels if label.kind == kind} for kind in FILES}
+        known = {kind: self.indexes[kind].checksums(ids) if ids else {} for kind, ids in of_kind.items()}
+        found: list[dict[str, Any]] = []
+        for label in labels:
+            present = known.get(label.kind, {}).get((label.id, label.step), {label.checksum})
+            found.append({**dataclasses.asdict(label), "replaced": label.checksum not in present})
+        return found
 
-    def write_label(self, kind: str, number: int, labels: Sequence[str], note: str, revision: int) -> dict[str, Any]:
-        """Give labels and a note to a conversation. Raises LabelChanged, RunError."""
-        record = self._record(kind, number)
+    def write_label(
+        self, kind: str, number: int, *, checksum: str, labels: Sequence[str], note: str, revision: int
+    ) -> dict[str, Any]:
+        """Label a conversation whose line had this `checksum` when it was read. Raises LabelChanged, RunError."""
+        line, record = self._read(kind, number)
+        if line_checksum(line) != checksum:
+            raise LabelChanged("the record was written again since the conversation was read: load the page again")
         label = Label(
-            kind=kind, id=record["id"], step=record.get("step"), labels=tuple(labels), note=note, revision=revision
+            kind=kind,
+            id=record["id"],
+            step=record.get("step"),
+            checksum=checksum,
+            labels=tuple(labels),
+            note=note,
+            revision=revision,
         )
         return dataclasses.asdict(write_label(self.path, label))
 
@@ -276,13 +295,19 @@ class ViewedRun:
 
     def _record(self, kind: str, number: int) -> dict[str, Any]:
         """A conversation as it was recorded. Raises RunError."""
+        return self._read(kind, number)[1]
+
+    def _read(self, kind: str, number: int) -> tuple[bytes, dict[str, Any]]:
+        """The line of a conversation, and its object. Raises RunError."""
         index = self.indexes[kind]
         where = f"{index.path}:{number + 1}"
         try:
-            return _parsed(index.line(number), where)
+            line = index.line(number)
+            return line, _parsed(line, where)
         except RunError:  # the file was written again, as by a run that is resumed, and the places of its lines are old
             index.look_again()
-            return _parsed(index.line(number), where)
+            line = index.line(number)
+            return line, _parsed(line, where)
 
     def close(self) -> None:
         for index in self.indexes.values():

@@ -366,18 +366,19 @@ class _Answers:
         return self._run(request).labels()
 
     async def label(self, request: Request) -> Response:
-        """Labels and a note for a conversation: {labels, note, revision}. The revision is that of the labels on the page."""
+        """Labels and a note: {checksum, labels, note, revision}. Checksum and revision are those of what the page shows."""
         try:
             given = await json_body(request, longest=_LONGEST_LABELS)
-            labels, note, revision = given["labels"], given["note"], given["revision"]
-            if not isinstance(labels, list) or not all(isinstance(text, str) for text in (note, *labels)):
+            checksum, labels, note = given["checksum"], given["labels"], given["note"]
+            if not isinstance(labels, list) or not all(isinstance(text, str) for text in (checksum, note, *labels)):
                 raise TypeError("another type")
+            entry = {"checksum": checksum, "labels": labels, "note": note, "revision": int(given["revision"])}
             run, kind, number = self._run(request), _kind(request), _path_number(request, "number")
-            return _json(await asyncio.to_thread(run.write_label, kind, number, labels, note, int(revision)))
+            return _json(await asyncio.to_thread(run.write_label, kind, number, **entry))
         except RequestRefused as refused:
             return _json({"error": str(refused)}, refused.status)
         except (KeyError, TypeError, ValueError):
-            return _json({"error": "the body must be {labels: [texts], note: text, revision: number}"}, 400)
+            return _json({"error": "the body must be {checksum, labels: [texts], note: text, revision: number}"}, 400)
         except LabelChanged as error:
             return _json({"error": str(error)}, 409)
         except RunError as error:

@@ -116,7 +116,7 @@ export async function withCalls(run, kind, { tool, error, pattern }) {
   return [...new Set(known.map((call) => call.number))];
 }
 
-/** The labels and notes of a run: a list of {kind, id, step, labels, note, revision}. */
+/** The labels and notes of a run: a list of {kind, id, step, checksum, labels, note, revision, replaced}. */
 export async function labels(run) {
   return exported ? exported.runs[run].labels : get(`api/runs/${run}/labels`);
 }
@@ -128,7 +128,7 @@ async function post(path, body) {
   throw new Error(error || `${path}: status ${answer.status}`);
 }
 
-/** Gives labels and a note to a conversation; `revision` is that of the labels that were shown. */
+/** Gives labels and a note to a conversation; `checksum` and `revision` are those of what was shown. */
 export async function setLabels(run, kind, number, entry) {
   return (await post(`api/runs/${run}/labels/${kind}/${number}`, entry)).json();
 }

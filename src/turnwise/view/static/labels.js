@@ -28,14 +28,16 @@ export function useLabels(run, kind) {
     return () => { listeners.delete(rerender); clearInterval(timer); };
   }, [run]);
   const entries = known.get(run), place = `${run} ${kind}`;
-  if (maps.get(place)?.[0] !== entries || !maps.has(place)) maps.set(place, [entries, new Map((entries ?? []).filter((entry) => entry.kind === kind).map((entry) => [labelKey(entry.id, entry.step), entry]))]);
+  if (maps.get(place)?.[0] !== entries || !maps.has(place)) maps.set(place, [entries, new Map((entries ?? []).filter((entry) => entry.kind === kind && !entry.replaced).map((entry) => [labelKey(entry.id, entry.step), entry]))]);
   return maps.get(place)[1];
 }
 
 /** The labels and the note of a conversation, to be read and changed. */
 export function Labels({ run, kind, conversation }) {
   const all = useLabels(run, kind);
-  const entry = all.get(labelKey(conversation.id, conversation.step ?? null)) ?? { labels: [], note: "", revision: 0 };
+  const found = all.get(labelKey(conversation.id, conversation.step ?? null));
+  const entry = found?.checksum === conversation.checksum ? found : { labels: [], note: "", revision: 0 };
+  const replaced = (known.get(run) ?? []).filter((other) => other.replaced && other.kind === kind && other.id === conversation.id && other.step === (conversation.step ?? null));
   const [typed, setTyped] = useState(null), [problem, setProblem] = useState("");
   const names = [...new Set([...all.values()].flatMap((other) => other.labels))].sort();
   if (data.isExport) return (entry.labels.length > 0 || entry.note) && html`<div class="facts"><span>labels <b>${entry.labels.map(harmless).join(", ")}</b></span><span>${harmless(entry.note)}</span></div>`;
@@ -43,7 +45,7 @@ export function Labels({ run, kind, conversation }) {
   const type = (name) => (event) => setTyped({ ...shown, [name]: event.target.value });
   const save = (event) => {
     event.preventDefault();
-    data.setLabels(run, kind, conversation.number, { ...shown, labels: shown.labels.split(",") }).then(async () => {
+    data.setLabels(run, kind, conversation.number, { ...shown, checksum: conversation.checksum, labels: shown.labels.split(",") }).then(async () => {
       keep(run, await data.labels(run));
       setTyped(null); setProblem("");
     }, (error) => setProblem(error.message));
@@ -52,5 +54,6 @@ export function Labels({ run, kind, conversation }) {
     <label>Labels <input list="labels" size="20" value=${shown.labels} onInput=${type("labels")} placeholder="good, check" /></label><datalist id="labels">${names.map((name) => html`<option key=${name} value=${name} />`)}</datalist>
     <label>Note <input size="40" value=${shown.note} onInput=${type("note")} /></label>
     ${typed && html`<button type="submit">Save</button><button type="button" onClick=${() => { setTyped(null); setProblem(""); }}>Undo</button>`}
+    ${replaced.length > 0 && html`<span class="muted">labels of a text that a resumed run has replaced, which do not count: ${replaced.map((other) => harmless([...other.labels, other.note].filter(Boolean).join(", "))).join("; ")}</span>`}
     ${problem && html`<span class="bad" role="alert">${problem}</span>`}</form>`;
 }
