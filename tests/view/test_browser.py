@@ -615,6 +615,39 @@ def test_an_exported_part_is_said_to_be_a_part(page: Any, run: Path, tmp_path: P
     assert page.locator("svg a[href]").count() == 4
 
 
+def test_statistics_say_what_they_leave_out(page: Any, tmp_path: Path) -> None:
+    """An export of the last 100 of 130 steps, of a run that recorded a part, with many turns and tools that the model invents."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("record: {best_and_worst: 1}")
+    lines = [conversation(0, step=step, reward=step / 200) for step in range(1, 131)]
+    for step, line in enumerate(lines, 1):
+        (call,) = line["turns"][0]["tool_calls"]
+        call["name"] = f"tool {step}" if step <= 60 else "calculator"
+        line["turns"] += [{**line["turns"][1], "reward": 0.25}] * 8
+    (run / "trajectories.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = tmp_path / "page.html"
+    export([ViewedRun(run)], file, most=100)
+    page.goto(f"{file.as_uri()}#/statistics")
+    label = page.wait_for_selector("section[aria-label=Rewards] [role=img]").get_attribute("aria-label")
+    assert label == "Rewards: 0.155 to 0.65 over steps 31 to 130"
+    page.wait_for_selector(
+        "text=The two maps show the 100 conversations of this file; the curves and tables are of all 130"
+    )
+    page.wait_for_selector("text=a part of all conversations is recorded (record.every=1, record.best_and_worst=1)")
+    assert page.inner_text("table.tools tbody tr >> nth=-1").split("\t")[:2] == ["11 other tools", "11"]
+    page.wait_for_selector("section[aria-label='Tool calls'] p:has-text('Drawn are 8 of 61')")
+    turns = page.locator("section[aria-label='Reward by turn']")
+    assert "Drawn are 8 of 10" in turns.inner_text()
+    assert turns.locator("[role=img]").get_attribute("aria-label").endswith("turn 6 0.25, turn 9 0.25")
+    over = turns.locator(".u-over")
+    box = over.bounding_box()
+    over.click(position={"x": 2, "y": 5})  # step 1, of which no conversation is in the file
+    assert "#/statistics" in page.url
+    over.click(position={"x": box["width"] - 3, "y": 5})
+    page.wait_for_selector("text=1 of 100")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_page_fits_its_window(page: Any, address: str, run: Path, scheme: str) -> None:
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)

@@ -26,6 +26,7 @@ from turnwise.record.writer import AppendedFile
 from turnwise.view.index import ConversationIndex
 from turnwise.view.runs import ViewedRun, evaluations, find_runs
 from turnwise.view.server import Access, ViewServer, export, keep_access, kept_access
+from turnwise.view.statistics import statistics
 
 # The viewer's server: what it answers, whom it refuses, and files that are not as they should be.
 
@@ -800,6 +801,52 @@ def test_the_newest_conversations_are_indexed_first(tmp_path: Path, monkeypatch:
     assert index.indexed == range(38)
     assert index.columns()["id"] == [f"1.0:{n}/0" for n in range(38)]
     assert index.search("hello") == list(range(38))
+
+
+def test_statistics_while_the_record_is_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are indexed between any two of their queries, and the index is emptied: what is answered agrees with itself."""
+    monkeypatch.setattr("turnwise.view.index._BLOCK_LINES", 2)
+    file = tmp_path / "trajectories.jsonl"
+    tool = [{"text": "yes", "reward": 0.5, "tool_calls": [{"name": "a tool", "error": "raised"}]}]
+    content = b"".join(_record(n, turns=tool if n > 5 else []) for n in range(8)) + _record(9)
+    file.write_bytes(content)
+    index, query = ConversationIndex(file), ConversationIndex.query
+    index.update(seconds=0)
+    assert index.indexed == range(7, 9)
+
+    def and_index(index: ConversationIndex, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        found = query(index, statement, *values)
+        if statement.startswith("SELECT DISTINCT step"):
+            index.update()
+        return found
+
+    monkeypatch.setattr(ConversationIndex, "query", and_index)
+    found = statistics(index)
+    assert (len(index), found["steps"], found["turns"]) == (9, [4, 5], {0: [0.5, None]})
+    assert [(one["tool"], one["calls"], one["by_step"]["calls"]) for one in found["tools"]] == [
+        ("", 2, [0, 2]),
+        ("a tool", 1, [1, 0]),
+    ]
+    file.write_bytes(_record(0) + _record(40, step=21))  # written again, while a search is answered
+    monkeypatch.setattr(ConversationIndex, "search", lambda self, text: [self.update(), 7, 8][1:])
+    assert index.find("yes", 5) == {"total": 2, "rows": []}
+
+
+def test_statistics_of_names_that_a_model_invents(tmp_path: Path) -> None:
+    """The tools with the most calls are listed, the others are one sum; of many turns, the last is among the curves."""
+    calls = [{"name": f"tool {max(0, n - 3)}", "error": "unknown_tool" if n > 60 else None} for n in range(70)]
+    turns = [{"reward": float(n), "tool_calls": calls if n == 0 else []} for n in range(12)]
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(_record(0, turns=turns))
+    index = ConversationIndex(path)
+    index.update()
+    found = statistics(index)
+    assert [one["calls"] for one in found["tools"]] == [4] + [1] * 49
+    assert [one["by_step"] is not None for one in found["tools"]] == [True] * 8 + [False] * 42
+    others = {name: found["other_tools"][name] for name in ("tools", "calls", "conversations")}
+    assert others == {"tools": 17, "calls": 17, "conversations": 1}
+    assert sum(one["errors"] for one in [*found["tools"], found["other_tools"]]) == 9
+    assert (found["turns"], found["turn_count"]) == ({n: [float(n)] for n in (*range(7), 11)}, 12)
 
 
 def test_two_viewers_of_one_record(file: Path) -> None:

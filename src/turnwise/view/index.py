@@ -122,9 +122,16 @@ class ConversationIndex:
         values = zip(*rows, strict=True) if rows else ((),) * len(COLUMNS)
         return {name: list(column) for name, column in zip(COLUMNS, values, strict=True)}
 
-    def row(self, number: int) -> dict[str, Any]:
-        """The columns of one conversation, and its number."""
-        return {"number": number, **{name: values[0] for name, values in self.columns(number, number + 1).items()}}
+    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Number, columns and texts (`COLUMNS`, `EXCERPTS`) of some conversations in this order; without those that are not
+        indexed, also if they were when their numbers were found."""
+        names = ("number", *COLUMNS, *EXCERPTS)
+        selected, marks = ", ".join(f'"{name}"' for name in names), ", ".join("?" * len(numbers))
+        found = self.query(
+            f"SELECT {selected} FROM conversations JOIN excerpts USING (number) WHERE number IN ({marks})", *numbers
+        )
+        known = {row[0]: dict(zip(names, row, strict=True)) for row in found}
+        return [{**known[n], "parts": json.loads(known[n]["parts"])} for n in numbers if n in known]
 
     def excerpts(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
         """The texts `EXCERPTS` of some conversations by their numbers; without those that are not indexed."""
@@ -196,9 +203,7 @@ class ConversationIndex:
         found = self.search(query)
         exact = [number for (number,) in self.query("SELECT number FROM conversations WHERE id = ?", query.strip())]
         chosen = list(dict.fromkeys([*reversed(exact), *reversed(found)]))
-        texts = self.excerpts(chosen[:most])
-        rows = [{**self.row(number), **texts.get(number, {})} for number in chosen[:most]]
-        return {"total": len(chosen), "rows": rows}
+        return {"total": len(chosen), "rows": self.rows(chosen[:most])}
 
     def line(self, number: int) -> bytes:
         """The line of a conversation. Raises RunError if there is none of this number."""

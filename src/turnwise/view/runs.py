@@ -185,9 +185,7 @@ class ViewedRun:
             "options": [[name, *values] for name, values in changed_from_defaults(about.options).items()],
             "held_out": self._held_out(),
             "failures": [dataclasses.asdict(group) for group in group_failures(index.failures())[:10]],
-            "examples": {
-                name: {**index.row(number), **index.excerpts([number])[number]} for name, number in numbers.items()
-            },
+            "examples": {name: row for name, number in numbers.items() for row in index.rows([number])},
         }
 
     def statistics(self, kind: str) -> dict[str, Any]:

@@ -22,6 +22,12 @@ export const ROWS = "-";
 /** The filter for tool calls with any error. */
 export const ANY = "*";
 
+/** What is to be said of a run that records a part of its conversations, or null. */
+export function partlyRecorded({ recorded }, kind) {
+  if (kind !== "train" || !recorded?.every) return null;
+  return `a part of all conversations is recorded (record.every=${recorded.every}${recorded.best_and_worst ? `, record.best_and_worst=${recorded.best_and_worst}` : ""})`;
+}
+
 /** What is wrong with the text of a filter, or null. */
 export function wrong(name, text) {
   if (!text) return null;
@@ -228,7 +234,7 @@ export function Conversations({ runs, run, kind, address, go, link }) {
       ${ofCalls(address) && html`<button onClick=${() => go({ tool: null, error: null, pattern: null })} title=${address.pattern}>calls${address.tool === undefined ? "" : ` of ${address.tool ? harmless(address.tool) : "a tool without a name"}`}${address.error ? ` with ${address.error === ANY ? "any error" : harmless(address.error)}` : ""}${address.pattern === "" ? " without a message" : ""} ✕</button>`}
       <span class="muted" role="status">${numbers.length.toLocaleString("en")} of ${total.toLocaleString("en")}${columns && loaded < total ? `; the newest ${loaded.toLocaleString("en")} are loaded so far` : ""}</span>
       ${runs[run].left_out?.[kind] > 0 && html`<span class="muted">this file has ${total.toLocaleString("en")} of the ${(total + runs[run].left_out[kind]).toLocaleString("en")} conversations of the run</span>`}
-      ${kind === "train" && runs[run].recorded?.every && html`<span class="muted">a part of all conversations is recorded (record.every=${runs[run].recorded.every}${runs[run].recorded.best_and_worst ? `, record.best_and_worst=${runs[run].recorded.best_and_worst}` : ""})</span>`}
+      ${partlyRecorded(runs[run], kind) && html`<span class="muted">${partlyRecorded(runs[run], kind)}</span>`}
       ${numbers.length > 0 && html`<${Save} run=${run} kind=${kind} name=${`${runs[run].name.replaceAll("/", "-")}-${kind}`} columns=${columns} numbers=${numbers} />`}
       ${FILTERS.some((name) => address[name] !== undefined) && html`<button onClick=${() => { setTyped(""); go(Object.fromEntries(FILTERS.map((name) => [name, null]))); }}>Reset</button>`}
     </div>
