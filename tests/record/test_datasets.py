@@ -118,6 +118,8 @@ def test_a_label_compares_with_the_mean_of_the_group_or_with_a_threshold() -> No
         return {row["id"]: row["label"] for row in rows(GROUP, "kto", **more)}
 
     assert labels() == {"a": False, "b": True, "c": True, "d": False}  # the mean is 0.4375
+    found = rows_of(GROUP, DatasetChoice(what="kto", label="good"), Counter(), {("b", None), ("c", None)})
+    assert {row["id"]: row["label"] for row in found} == {"b": True, "c": True}  # of all four, whatever has the label
     assert labels(threshold=1.0) == {"a": False, "b": True, "c": False, "d": False}
     assert rows([conversation(name, 1.0) for name in "ab"], "kto") == []
 

@@ -261,6 +261,7 @@ def test_labels_are_written_with_the_token_only_and_not_over_those_of_another(se
     (label,) = get_json(server, "/api/runs/0/labels")  # type: ignore[misc]
     assert label["labels"] == ["another's"]
     assert post(server, "/api/runs/0/selection/train", {"numbers": [99], "form": "jsonl"})[0] == 404
+    assert post(server, "/api/runs/0/selection/train", {"numbers": [99], "form": "sft"})[0] == 404
     assert post(server, "/api/runs/0/selection/train", {"numbers": [-1], "form": "jsonl"})[0] == 400
 
 
@@ -279,6 +280,12 @@ def test_labels_hold_for_the_text_that_was_read_only(server: ViewServer, run: Pa
     viewed = ViewedRun(run)
     viewed.update()
     assert [label["replaced"] for label in viewed.labels()] == [False, True]
+    write_label(run, Label(kind="train", id="4.0:0/0", step=4, checksum="", labels=("private",)))
+    export([viewed], tmp_path / "part.html", ids=[json.loads(lines[3])["id"]])
+    assert [found in (tmp_path / "part.html").read_text() for found in ('"labels": ["good"]', "private")] == [
+        True,
+        False,
+    ]
     viewed.close()
     assert post(server, "/api/runs/0/labels/train/4", entry)[0] == 409  # from a page that shows the text before
     written = write_dataset(run, tmp_path / "out", DatasetChoice(what="sft", label="good"))
@@ -287,6 +294,22 @@ def test_labels_hold_for_the_text_that_was_read_only(server: ViewServer, run: Pa
     file.write_text("".join(lines[4:]), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"none of the 2 conversations .* label 'good' is in the record as it was"):
         write_dataset(run, tmp_path / "none", DatasetChoice(what="sft", label="good"))
+
+
+def test_what_cannot_be_saved_or_read_is_said(server: ViewServer, run: Path, tmp_path: Path) -> None:
+    (run / ".labels.json.lock").mkdir()
+    shown = get_json(server, "/api/runs/0/conversations/train/3")
+    entry = {"checksum": shown["checksum"], "labels": ["good"], "note": "", "revision": 0}  # type: ignore[index]
+    status, text = post(server, "/api/runs/0/labels/train/3", entry)
+    assert (status, "labels cannot be saved" in json.loads(text)["error"]) == (404, True)
+    lines = (run / "trajectories.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    lines[4] = lines[4][:20] + "\n"
+    (run / "trajectories.jsonl").write_text("".join(lines), encoding="utf-8")
+    viewed = ViewedRun(run)
+    viewed.update()
+    with (tmp_path / "rows").open("wb") as file:
+        assert viewed.selection("train", [3, 4], "sft", file) == (1, {"are damaged": 1})
+    viewed.close()
 
 
 def test_two_writers_of_labels_lose_nothing(run: Path) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,8 @@ from turnwise.types import Message, Segment, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, reaches
 
 Kind = Literal["sft", "dpo", "kto", "reward-model"]
+Chosen = Set[tuple[str, int | None]]
+"""The ids and steps of conversations with a label."""
 KINDS: tuple[Kind, ...] = ("sft", "dpo", "kto", "reward-model")
 
 
@@ -57,7 +59,8 @@ class DatasetChoice:
     first_step: int | None = None
     """The first training step whose conversations are used; None: of all steps."""
     label: str | None = None
-    """Only conversations to which a person gave this label in the viewer; None: all."""
+    """Only conversations to which a person gave this label in the viewer; None: all. `best` and `pairs` are among them; the mean
+    of the group (`kto`) is that of all its conversations."""
 
 
 @dataclass(slots=True)
@@ -82,9 +85,9 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     lines: list[str] = []
     chosen = None if choice.label is None else _with_label(run, choice.label, written.left_out)
     for members in _groups(read(run), choice.first_step):
-        group = [one for one in members if chosen is None or (one.id, one.step) in chosen]
-        written.groups += bool(group)
-        lines += [json.dumps(row, ensure_ascii=False) for row in rows_of(group, choice, written.left_out)]
+        written.groups += any(_is_chosen(one, chosen) for one in members)
+        rows = rows_of(members, choice, written.left_out, chosen)
+        lines += [json.dumps(row, ensure_ascii=False) for row in rows]
     if not lines:
         reasons = "".join(f"; {number} conversations {reason}" for reason, number in written.left_out.most_common())
         raise ConfigError(
@@ -102,7 +105,7 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     return written
 
 
-def _with_label(run: Path, label: str, left_out: Counter[str]) -> set[tuple[str, int | None]]:
+def _with_label(run: Path, label: str, left_out: Counter[str]) -> Chosen:
     """The ids and steps of the training conversations with a label. Raises ConfigError if there is none."""
     file = trajectories_file(run)
     found = read_labels(file.parent)
@@ -125,6 +128,10 @@ def _with_label(run: Path, label: str, left_out: Counter[str]) -> set[tuple[str,
             f"no conversation of {run} has the label {label!r}; it has {', '.join(labels) or 'no labels'}"
         )
     return chosen
+
+
+def _is_chosen(one: Trajectory, chosen: Chosen | None) -> bool:
+    return chosen is None or (one.id, one.step) in chosen
 
 
 def sft_rows(trajectories: Iterable[Trajectory], left_out: Counter[str]) -> Iterator[dict[str, Any]]:
@@ -151,20 +158,25 @@ def _groups(trajectories: Iterable[Trajectory], first_step: int | None) -> Itera
     yield from groups.values()
 
 
-def rows_of(group: Sequence[Trajectory], choice: DatasetChoice, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a group. Conversations that cannot be in the data set are counted in `left_out`, by reason."""
+def rows_of(
+    group: Sequence[Trajectory], choice: DatasetChoice, left_out: Counter[str], chosen: Chosen | None = None
+) -> Iterator[dict[str, Any]]:
+    """The rows of a complete group, of all its conversations or of the `chosen`. Those that cannot be in the data set are counted
+    in `left_out`, by reason."""
     scored: list[tuple[float, Trajectory]] = []
     for trajectory in group:
         reason = _unfit(trajectory, choice)
         if reason is not None:
-            left_out[reason] += 1
+            left_out[reason] += _is_chosen(trajectory, chosen)
         elif trajectory.reward is not None:
             scored.append((trajectory.reward, trajectory))
     scored.sort(key=lambda pair: -pair[0])  # stable: the first of equal ones
+    of_group = [reward for reward, _ in scored]
+    scored = [pair for pair in scored if _is_chosen(pair[1], chosen)]
     if choice.what == "sft":
         yield from _best(scored, choice)
     elif choice.what == "kto":
-        yield from _labelled(scored, choice)
+        yield from _labelled(scored, choice, of_group)
     else:
         yield from _pairs(scored, choice)
 
@@ -290,8 +302,10 @@ def _pair(chosen: Trajectory, rejected: Trajectory, choice: DatasetChoice) -> di
     return row
 
 
-def _labelled(scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice) -> Iterator[dict[str, Any]]:
-    rewards = [reward for reward, _ in scored]
+def _labelled(
+    scored: Sequence[tuple[float, Trajectory]], choice: DatasetChoice, rewards: Sequence[float]
+) -> Iterator[dict[str, Any]]:
+    """Conversations of a group; `rewards` are those of the whole group, which may have more."""
     if not scored or (choice.threshold is None and equal_rewards(rewards)):
         return
     mean = statistics.fmean(rewards)

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 from turnwise.errors import RunError
 
 _FILE = "labels.json"
+_LOCK = ".labels.json.lock"
+_THREADS = threading.Lock()
 _SCHEMA = 1
 _MOST_REVISIONS = 2**53 - 1  # a number of JavaScript
 MOST_LABELS, LONGEST_LABEL, LONGEST_NOTE = 20, 60, 10_000
@@ -100,16 +103,22 @@ def write_label(run: Path, label: Label) -> Label:
 
 @contextlib.contextmanager
 def _alone(run: Path) -> Iterator[None]:
-    """Waits until no other writer changes the labels. The lock is on the directory, so it needs no file of its own."""
-    try:
-        descriptor = os.open(run, os.O_RDONLY)
-    except OSError as error:
-        raise RunError(f"{run} cannot be opened: {error.strerror or error}") from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    """Waits until no other writer changes the labels. A POSIX record lock on a file that is open for writing: NFS has no other
+    exclusive lock. It does not hold between the threads of a process, so they have a lock of their own."""
+    path = run / _LOCK
+    with _THREADS:
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise RunError(f"labels cannot be saved: {path} cannot be opened ({error.strerror or error})") from None
+        try:
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX)
+            except OSError as error:
+                raise RunError(f"labels cannot be saved: {path} cannot be locked ({error.strerror or error})") from None
+            yield
+        finally:
+            os.close(descriptor)
 
 
 def _replace(path: Path, labels: Sequence[Label]) -> None:

@@ -259,7 +259,13 @@ class ViewedRun:
             if form == "jsonl":
                 found = [self.indexes[kind].line(number).rstrip(b"\n")]
             else:
-                trajectory = decode_trajectory(self._record(kind, number), where=f"conversation {number}")
+                try:
+                    trajectory = decode_trajectory(self._record(kind, number), where=f"conversation {number}")
+                except RunError:  # it hides nothing else, as on the page
+                    if number >= self.indexes[kind].lines:
+                        raise
+                    left_out["are damaged"] += 1
+                    continue
                 found = [json.dumps(row, ensure_ascii=False).encode() for row in sft_rows([trajectory], left_out)]
             file.writelines(line + b"\n" for line in found)
             lines += len(found)

@@ -587,7 +587,7 @@ def _run(run: ViewedRun, most: int, ids: Sequence[str]) -> dict[str, Any]:
         "metrics": {kind: run.metric_table(kind) for kind in FILES},
         "statistics": {kind: run.statistics(kind) for kind in FILES},
         "calls": calls,
-        "labels": _labels(run),
+        "labels": _labels(run, columns),
         "columns": columns,
         "excerpts": excerpts,
         "conversations": conversations,
@@ -604,11 +604,14 @@ def _calls(index: ConversationIndex, numbers: Sequence[int]) -> list[dict[str, A
     return [dict(zip(names, (places[n], *call), strict=True)) for n, *call in found if n in places]
 
 
-def _labels(run: ViewedRun) -> list[dict[str, Any]]:
+def _labels(run: ViewedRun, columns: Mapping[str, Mapping[str, Sequence[Any]]]) -> list[dict[str, Any]]:
+    """The labels and notes of the exported conversations only: notes on others are not meant for those who get the file."""
+    exported = {(kind, *key) for kind, of in columns.items() for key in zip(of["id"], of["step"], strict=True)}
     try:
-        return run.labels()
+        labels = run.labels()
     except RunError:  # the conversations are shown without
         return []
+    return [one for one in labels if not one["replaced"] and (one["kind"], one["id"], one["step"]) in exported]
 
 
 def _overview(run: ViewedRun) -> dict[str, Any]:
