@@ -372,7 +372,12 @@ class _Answers:
             checksum, labels, note = given["checksum"], given["labels"], given["note"]
             if not isinstance(labels, list) or not all(isinstance(text, str) for text in (checksum, note, *labels)):
                 raise TypeError("another type")
-            entry = {"checksum": checksum, "labels": labels, "note": note, "revision": int(given["revision"])}
+            entry: dict[str, Any] = {
+                "checksum": checksum,
+                "labels": labels,
+                "note": note,
+                "revision": int(given["revision"]),
+            }
             run, kind, number = self._run(request), _kind(request), _path_number(request, "number")
             return _json(await asyncio.to_thread(run.write_label, kind, number, **entry))
         except RequestRefused as refused:
