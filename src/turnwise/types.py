@@ -785,7 +785,7 @@ class Group:
     trajectories: list[Trajectory]
     baseline: Trajectory | None = None
     """A conversation at temperature 0 on the same row, for estimators that compare with its reward (ReMax). It is scored, and not
-    trained on. A group of agents has that of the row too, and is compared with the agents of the same name in it."""
+    trained on. A group of agents has that of the row too, and is compared with the trained agents of the same name in it."""
 
     def of_agents(self) -> list[Group]:
         """A group for each name of an agent that is trained on: its conversations in all episodes of the row.

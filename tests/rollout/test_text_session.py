@@ -19,7 +19,19 @@ from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.rollout.context import Limits, TextContext
 from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.services.chat import ChatEndpoint
-from turnwise.types import Edit, Opening, Reply, Resume, Row, Sampling, SamplingChange, Stop, Trajectory, Usage
+from turnwise.types import (
+    AnswerFormat,
+    Edit,
+    Opening,
+    Reply,
+    Resume,
+    Row,
+    Sampling,
+    SamplingChange,
+    Stop,
+    Trajectory,
+    Usage,
+)
 
 FULL = Answer({"error": {"code": "context_length_exceeded"}}, 400)
 
@@ -203,6 +215,11 @@ def test_rewrites_tools_and_sampling_changes_reach_the_endpoint() -> None:
             Reply(messages=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]),
             "an OpenAI-compatible endpoint gets text only",
         ),
+        (
+            Reply(sampling=SamplingChange(answer_format=AnswerFormat(kind="regex", value="yes|no"))),
+            "SamplingChange(answer_format=...)): the turns of an OpenAI-compatible endpoint are not sampled under a grammar",
+        ),
+        (Reply(sampling=SamplingChange(tool_choice="required")), "or leave tool_choice out"),
     ],
 )
 def test_what_text_cannot_do_fails_the_conversation(reply: Reply, message: str) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from support.recipes import save_recipe
 from support.servers import Answer, serving
-from support.tiny import save_rows
+from support.tiny import save_model, save_rows
 from support.training import train_run
 from turnwise import assembly
 from turnwise.assembly.engines import rollout_worker, worker_recipe
@@ -23,6 +23,7 @@ from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.models.lora import has_adapter
+from turnwise.options.schema import Config
 from turnwise.ray_workers.rollout_worker import unpickled
 from turnwise.record.datasets import DatasetChoice, write_dataset
 from turnwise.record.metric_names import METRICS, metric_of
@@ -337,6 +338,33 @@ def test_policies_that_cannot_be_used_are_refused_before_a_model_is_loaded(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         refuse_without_effect(load(opponents, [f"policies={policies}"])[0])
+
+
+def test_without_training_the_reference_model_is_that_of_reference_path(
+    opponents: Path, model: Path, tmp_path: Path
+) -> None:
+    other = save_model(tmp_path / "other", seed=9)
+    recipe, _ = load(opponents, ["policies={past: {reference: true}}"])
+    evaluated = assembly.engine_model(recipe)
+    renderer, sampled = assembly.renderer(recipe), assembly.sampling(recipe)
+    with pytest.raises(ConfigError, match="without training there is no model before training"):
+        assembly.frozen_policies(recipe, renderer, evaluated, sampled)
+    with_path = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"path": str(other)})})
+    engine: Any = assembly.frozen_policies(with_path, renderer, evaluated, sampled)["past"].engine
+    expected = assembly.engine_model(
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
+    )
+    (played, own, wanted) = (one.get_input_embeddings().weight for one in (engine._model, evaluated, expected))
+    assert torch.equal(played, wanted)
+    assert not torch.equal(played, own)
+
+    async def serve(config: Config) -> None:
+        async with assembly.conversation_host(config, renderer):
+            pass
+
+    for config in (recipe, with_path):
+        with pytest.raises(ConfigError, match="changes the weights of the model here"):
+            asyncio.run(serve(config))
 
 
 def test_an_agent_with_an_unknown_policy_or_a_trained_one_fails_its_conversation(

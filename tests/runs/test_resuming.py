@@ -225,6 +225,19 @@ def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> N
         check("tool_format=hermes")
 
 
+def test_another_opponent_on_a_server_is_a_change_that_must_be_named(recipe: Path) -> None:
+    def values(model: str) -> dict[str, Any]:
+        endpoint = f"policies={{strong: {{endpoint: {{url: 'http://host/v1', model: {model}}}}}}}"
+        return option_values(load(recipe, [endpoint, "deterministic=false"])[0])
+
+    def check(named: list[str]) -> list[str]:
+        return check_options(values("m1"), values("m2"), named=named, where="run", checkpoint="run/checkpoint")
+
+    with pytest.raises(RunError, match=r"policies\[\]\.endpoint=.*m2.*the run used .*m1"):
+        check([])
+    assert len(check(["policies[].endpoint"])) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

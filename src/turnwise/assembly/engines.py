@@ -29,6 +29,7 @@ from turnwise.assembly.learners import model_source
 from turnwise.assembly.policies import frozen_policies
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine, refuse_experts_of_servers
+from turnwise.config.policy_checks import refuse_reference
 from turnwise.data.images import media_kind, media_value
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
@@ -486,6 +487,7 @@ async def conversation_host(
 ) -> AsyncIterator[ConversationHost]:
     """The engine and the environments of a recipe, for conversations whose weights a trainer sends. `owner` is this process,
     as the engine's servers know it; None: under a new name. Raises TurnwiseError."""
+    refuse_reference(config)
     async with contextlib.aclosing(environment_factory(config, encode=renderer.encode)) as environments:
         model = engine_model(config, adapter=True)
         if config.deterministic:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from turnwise.assembly.learners import model_source
 from turnwise.chat.renderer import Renderer
-from turnwise.config.policy_checks import refuse_unusable_policies
+from turnwise.config.policy_checks import refuse_unknown_reference, refuse_unusable_policies
 from turnwise.errors import ConfigError
 from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length
@@ -40,10 +40,12 @@ def frozen_policies(
     """The policies of a recipe by their names, with their models loaded.
 
     `renderer` is that of the trained model, and `model` the model that the embedded engine samples from, if there is one.
-    `reference` is the reference model of a training run; without training, it is the model of `model.path`. `sampled` is the
+    `reference` is the reference model of a training run; without training, it is the model of `reference.path`. `sampled` is the
     distribution of `sampling`. Raises ConfigError if a policy cannot be used, or its model not be loaded.
     """
     refuse_unusable_policies(config)
+    if reference is None:
+        refuse_unknown_reference(config)
     sources = policy_sources(config)
     made: dict[str, FrozenPolicy] = {}
     for policy in config.policies:
@@ -51,15 +53,19 @@ def frozen_policies(
         if policy.endpoint is not None:
             made[policy.name] = FrozenPolicy(sampling=own, chat=_endpoint(policy, config))
             continue
-        source = sources[policy.name]
-        loaded = reference if policy.reference and reference is not None else _loaded(source, config, model)
+        loaded = reference
+        if not policy.reference:
+            loaded = _loaded(sources[policy.name], config, model)
+        elif reference is None:
+            assert config.reference.path is not None
+            loaded = _loaded(model_source(config).of_base(config.reference.path), config, model)
         made[policy.name] = _local(policy, loaded, own, config, renderer)
     return made
 
 
 def policy_sources(config: Config) -> dict[str, ModelSource | None]:
-    """The local policies of the recipe by their names, to be loaded. None: the model of `model.path`, without an adapter, whose
-    weights are in memory already."""
+    """The local policies of the recipe by their names, to be loaded. None: the model of `model.path`, without an adapter, or the
+    reference model of a training run, whose weights are in memory already."""
     sources: dict[str, ModelSource | None] = {}
     for policy in config.policies:
         if policy.endpoint is not None:
@@ -118,7 +124,7 @@ def _renderer(policy: FrozenPolicySection, config: Config, renderer: Renderer | 
     """How messages become the tokens of a policy: as of the trained model, if both have the same tokenizer and template."""
     from turnwise.models.lora import adapter_base  # torch
 
-    path = policy.path or config.model.path
+    path = policy.path or (config.reference.path if policy.reference else None) or config.model.path
     if renderer is not None:
         of_model = path if (base := adapter_base(path)) is None else base
         if of_model == config.model.path:

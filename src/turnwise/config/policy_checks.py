@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 
-__all__ = ["refuse_unusable_policies"]
+__all__ = ["refuse_reference", "refuse_unknown_reference", "refuse_unusable_policies"]
 
 
 def refuse_unusable_policies(config: Config) -> None:
@@ -37,6 +37,28 @@ def refuse_unusable_policies(config: Config) -> None:
         for holds, message in problems:
             if holds:
                 raise ConfigError(message)
+
+
+def refuse_reference(config: Config) -> None:
+    """Raise ConfigError for a policy that is the reference model, where a trainer elsewhere changes the model in this process."""
+    for policy in config.policies:
+        if policy.reference:
+            raise ConfigError(
+                f"the policy {policy.name!r} has reference=true, and this process has no reference model: a trainer in another "
+                f"process keeps it, and changes the weights of the model here. Give the policy a path "
+                f"(policies={{{policy.name}: {config.reference.path or config.model.path}}}), which is loaded and never changed"
+            )
+
+
+def refuse_unknown_reference(config: Config) -> None:
+    """Raise ConfigError for a policy that is the reference model, without training and without `reference.path`."""
+    for policy in config.policies:
+        if policy.reference and config.reference.path is None:
+            raise ConfigError(
+                f"the policy {policy.name!r} has reference=true, and without training there is no model before training: "
+                f"model.path={config.model.path} may be a trained one. Give the policy a path (policies={{{policy.name}: DIR}}), "
+                f"or set reference.path"
+            )
 
 
 def _of_base(config: Config, name: str, own: float | None) -> float:

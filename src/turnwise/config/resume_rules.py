@@ -69,8 +69,8 @@ RULES: Mapping[str, Rule] = {
         "describe constrain choice max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
     ),
     # frozen policies
-    **_all("named", "policies[].", "name path dtype bits reference temperature top_p top_k min_p"),
-    **_all("free", "policies[].", "endpoint memory_gb"),
+    **_all("named", "policies[].", "name path dtype bits endpoint reference temperature top_p top_k min_p"),
+    **_all("free", "policies[].", "memory_gb"),
     # sampling
     **_all("named", "engine.", "name script"),
     **_all("free", "engine.", "slots memory_gb threads"),

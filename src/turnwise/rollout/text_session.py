@@ -156,7 +156,7 @@ class TextSession:
         """Take the environment's opening messages and tools."""
         with boundary("environment"):
             check_opening(opening)
-            _refuse_tokens(opening.prompt_ids, opening.sampling, "Opening")
+            _refuse_unsupported(opening.prompt_ids, opening.sampling, "Opening")
         self._refuse_media(opening.messages, "row")
         self._sampling_change = opening.sampling or self._sampling_change
         self._template_arguments = opening.chat_template_kwargs or {}
@@ -197,7 +197,7 @@ class TextSession:
         trajectory = self.trajectory
         with boundary("environment"):
             annotate_turns(trajectory, turn, reply)
-            _refuse_tokens(reply.prompt_ids, reply.sampling, "Reply")
+            _refuse_unsupported(reply.prompt_ids, reply.sampling, "Reply")
         self.turns_answered += 1
         unsupported = {
             "resume": reply.resume is not None,
@@ -334,11 +334,18 @@ class TextSession:
             )
 
 
-def _refuse_tokens(prompt_ids: Sequence[int] | None, sampling: SamplingChange | None, where: str) -> None:
-    """Raises ValueError if an environment names tokens, which an endpoint does not have."""
+def _refuse_unsupported(prompt_ids: Sequence[int] | None, sampling: SamplingChange | None, where: str) -> None:
+    """Raises ValueError if an environment names tokens, which an endpoint does not have, or asks for a form of the turn: turnwise
+    cannot hold a server to it."""
     if prompt_ids is not None or (sampling is not None and sampling.stop_token_ids):
         name = "prompt_ids" if prompt_ids is not None else "sampling.stop_token_ids"
         raise ValueError(
             f"{where}({name}=...): an OpenAI-compatible endpoint takes messages and no tokens: use an engine that samples tokens "
             f"(engine.name=local)"
+        )
+    if sampling is not None and (sampling.answer_format is not None or sampling.tool_choice == "required"):
+        name = "tool_choice" if sampling.answer_format is None else "answer_format"
+        raise ValueError(
+            f"{where}(sampling=SamplingChange({name}=...)): the turns of an OpenAI-compatible endpoint are not sampled under a "
+            f"grammar: use an engine or a policy in this process (engine.name=local, a policy with path), or leave {name} out"
         )

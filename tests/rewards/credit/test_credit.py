@@ -59,6 +59,33 @@ def grpo(groups: Sequence[Group], *, scale: Scale = "std") -> None:
     Credit("grpo", functools.partial(credit.grpo, options=Grpo(scale=scale)))(groups)
 
 
+def test_remax_compares_trained_agents_with_trained_agents_of_their_name_only() -> None:
+    """In each episode, `second` is played by the model, by a frozen policy, and once without being trained on."""
+
+    def episode(id: str, own: float) -> Trajectory:
+        whole = Trajectory(id=id, group="1", row=a_row(), reward=0.0)
+        for policy, trained, reward in (("", True, own), ("past", False, 1.0), ("", False, 0.5)):
+            turn = Turn(index=0, message={"role": "assistant", "content": ""}, text="")
+            name = f"1/second@{policy}" if policy else "1/second"
+            agent = Trajectory(
+                id=f"{id}/{len(whole.agents)}",
+                group=name,
+                row=whole.row,
+                agent="second",
+                policy=policy,
+                trained=trained,
+                turns=[turn],
+                reward=reward,
+            )
+            whole.agents.append(agent)
+        return whole
+
+    whole = Group(id="1", row=a_row(), trajectories=[episode("1/0", 0.75)], baseline=episode("1/greedy", 0.25))
+    (second,) = whole.of_agents()
+    Credit("remax", outcome.remax, needs_baseline=True)([second])
+    assert advantages(second) == [[0.5]]
+
+
 def advantages(group: Group) -> list[list[float]]:
     return [one.advantages for one in group.trajectories]
 

@@ -224,18 +224,20 @@ class Credit:
 def _baseline(group: Group) -> float | None:
     """The reward of the greedy conversation of a group; None if it has none, or if the conversation failed.
 
-    Of a group of agents: the mean reward of the agents of that name in the greedy episode, without those that failed.
+    Of a group of agents: the mean reward of the agents of that name that the trained model played in the greedy episode, without
+    those that failed. Those of a frozen policy, and with `train=False`, are no conversations of the group.
     """
     if group.baseline is None:
         return None
     name = group.trajectories[0].agent if group.trajectories else ""
-    greedy = [agent for agent in group.baseline.agents if agent.agent == name] if name else [group.baseline]
+    played = [agent for agent in group.baseline.agents if agent.agent == name and agent.trained]
+    greedy = played if name else [group.baseline]
     rewards = [one.reward for one in greedy if not one.failed and one.reward is not None]
     if name and not rewards:
         _log.warning(
-            "the %d conversations of the agent %r in the group %s are not trained on: credit compares them with the agents of "
-            "that name in the episode at temperature 0, which has %s. Let the environment open the agent in each episode, or use "
-            "an estimator without a greedy baseline (credit.name=rloo)",
+            "the %d conversations of the agent %r in the group %s are not trained on: credit compares them with the "
+            "trained agents of that name in the episode at temperature 0, which has %s. Let the environment open the agent in "
+            "each episode, or use an estimator without a greedy baseline (credit.name=rloo)",
             len(group.trajectories),
             name,
             group.id,
