@@ -59,6 +59,14 @@ def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
     assert parts(recipe, 4, "cluster.mesh.shard=2")["weights"] == 2 * plain["weights"]
 
 
+def test_a_mesh_needs_the_number_of_ranks_that_torchrun_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config, _ = load(recipe, ["cluster.launcher=torchrun", "cluster.mesh.shard=2"])
+    with pytest.raises(ConfigError, match="add --ranks N"):
+        number_of_ranks(config, None)
+    assert number_of_ranks(config, 4) == 4
+
+
 def test_passes_in_bfloat16_keep_smaller_activations(recipe: Path) -> None:
     exact, mixed = parts(recipe, 4), parts(recipe, 4, "cluster.fsdp.param_dtype=bfloat16")
     assert mixed["activations"] < exact["activations"]

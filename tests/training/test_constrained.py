@@ -20,10 +20,12 @@ from support.tiny import tiny_model
 from turnwise import assembly
 from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
+from turnwise.cli import main
 from turnwise.config.recipe import with_overrides
 from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError, GrammarError, TemplateError
 from turnwise.models.distribution import AllowedTokens, sampling_logits
+from turnwise.record.reader import read_lines
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
@@ -307,3 +309,15 @@ def test_reasoning_is_free_also_of_calls() -> None:
     assert fits(renderer, f"hm</think>{CALL}", opened="<think>\n", choice="required") == f"hm</think>{CALL}$"
     assert fits(renderer, "hm</think>no", opened="<think>\n", choice="required") == "hm</think>"
     assert fits(renderer, "never closed", opened="<think>\n") == "never closed$"
+
+
+def test_a_constrained_run_passes_its_checks_and_can_be_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["steps=1", "batch_size=2", "group_size=2", "micro_batch_tokens=4096"]
+    options = ["tool_calls.constrain=true", "model.device=cpu", "eval.every=0", *(f"train.{one}" for one in overrides)]
+    monkeypatch.chdir(Path(__file__).parents[2])
+    assert main(["train", "recipes/calculator.yaml", *options, f"output={tmp_path / 'run'}"]) == 0
+    (step,) = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert 0 < step["ratio/max_deviation"] < 1e-4
+    assert main(["replay", str(tmp_path / "run"), "--all"]) == 0

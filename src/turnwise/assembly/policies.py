@@ -113,6 +113,7 @@ def _local(
         memory_gb=policy.memory_gb,
         threads=1 if config.deterministic else 0,
         decode=own.decode,
+        masks=own.masks,
         autocast=config.model.autocast and policy.dtype is None,
     )
     return FrozenPolicy(

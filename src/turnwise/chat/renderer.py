@@ -359,26 +359,25 @@ class Renderer:
         )
         self._call_texts: CallTexts | None = None
         self._boundary = TurnBoundary(self.template, self.profile, **coder, special=self.special)
-
-        def with_arguments(arguments: str) -> Renderer:
-            other = Renderer(
-                tokenizer,
-                sanity=sanity,
-                generation_stop_ids=generation_stop_ids,
-                tool_format=tool_format,
-                describe_tools=describe_tools,
-                unchecked=unchecked,
-                vision=vision,
-                chat_template_kwargs=json.loads(arguments),
-                escape_control_tokens=escape_control_tokens,
-                constrained=constrained,
-            )
-            other._base, other.masks = self, self.masks
-            return other
-
-        self._with_arguments = functools.lru_cache(maxsize=ARGUMENT_SETS)(with_arguments)
+        self._made_with = {
+            "sanity": sanity,
+            "generation_stop_ids": generation_stop_ids,
+            "tool_format": tool_format,
+            "describe_tools": describe_tools,
+            "unchecked": unchecked,
+            "vision": vision,
+            "escape_control_tokens": escape_control_tokens,
+            "constrained": constrained,
+        }
+        self._with_arguments = functools.lru_cache(maxsize=ARGUMENT_SETS)(self._make_with_arguments)
         self._base: Renderer = self
         """The renderer with the arguments that all conversations share. It keeps those with further arguments."""
+
+    def _make_with_arguments(self, arguments: str) -> Renderer:
+        """The renderer with these arguments of the template, as JSON."""
+        other = Renderer(self.tokenizer, chat_template_kwargs=json.loads(arguments), **self._made_with)
+        other._base, other.masks = self, self.masks
+        return other
 
     def for_arguments(self, chat_template_kwargs: Mapping[str, Any]) -> Renderer:
         """The renderer whose template receives these arguments besides those that all conversations share.

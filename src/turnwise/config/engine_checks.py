@@ -177,6 +177,15 @@ def refuse_experts_of_servers(config: Config, facts: Mapping[str, Any], *, on_cp
 Problem = tuple[bool, str]
 
 
+def _changed_of_ranks(cluster: ClusterSection) -> list[str]:
+    """The options of ranks that are not the defaults, and those of all processes."""
+    sections = ("launcher", "fsdp", "mesh", "address", "workers", "ranks")
+    plain = [name for name in changed_options(cluster) if name not in sections]
+    return plain + [
+        f"{name}.{option}" for name in ("fsdp", "mesh") for option in changed_options(getattr(cluster, name))
+    ]
+
+
 def _unarranged(cluster: ClusterSection) -> str | None:
     """Why the ranks cannot be arranged as cluster.mesh says, if their number is in the recipe."""
     if cluster.trainers is None:
@@ -192,9 +201,7 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
     """Problems of the section cluster, in training or fine-tuning. `options` are those of the optimizer."""
     cluster, fsdp, optimizer = config.cluster, config.cluster.fsdp, options.optimizer
     of_ray = _options_of_ray(config)
-    sections = ("launcher", "fsdp", "mesh", "address", "workers", "ranks")
-    changed = [name for name in changed_options(cluster) if name not in sections]
-    changed += [f"{name}.{option}" for name in ("fsdp", "mesh") for option in changed_options(getattr(cluster, name))]
+    changed = _changed_of_ranks(cluster)
     of_ranks = [name for name in changed if name != "heartbeat"]
     of_local = next((name for name in changed if name in ("trainers", "restarts")), None)
     several = cluster.distributed

@@ -33,6 +33,7 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import context_length
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
+from turnwise.options.section import changed_options
 from turnwise.planning.placement import PlanLine
 
 # ranks
@@ -47,7 +48,7 @@ _DIVIDED = ("weights", "reference model", "teachers", "critic", "optimizer")
 def number_of_ranks(config: Config, given: int | None) -> int:
     """The number of ranks of the recipe; 1 without the section cluster. `given` is the number that torchrun will start.
 
-    Raises ConfigError if a number is given that contradicts the recipe.
+    Raises ConfigError if a number is given that contradicts the recipe, or if cluster.mesh needs one and none is given.
     """
     cluster = config.cluster
     if not cluster.distributed:
@@ -55,7 +56,12 @@ def number_of_ranks(config: Config, given: int | None) -> int:
     elif cluster.launcher in ("local", "ray"):
         known = local_ranks(cluster)
     else:
-        return given or int(os.environ.get("WORLD_SIZE", "1"))
+        number = given or int(os.environ.get("WORLD_SIZE", "0"))
+        if not number and changed_options(cluster.mesh):
+            raise ConfigError(
+                "cluster.mesh arranges the ranks that torchrun starts, and their number is not in the recipe: add --ranks N"
+            )
+        return number or 1
     if given is not None and given != known:
         raise ConfigError(
             f"--ranks {given}: the recipe has {known} ranks (cluster.launcher={cluster.launcher}). --ranks is for "

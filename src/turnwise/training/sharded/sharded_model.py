@@ -67,6 +67,7 @@ class ShardedModel:
         self.model = model
         self._root: Any = _Root(model, head)
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self._rounds = options.reduce_dtype == "bfloat16"
         self._sync_always = options.adds_up_each(4 * trained)
         arguments: dict[str, Any] = {
             "mesh": mesh,
@@ -118,8 +119,9 @@ class ShardedModel:
     def sync_gradients(self, *, last: bool) -> None:
         """Whether the next backward pass adds its gradients up over the ranks. `last`: it is the last of a batch."""
         self._root.set_requires_gradient_sync(last or self._sync_always)
-        # between the groups of a mesh, which may be machines, parts of gradients are added up once
-        self._root.set_requires_all_reduce(last)
+        # between the groups of a mesh, which may be machines, parts of gradients are added up once. Until then, torch keeps their
+        # sum in the type in which they are sent: in bfloat16, small parts would be lost
+        self._root.set_requires_all_reduce(last or self._rounds)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The parameters and buffers by their names in the state dict, divided."""
