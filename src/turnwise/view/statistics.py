@@ -88,7 +88,7 @@ def _tools(
             known.stop,
             *names,
         )
-        others = dict(zip(("tools", *columns[1:]), (count, *rest), strict=True)) if count else None
+        others = {"tools": count, **dict(zip(columns[1:], rest, strict=True))} if count else None
     curves = _by_step(index, known, names[:_MOST_CURVES], place)
     return [{**tool, "by_step": curves.get(tool["tool"])} for tool in tools], others
 
