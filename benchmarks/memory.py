@@ -333,7 +333,7 @@ def rows(kind: str, args: argparse.Namespace) -> Iterator[list[str]]:
 
     config = Config.model_validate(options(args.size, kind, args))
     shape = shape_of(args.size)
-    workload = Workload(conversations=CONVERSATIONS, tokens=TOKENS, prompt_tokens=PROMPT_TOKENS)
+    workload = Workload(conversations=CONVERSATIONS, tokens=TOKENS, prompt_tokens=PROMPT_TOKENS, equal=True)
     if args.ranks > 1:
         predicted = [rank_memory(config, shape, workload, args.ranks, rank=rank) for rank in range(args.ranks)]
         found = measure_ranks(kind, args)

@@ -341,6 +341,6 @@ def test_the_prediction_is_what_each_rank_needs(kind: str, fsdp: list[str], monk
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent / "src"))
     measured = [found["gib"] for found in measure_ranks(kind, args)]
     config = Config.model_validate(options(args.size, kind, args))
-    workload = Workload(conversations=CONVERSATIONS, tokens=TOKENS, prompt_tokens=PROMPT_TOKENS)
+    workload = Workload(conversations=CONVERSATIONS, tokens=TOKENS, prompt_tokens=PROMPT_TOKENS, equal=True)
     predicted = [rank_memory(config, shape_of(args.size), workload, 2, rank=rank).gib for rank in range(2)]
     assert predicted == pytest.approx(measured, rel=0.15)

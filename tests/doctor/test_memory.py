@@ -231,6 +231,20 @@ def test_on_a_gpu_the_keys_that_each_completion_gathers_are_kept() -> None:
     assert on_gpu.activations - on_cpu.activations > gathered
 
 
+def test_shorter_conversations_fill_what_the_longest_leave_of_a_micro_batch() -> None:
+    def activations(tokens: int, longest: int, *, equal: bool = False) -> float:
+        recipe = config(train={"micro_batch_tokens": tokens})
+        work = Workload(conversations=64, tokens=longest, equal=equal)
+        return parts(predict(recipe, shape(), work))["activations"]
+
+    whole, full = activations(256, 256), activations(511, 256)
+    assert activations(511, 256, equal=True) == whole
+    assert full == pytest.approx(511 / 256 * whole, rel=0.05)
+    for shorter in (128, 73, 32):  # conversations of a step whose longest has 256 tokens
+        assert full >= activations(511, shorter) > 1.8 * whole
+    assert activations(100, 256) == whole  # a longer one is a micro-batch alone
+
+
 @pytest.mark.slow
 def test_gradient_checkpointing_and_smaller_passes_keep_fewer_activations() -> None:
     deep = shape(num_hidden_layers=6)
@@ -273,7 +287,7 @@ def test_the_prediction_is_what_a_process_needs(kind: str, dtype: str) -> None:
 
     args = argparse.Namespace(dtype=dtype, gradient_checkpointing=False, micro_batch_tokens=0, ranks=1, fsdp=[])
     model_config = Qwen2Config(**SHAPES["tiny"], max_position_embeddings=2048, tie_word_embeddings=True)
-    workload = Workload(conversations=32, tokens=1000, prompt_tokens=200)
+    workload = Workload(conversations=32, tokens=1000, prompt_tokens=200, equal=True)
     predicted = predict(Config.model_validate(options("tiny", kind, args)), model_config, workload).gib
     # three quarters of so small a process are libraries, whose size differs among machines; the activations of the 0.5b model are
     # compared in benchmarks/memory.py. At most three times: the C library's allocator may keep up to a fifth more for its threads

@@ -60,9 +60,11 @@ class Workload:
 
     conversations: int
     tokens: int
-    """Tokens of each conversation, the prompt included."""
+    """Tokens of the longest conversation, the prompt included."""
     prompt_tokens: int = 0
     """Tokens that are not trained on, at the start of each conversation."""
+    equal: bool = False
+    """Whether all conversations have exactly so many tokens. Else shorter ones fill what the longest leave of a micro-batch."""
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -349,11 +351,16 @@ def empty_model(source: ModelSource, model_config: Any) -> Any:
 
 
 def _micro_batch(workload: Workload, micro_batch_tokens: int) -> tuple[FlatRow, np.ndarray]:
-    """Conversations with a common prompt in one flat row, as many as fit into a forward pass, and the places of the targets."""
+    """Conversations with a common prompt in one flat row, as many as fit into a forward pass, and the places of the targets.
+
+    A shorter conversation fills the rest of the row, unless all are equal. No other conversations need more: there are no more
+    tokens, and what attention needs grows at least in proportion to a conversation's length.
+    """
     own = workload.tokens - workload.prompt_tokens
-    count = max(1, (micro_batch_tokens - workload.prompt_tokens) // own)
+    count, rest = divmod(max(micro_batch_tokens - workload.prompt_tokens, own), own)
+    lengths = [own] * count + ([] if workload.equal or not rest else [rest])
     prompt = np.zeros(workload.prompt_tokens, dtype=np.int64)
-    row = FlatRow.of([np.concatenate([prompt, np.full(own, 1 + number)]) for number in range(count)])
+    row = FlatRow.of([np.concatenate([prompt, np.full(length, 1 + number)]) for number, length in enumerate(lengths)])
     return row, np.concatenate([places[workload.prompt_tokens :] for places in row.places])
 
 
