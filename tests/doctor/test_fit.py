@@ -74,6 +74,19 @@ def test_a_given_micro_batch_needs_what_the_same_one_needs_that_was_computed() -
     assert check.status == "fail"
 
 
+def test_a_micro_batch_stays_in_bounds_where_the_optimizer_needs_more_than_a_short_pass() -> None:
+    """Then further tokens add more than the first ones, and a line through two short passes ends above the limit."""
+    shape, work, limit = tiny_model(vocabulary=2000).config, replace(WORK, tokens=512), 9000 * 2**20
+    shape.hidden_size, shape.intermediate_size = 1024, 2**15
+    recipe = config(model={"dtype": "bfloat16"})
+    gib = limit / 2**30 / USABLE
+    tokens, update = fit._micro_batch(recipe, shape, work, "train", gib)
+    one, two = (fit._update_bytes(recipe, shape, work, "train", number, gib) for number in (512, 1024))
+    assert tokens is not None
+    assert one + (two - one) * (tokens - 512) / 512 < 0.95 * update
+    assert 0.97 * limit < update <= limit
+
+
 def test_a_run_computes_with_the_memory_that_others_leave(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = GpuMemory("A card", 24 * 2**30, 2 * 2**30)
     for module in (fit, device):

@@ -81,16 +81,27 @@ def _micro_batch(
     if given is not None:
         return given, _update_bytes(config, model_config, workload, section, given, gib)
     longest = max(workload.tokens, _LEAST_TOKENS)
-    one, two = (_update_bytes(config, model_config, workload, section, number * longest, gib) for number in (1, 2))
-    room = USABLE * gib * 2**30 - one
-    if config.engine.embedded is not None and config.train.max_staleness > 0:
-        room /= 2  # the other half is for the cache
-    if room < 0:
+
+    def needed(tokens: int) -> float:
+        return _update_bytes(config, model_config, workload, section, tokens, gib)
+
+    def rounded(tokens: float) -> int:
+        return max(int(min(tokens, _MOST_TOKENS)) // _STEP_TOKENS * _STEP_TOKENS, longest)
+
+    one, two = needed(longest), needed(2 * longest)
+    limit = USABLE * gib * 2**30
+    if limit < one:
         return None, one
-    each = max((two - one) / longest, 1.0)
-    most = min(longest + room / each, max(_MOST_TOKENS, longest))
-    tokens = max(int(most) // _STEP_TOKENS * _STEP_TOKENS, longest)
-    return tokens, one + each * (tokens - longest)
+    if config.engine.embedded is not None and config.train.max_staleness > 0:
+        limit = (one + limit) / 2  # the other half is for the cache
+    tokens = rounded(longest + (limit - one) / max((two - one) / longest, 1.0))
+    update = needed(tokens)
+    if update > limit and tokens > 2 * longest:
+        # the optimizer's step needs more than a pass over few tokens, so that further ones add more
+        each = (update - two) / (tokens - 2 * longest)
+        tokens = rounded(2 * longest + (limit - two) / each)
+        update = needed(tokens)
+    return tokens, update
 
 
 def _update_bytes(
