@@ -376,6 +376,16 @@ def test_a_script_that_is_none_is_told_with_its_line(tmp_path: Path, text: str, 
     assert str(error.value).startswith(f"{path}{message}")
 
 
+def test_texts_of_agents_are_refused_where_scripts_belong_to_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"turns": ["one"], "agents": {"second": ["AGENT"]}}\n["two"]\n')
+    config = a_config(engine={"name": "scripted", "script": str(path)})
+    with pytest.raises(
+        DataError, match="has `agents`, the texts of a row's agents; in rollout workers, scripts belong to no row"
+    ):
+        assembly.engine(config, RENDERER)
+
+
 def test_a_script_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"engine\.script: there is no file {tmp_path / 'no.jsonl'}"):
         assembly.read_scripts(str(tmp_path / "no.jsonl"))

@@ -35,6 +35,8 @@ from turnwise.ray_workers.rollouts import choose_worker
 from turnwise.rollout_server.client import trainer_name
 from turnwise.train import assemble
 
+AGENT = "environment={{use: turnwise.environments.agents:Program, arguments: {{command: ls, {}}}}}"  # the arguments of its server
+
 # Options of ranks and of rollout workers: how they are written, what they reach, and what is refused. No Ray is
 # needed.
 
@@ -221,12 +223,26 @@ def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:
         ),
         (["engine={name: vllm, sleep: true}"], "engine.sleep=true has no effect with cluster.launcher=ray"),
         (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
+        (
+            [AGENT.format("listen: 127.0.0.1:8443"), "cluster.workers.count=2"],
+            "arguments.listen=127.0.0.1:8443 cannot be used with cluster.workers.count=2: each rollout worker has a server",
+        ),
+        (
+            [AGENT.format("listen: 127.0.0.1:0, public_url: https://a.b"), "cluster.workers.count=2"],
+            "arguments.public_url=https://a.b cannot be used with cluster.workers.count=2",
+        ),
     ],
 )
 def test_what_has_no_effect_is_refused(ray_recipe: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         refuse_without_effect(load(ray_recipe, overrides)[0])
     assert message in str(refused.value)
+
+
+def test_agents_of_several_workers_use_free_ports(ray_recipe: Path) -> None:
+    for listen, count in (("127.0.0.1:0", 2), ("127.0.0.1:8443", 1)):
+        agent = AGENT.format(f"listen: {listen}")
+        refuse_without_effect(load(ray_recipe, [agent, f"cluster.workers.count={count}"])[0])
 
 
 def test_the_servers_of_the_recipe_are_divided_among_the_workers(ray_recipe: Path) -> None:

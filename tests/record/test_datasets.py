@@ -144,13 +144,14 @@ def test_what_messages_do_not_show_is_left_out_with_the_reason() -> None:
     assert (len(second["messages"]), second["weights"], second["input_ids"]) == (4, [0.0, 1.0], [7, 8])
 
 
-def test_agents_that_are_not_trained_on_are_left_out() -> None:
+@pytest.mark.parametrize(("policy", "why"), [("", "train=False"), ("first", "policy first")])
+def test_agents_that_are_not_trained_on_are_left_out(policy: str, why: str) -> None:
     referee = conversation("r", 3.0)
-    referee.trained = False
+    referee.trained, referee.policy = False, policy
     for what in ("sft", "dpo", "kto"):
         left_out = Counter[str]()
         assert "r" not in {row["id"] for row in rows([referee, *GROUP], what, left_out)}
-        assert left_out == {"are of agents that are not trained on (train=False)": 1}
+        assert left_out == {f"are of agents that are not trained on ({why})": 1}
 
 
 def test_half_of_a_surrogate_pair_is_left_out_and_a_file_that_exists_is_complete(

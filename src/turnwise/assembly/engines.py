@@ -283,7 +283,14 @@ def _local(inputs: EngineInputs) -> Engine:
 def _scripted(inputs: EngineInputs) -> Engine:
     file = inputs.config.engine.script_file
     assert file is not None
-    return scripted_engine(inputs.renderer, [script.turns for script in read_scripts(file)])
+    scripts = read_scripts(file)
+    if any(script.agents for script in scripts):
+        # conversations take the scripts in the order in which they begin, so it is not known whose agent asks
+        raise DataError(
+            f"{file} has `agents`, the texts of a row's agents; in rollout workers, scripts belong to no row. Remove "
+            f"cluster.launcher=ray, or give each conversation, also an agent's, a line of its own"
+        )
+    return scripted_engine(inputs.renderer, [script.turns for script in scripts])
 
 
 def _openai(inputs: EngineInputs) -> Engine:

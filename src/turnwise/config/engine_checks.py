@@ -174,6 +174,9 @@ def refuse_experts_of_servers(config: Config, facts: Mapping[str, Any], *, on_cp
 
 # several processes
 
+_AGENTS = "turnwise.environments.agents:"
+"""The environments whose conversations talk to a server of this process."""
+
 Problem = tuple[bool, str]
 
 
@@ -307,6 +310,7 @@ def _ray_problems(config: Config, of_ranks: list[str]) -> list[Problem]:
             f"rollout worker; there are {len(servers)}. Set a smaller cluster.workers.count, or add servers",
         ),
         *_problems_of_servers_in_workers(config, ray),
+        *_problems_of_agents_in_workers(config, ray),
         (
             ray and config.deterministic,
             "deterministic=true cannot be combined with cluster.launcher=ray, because the batches of the workers' engines "
@@ -333,6 +337,27 @@ def _problems_of_servers_in_workers(config: Config, ray: bool) -> list[Problem]:
             engine.sleep,
             "engine.sleep=true has no effect with cluster.launcher=ray, where the servers use the GPUs of the rollout workers: "
             "remove it",
+        ),
+    ]
+
+
+def _problems_of_agents_in_workers(config: Config, ray: bool) -> list[Problem]:
+    """Problems of the servers that agents talk to: each rollout worker has its own."""
+    arguments, workers = config.environment.arguments, config.cluster.workers.count
+    several = ray and workers > 1 and config.environment.use.startswith(_AGENTS)
+    listen, public_url = arguments.get("listen"), arguments.get("public_url")
+    return [
+        (
+            several and public_url is not None,
+            f"environment.arguments.public_url={public_url} cannot be used with cluster.workers.count={workers}: each rollout "
+            f"worker has a server for its own agents, and one address cannot lead to all of them. Remove it, or set "
+            f"cluster.workers.count=1",
+        ),
+        (
+            several and listen is not None and not str(listen).endswith(":0"),
+            f"environment.arguments.listen={listen} cannot be used with cluster.workers.count={workers}: each rollout worker has "
+            f"a server for its own agents, and two on one machine cannot have the same port. Set the port 0 (a free one), or "
+            f"cluster.workers.count=1",
         ),
     ]
 

@@ -186,7 +186,8 @@ def _unfit(trajectory: Trajectory, choice: DatasetChoice) -> str | None:
     if trajectory.failed or trajectory.reward is None:
         return "failed or have no reward"
     if not trajectory.trained:
-        return "are of agents that are not trained on (train=False)"
+        why = f"policy {trajectory.policy}" if trajectory.policy else "train=False"
+        return f"are of agents that are not trained on ({why})"
     if not trajectory.turns or any(turn.message_index is None for turn in trajectory.turns):
         return "have no turn of the model whose message is known"
     if any(call.error is not None for turn in trajectory.turns for call in turn.calls):

@@ -697,8 +697,14 @@ def test_agents_reach_the_server_with_tls_at_a_chosen_address(tmp_path: Path) ->
         ({"listen": "0.0.0.0:80", "insecure": True}, "set public_url to the one that agents use"),
         ({"listen": "localhost:80", "insecure": True}, "insecure=true has no effect with a local address"),
         ({"listen": "8443"}, "must be HOST:PORT"),
+        ({"listen": 8443}, "listen=8443 must be HOST:PORT"),
+        ({"listen": "10.1.2.3:²"}, "must be HOST:PORT"),
         ({"tls_cert": "/nowhere.pem"}, "belong together"),
         ({"tls_cert": "/nowhere.pem", "tls_key": "/k.pem"}, "there is no such file"),
+        (
+            {"tls_cert": __file__, "tls_key": __file__},
+            r"test_agent_clients.py' cannot be used \(.*must be a certificate",
+        ),
     ],
 )
 def test_where_the_server_listens_is_checked(arguments: dict[str, Any], message: str) -> None:

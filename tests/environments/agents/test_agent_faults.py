@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import http.client
 import json
@@ -23,7 +24,7 @@ from support.conversations import RENDERER, Says, a_row, hold
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
-from turnwise.environments.agents.proxy import ProxyLease
+from turnwise.environments.agents.proxy import Listening, Proxy, ProxyLease
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
@@ -292,6 +293,18 @@ def test_the_server_ends_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ConnectionRefusedError):
         post(url, "x", CHAT)
     assert third_url() != url
+
+
+def test_a_server_that_cannot_serve_is_told_and_leaves_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("not a certificate")
+    with pytest.raises(ConfigError, match=r"bad\.pem' cannot be used"):
+        Proxy(Listening(certificate=(str(tmp_path / "bad.pem"),) * 2))
+    proxy = Proxy()
+    proxy._serving.cancel()
+    with pytest.raises(concurrent.futures.CancelledError):
+        proxy.close()
+    with pytest.raises(ConnectionRefusedError):
+        post(proxy.url, "x", CHAT)
 
 
 def third_url() -> str:

@@ -11,6 +11,7 @@ import asyncio
 import collections
 import json
 import os
+import ssl
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -91,14 +92,15 @@ class Listening:
         insecure: bool = False,
     ) -> Listening:
         """From the arguments of an agent. Raises ConfigError, such as for an address that others reach, without TLS."""
-        host, _, port = ("127.0.0.1:0" if listen is None else listen).rpartition(":")
+        # YAML reads `listen: 8443` as a number
+        host, _, port = ("127.0.0.1:0" if listen is None else str(listen)).rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
         secure = tls_cert is not None or is_loopback(host)
         everywhere = public_url is None and host in ("0.0.0.0", "::")
         address = None if public_url is None else urlsplit(public_url)
         problems = [
             (
-                not host or not port.isdigit() or int(port) > 65535,
+                not host or not (port.isascii() and port.isdigit()) or int(port) > 65535,
                 f"listen={listen!r} must be HOST:PORT, such as 0.0.0.0:8443 or [::]:8443",
             ),
             ((tls_cert is None) is not (tls_key is None), "tls_cert and tls_key belong together: set both, or none"),
@@ -128,6 +130,7 @@ class Listening:
             if holds:
                 raise ConfigError(message)
         certificate = None if tls_cert is None or tls_key is None else (tls_cert, tls_key)
+        _check_certificate(certificate)
         return cls(host=host, port=int(port), certificate=certificate, public_url=public_url)
 
     def url(self, port: int) -> str:
@@ -136,6 +139,20 @@ class Listening:
             return self.public_url.rstrip("/").removesuffix("/v1")
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'http' if self.certificate is None else 'https'}://{host}:{port}"
+
+
+def _check_certificate(certificate: tuple[str, str] | None) -> None:
+    """Raises ConfigError if the files cannot be used, which a server would only find out in its thread."""
+    if certificate is None:
+        return
+    try:
+        # an encrypted key is refused: without a password, ssl would ask at the terminal
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*certificate, password="")
+    except OSError as error:  # also SSLError
+        raise ConfigError(
+            f"tls_cert={certificate[0]!r} and tls_key={certificate[1]!r} cannot be used ({error}): they must be a certificate "
+            f"and its key in PEM form, and the key must not be encrypted"
+        ) from None
 
 
 LOCAL = Listening()
@@ -151,10 +168,11 @@ _DIALECTS: Mapping[str, Dialect] = {
 class Proxy:
     """The server. `add` and `remove` may be called from any thread.
 
-    Raises ConfigError if starlette or uvicorn is not installed.
+    Raises ConfigError if starlette or uvicorn is not installed, or the address or the certificate cannot be used.
     """
 
     def __init__(self, listening: Listening = LOCAL) -> None:
+        _check_certificate(listening.certificate)  # the files may have changed since the recipe was read
         self.listening = listening
         self._conversations: dict[str, AgentConversation] = {}
         self._ended: collections.OrderedDict[str, None] = collections.OrderedDict()
@@ -194,14 +212,15 @@ class Proxy:
         )
 
     def close(self) -> None:
-        """Stop the server and its thread."""
+        """Stop the server and its thread. Raises what the server failed with."""
         self._server.should_exit = True
         try:
             self._serving.result(timeout=_STOP_SECONDS)
         except TimeoutError:
             self._serving.cancel()
-        self._thread.stop()
-        self._socket.close()
+        finally:
+            self._thread.stop()
+            self._socket.close()
 
 
 class ProxyLease:
