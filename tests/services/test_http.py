@@ -363,6 +363,18 @@ def test_a_full_context_is_an_error_of_its_own(error: dict[str, Any]) -> None:
     assert len(server.asked) == 1  # not repeated
 
 
+def test_the_bound_of_an_answer_has_the_name_that_the_server_knows() -> None:
+    with serving(lambda *_: said()) as server:
+        endpoint = ChatEndpoint(server.url, "m", max_tokens_field="max_completion_tokens")
+        asyncio.run(endpoint.complete([{"role": "user", "content": "Hi"}], fields={"max_tokens": 9, "top_p": 0.5}))
+    (asked,) = server.asked
+    assert (asked["max_completion_tokens"], asked["top_p"], "max_tokens" in asked) == (9, 0.5, False)
+    with pytest.raises(
+        ConfigError, match=r"endpoint\.max_tokens_field='most' must be max_tokens or max_completion_tokens"
+    ):
+        ChatEndpoint(server.url, "m", max_tokens_field="most")
+
+
 def test_fields_of_the_request_replace_and_remove_those_of_turnwise_and_usage_is_read() -> None:
     usage = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
     with serving(lambda *_: Answer({"choices": [{"message": {"content": "x"}}], "usage": usage})) as server:

@@ -569,6 +569,7 @@ def text_context(
         options.model or config.model.path,
         api_key_env=options.api_key_env,
         request=options.request,
+        max_tokens_field=options.max_tokens_field,
         timeout=options.timeout,
         retries=options.retries,
         max_concurrent=config.max_concurrent,
@@ -579,7 +580,6 @@ def text_context(
     return TextContext(
         policies=policies,
         chat=endpoint,
-        max_tokens_field=options.max_tokens_field,
         chat_template_kwargs=config.model.chat_template_kwargs,
         make_environment=environments,
         sampling=sampled,

@@ -29,7 +29,8 @@ class FrozenPolicySection(Section):
     dtype: Literal["float32", "bfloat16"] | None = None
     """The data type of a local policy's parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
-    """4: a local policy is quantized to 4 bits when it is loaded. Null: it is not quantized."""
+    """4: a local policy is quantized to 4 bits when it is loaded. Null: it is not quantized, unless it shares the weights of the
+    trained model, which are as `model.quantization` says."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """The most memory for the KV cache of a local policy, in GiB. Null: 2."""
     endpoint: dict[NonEmpty, Any] | None = None

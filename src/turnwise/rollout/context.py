@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
 from turnwise.engines.engine import Batched, Engine, TokenSampler, WeightPublisher, WeightSource
@@ -147,8 +147,6 @@ class TextContext(ConversationContext):
     has no effect."""
 
     chat: ChatService
-    max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The name of the field of a request that bounds the tokens of the answer."""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the server's chat template, sent with each request: the recipe's; a row's are added."""
 

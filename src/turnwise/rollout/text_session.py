@@ -247,7 +247,7 @@ class TextSession:
         history = len(trajectory.previous_histories)
         messages, fields = request_messages(trajectory.messages, trajectory.turns, history=history), self._fields()
         try:
-            limited = {**fields, context.max_tokens_field: budget}
+            limited = {**fields, "max_tokens": budget}
             return await context.chat.complete(messages, tools=trajectory.tools, fields=limited)
         except ContextFullError:
             try:

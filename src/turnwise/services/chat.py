@@ -26,6 +26,7 @@ from turnwise.user_code.threads import run_in_thread
 
 # the protocol
 
+_BOUNDS = ("max_tokens", "max_completion_tokens")
 _RESERVED = ("messages", "model", "n", "stream", "tools")
 _CHARACTERS_PER_TOKEN = 4  # the usual estimate for English text
 _CONTEXT_FULL = ("context_length_exceeded", "context length", "context window", "maximum model length", "max_model_len")
@@ -66,9 +67,10 @@ class ChatEndpoint:
     """A chat model behind an OpenAI-compatible server: `POST url/chat/completions`.
 
     `api_key_env` names the environment variable that holds the key. `request` holds further fields of each request; a field that
-    turnwise sends too is replaced, and None removes the field. Requests without connection, without answer in `timeout` seconds,
-    or with status 5xx or 429 are repeated up to `retries` times. The pause before the first retry is `pause` seconds and doubles
-    with each retry, up to a minute, with a random part of up to half left out; if the server sends Retry-After, all requests wait
+    turnwise sends too is replaced, and None removes the field. `max_tokens_field` is the server's name of the field
+    `max_tokens`: OpenAI's reasoning models need `max_completion_tokens`. Requests without connection, without answer in `timeout`
+    seconds, or with status 5xx or 429 are repeated up to `retries` times. The pause before the first retry is `pause` seconds and
+    doubles with each retry, up to a minute, with a random part of up to half left out; if the server sends Retry-After, all requests wait
     for that time instead. At most `max_concurrent` requests run at once, at most `requests_per_minute` begin in a minute, and
     they use at most about `tokens_per_minute` tokens. These limits hold over all conversations.
 
@@ -82,6 +84,7 @@ class ChatEndpoint:
         *,
         api_key_env: str | None = None,
         request: Mapping[str, Any] | None = None,
+        max_tokens_field: str = "max_tokens",
         timeout: float = 30.0,
         retries: int = 3,
         pause: float = 1.0,
@@ -90,7 +93,10 @@ class ChatEndpoint:
         tokens_per_minute: float | None = None,
     ) -> None:
         self._model, self._request = model, dict(request or {})
+        self._max_tokens_field = max_tokens_field
         self._counts_tokens = tokens_per_minute is not None
+        if max_tokens_field not in _BOUNDS:
+            raise ConfigError(f"endpoint.max_tokens_field={max_tokens_field!r} must be {' or '.join(_BOUNDS)}")
         if taken := [name for name in _RESERVED if name in self._request]:
             raise ConfigError(f"endpoint.request has {taken[0]!r}, which is set by turnwise: remove it")
         headers: tuple[tuple[str, str], ...] = ()
@@ -123,14 +129,17 @@ class ChatEndpoint:
     async def complete(
         self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] = (), fields: Mapping[str, Any] | None = None
     ) -> ChatAnswer:
-        """The answer to the last message. `fields` are further fields of this request.
+        """The answer to the last message. `fields` are further fields of this request; `max_tokens` bounds the answer.
 
         Raises ServiceError, with status and body, if there is no answer; ContextFullError if the context of the model is full.
         """
         question: dict[str, Any] = {"model": self._model, "messages": list(messages)}
         if tools:
             question["tools"] = list(tools)
-        for name, value in {**(fields or {}), **self._request}.items():
+        own = {
+            self._max_tokens_field if name == "max_tokens" else name: value for name, value in (fields or {}).items()
+        }
+        for name, value in {**own, **self._request}.items():
             if value is not None:
                 question[name] = value
         estimated = self._estimate(question)
@@ -151,7 +160,7 @@ class ChatEndpoint:
         if not self._counts_tokens:
             return 0
         prompt = len(json.dumps([question["messages"], question.get("tools")], default=str)) // _CHARACTERS_PER_TOKEN
-        most = question.get("max_tokens", question.get("max_completion_tokens"))
+        most = next((question[name] for name in _BOUNDS if name in question), None)
         return prompt + round(self._mean_answer.value(most if isinstance(most, int) else 0))
 
     def _parse(self, answer: Mapping[str, Any]) -> ChatAnswer:
