@@ -66,13 +66,14 @@ class ChatService(Protocol):
 class ChatEndpoint:
     """A chat model behind an OpenAI-compatible server: `POST url/chat/completions`.
 
-    `api_key_env` names the environment variable that holds the key. `request` holds further fields of each request; a field that
-    turnwise sends too is replaced, and None removes the field. `max_tokens_field` is the server's name of the field
-    `max_tokens`: OpenAI's reasoning models need `max_completion_tokens`. Requests without connection, without answer in `timeout`
-    seconds, or with status 5xx or 429 are repeated up to `retries` times. The pause before the first retry is `pause` seconds and
-    doubles with each retry, up to a minute, with a random part of up to half left out; if the server sends Retry-After, all requests wait
-    for that time instead. At most `max_concurrent` requests run at once, at most `requests_per_minute` begin in a minute, and
-    they use at most about `tokens_per_minute` tokens. These limits hold over all conversations.
+    `api_key_env` names the environment variable that holds the key. `request` holds further fields of each request; a field
+    that turnwise sends too is replaced, and None removes the field. `max_tokens_field` is the server's name of the field
+    `max_tokens`: OpenAI's reasoning models need `max_completion_tokens`. Requests without connection, without answer in
+    `timeout` seconds, or with status 5xx or 429 are repeated up to `retries` times. The pause before the first retry is `pause`
+    seconds and doubles with each retry, up to a minute, with a random part of up to half left out; if the server sends
+    Retry-After, all requests wait for that time instead. At most `max_concurrent` requests run at once, at most
+    `requests_per_minute` begin in a minute, and they use at most about `tokens_per_minute` tokens. These limits hold over all
+    conversations.
 
     Raises ConfigError if an option is invalid or the environment variable of the key is not set.
     """
