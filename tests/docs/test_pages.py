@@ -418,7 +418,7 @@ def test_the_program_of_the_page_is_trained_with_and_its_tokens_are_exact(tmp_pa
 @pytest.mark.slow
 def test_the_function_of_the_page_runs(tmp_path: Path) -> None:
     recipe = yaml.safe_load(block("# agent.yaml"))
-    recipe |= yaml.safe_load(block("environment:"))
+    recipe |= yaml.safe_load(block("environment:\n  use: turnwise.environments.agents:AgentFunction"))
     recipe["data"] = {"train": "rows.jsonl"}
     del recipe["train"], recipe["output"]
     rows = (ROOT / "demo" / "train.jsonl").read_text(encoding="utf-8").splitlines()[:3]

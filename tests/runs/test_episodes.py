@@ -19,6 +19,7 @@ from support.training import train_run
 from turnwise import assembly
 from turnwise.assembly.engines import rollout_worker, worker_recipe
 from turnwise.cli import main
+from turnwise.config.policy_checks import refuse_unusable_policies
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
@@ -345,13 +346,13 @@ def test_without_training_the_reference_model_is_that_of_reference_path(
 ) -> None:
     other = save_model(tmp_path / "other", seed=9)
     recipe, _ = load(opponents, ["policies={past: {reference: true}}"])
-    evaluated = assembly.engine_model(recipe)
+    evaluated: Any = assembly.engine_model(recipe)
     renderer, sampled = assembly.renderer(recipe), assembly.sampling(recipe)
     with pytest.raises(ConfigError, match="without training there is no model before training"):
         assembly.frozen_policies(recipe, renderer, evaluated, sampled)
     with_path = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"path": str(other)})})
     engine: Any = assembly.frozen_policies(with_path, renderer, evaluated, sampled)["past"].engine
-    expected = assembly.engine_model(
+    expected: Any = assembly.engine_model(
         recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
     )
     (played, own, wanted) = (one.get_input_embeddings().weight for one in (engine._model, evaluated, expected))
@@ -365,6 +366,52 @@ def test_without_training_the_reference_model_is_that_of_reference_path(
     for config in (recipe, with_path):
         with pytest.raises(ConfigError, match="changes the weights of the model here"):
             asyncio.run(serve(config))
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        ("sampling.response_format={type: json_object}", "response_format"),
+        ("tool_calls.choice=required", "tool_choice"),
+    ],
+)
+def test_a_form_of_turns_that_a_policy_on_a_server_would_ignore_is_refused(
+    opponents: Path, asked: str, field: str
+) -> None:
+    def check(request: str) -> None:
+        endpoint = f"{{url: u, model: m, request: {{{request}}}}}"
+        options = [f"policies={{a: {{endpoint: {endpoint}}}}}", "deterministic=false", asked]
+        refuse_unusable_policies(load(opponents, options)[0])
+
+    with pytest.raises(ConfigError, match=rf"also holds for the policy 'a'.*endpoint\.request\.{field}"):
+        check("seed: null")
+    check(f"{field}: null")
+
+
+def test_a_policy_with_another_template_has_the_recipes_options_as_far_as_it_takes_them(
+    opponents: Path, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def variant(name: str, reads: str) -> Path:
+        path = save_model(tmp_path / name)
+        template = path / "chat_template.jinja"
+        template.write_text(reads + template.read_text(encoding="utf-8"), encoding="utf-8")
+        return path
+
+    thinking = "{% if enable_thinking is defined and not enable_thinking %}NOTHINK {% endif %}"
+    trained, reads, other = variant("trained", thinking), variant("reads", f"X {thinking}"), variant("other", "Y ")
+    options = ["model.chat_template_kwargs={enable_thinking: false}", "sampling.response_format={type: json_object}"]
+    config, _ = load(opponents, [f"model.path={trained}", f"policies={{reads: '{reads}', other: '{other}'}}", *options])
+    renderer = assembly.renderer(config)
+    made = assembly.frozen_policies(config, renderer, None, assembly.sampling(config))
+    for name, arguments in (("reads", {"enable_thinking": False}), ("other", {})):
+        own = made[name].renderer
+        assert own is not None
+        assert own is not renderer
+        assert (own.template.arguments, own.constrained) == (arguments, renderer.constrained)
+    assert [record.message for record in caplog.records if "enable_thinking" in record.message] == [
+        "the policy 'other' is prompted without model.chat_template_kwargs ['enable_thinking']: its chat template never "
+        "reads them"
+    ]
 
 
 def test_an_agent_with_an_unknown_policy_or_a_trained_one_fails_its_conversation(

@@ -420,7 +420,7 @@ def renderer(config: Config, source: str | Path | None = None) -> Renderer:
     return Renderer.from_pretrained(
         source or config.model.path,
         sanity=config.tokenization_sanity_check,
-        tool_format=_tool_format(config),
+        tool_format=tool_format(config),
         chat_template_kwargs=config.model.chat_template_kwargs,
         describe_tools=config.tool_calls.describe,
         unchecked=config.override_checks,
@@ -465,7 +465,7 @@ def _refuse_constraint(config: Config) -> None:
             raise ConfigError(f"tool_calls.constrain, tool_calls.choice, sampling.response_format: {message}")
 
 
-def _tool_format(config: Config) -> str | ToolFormat:
+def tool_format(config: Config) -> str | ToolFormat:
     """The format of tool calls: a name, a format that the recipe describes, or one of the user. Raises ConfigError."""
     use = config.tool_format
     described = use.use == DESCRIBED

@@ -7,11 +7,17 @@ engine is the embedded one, whatever samples the trained model, because its toke
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
+from turnwise.assembly.conversations import constrained, tool_format
 from turnwise.assembly.learners import model_source
+from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.template_arguments import reads_argument
+from turnwise.chat.template_profile import TemplateProblem
 from turnwise.config.policy_checks import refuse_unknown_reference, refuse_unusable_policies
 from turnwise.errors import ConfigError
 from turnwise.models.device import known_dtype
@@ -27,6 +33,8 @@ if TYPE_CHECKING:
     from turnwise.models.loading import ModelSource
 
 __all__ = ["frozen_policies", "policy_sources"]
+
+_log = logging.getLogger(__name__)
 
 
 def frozen_policies(
@@ -130,16 +138,40 @@ def _renderer(policy: FrozenPolicySection, config: Config, renderer: Renderer | 
         of_model = path if (base := adapter_base(path)) is None else base
         if of_model == config.model.path:
             return renderer
-    made = Renderer.from_pretrained(
-        path,
-        sanity=config.tokenization_sanity_check,
-        unchecked=config.override_checks,
-        escape_control_tokens=config.data.escape_control_tokens,
-    )
+    made = _of_path(policy.name, path, config, constrained(config) if renderer is None else renderer.constrained)
     equal = renderer is not None and fingerprint.of_tokenizer(made.tokenizer) == fingerprint.of_tokenizer(
         renderer.tokenizer
     )
     return renderer if equal and renderer is not None else made
+
+
+def _of_path(name: str, path: str, config: Config, form: Constrained) -> Renderer:
+    """The renderer of another model with the recipe's options of prompts, as far as its template takes them: arguments that it
+    never reads are left out, and options of tools that it does not need. Raises TemplateError."""
+
+    load = functools.partial(
+        Renderer.from_pretrained,
+        path,
+        sanity=config.tokenization_sanity_check,
+        unchecked=config.override_checks,
+        escape_control_tokens=config.data.escape_control_tokens,
+        constrained=form,
+    )
+    plain = load()
+    given = config.model.chat_template_kwargs
+    arguments = {key: value for key, value in given.items() if reads_argument(key, plain.template.source)}
+    if unread := [key for key in given if key not in arguments]:
+        _log.warning(
+            "the policy %r is prompted without model.chat_template_kwargs %s: its chat template never reads them",
+            name,
+            unread,
+        )
+    options: dict[str, Any] = {"chat_template_kwargs": arguments}
+    if isinstance(plain.profile.tool_format, TemplateProblem):  # the template does not show how its model writes calls
+        options["tool_format"] = tool_format(config)
+    if not plain.profile.messages.describes_tools:
+        options["describe_tools"] = config.tool_calls.describe
+    return load(**options)
 
 
 def _endpoint(policy: FrozenPolicySection, config: Config) -> ChatEndpoint:

@@ -28,6 +28,12 @@ _GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 _WORDS_FOR_VALUES = {"true": "true", "false": "false", "none": "null", "null": "null"}
 
 
+def reads_argument(name: str, source: str) -> bool:
+    """Whether the template with this Jinja `source` may read the argument `name`."""
+    read = _names_read(source)
+    return read is None or name in read
+
+
 def refuse_unread_arguments(arguments: Mapping[str, Any], source: str, where: str) -> None:
     """Raises TemplateError unless the template with this Jinja `source` reads every one of the `arguments`.
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 
@@ -29,6 +32,16 @@ def refuse_unusable_policies(config: Config) -> None:
                 f"the OpenAI protocol: set its min_p=0",
             ),
             (
+                _server_is_free(config.sampling.response_format is not None, policy.endpoint, "response_format"),
+                f"sampling.response_format also holds for the policy {policy.name!r}, and turnwise samples no grammar on a "
+                f"server: write its own into endpoint.request.response_format, or null there for free text",
+            ),
+            (
+                _server_is_free(config.tool_calls.choice == "required", policy.endpoint, "tool_choice"),
+                f"tool_calls.choice=required also holds for the policy {policy.name!r}, and turnwise samples no grammar on a "
+                f"server: write endpoint.request.tool_choice=required, or null there for free turns",
+            ),
+            (
                 policy.reference and elsewhere is not None,
                 f"the policy {policy.name!r} is the reference model, which samples in the process that trains, and the recipe "
                 f"has {elsewhere}: give the policy a path",
@@ -37,6 +50,12 @@ def refuse_unusable_policies(config: Config) -> None:
         for holds, message in problems:
             if holds:
                 raise ConfigError(message)
+
+
+def _server_is_free(asked: bool, endpoint: Mapping[str, Any] | None, field: str) -> bool:
+    """Whether a form is asked for that a policy on a server would ignore, because its request has no such field of its own."""
+    request = None if endpoint is None else endpoint.get("request")
+    return asked and endpoint is not None and not (isinstance(request, Mapping) and field in request)
 
 
 def refuse_reference(config: Config) -> None:
