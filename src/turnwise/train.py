@@ -30,6 +30,7 @@ from turnwise.training.batch import (
     Batch,
     divide_evenly,
     has_gradient,
+    outside_of_grammar,
     set_trainer_logprobs,
     share_saved,
     stale_without_logprobs,
@@ -156,13 +157,13 @@ def _nothing_to_train_on(run: TrainingRun, groups: Sequence[Group]) -> str:
 
 def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
     """Set the weights of turns. Before credit: a trajectory that fails here must be in no statistics of its group."""
-    kinds = run.learner.requirements.logprob_kinds
+    kinds, masks = run.learner.requirements.logprob_kinds, run.inputs.renderer.masks
     for group in groups:
         for trajectory in group.trajectories:
             run.weigh_turns(trajectory)
             for each in (trajectory, *trajectory.agents):
                 # without log-probabilities of the weights that sampled them, old tokens have no importance ratio
-                problem = stale_without_logprobs(each, kinds=kinds, version=run.step)
+                problem = stale_without_logprobs(each, kinds=kinds, version=run.step) or outside_of_grammar(each, masks)
                 if problem is not None and not each.failed:
                     each.fail(problem)
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,21 @@ from turnwise.record.reader import read_lines
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
+from turnwise.train import _weigh
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
-from turnwise.types import AnswerFormat, Group, Opening, Reply, Row, Sampling, SamplingChange, Trajectory, Turn
+from turnwise.types import (
+    AnswerFormat,
+    Group,
+    LogprobKind,
+    Opening,
+    Reply,
+    Row,
+    Sampling,
+    SamplingChange,
+    Trajectory,
+    Turn,
+)
 
 SCHEMA = {"type": "object", "properties": {"q": {"enum": ["a", "bc"]}, "n": {"type": "boolean"}}, "required": ["q"]}
 THINKS = CHATML.replace(
@@ -219,6 +232,15 @@ def test_a_token_that_the_grammar_forbids_is_told() -> None:
         pack([one], masks=renderer.masks)
     with pytest.raises(GrammarError, match="nothing here computes the masks"):
         pack([one])
+    run: Any = SimpleNamespace(
+        learner=SimpleNamespace(requirements=SimpleNamespace(logprob_kinds=tuple(LogprobKind))),
+        inputs=SimpleNamespace(renderer=renderer),
+        weigh_turns=lambda trajectory: None,
+        step=0,
+    )
+    _weigh(run, [Group(id="g", row=one.row, trajectories=[one])])  # before an update, it fails alone
+    assert one.error is not None
+    assert f"token {constraint.start} of a segment" in one.error.message
 
 
 def test_a_schema_that_cannot_be_a_grammar_is_refused_with_the_place() -> None:

@@ -801,6 +801,20 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
     return None
 
 
+def outside_of_grammar(trajectory: Trajectory, masks: TokenMasks) -> Failure | None:
+    """Why a trajectory cannot be trained on that has a token which the grammar of its turn does not allow, or None if it can."""
+    weights_of_turns = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
+    if all(turn.constraint is None for turn in trajectory.turns):
+        return None
+    for segment in trajectory.segments:
+        turn = np.array(segment.turn, dtype=np.int64)
+        try:
+            _allowed_of(trajectory, segment, np.where(turn >= 0, weights_of_turns[turn], 0.0), masks)
+        except GrammarError as error:
+            return Failure("engine", str(error))
+    return None
+
+
 def _branches_of_all(
     counted: Sequence[tuple[Trajectory, list[float]]],
     shares: Sequence[Sequence[float]],
