@@ -35,7 +35,7 @@ from turnwise.runs.replay import replay
 from turnwise.types import Trajectory
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-GAME = '''
+LIKING = """
 from turnwise import Opening, Reply, SamplingChange, current_episode, environment
 
 CUT = SamplingChange(max_tokens=4, answers_cut=True)
@@ -44,6 +44,9 @@ def liking(turn):
     ids = turn.completion.token_ids if turn.completion else turn.text.encode()
     return sum((n + 1) * token for n, token in enumerate(ids)) % 97 / 97
 
+"""
+"""How the files of both games begin: a number of a turn's tokens."""
+GAME = '''
 @environment
 async def game(row):
     """Two sides; a referee that is not trained on sees both."""
@@ -61,7 +64,7 @@ async def game(row):
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
-    (tmp_path / "game.py").write_text(GAME, encoding="utf-8")
+    (tmp_path / "game.py").write_text(LIKING + GAME, encoding="utf-8")
     rows = {"train": str(save_rows(tmp_path / "train.jsonl", 4)), "eval": str(save_rows(tmp_path / "eval.jsonl", 2))}
     return save_recipe(
         tmp_path,
@@ -76,14 +79,6 @@ def recipe(model: Path, tmp_path: Path) -> Path:
 
 
 OPPONENTS = """
-from turnwise import Opening, Reply, SamplingChange, current_episode, environment
-
-CUT = SamplingChange(max_tokens=4, answers_cut=True)
-
-def liking(turn):
-    ids = turn.completion.token_ids if turn.completion else turn.text.encode()
-    return sum((n + 1) * token for n, token in enumerate(ids)) % 97 / 97
-
 @environment
 async def game(row, policies=("past", "still")):
     episode = current_episode()
@@ -240,7 +235,7 @@ def test_self_play_comes_to_the_equilibrium_on_average(model: Path, tmp_path: Pa
 
 @pytest.fixture
 def opponents(recipe: Path, tmp_path: Path) -> Path:
-    (tmp_path / "game.py").write_text(OPPONENTS, encoding="utf-8")
+    (tmp_path / "game.py").write_text(LIKING + OPPONENTS, encoding="utf-8")
     return recipe
 
 
@@ -285,7 +280,7 @@ def test_what_a_policy_is_made_of_is_what_the_recipe_says(opponents: Path, model
     overrides = [f"policies={{other: {{path: '{model}', {of_policy}}}, base: '{model}'}}", "model.lora=4"]
     config, _ = load(opponents, [*overrides, "sampling.temperature=0.7"])
     whole: Any = assembly.engine_model(config, adapter=True)
-    made = assembly.frozen_policies(config, assembly.renderer(config), whole, assembly.sampling(config))
+    made = assembly.frozen_policies(config, assembly.renderer(config), whole)
     sampled = made["other"].sampling
     assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.min_p) == (0.7, 0.5, 3, 0.1)
     engines: Any = [made[name].engine for name in ("other", "base")]
@@ -347,11 +342,11 @@ def test_without_training_the_reference_model_is_that_of_reference_path(
     other = save_model(tmp_path / "other", seed=9)
     recipe, _ = load(opponents, ["policies={past: {reference: true}}"])
     evaluated: Any = assembly.engine_model(recipe)
-    renderer, sampled = assembly.renderer(recipe), assembly.sampling(recipe)
+    renderer = assembly.renderer(recipe)
     with pytest.raises(ConfigError, match="without training there is no model before training"):
-        assembly.frozen_policies(recipe, renderer, evaluated, sampled)
+        assembly.frozen_policies(recipe, renderer, evaluated)
     with_path = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"path": str(other)})})
-    engine: Any = assembly.frozen_policies(with_path, renderer, evaluated, sampled)["past"].engine
+    engine: Any = assembly.frozen_policies(with_path, renderer, evaluated)["past"].engine
     expected: Any = assembly.engine_model(
         recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
     )
@@ -402,7 +397,7 @@ def test_a_policy_with_another_template_has_the_recipes_options_as_far_as_it_tak
     options = ["model.chat_template_kwargs={enable_thinking: false}", "sampling.response_format={type: json_object}"]
     config, _ = load(opponents, [f"model.path={trained}", f"policies={{reads: '{reads}', other: '{other}'}}", *options])
     renderer = assembly.renderer(config)
-    made = assembly.frozen_policies(config, renderer, None, assembly.sampling(config))
+    made = assembly.frozen_policies(config, renderer, None)
     for name, arguments in (("reads", {"enable_thinking": False}), ("other", {})):
         own = made[name].renderer
         assert own is not None

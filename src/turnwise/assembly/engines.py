@@ -24,7 +24,6 @@ from typing import Any
 
 from turnwise.assembly.conversations import environment_factory, rollout_context
 from turnwise.assembly.conversations import renderer as build_renderer
-from turnwise.assembly.conversations import sampling as training_sampling
 from turnwise.assembly.learners import model_source
 from turnwise.assembly.policies import frozen_policies
 from turnwise.chat.renderer import Renderer
@@ -501,7 +500,7 @@ async def conversation_host(
             from turnwise.models.precision import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
-        policies = frozen_policies(config, renderer, model, training_sampling(config))
+        policies = frozen_policies(config, renderer, model)
         sampling = engine(config, renderer, model, updated=True, owner=owner or Owner())
         try:
             await sampling.start()

@@ -8,7 +8,7 @@ imports no torch.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
@@ -96,24 +96,38 @@ def _reference(config: Config, before_training: str | Path | None) -> ReferenceS
     return section.model_copy(update={"path": path})
 
 
+def frozen_source(
+    config: Config, path: str, *, dtype: Literal["float32", "bfloat16"] | None, bits: Literal[4] | None
+) -> ModelSource | None:
+    """A model beside the trained one that is never trained, to be loaded. None: it is the trained model without its adapter."""
+    base = config.model.lora.rank is not None and path == config.model.path
+    # in another precision than the trained model, it is another model
+    shared = base and bits is None and (dtype or known_dtype(config)) == known_dtype(config)
+    return None if shared else frozen_copy(config, path, dtype=dtype, bits=bits)
+
+
+def frozen_copy(
+    config: Config, path: str, *, dtype: Literal["float32", "bfloat16"] | None, bits: Literal[4] | None
+) -> ModelSource:
+    """A model that is never trained, with weights of its own. `dtype` None: that of the trained model."""
+    changes = {
+        "path": path,
+        "lora": LoraSection(),
+        "adapter": None,
+        "gradient_checkpointing": False,
+        "gguf_file": None,
+        "quantization": QuantizationSection(bits=bits),
+        "dtype": dtype or known_dtype(config),
+    }
+    return model_source(config).model_copy(update=changes)
+
+
 def teacher_sources(config: Config) -> dict[str, ModelSource | None]:
     """The local teachers of the recipe by their names, to be loaded. None: the trained model without its adapter."""
     sources: dict[str, ModelSource | None] = {}
     for teacher in config.teacher.local:
         assert teacher.path is not None
-        changes = {
-            "path": teacher.path,
-            "lora": LoraSection(),
-            "adapter": None,
-            "gradient_checkpointing": False,
-            "gguf_file": None,
-            "quantization": QuantizationSection(bits=teacher.bits),
-            "dtype": teacher.dtype or known_dtype(config),
-        }
-        base = config.model.lora.rank is not None and teacher.path == config.model.path
-        # in another precision than the student, it is another model
-        shared = base and teacher.bits is None and changes["dtype"] == known_dtype(config)
-        sources[teacher.name] = None if shared else model_source(config).model_copy(update=changes)
+        sources[teacher.name] = frozen_source(config, teacher.path, dtype=teacher.dtype, bits=teacher.bits)
     return sources
 
 

@@ -6,24 +6,22 @@ engine is the embedded one, whatever samples the trained model, because its toke
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import logging
 from typing import TYPE_CHECKING, Any
 
-from turnwise.assembly.conversations import constrained, tool_format
-from turnwise.assembly.learners import model_source
+from turnwise.assembly.conversations import constrained, stand_ins, tool_format
+from turnwise.assembly.learners import frozen_copy, frozen_source, model_source
 from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.template_arguments import reads_argument
 from turnwise.chat.template_profile import TemplateProblem
 from turnwise.config.policy_checks import refuse_unknown_reference, refuse_unusable_policies
 from turnwise.errors import ConfigError
-from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length
 from turnwise.options.policies import FrozenPolicySection
-from turnwise.options.schema import Config, LoraSection, QuantizationSection
+from turnwise.options.schema import Config
 from turnwise.rollout.context import FrozenPolicy
 from turnwise.services.chat import ChatEndpoint
 from turnwise.training import fingerprint
@@ -41,23 +39,23 @@ def frozen_policies(
     config: Config,
     renderer: Renderer | None,
     model: Any | None,
-    sampled: Sampling,
     *,
     reference: Any | None = None,
 ) -> dict[str, FrozenPolicy]:
     """The policies of a recipe by their names, with their models loaded.
 
     `renderer` is that of the trained model, and `model` the model that the embedded engine samples from, if there is one.
-    `reference` is the reference model of a training run; without training, it is the model of `reference.path`. `sampled` is the
-    distribution of `sampling`. Raises ConfigError if a policy cannot be used, or its model not be loaded.
+    `reference` is the reference model of a training run; without training, it is the model of `reference.path`. Raises
+    ConfigError if a policy cannot be used, or its model not be loaded.
     """
     refuse_unusable_policies(config)
     if reference is None:
         refuse_unknown_reference(config)
     sources = policy_sources(config)
+    sampled = stand_ins(config)
     made: dict[str, FrozenPolicy] = {}
     for policy in config.policies:
-        own = dataclasses.replace(sampled, **policy.sampling)
+        own = sampled[policy.name].sampling
         if policy.endpoint is not None:
             made[policy.name] = FrozenPolicy(sampling=own, chat=_endpoint(policy, config))
             continue
@@ -81,19 +79,10 @@ def policy_sources(config: Config) -> dict[str, ModelSource | None]:
         if policy.path is None:
             sources[policy.name] = None
             continue
-        changes = {
-            "path": policy.path,
-            "lora": LoraSection(),
-            "adapter": None,
-            "gradient_checkpointing": False,
-            "gguf_file": None,
-            "quantization": QuantizationSection(bits=policy.bits),
-            "dtype": policy.dtype or known_dtype(config),
-        }
-        base = config.model.lora.rank is not None and policy.path == config.model.path
-        same = base and policy.bits is None and changes["dtype"] == known_dtype(config)
-        shared = same and config.engine.embedded is not None
-        sources[policy.name] = None if shared else model_source(config).model_copy(update=changes)
+        source = frozen_source(config, policy.path, dtype=policy.dtype, bits=policy.bits)
+        if source is None and config.engine.embedded is None:  # the weights are not in this process
+            source = frozen_copy(config, policy.path, dtype=policy.dtype, bits=policy.bits)
+        sources[policy.name] = source
     return sources
 
 
@@ -166,12 +155,12 @@ def _of_path(name: str, path: str, config: Config, form: Constrained) -> Rendere
             name,
             unread,
         )
-    options: dict[str, Any] = {"chat_template_kwargs": arguments}
+    options: dict[str, Any] = {"chat_template_kwargs": arguments} if arguments else {}
     if isinstance(plain.profile.tool_format, TemplateProblem):  # the template does not show how its model writes calls
         options["tool_format"] = tool_format(config)
-    if not plain.profile.messages.describes_tools:
+    if not plain.profile.messages.describes_tools and config.tool_calls.describe != "template":
         options["describe_tools"] = config.tool_calls.describe
-    return load(**options)
+    return load(**options) if options else plain
 
 
 def _endpoint(policy: FrozenPolicySection, config: Config) -> ChatEndpoint:

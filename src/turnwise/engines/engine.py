@@ -229,21 +229,10 @@ class CopiedWeights(SharedWeights):
 # Batches: the requests of all running conversations at once
 
 
-class Batched:
-    """Sends the requests of `conversations` to `engine` in batches. A batch does not wait for released conversations."""
+class _Forwards:
+    """What an adapter of an engine leaves to the engine: all but the requests."""
 
-    def __init__(self, engine: Engine, conversations: Iterable[str]) -> None:
-        self._engine = engine
-        self._order = {conversation: (index, 0) for index, conversation in enumerate(conversations)}
-        """The place of a conversation in a batch; an agent's place is behind the conversation that opened it."""
-        self._running = set(self._order)
-        """Conversations that are not released."""
-        self._asked: dict[str, set[str]] = {}
-        """By conversation: the agents of the episode whose turns its environment awaits. Their requests stand for its request."""
-        self._waiting: dict[str, _Pending] = {}
-        """Requests of the next batch, by conversation."""
-        self._batch: asyncio.Task[None] | None = None
-        """The last batch. The event loop keeps only weak references to tasks."""
+    _engine: Engine
 
     @property
     def version(self) -> int:
@@ -259,6 +248,32 @@ class Batched:
 
     async def start(self) -> None:
         await self._engine.start()
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        await self._engine.load_weights(version, weights)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return self._engine.publisher(learner)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class Batched(_Forwards):
+    """Sends the requests of `conversations` to `engine` in batches. A batch does not wait for released conversations."""
+
+    def __init__(self, engine: Engine, conversations: Iterable[str]) -> None:
+        self._engine = engine
+        self._order = {conversation: (index, 0) for index, conversation in enumerate(conversations)}
+        """The place of a conversation in a batch; an agent's place is behind the conversation that opened it."""
+        self._running = set(self._order)
+        """Conversations that are not released."""
+        self._asked: dict[str, set[str]] = {}
+        """By conversation: the agents of the episode whose turns its environment awaits. Their requests stand for its request."""
+        self._waiting: dict[str, _Pending] = {}
+        """Requests of the next batch, by conversation."""
+        self._batch: asyncio.Task[None] | None = None
+        """The last batch. The event loop keeps only weak references to tasks."""
 
     def beside(self, engine: Engine) -> BesideBatched:
         """Another engine for some of the conversations, such as that of a frozen policy: its requests are in the batches."""
@@ -304,15 +319,6 @@ class Batched:
             agents.discard(conversation)
         self._start_if_complete()
 
-    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        await self._engine.load_weights(version, weights)
-
-    def publisher(self, learner: WeightSource) -> WeightPublisher:
-        return self._engine.publisher(learner)
-
-    async def close(self) -> None:
-        await self._engine.close()
-
     def _is_ready(self, conversation: str) -> bool:
         """Whether the conversation has sent its request, or all the agents that its environment awaits have."""
         agents = self._asked.get(conversation)
@@ -343,27 +349,12 @@ class Batched:
             pending.finished.set()
 
 
-class BesideBatched:
+class BesideBatched(_Forwards):
     """An engine whose requests are parts of the batches of another one. Its weights do not change."""
 
     def __init__(self, batched: Batched, engine: Engine) -> None:
         self._batched = batched
         self._engine = engine
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    @property
-    def context(self) -> int | None:
-        return longest_sequence(self._engine)
-
-    @property
-    def constrains(self) -> bool:
-        return can_constrain(self._engine)
-
-    async def start(self) -> None:
-        await self._engine.start()
 
     async def generate(self, request: Request) -> Completion:
         return await self._batched.generate_with(self._engine, request)
@@ -371,15 +362,6 @@ class BesideBatched:
     def release(self, conversation: str) -> None:
         self._engine.release(conversation)
         self._batched.forget(conversation)
-
-    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
-        await self._engine.load_weights(version, weights)
-
-    def publisher(self, learner: WeightSource) -> WeightPublisher:
-        return self._engine.publisher(learner)
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 class _Pending:

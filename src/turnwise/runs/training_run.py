@@ -184,7 +184,7 @@ def _policies(config: Config, renderer: Renderer, model: Any | None, learner: Le
     if config.runs_conversations_elsewhere is not None:
         return {}
     reference = assembly.reference_model(config, learner)
-    return assembly.frozen_policies(config, renderer, model, assembly.sampling(config), reference=reference)
+    return assembly.frozen_policies(config, renderer, model, reference=reference)
 
 
 def _critic_step(config: Config, critic: Critic | None, level: Literal["turn", "token"] | None) -> CriticStep | None:
