@@ -37,7 +37,7 @@ from turnwise.models.grammar import AllowedColumn, TokenMasks
 from turnwise.options.algorithm import LossSection
 from turnwise.training.losses import Targets
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
-from turnwise.types import Failure, LogprobKind, Media, Segment, Trajectory, Turn
+from turnwise.types import Constraint, Failure, LogprobKind, Media, Segment, Trajectory, Turn
 
 # Columns: one segment of a trajectory as arrays, up to its last target
 
@@ -157,12 +157,7 @@ def _allowed_of(
     trajectory: Trajectory, segment: Segment, weights: np.ndarray, masks: TokenMasks | None
 ) -> AllowedColumn | None:
     """What grammars allowed at the first tokens of a segment, as many as have `weights`; None if its targets had none."""
-    turn = np.array(segment.turn, dtype=np.int64)[: len(weights)]
-    constrained = [
-        (constraint, int(np.flatnonzero(turn == index)[-1]) + 1)
-        for index in np.unique(turn[weights > 0]).tolist()
-        if (constraint := trajectory.turns[index].constraint) is not None
-    ]
+    constrained = _constrained_turns(trajectory, segment, weights)
     if not constrained:
         return None
     if masks is None:
@@ -171,6 +166,16 @@ def _allowed_of(
             f"tokens: their log-probabilities would be those of another distribution"
         )
     return masks.column(segment.token_ids, len(weights), constrained)
+
+
+def _constrained_turns(trajectory: Trajectory, segment: Segment, weights: np.ndarray) -> list[tuple[Constraint, int]]:
+    """The constraints of the turns with a weight in a segment, each with the place after the turn's last token."""
+    turn = np.array(segment.turn, dtype=np.int64)[: len(weights)]
+    return [
+        (constraint, int(np.flatnonzero(turn == index)[-1]) + 1)
+        for index in np.unique(turn[weights > 0]).tolist()
+        if (constraint := trajectory.turns[index].constraint) is not None
+    ]
 
 
 def routes_of(segment: Segment, end: int) -> np.ndarray | None:
@@ -803,13 +808,14 @@ def stale_without_logprobs(trajectory: Trajectory, *, kinds: Collection[LogprobK
 
 def outside_of_grammar(trajectory: Trajectory, masks: TokenMasks) -> Failure | None:
     """Why a trajectory cannot be trained on that has a token which the grammar of its turn does not allow, or None if it can."""
-    weights_of_turns = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
     if all(turn.constraint is None for turn in trajectory.turns):
         return None
+    weights_of_turns = np.array([turn.weight for turn in trajectory.turns], dtype=np.float64)
     for segment in trajectory.segments:
         turn = np.array(segment.turn, dtype=np.int64)
+        weights = np.where(turn >= 0, weights_of_turns[turn], 0.0)
         try:
-            _allowed_of(trajectory, segment, np.where(turn >= 0, weights_of_turns[turn], 0.0), masks)
+            masks.check(segment.token_ids, _constrained_turns(trajectory, segment, weights))
         except GrammarError as error:
             return Failure("engine", str(error))
     return None
