@@ -21,6 +21,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +50,7 @@ from turnwise.options.algorithm import (
     TurnReturn,
 )
 from turnwise.options.schema import Config
-from turnwise.options.section import Section, Use, name_of, named_sections, shared_options
+from turnwise.options.section import Section, Use, name_of, named_sections
 from turnwise.record.metric_names import METRICS
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
@@ -81,13 +82,18 @@ def replace_block(page: str, name: str, body: str, *, by: str = "generated_pages
 # Options
 
 
+LONG = 5
+"""A description of more words than these is not repeated."""
+
+
 def option_table() -> str:
     """The options as Markdown, with a section for each section of a recipe."""
     named = named_sections(Config)
+    said: dict[tuple[str, str], str] = {}
     top = [
         (name, field) for name, field in Config.model_fields.items() if _section(field) is None and name not in named
     ]
-    sections = ["### At the top", "", *_rows(top, "")]
+    sections = ["### At the top", "", *_rows(top, "", said)]
     for name, field in Config.model_fields.items():
         section = _section(field)
         if name in named:
@@ -97,52 +103,94 @@ def option_table() -> str:
                 "",
                 f"### {name}",
                 "",
-                section.__doc__ or "",
+                _doc(section),
                 "",
-                *_rows(section.model_fields.items(), f"{name}."),
+                *_rows(section.model_fields.items(), f"{name}.", said),
             ]
     return "\n".join(sections)
 
 
+def _doc(section: type[Section]) -> str:
+    return " ".join((section.__doc__ or "").split())
+
+
 def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
-    """A table for each class of a section that is chosen by name, after the options that all classes share."""
-    shared = set[str].intersection(*(shared_options(classes[0], cls) for cls in classes))
-    base = next(base for base in classes[0].__mro__ if issubclass(base, Section) and set(base.model_fields) == shared)
-    if shared:
-        yield from ("", f"### {key}", "", base.__doc__ or "", "", *_rows(base.model_fields.items(), f"{key}."))
-    for cls in classes:
-        # also a shared option with another default
-        fields = [
-            (name, field)
-            for name, field in cls.model_fields.items()
-            if name != "name" and (name not in shared or field.default != base.model_fields[name].default)
-        ]
-        yield from ("", f"### {key}, `{key}.name: {name_of(cls)}`", "", cls.__doc__ or "")
-        if fields:
-            yield from ("", *_rows(fields, f"{key}."))
+    """What each name of a section means, and one table of their options: an option that several names have stands once."""
+    yield from ("", f"### {key}", "")
+    yield from (f"- `{name_of(cls)}`: {_doc(cls)}" for cls in classes)
+    found: dict[tuple[str, str], list[tuple[type[Section], FieldInfo]]] = {}
+    for cls in sorted(classes, key=lambda cls: not _has_own_options(cls, classes)):
+        for name, field in cls.model_fields.items():
+            if name != "name":
+                found.setdefault((name, _what(f"{key}.{name}", field)), []).append((cls, field))
+    yield from ("", f"| option | `{key}.name` | default | what | resume |", "|---|---|---|---|---|")
+    order = list(dict.fromkeys(name for name, _ in found))
+    for (name, what), of in sorted(
+        found.items(), key=lambda item: (len(item[1]) < len(classes), order.index(item[0][0]))
+    ):
+        names = "all" if len(of) == len(classes) else ", ".join(f"`{name_of(cls)}`" for cls, _ in of)
+        yield f"| `{key}.{name}` | {names} | {_defaults(of)} | {what} | {_resume(f'{key}.{name}')} |"
 
 
-def _rows(fields: Any, prefix: str) -> Iterator[str]:
-    yield "| option | default | what | may change on resume |"
+def _has_own_options(cls: type[Section], classes: Sequence[type[Section]]) -> bool:
+    return any(set(cls.model_fields) > set(other.model_fields) for other in classes)
+
+
+def _defaults(of: Sequence[tuple[type[Section], FieldInfo]]) -> str:
+    """The default that most names have, and those of the others."""
+    said = [(name_of(cls), _default(field)) for cls, field in of]
+    usual = Counter(default for _, default in said).most_common(1)[0][0]
+    return "; ".join([usual, *(f"`{name}`: {default}" for name, default in said if default != usual)])
+
+
+def _rows(fields: Any, prefix: str, said: dict[tuple[str, str], str]) -> Iterator[str]:
+    yield "| option | default | what | resume |"
     yield "|---|---|---|---|"
-    yield from _options(fields, prefix)
+    yield from _options(fields, prefix, said)
 
 
-def _options(fields: Any, prefix: str) -> Iterator[str]:
-    """A row for each option, also for those of a section inside a section (`model.lora.rank`)."""
+def _options(fields: Any, prefix: str, said: dict[tuple[str, str], str]) -> Iterator[str]:
+    """A row for each option, also for those of a section inside a section (`model.lora.rank`) and of the items of a list
+    (`policies[].path`). What an option of the same name has said already is a reference to it: `said` has the option by its
+    last name and its description."""
+    items: list[type[Section]] = []
     for name, field in fields:
         inner = _section(field)
         if inner is not None:
-            yield from _options(inner.model_fields.items(), f"{prefix}{name}.")
+            yield from _options(inner.model_fields.items(), f"{prefix}{name}.", said)
             continue
-        what = " ".join((field.description or "").split()).replace("|", "\\|")
-        choices = _choices(field.annotation)
-        what = f"{what} One of: {choices}." if choices else what
-        if not what.strip():
-            raise SystemExit(
-                f"scripts/generated_pages.py: the option {prefix}{name} has no description: write it below the field"
-            )
-        yield f"| `{prefix}{name}` | {_default(field)} | {what.strip()} | {_resume(f'{prefix}{name}')} |"
+        what = _what(f"{prefix}{name}", field)
+        first = said.setdefault((name, what), f"{prefix}{name}")
+        if first != f"{prefix}{name}" and len(what.split()) > LONG:
+            what = f"As `{first}`."
+        yield f"| `{prefix}{name}` | {_default(field)} | {what} | {_resume(f'{prefix}{name}')} |"
+        for item, suffix in _items(field):
+            if item not in items:
+                items.append(item)
+                own = [(key, value) for key, value in item.model_fields.items() if key not in Use.model_fields]
+                yield from _options(own, f"{prefix}{name}{suffix}.", said)
+
+
+def _items(field: FieldInfo) -> Iterator[tuple[type[Section], str]]:
+    """The class of a list's items, or of a reference, whose own options have rows."""
+    if isinstance(field.annotation, type) and issubclass(field.annotation, Use):
+        yield field.annotation, ""
+    elif get_origin(field.annotation) in (tuple, list):
+        for cls in get_args(field.annotation):
+            if isinstance(cls, type) and issubclass(cls, Section):
+                yield cls, "[]"
+
+
+def _what(option: str, field: FieldInfo) -> str:
+    """The description, and the choices that it does not name."""
+    what = " ".join((field.description or "").split()).replace("|", "\\|")
+    missing = [choice for choice in _choices(field.annotation) if f"`{choice}`" not in what]
+    what = f"{what} One of: {', '.join(f'`{choice}`' for choice in _choices(field.annotation))}." if missing else what
+    if not what.strip():
+        raise SystemExit(
+            f"scripts/generated_pages.py: the option {option} has no description: write it below the field"
+        )
+    return what.strip()
 
 
 def _resume(key: str) -> str:
@@ -151,10 +199,8 @@ def _resume(key: str) -> str:
     return EXPLAINED[found[0]]
 
 
-def _choices(annotation: Any) -> str:
-    if get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in get_args(annotation))
-    return ""
+def _choices(annotation: Any) -> Sequence[str]:
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
 
 
 def _default(field: FieldInfo) -> str:

@@ -20,8 +20,8 @@ Rule = Literal["free", "rows", "named", "fixed"]
 
 EXPLAINED: Mapping[Rule, str] = {
     "free": "yes",
-    "rows": "if the rows are the same",
-    "named": "if named in `resume_changes`",
+    "rows": "same rows",
+    "named": "named",
     "fixed": "no",
 }
 """The text of each rule in the table of options in docs/recipes.md."""

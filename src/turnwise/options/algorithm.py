@@ -34,30 +34,25 @@ Factor = Annotated[float, Field(gt=0)]
 Scale = Annotated[
     Literal["std", "batch", "none"],
     Field(
-        description="The number that advantages are divided by. `std`: the standard deviation of the rewards (or returns) of the "
-        "group, as in GRPO. `batch`: the standard deviation over all groups of the step. `none`: 1, as in Dr. GRPO."
+        description="Advantages are divided by the standard deviation of the group's rewards or returns (`std`, GRPO), by that "
+        "of all groups of the step (`batch`), or not (`none`, Dr. GRPO)."
     ),
 ]
 GroupScale = Annotated[
     Literal["std", "none"],
     Field(
-        description="The number that rewards are divided by after their mean is subtracted. `std`: the standard deviation of the "
-        "rewards that are compared. `none`: 1."
+        description="Rewards minus their mean are divided by the standard deviation of those compared (`std`), or not (`none`)."
     ),
 ]
 Baseline = Annotated[
     Literal["group", "none"],
     Field(
-        description="The number that is subtracted from the rewards. `group`: the mean of the other conversations of the group. "
-        "`none`: 0, so that the advantages are the rewards."
+        description="Subtracted from rewards: the mean of the group's other conversations (`group`), or nothing (`none`)."
     ),
 ]
 Whiten = Annotated[
     bool,
-    Field(
-        description="Whether the advantages of the batch are whitened: their mean is subtracted, and they are divided by their "
-        "standard deviation."
-    ),
+    Field(description="Subtract the mean of the batch's advantages, and divide them by their standard deviation."),
 ]
 
 
@@ -124,7 +119,7 @@ class ReinforcePp(CreditSection):
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     gamma: Discount = 1.0
-    """The discount for each sampled token. 1: no discount."""
+    """Discount per sampled token. 1: none."""
 
     @property
     def compares_group(self) -> bool:
@@ -173,7 +168,7 @@ class TurnReturn(ScaledSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["turn_return"] = "turn_return"
     gamma: Discount = 1.0
-    """The discount for each turn. 1: no discount."""
+    """Discount per turn. 1: none."""
 
 
 class Shared(CreditSection):
@@ -193,7 +188,7 @@ class Discounted(CreditSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["discounted"] = "discounted"
     gamma: Annotated[float, Field(gt=0, lt=1)] = 0.95
-    """The discount for each later turn."""
+    """Discount per later turn."""
     baseline: Baseline = "group"
 
     @property
@@ -207,7 +202,7 @@ class Kevin(ScaledSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["kevin"] = "kevin"
     gamma: Discount = 0.4
-    """The discount for each turn. 1: no discount."""
+    """Discount per turn. 1: none."""
 
 
 class Gigpo(CreditSection):
@@ -216,13 +211,13 @@ class Gigpo(CreditSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["gigpo"] = "gigpo"
     omega: Factor = 1.0
-    """The weight of the advantage that compares turns in the same state."""
+    """Weight of the advantage that compares turns in the same state."""
     gamma: Discount = 0.95
-    """The discount for each turn, in the returns of turns in the same state. 1: no discount."""
+    """Discount per turn, in the returns of turns in the same state. 1: none."""
     scale: GroupScale = "none"
     state_key: NonEmpty | None = None
-    """The key in `Turn.info` with the name of the state after the turn, which the environment sets. Turns in states with the same
-    name are compared. Null: two states are equal if the model received the same messages since its last turn."""
+    """Key in `Turn.info` of the state after the turn, set by the environment; turns in states of the same name are compared.
+    Null: states are equal if the model got the same messages since its last turn."""
 
 
 class MtGrpo(CreditSection):
@@ -231,7 +226,7 @@ class MtGrpo(CreditSection):
     needs_turn_rewards: ClassVar[bool] = True
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome_weight: Factor = 1.0
-    """The weight of the outcome (the reward of the last turn) in the advantages of all turns except the last."""
+    """Weight of the outcome (the last turn's reward) in the advantages of all earlier turns."""
     scale: GroupScale = "std"
 
 
@@ -241,10 +236,9 @@ class Igpo(CreditSection):
     needs_turn_rewards: ClassVar[bool] = True
     name: Literal["igpo"] = "igpo"
     gamma: Discount = 1.0
-    """The discount for each turn. 1: no discount."""
+    """Discount per turn. 1: none."""
     normalise: Literal["separate", "joint"] = "separate"
-    """How rewards are normalised in the group. `separate`: the rewards of last turns and the rewards of all other turns are
-    normalised separately. `joint`: all rewards are normalised together."""
+    """Rewards are normalised in the group: those of last turns and of all others `separate`, or all `joint`."""
     scale: GroupScale = "std"
 
 
@@ -256,15 +250,14 @@ class TurnPotential(ScaledSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("decay",)
     name: Literal["turn_potential"] = "turn_potential"
     key: NonEmpty = "potential"
-    """The key in `Turn.info` with the score of the state after the turn: a number, or null for no score."""
+    """Key in `Turn.info` of the score of the state after the turn: a number, or null for none."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """How much of a change counts for earlier turns. The turn of the change has the weight 1, the turn before it `decay`, the
-    turn before that `decay` squared, and so on; the weights are divided by their sum. 0: the change counts for its own turn
-    only."""
+    """How much a change counts for earlier turns: 1 for its own turn, `decay` for the turn before, `decay` squared before
+    that, and so on, divided by their sum. 0: for its own turn only."""
     weight: Factor = 1.0
-    """The factor by which the changes are multiplied before they are added to the advantage of `grpo`."""
+    """Factor of the changes."""
     initial: float = 0.0
-    """The score of the state before the first turn."""
+    """Score of the state before the first turn."""
 
 
 class Gae(CreditSection):
@@ -273,10 +266,10 @@ class Gae(CreditSection):
     needs_values: ClassVar[Literal["turn", "token"] | None] = "token"
     name: Literal["gae"] = "gae"
     gamma: Discount = 1.0
-    """The discount for each sampled token. 1: no discount."""
+    """Discount per sampled token. 1: none."""
     lam: Share = 0.95
-    """The lambda of generalised advantage estimation. 1: the critic is only a baseline. 0: the target is the reward of one token
-    plus the critic's value after it."""
+    """Lambda of GAE. 1: the critic is only a baseline. 0: the target is one token's reward plus the critic's value after
+    it."""
     whiten: Whiten = True
 
 
@@ -286,10 +279,10 @@ class TurnGae(CreditSection):
     needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
     name: Literal["turn_gae"] = "turn_gae"
     gamma: Discount = 0.99
-    """The discount for each turn. 1: no discount."""
+    """Discount per turn. 1: none."""
     lam: Share = 0.9
-    """The lambda of generalised advantage estimation. 1: the critic is only a baseline. 0: the target is the reward of one turn
-    plus the critic's value after it."""
+    """Lambda of GAE. 1: the critic is only a baseline. 0: the target is one turn's reward plus the critic's value after
+    it."""
     whiten: Whiten = True
 
 
@@ -299,7 +292,7 @@ class CriticCredit(CreditSection):
     needs_values: ClassVar[Literal["turn", "token"] | None] = "turn"
     name: Literal["critic"] = "critic"
     gamma: Discount = 1.0
-    """The discount for each turn. 1: no discount."""
+    """Discount per turn. 1: none."""
     whiten: Whiten = True
 
 
@@ -309,11 +302,11 @@ class BilevelGae(CreditSection):
     needs_values: ClassVar[Literal["turn", "token"] | None] = "token"
     name: Literal["bilevel_gae"] = "bilevel_gae"
     gamma: Discount = 1.0
-    """The discount for each sampled token within a turn. 1: no discount."""
+    """Discount per sampled token within a turn. 1: none."""
     lam: Share = 0.95
-    """The lambda of generalised advantage estimation, for turns and for tokens."""
+    """Lambda of GAE, for turns and tokens."""
     turn_gamma: Discount = 0.95
-    """The discount for each turn. 1: no discount."""
+    """Discount per turn. 1: none."""
     whiten: Whiten = True
 
 
@@ -391,16 +384,15 @@ class CriticSection(Section):
     (docs/credit.md)."""
 
     path: PathText | None = None
-    """The model that the critic starts from: a model directory, a name on the Hugging Face hub, or the directory `critic` of a
-    checkpoint. It must have the same vocabulary as `model.path`. Null: `model.path`."""
+    """The model that the critic starts from (directory, hub name, or `critic` of a checkpoint), with the vocabulary of
+    `model.path`. Null: `model.path`."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """The learning rate of the critic. It is constant: the schedule and warm-up of `train` do not apply."""
+    """Learning rate, constant: schedule and warm-up of `train` do not apply."""
     clip: Annotated[float, Field(gt=0)] | None = 0.5
-    """The bound of value clipping. If the estimate for a state has moved towards its target by more than this number in a
-    training step, it is not trained further in this step. Null: no bound."""
+    """Value clipping: an estimate that has moved further than this towards its target in a step is not trained further. Null:
+    none."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of training steps at the start in which only the critic is trained, and not the policy. 0: both are trained from
-    the first step on."""
+    """Steps at the start that train only the critic."""
 
 
 # loss
@@ -408,10 +400,9 @@ class CriticSection(Section):
 Normalizer = Annotated[
     Literal["token", "sequence", "trajectory", "constant"],
     Field(
-        description="How the loss of a batch is averaged. `token`: over tokens, so that a long conversation counts more than a "
-        "short conversation. `trajectory`: over conversations, which all count the same. `sequence`: over token sequences "
-        "(segments), which all count the same; a conversation has several sequences if its history was rewritten. `constant`: "
-        "the sum over tokens is divided by the number of conversations times `loss.constant_length`."
+        description="The loss is averaged over tokens (`token`: long conversations count more), conversations (`trajectory`) or "
+        "token sequences (`sequence`: a conversation has several if its history was rewritten). `constant`: its sum is divided "
+        "by the number of conversations times `loss.constant_length`."
     ),
 ]
 
@@ -425,21 +416,16 @@ class LossSection(NamedSection):
     """The options that have no effect where this ratio is 1: with one optimizer step for each batch."""
     normalizer: Normalizer = "token"
     constant_length: Positive | None = None
-    """The number of tokens for `loss.normalizer: constant`, such as the largest number of tokens of a conversation. The summed
-    loss is divided by this number and by the number of conversations."""
+    """Number of tokens for `constant`, such as the longest conversation."""
     kl_coef: NotNegative = 0.0
-    """The weight of the KL term in the loss: the KL divergence of the policy from the reference model, which is the model before
-    training. 0: there is no KL term, and no reference model is loaded."""
+    """Weight of the KL divergence from the reference model in the loss. 0: no term, and no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
-    """The estimator of the KL term. `k3`: its value is never negative and has low variance. `k2`: its expected gradient is that
-    of the KL divergence. `k1`: its expected gradient is 0. `k3_corrected`: k3 times the probability ratio, which is unbiased
-    also for off-policy tokens."""
+    """`k3`: never negative, low variance. `k2`: its expected gradient is that of the divergence. `k1`: its expected gradient
+    is 0. `k3_corrected`: k3 times the probability ratio, unbiased for off-policy tokens, too."""
     entropy_coef: float = 0.0
-    """The weight of the entropy bonus, which is subtracted from the loss. A weight above 0 keeps sampling diverse. 0: no
-    bonus."""
+    """Weight of the entropy, which is subtracted from the loss and keeps sampling diverse."""
     router_aux_loss_coef: NotNegative = 0.0
-    """The weight of the auxiliary loss of a mixture of experts, which is smaller the more evenly the experts share the tokens of
-    a batch (docs/losses.md). 0: no such loss. Common values are 0.001 to 0.01."""
+    """Weight of the loss that balances a mixture of experts (docs/losses.md); common: 0.001 to 0.01."""
 
 
 class PpoClip(LossSection):
@@ -453,13 +439,11 @@ class PpoClip(LossSection):
 
     name: Literal["ppo_clip"] = "ppo_clip"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """The lower bound of PPO clipping: probability ratios of tokens are clipped at 1 - `loss.clip_low`."""
+    """Probability ratios of tokens are clipped at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """The upper bound of PPO clipping: probability ratios of tokens are clipped at 1 + `loss.clip_high`. A value above
-    `loss.clip_low` is DAPO's clip-higher."""
+    """They are clipped at 1 + this. Above `clip_low`: DAPO's clip-higher."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """The largest probability ratio of tokens with a negative advantage (dual clip). A token with a larger ratio has no gradient.
-    Null: no such bound."""
+    """A token with a negative advantage and a larger ratio has no gradient. Null: no bound."""
 
 
 class Gspo(LossSection):
@@ -475,13 +459,11 @@ class Gspo(LossSection):
     name: Literal["gspo"] = "gspo"
     normalizer: Normalizer = "sequence"
     level: Literal["sequence", "turn"] = "sequence"
-    """The tokens that have the same ratio. `sequence`: all sampled tokens of a sequence. `turn`: all sampled tokens of a turn."""
+    """Tokens that share a ratio: those of a `sequence` or of a `turn`."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
-    """The lower bound: ratios of sequences (or turns) are clipped at 1 - `loss.clip_low`. The bound is small because these ratios
-    are much closer to 1 than ratios of tokens."""
+    """Ratios of sequences (or turns) are clipped at 1 - this; they are closer to 1 than those of tokens."""
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    """The upper bound: ratios of sequences (or turns) are clipped at 1 + `loss.clip_high`. The bound is small because these
-    ratios are much closer to 1 than ratios of tokens."""
+    """They are clipped at 1 + this."""
 
 
 class Gmpo(LossSection):
@@ -497,11 +479,11 @@ class Gmpo(LossSection):
     name: Literal["gmpo"] = "gmpo"
     normalizer: Normalizer = "sequence"
     level: Literal["sequence", "turn"] = "sequence"
-    """The tokens that have the same ratio. `sequence`: all sampled tokens of a sequence. `turn`: all sampled tokens of a turn."""
+    """Tokens that share a ratio: those of a `sequence` or of a `turn`."""
     log_clip_low: Annotated[float, Field(gt=0)] = 0.4
-    """The lower bound: the logarithm of the ratio of a token with a negative advantage is at least -`loss.log_clip_low`."""
+    """With a negative advantage, the logarithm of a token's ratio is at least minus this."""
     log_clip_high: Annotated[float, Field(gt=0)] = 0.4
-    """The upper bound: the logarithm of the ratio of a token with a positive advantage is at most `loss.log_clip_high`."""
+    """With a positive advantage, it is at most this."""
 
 
 class Cispo(LossSection):
@@ -514,9 +496,9 @@ class Cispo(LossSection):
 
     name: Literal["cispo"] = "cispo"
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The lower bound: the weight of a token is at least 1 - `loss.clip_low`. 1: no lower bound."""
+    """A token's weight is at least 1 - this. 1: no bound."""
     clip_high: Annotated[float, Field(gt=0)] = 4.0
-    """The upper bound: the weight of a token is at most 1 + `loss.clip_high`."""
+    """It is at most 1 + this."""
 
 
 class Sapo(LossSection):
@@ -530,9 +512,9 @@ class Sapo(LossSection):
     name: Literal["sapo"] = "sapo"
     normalizer: Normalizer = "sequence"
     tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """How quickly the weight of tokens with a positive advantage falls when the ratio moves away from 1. Larger is quicker."""
+    """How quickly weights fall as the ratio leaves 1, for positive advantages. Larger is quicker."""
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
-    """How quickly the weight of tokens with a negative advantage falls when the ratio moves away from 1. Larger is quicker."""
+    """The same for negative advantages."""
 
 
 class Reinforce(LossSection):
@@ -568,16 +550,14 @@ class RejectionSection(Section):
     """A rule that removes tokens or sequences from the loss and from its average."""
 
     level: Literal["token", "sequence", "geometric", "max"] | None = None
-    """The tokens over which the divergence is computed. Null: nothing is removed by this rule. `token`: each token.
-    `sequence`: the sum over a token sequence. `geometric`: the mean over a token sequence. `max`: the largest value of a
-    token sequence (not with `k1`)."""
+    """What a divergence is computed over: each `token`, the sum over a `sequence`, its mean (`geometric`), or its largest
+    value (`max`, not with `k1`). Null: this rule removes nothing."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """The estimator of the divergence. `k1`: the logarithm of the ratio; its bounds are ratios. `k2`, `k3`: a number that is
-    never negative; only `correction.reject.high` applies."""
+    """`k1`: the logarithm of the ratio; bounds are ratios. `k2`, `k3`: never negative; only `high` applies."""
     low: Bound | None = None
-    """The smallest ratio that is kept (`k1` only). Null: no lower bound."""
+    """Smallest ratio kept (`k1`). Null: no bound."""
     high: Bound = 2.0
-    """The largest ratio (`k1`) or divergence (`k2`, `k3`) that is kept."""
+    """Largest ratio (`k1`) or divergence (`k2`, `k3`) kept."""
 
     @model_validator(mode="after")
     def _bounds(self) -> RejectionSection:
@@ -599,31 +579,27 @@ class CorrectionSection(Section):
     (docs/losses.md)."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """How probability ratios (the trainer's probability divided by the engine's) are combined before they are compared with the
-    bounds. `token`: each token has its own ratio. `sequence`: all tokens of a token sequence have the product of their ratios.
-    `geometric`: all tokens of a token sequence have the geometric mean of their ratios."""
+    """What is compared with the bounds: the ratio (trainer's probability / engine's) of each `token`, the product over a
+    `sequence`, or its geometric mean (`geometric`)."""
     action: Literal["truncate", "mask", "icepop", "reject", "measure"] | None = None
-    """How tokens whose ratio is outside `correction.low` and `correction.high` are treated. Null: there is no correction.
-    `truncate`: the weight is the ratio, clamped to the bounds. `mask`: the weight is the ratio, and 0 above `correction.high`.
-    `icepop`: the weight is the ratio, and 0 outside `correction.low` and `correction.high`. `reject`: tokens or sequences
-    outside the bounds are removed, also from the average, and the others have weight 1. `measure`: all weights are 1; the
-    differences are only measured."""
+    """Null: no correction. `truncate`: the weight is the ratio, clamped to the bounds. `mask`: the ratio, and 0 above `high`.
+    `icepop`: the ratio, and 0 outside both bounds. `reject`: tokens or sequences outside are removed, also from the average;
+    others weigh 1. `measure`: all weigh 1; differences are only measured."""
     low: Bound | None = None
-    """The lower bound of the ratio. Null: no lower bound. `icepop` needs it."""
+    """Lower bound; `icepop` needs it. Null: none."""
     high: Bound | None = 2.0
-    """The upper bound of the ratio. Null: no upper bound."""
+    """Upper bound. Null: none."""
     weight_level: Literal["token", "sequence", "geometric"] | None = None
-    """How ratios are combined into the weight of a token, with `mask` and `icepop`: the values are those of `correction.level`.
-    Null: the weight is the ratio that is compared with the bounds."""
+    """With `mask` and `icepop`: the ratio that weighs a token, as in `level`. Null: the one compared with the bounds."""
     normalize_weights: bool = False
-    """Whether the weights of a batch are divided by their mean over all its conversations."""
+    """Divide the weights by their mean over the batch's conversations."""
     reject: RejectionSection = RejectionSection()
     decoupled: bool = True
-    """Whether the ratios of the loss compare with the weights before the update (decoupled PPO). False: they compare with the
-    engine's probabilities. The ratio then includes the correction already, so that only `reject` and `measure` are possible."""
+    """The loss's ratios compare with the weights before the update (decoupled PPO). False: with the engine's probabilities,
+    so that the ratio includes the correction; only `reject` and `measure` are possible then."""
     off_policy_sequence_mask_delta: Bound | None = None
-    """The largest mean of log(engine's probability / present probability) over a token sequence; above it, tokens with a
-    negative advantage have no policy loss (DeepSeek-V3.2). Null: no such mask."""
+    """Where the mean of log(engine's probability / present probability) over a sequence is larger, tokens with a negative
+    advantage have no policy loss (DeepSeek-V3.2). Null: no mask."""
 
     @model_validator(mode="after")
     def _combination(self) -> CorrectionSection:
@@ -665,17 +641,14 @@ class ReferenceSection(Section):
     `reward.kl.coef` is above 0. By default it is the model before training (docs/losses.md)."""
 
     path: PathText | None = None
-    """The reference model: a model directory, or a name on the Hugging Face hub. It must have the same vocabulary as
-    `model.path`. Null: the model before training."""
+    """Directory or hub name of a model with the vocabulary of `model.path`. Null: the model before training."""
     source: Literal["auto", "copy", "adapter_off"] = "auto"
-    """How the model before training is kept. `copy`: as a frozen copy of its weights. `adapter_off`: with `model.lora.rank`, the
-    trained model without its adapter, which needs no further memory. `auto`: `adapter_off` with an adapter, else `copy`."""
+    """How the model before training is kept: a frozen `copy`, or the model without its adapter (`adapter_off`, with
+    `model.lora`; no memory). `auto`: `adapter_off` with an adapter, else `copy`."""
     sync_every: Positive | None = None
-    """The number of training steps after which the reference model is moved towards the trained model, again and again. Null: the
-    reference model does not change."""
+    """Steps after which it moves towards the trained model, again and again. Null: never."""
     sync_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """How far the reference model is moved: its new weights are `reference.sync_weight` times those of the trained model, plus
-    1 - `reference.sync_weight` times its own. 1: it becomes the trained model."""
+    """New weights: this times the trained model's plus 1 - this times its own. 1: it becomes the trained model."""
 
 
 # train and sft
@@ -696,16 +669,15 @@ class OptimizerSection(Section):
     """The optimizer, and what it keeps in memory (docs/memory.md)."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """The optimizer. `adamw`: AdamW, with 8 bytes of state for each trained parameter. `adamw_8bit`: AdamW with 2 bytes of state;
-    it needs bitsandbytes (`pip install 'turnwise[8bit]'`). `adafactor`: Adafactor, with almost no state. Its step is the learning
-    rate times the size of the weights, so it needs a larger learning rate."""
+    """`adamw`: 8 bytes of state per trained parameter. `adamw_8bit`: 2 bytes; needs `pip install 'turnwise[8bit]'`.
+    `adafactor`: almost none; its step is the learning rate times the weights' size, so it needs a larger one."""
     master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
-    """How steps are kept that are smaller than the precision of bfloat16 parameters. `float32`: in a float32 copy of the
-    parameters (4 bytes for each parameter). `kahan`: the rounding error is kept as a second bfloat16 number (2 bytes).
-    `stochastic_rounding`: parameters are rounded up or down at random (no memory). `none`: small steps are lost."""
+    """How steps below bfloat16's precision are kept: `float32`: in a float32 copy (4 bytes per parameter); `kahan`: the
+    rounding error as a second bfloat16 number (2 bytes); `stochastic_rounding`: by rounding at random (0 bytes); `none`: they
+    are lost."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the optimizer's state and the float32 master weights are. `none`: on the device of the model. `cpu`: in the CPU's
-    memory, for a model on a GPU. The optimizer step is then computed on the CPU, and is slower."""
+    """`cpu`: state and float32 master weights of a model on a GPU are in the CPU's memory, and the step runs there, more
+    slowly."""
 
     _expand = short_for("name")
 
@@ -714,28 +686,27 @@ class OptimizationSection(Section):
     """Options of the optimizer and of its batches."""
 
     steps: Positive | None = None
-    """The number of steps."""
+    """Optimizer steps. Null: `epochs` decides."""
     batch_size: Positive = 16
-    """The number of rows of each step."""
+    """Conversations of an optimizer step."""
     lr: NotNegative = 1e-6
-    """The learning rate after the warm-up."""
+    """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
-    in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
+    """After the warm-up: `constant`, or to 0 at the last step in a straight line (`linear`) or half a cosine wave
+    (`cosine`)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """The number of warm-up steps at the start; in these steps the learning rate rises linearly to its full value. 0: no
-    warm-up."""
+    """Steps at the start in which the rate rises linearly."""
     weight_decay: NotNegative = 0.0
-    """The weight decay: each step first multiplies every parameter by 1 - learning rate * weight decay. 0: no weight decay."""
+    """Each step first multiplies every parameter by 1 - learning rate * this."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """The decay rates of AdamW's two moving averages: of the gradient, and of its square."""
+    """Decay rates of AdamW's averages of the gradient and of its square."""
     optimizer: OptimizerSection = OptimizerSection()
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """The largest norm of the gradient of all parameters together. A gradient with a larger norm is scaled down to this norm."""
+    """A gradient with a larger norm, over all parameters, is scaled down to it."""
     micro_batch_tokens: Positive | None = None
-    """The largest number of tokens in one forward pass. A smaller number needs less memory and is slower; the result is the same.
-    Null: 2048 on a CPU, 3072 there for a model of more than 20 million parameters in one process, 16384 on a GPU. If the
-    memory of a GPU runs out, one process goes on with less."""
+    """Most tokens of a forward pass: less needs less memory, is slower, and gives the same result. Null: 16384 on a GPU; 2048
+    on a CPU, 3072 there above 20 million parameters in one process. When a GPU's memory runs out, one process continues with
+    less."""
 
     def lr_at(self, step: int, *, steps: int) -> float:
         """The learning rate of a step, counted from 0, of a run with `steps` steps: linear warm-up, then constant, or decay to 0
@@ -754,46 +725,39 @@ class TrainSection(OptimizationSection):
     """Options of reinforcement learning with `turnwise train`."""
 
     steps: Positive | None = None
-    """The number of training steps. Each step samples new trajectories. Null: `train.epochs` sets the number of steps; without
-    `train.epochs`, it is 100."""
+    """Training steps; each samples new trajectories. Null: set by `train.epochs`, else 100."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """The number of passes over the rows of `data.train`, instead of `train.steps`. The number of steps is `train.epochs` times
-    the number of rows, divided by `train.batch_size` and rounded up. Rows that are replaced (`train.dynamic_sampling`) or skipped
-    (`data.curriculum`) do not make it smaller. Null: `train.steps` sets the number of steps."""
+    """Passes over `data.train` instead of `train.steps`: steps are passes times rows / `train.batch_size`, rounded up, also
+    where rows are replaced (`train.dynamic_sampling`) or skipped (`data.curriculum`)."""
     batch_size: Positive = 16
-    """The number of rows of each step; `train.group_size` trajectories are sampled for each row."""
+    """Rows of a step, each with `train.group_size` trajectories."""
     group_size: Positive = 8
-    """The number of trajectories that are sampled for each row. The trajectories of a row are a group: their rewards are compared
-    with each other."""
+    """Trajectories of a row: a group, whose rewards are compared."""
     minibatches: Positive = 1
-    """The number of parts into which the trajectories of a step are split. Their sizes differ by at most 1. Each part gives one
-    optimizer step."""
+    """Parts of a step's trajectories (sizes differ by at most 1); each gives one optimizer step."""
     ppo_epochs: Positive = 1
-    """The number of passes over the trajectories of a step. Each pass repeats the optimizer steps of `train.minibatches`."""
+    """Passes over a step's trajectories, each with all `train.minibatches`."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
-    """How often in a step, at most, groups without reward differences are replaced by groups of the next rows (DAPO). Replaced
-    groups are recorded and counted in the metrics, but not trained on. 0: no group is replaced."""
+    """How often in a step, at most, groups without reward differences are replaced by those of next rows (DAPO). They are
+    recorded and counted, but not trained on."""
     overlong_filter: bool = False
-    """Whether trajectories whose last turn was cut by a token limit are excluded from the loss. Their rewards still count in the
-    statistics of the group."""
+    """Leave trajectories whose last turn was cut by a token limit out of the loss; their rewards still count in the group."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
-    """Whether a common prefix of several training sequences is computed only once in the forward pass: the prompt of a group, a
-    common system prompt, and equal sampled tokens. A check at the start tests whether the model then gives the same
-    log-probabilities. If the check fails, `auto` computes each sequence separately, and `always` is an error. `never`: each
-    sequence is computed separately."""
+    """Compute a prefix that sequences share (a group's prompt, a system prompt, equal sampled tokens) once. A check at the
+    start compares log-probabilities; if it fails, `auto` computes each sequence separately, as `never` does, and `always` is
+    an error."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """The largest age of the weights that sampled a trajectory, in training steps, when the trajectory is trained on. 0: sampling
-    and training alternate, and all trajectories come from the present weights. 1: the trajectories of the next step are sampled
-    during the training of the present step. n: conversations run continuously, up to n steps ahead of the training
-    (docs/pipeline.md). With a larger number, slow conversations delay training less, but the trajectories are more off-policy."""
+    """How many steps old the weights that sampled a trajectory may be when it is trained on. 0: sampling and training
+    alternate. 1: the next step is sampled during training. n: conversations run up to n steps ahead (docs/pipeline.md): slow
+    ones delay less, and training is more off-policy."""
     group_timeout: Annotated[float, Field(gt=0)] | None = None
-    """The time limit of a group in seconds, from the start of its first conversation. Conversations that still run then are
-    ended and count as failed; the group is trained on without them. Null: no limit."""
+    """Seconds from a group's first conversation, after which those still running are ended and count as failed; the group is
+    trained on without them. Null: none."""
     min_group_size: Positive = 1
-    """The smallest number of trajectories in a group that did not fail. A group with fewer is recorded, but not trained on."""
+    """A group with fewer trajectories that did not fail is recorded, but not trained on."""
     replace_failed: Annotated[int, Field(ge=0)] = 0
-    """How often in a step, at most, groups with fewer than `train.min_group_size` trajectories that did not fail are replaced by
-    groups of the next rows. 0: no group is replaced, and the step trains on fewer groups."""
+    """How often in a step, at most, groups below `train.min_group_size` are replaced by those of next rows. 0: the step
+    trains on fewer groups."""
 
     @property
     def known_steps(self) -> int | None:
@@ -812,27 +776,24 @@ class SftSection(OptimizationSection):
     """Options of `turnwise sft`: supervised fine-tuning on the conversations of `data.train` (docs/sft.md)."""
 
     steps: Positive | None = None
-    """The number of optimizer steps. Null: `sft.epochs` sets the number of steps."""
+    """Optimizer steps. Null: set by `sft.epochs`."""
     epochs: Annotated[float, Field(gt=0)] = 1.0
-    """The number of passes over the data. It is used if `sft.steps` is null."""
+    """Passes over the data, if `sft.steps` is null."""
     batch_size: Positive = 16
-    """The number of conversations of each optimizer step."""
+    """Conversations of an optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """The learning rate after the warm-up."""
+    """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """How the learning rate changes after the warm-up. `constant`: it does not change. `linear`: it falls to 0 at the last step
-    in a straight line. `cosine`: it falls to 0 at the last step as half a cosine wave."""
+    """After the warm-up: `constant`, or to 0 at the last step in a straight line (`linear`) or half a cosine wave (`cosine`)."""
     too_long: Literal["leave_out", "cut"] = "leave_out"
-    """What happens to a conversation with more tokens than `limits.context`. `leave_out`: the conversation is not trained on, and
-    is counted in the metric `left_out`. `cut`: the conversation is cut to its first `limits.context` tokens."""
+    """A conversation of more than `limits.context` tokens is left out, and counted in the metric `left_out` (`leave_out`), or
+    `cut` to its first `limits.context` tokens."""
     normalizer: Literal["token", "sequence", "trajectory"] = "token"
-    """How the loss of a batch is averaged. `token`: over tokens, so that a long conversation counts more than a short
-    conversation. `trajectory`: over conversations, which all count the same. `sequence`: over token sequences (segments), which
-    all count the same."""
+    """The loss is averaged over tokens (`token`), conversations (`trajectory`) or token sequences (`sequence`), as
+    `loss.normalizer` does."""
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """The number of steps between two measurements of the held-out loss. 0: it is measured only before and after training."""
+    """Steps between measurements of the held-out loss. 0: only before and after training."""
     max_eval_rows: Positive | None = None
-    """The number of held-out conversations to use, counted from the first. Null: all held-out conversations."""
+    """Held-out conversations, from the first. Null: all."""
     max_recorded_rows: Annotated[int, Field(ge=0)] = 32
-    """The number of conversations to write to `trajectories.jsonl` with all tokens, counted from the first trained conversation.
-    0: no conversation is written."""
+    """Trained conversations that `trajectories.jsonl` gets with all tokens, from the first."""

@@ -64,12 +64,11 @@ class LocalEngineSection(EngineSection):
 
     name: Literal["local"] = "local"
     slots: Positive = 256
-    """The most conversations whose KV cache is kept. If there are more, the least recently used cache is dropped."""
+    """Conversations whose KV cache is kept; beyond it, the least recently used is dropped."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """The most memory that the KV cache may use, in GB. Null: 2; for training in one process on a GPU, what the run leaves free
-    there while conversations run."""
+    """Most memory of the KV cache, in GB. Null: 2; in one process that trains on a GPU, what the run leaves free there."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """The number of torch threads while sampling. 0: the run measures which number is fastest."""
+    """Torch threads while sampling. 0: the fastest number, which the run measures."""
     records_experts: ClassVar[bool] = True
     constrains: ClassVar[bool] = True
 
@@ -83,8 +82,8 @@ class ScriptedEngineSection(EngineSection):
 
     name: Literal["scripted"]
     script: PathText
-    """A jsonl file with the texts. Each line is for one conversation, in the order of the rows: a list of assistant texts, or
-    with the texts of the agents that the environment opens `{"turns": [...], "agents": {"second": [...]}}`."""
+    """A jsonl file with a line per conversation, in the order of rows: a list of assistant texts, or with those of opened
+    agents `{"turns": [...], "agents": {"second": [...]}}`."""
     has_weights: ClassVar[bool] = False
 
     @property
@@ -98,26 +97,25 @@ class OpenAIEngineSection(EngineSection):
 
     name: Literal["openai"]
     url: NonEmpty
-    """The base URL of the OpenAI-compatible endpoint, such as `http://127.0.0.1:8000/v1`."""
+    """Base URL, such as `http://127.0.0.1:8000/v1`."""
     model: NonEmpty | None = None
-    """The name of the model at the endpoint. Null: the value of `model.path`."""
+    """The model's name there. Null: `model.path`."""
     api_key_env: NonEmpty | None = None
-    """The name of the environment variable that contains the API key of the endpoint. Null: no key is sent."""
+    """The environment variable with the API key. Null: no key is sent."""
     request: dict[str, Any] = {}
-    """Further fields of each request to the endpoint, such as `{top_k: 20}`. A field that turnwise sends too is replaced; the
-    value null removes the field (`{seed: null}`)."""
+    """More fields of each request, such as `{top_k: 20}`; they replace turnwise's own, and null removes one (`{seed:
+    null}`)."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The name of the request field that limits the tokens of a turn. OpenAI's reasoning models need `max_completion_tokens`."""
+    """The request field that limits a turn's tokens. OpenAI's reasoning models need `max_completion_tokens`."""
     timeout: Seconds = 120.0
-    """The time limit of each request to the endpoint, in seconds."""
+    """Time limit of a request, in seconds."""
     retries: Annotated[int, Field(ge=0)] = 8
-    """The number of further attempts of a request to the endpoint if there is no connection, no answer in time, or an answer with
-    status 429 or 5xx. The first pause is one second and doubles with each attempt, up to a minute. If the endpoint sends
-    `Retry-After`, all requests wait for that time instead."""
+    """Further attempts without a connection, an answer in time, or after status 429 or 5xx. Pauses begin at a second and
+    double up to a minute; after `Retry-After`, all requests wait for that time."""
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """The largest number of requests to the endpoint in a minute. Null: no limit."""
+    """Most requests in a minute. Null: no limit."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """The largest number of tokens in a minute, in prompts and answers together. Null: no limit."""
+    """Most tokens in a minute, of prompts and answers. Null: no limit."""
     samples_tokens: ClassVar[bool] = False
     has_weights: ClassVar[bool] = False
 
@@ -133,46 +131,43 @@ class ServerEngineSection(EngineSection):
     """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
 
     url: NonEmpty | list[NonEmpty] | None = None
-    """The address of a running server of the engine, such as `http://127.0.0.1:8000`, or a list of several. All must serve the
-    model of `model.path`. Null: turnwise starts the servers, and stops them at the end of the run."""
+    """Address of a running server that serves `model.path`, or a list. Null: turnwise starts servers, and stops them at the
+    end."""
     api_key_env: NonEmpty | None = None
-    """The name of the environment variable that contains the token of the servers in `engine.url`. Null: no token is sent."""
+    """The environment variable with the token of servers in `url`. Null: none is sent."""
     python: PathText | None = None
-    """The Python interpreter of the environment in which the engine is installed, for servers that turnwise starts. Null: the
-    interpreter that runs turnwise."""
+    """The interpreter of the engine's environment, for servers that turnwise starts. Null: that of turnwise."""
     replicas: Positive = 1
-    """The number of servers that turnwise starts. All turns of a conversation go to the same server."""
+    """Servers to start. A conversation stays on one."""
     tensor_parallel: Positive = 1
-    """The number of GPUs over which each server that turnwise starts divides the model."""
+    """GPUs over which each started server divides the model."""
     data_parallel: Positive = 1
-    """The number of copies of the model in each server that turnwise starts. Several `replicas` are usually better: there, all
-    turns of a conversation go to the same copy, whose prefix cache holds the conversation."""
+    """Copies of the model in each started server. `replicas` are usually better: a conversation stays with the copy whose
+    prefix cache holds it."""
     devices: list[Annotated[int, Field(ge=0)]] | None = None
-    """The GPUs of the servers that turnwise starts, as numbers of visible GPUs: `[1, 2, 3, 4]` with `replicas: 2` and
-    `tensor_parallel: 2` gives the first server the GPUs 1 and 2. Null: GPUs on which the model is not trained if
-    there are enough, else also the trainer's."""
+    """Visible GPUs of started servers: `[1, 2, 3, 4]` with `replicas: 2`, `tensor_parallel: 2` gives the first server 1 and
+    2. Null: GPUs without the trained model if there are enough, else also the trainer's."""
     arguments: list[str] = []
-    """Further arguments for the servers that turnwise starts, such as `[--enforce-eager]`. They replace turnwise's own."""
+    """More arguments of started servers, such as `[--enforce-eager]`; they replace turnwise's own."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """The memory of the KV cache of each server that turnwise starts, in GB. Null: the engine's own default on a GPU; 1 GB on
-    the CPU, and with vLLM more if one sequence of `limits.context` tokens needs more."""
+    """KV cache of each started server, in GB. Null: the engine's default on a GPU; 1 on a CPU (vLLM: more if a sequence of
+    `limits.context` tokens needs it)."""
     weight_transfer: Literal["files", "collective"] = "files"
-    """How new weights reach the servers. `files`: as files in shared memory or on a disk. `collective`: by broadcasts of
-    torch.distributed, with NCCL if the model is on a GPU (another GPU than the server's), with gloo on CPUs. Servers on other
-    machines need `collective`, or a `weight_folder` that all machines share."""
+    """`files`: new weights are files in shared memory or on a disk. `collective`: broadcasts of torch.distributed, with NCCL
+    from a GPU other than the server's, or gloo on CPUs. Servers on other machines need `collective`, or a shared
+    `weight_folder`."""
     weight_folder: PathText | None = None
-    """The directory in which new weights are written for the servers. It must be readable by them under the same path. Null:
-    shared memory (`/dev/shm`), or the temporary directory if the weights do not fit."""
+    """Directory for new weights, which servers read under the same path. Null: `/dev/shm`, or the temporary directory if they
+    do not fit."""
     check_weights_every: Annotated[int, Field(ge=0)] = 10
-    """After each update with this number, and after the first three, a server's log-probabilities are compared with those of the
-    trainer. 0: only after the first three."""
+    """After the first three updates and every so many, a server's log-probabilities are compared with the trainer's. 0: only
+    after the first three."""
     sleep: bool = False
-    """Whether the servers free their memory on the GPU while the model is trained, for a trainer on the same GPU."""
+    """Servers on the trainer's GPU free their memory there while the model is trained."""
     start_timeout: Seconds = 600.0
-    """The longest time in seconds until a started server is ready. For servers in `engine.url`: until they answer."""
+    """Seconds until a started server is ready, or those in `url` answer."""
     timeout: Seconds = 300.0
-    """The time in seconds after which a server that sends no token at all is given up. A server that turnwise started is then
-    restarted."""
+    """Seconds without any token, after which a server is given up, and restarted if turnwise started it."""
 
     records_experts: ClassVar[bool] = True
 
@@ -196,8 +191,8 @@ class VllmEngineSection(ServerEngineSection):
 
     name: Literal["vllm"]
     mode: Literal["server", "in_process"] = "server"
-    """`server`: HTTP servers, started by turnwise or given by `engine.url`. `in_process`: vLLM's asynchronous engine in the
-    process of turnwise, which must then run in vLLM's environment."""
+    """`server`: HTTP servers. `in_process`: vLLM's asynchronous engine in turnwise's process, which runs in vLLM's
+    environment."""
 
 
 class SglangEngineSection(ServerEngineSection):
@@ -206,12 +201,11 @@ class SglangEngineSection(ServerEngineSection):
 
     name: Literal["sglang"]
     keep_seeds: bool = False
-    """Whether SGLang servers that turnwise starts draw the same tokens for the same seed (`--enable-deterministic-inference`).
-    SGLang can do so on GPUs only, and is slower then."""
+    """Started servers draw the same tokens for the same seed (`--enable-deterministic-inference`): on GPUs only, and
+    slower."""
     update_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """What happens to running requests while the weights of a SGLang server change. `retract`: their prefixes are computed again
-    with the new weights. `in_place`: they continue with the KV cache of the previous weights. `abort`: they are sent again, with
-    the tokens that they have; LoRA adapters always use this mode."""
+    """Requests that run while weights change: their prefixes are computed again (`retract`), they keep the old KV cache
+    (`in_place`), or they are sent again with their tokens (`abort`; always with LoRA adapters)."""
 
 
 AnyEngine = (
@@ -231,15 +225,15 @@ class SamplingSection(Section):
     """How tokens are sampled."""
 
     temperature: NotNegative = 1.0
-    """The sampling temperature. 1 samples from the model's own distribution; 0 takes the most likely token."""
+    """1: the model's own distribution. 0: the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: only the most likely tokens, up to this total probability, can be sampled. 1: no such filter."""
+    """Only the most likely tokens up to this total probability can be sampled. 1: all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Only this number of the most likely tokens can be sampled. 0: no such filter."""
+    """Only so many of the most likely tokens can be sampled. 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Only tokens with at least this share of the most likely token's probability can be sampled. 0: no such filter."""
+    """Only tokens with at least this share of the most likely token's probability can be sampled. 0: all."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
-    """Texts that end a turn, in addition to the stop tokens of the chat template."""
+    """Texts that end a turn, besides the template's stop tokens."""
     response_format: dict[str, Any] | None = None
     """The form of answers, by a grammar: `{type: json_schema, json_schema: {schema: {...}}}`, `{type: json_object}` or
     `{type: regex, pattern: ...}`. Reasoning stays free, and tools may be called instead. Null: any text."""
@@ -249,43 +243,40 @@ class EvaluationSamplingSection(Section):
     """How tokens are sampled in evaluations. Null: the value of the same option in `sampling`."""
 
     temperature: NotNegative | None = None
-    """The sampling temperature in evaluations; 0 takes the most likely token. Null: `sampling.temperature`."""
+    """In evaluations. Null: `sampling.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus sampling in evaluations: only the most likely tokens, up to this total probability, can be sampled. Null:
-    `sampling.top_p`."""
+    """In evaluations. Null: `sampling.top_p`."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """In evaluations, only this number of the most likely tokens can be sampled; 0: all tokens. Null: `sampling.top_k`."""
+    """In evaluations. Null: `sampling.top_k`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """In evaluations, only tokens with at least this share of the most likely token's probability can be sampled. Null:
-    `sampling.min_p`."""
+    """In evaluations. Null: `sampling.min_p`."""
 
 
 class LimitsSection(Section):
     """How long a conversation may be."""
 
     turns: Positive = 8
-    """The most turns of the model in a conversation."""
+    """Most turns of the model."""
     tokens_per_turn: Positive = 256
-    """The most tokens that the model samples in one turn; a longer answer is cut and ends the conversation."""
+    """Most tokens sampled in a turn; a longer answer is cut and ends the conversation."""
     tokens: Positive | None = None
-    """The most tokens that the model samples in a conversation, all turns together. Null: no limit."""
+    """Most tokens sampled in a conversation. Null: no limit."""
     response_tokens: Positive | None = None
-    """The most tokens after the first prompt: the tokens that the model samples, and the tokens of tools and users between the
-    turns. Null: no limit."""
+    """Most tokens after the first prompt, those of tools and users included. Null: no limit."""
     context: Positive | None = None
-    """The most tokens of a conversation, its prompt included. Null: the longest context of the model."""
+    """Most tokens of a conversation with its prompt. Null: the model's longest context."""
     seconds_per_turn: Seconds | None = 120.0
-    """The time limit of one turn, in seconds, for sampling the turn and for the environment's reply together. Weight updates and
-    restarts of an engine's server do not count. Null: no limit."""
+    """Seconds for sampling a turn and the environment's reply together; weight updates and restarts of servers do not count.
+    Null: no limit."""
     seconds: Seconds | None = 600.0
-    """The time limit of a conversation, in seconds. Null: no limit."""
+    """Seconds of a conversation. Null: no limit."""
     agents: Positive = 16
-    """The most agents that an environment opens in one conversation (docs/agents_in_episodes.md). Each has a conversation of its
-    own, with the limits above."""
+    """Most agents that an environment opens in one conversation (docs/agents_in_episodes.md); each has a conversation of its
+    own with the limits above."""
     agent_turns: Positive | None = None
-    """The most turns of all agents together that an environment has opened in one conversation. Null: no limit."""
+    """Most turns of all opened agents together. Null: no limit."""
     agent_tokens: Positive | None = None
-    """The most tokens that all these agents sample together. An agent whose turn has begun finishes it. Null: no limit."""
+    """Most tokens that they sample together; a turn that has begun is finished. Null: no limit."""
 
 
 # rollout server
@@ -295,16 +286,14 @@ class RolloutServerSection(Section):
     """A rollout server (`turnwise serve`) that runs the conversations of a training run (docs/server.md)."""
 
     url: NonEmpty | None = None
-    """The address of the rollout server that runs the conversations, such as `http://127.0.0.1:8000`. Null: the conversations
-    run in the trainer's process."""
+    """Its address, such as `http://127.0.0.1:8000`. Null: conversations run in the trainer's process."""
     token_env: NonEmpty = "TURNWISE_SERVER_TOKEN"
-    """The environment variable that contains the bearer token of the rollout server."""
+    """The environment variable with its bearer token."""
     timeout: Seconds = 120.0
-    """After this time without any data from the rollout server, in seconds, the trainer regards it as lost. Also how long the
-    trainer waits for a server that was lost."""
+    """Seconds without data after which the server is lost, and for which the trainer waits for a lost one."""
     weights_directory: PathText | None = None
-    """A directory that the trainer and the rollout server share, such as `/dev/shm` on one machine. The trainer writes new
-    weights there and sends the path. Null: the weights are sent in the body of a request."""
+    """A directory that both share, such as `/dev/shm`, for new weights, whose path is sent. Null: weights are sent in
+    requests."""
 
 
 # cluster
@@ -314,20 +303,19 @@ class FsdpSection(Section):
     """How the trained model is divided among the ranks (torch's `fully_shard`)."""
 
     param_dtype: Literal["bfloat16"] | None = None
-    """The type in which weights are sent between ranks and passes are computed, if it is not that of the weights. `bfloat16`:
-    mixed precision, with float32 weights in the optimizer (`model.dtype=float32`). Null: the type of the weights."""
+    """Type in which weights are sent and passes computed: `bfloat16` is mixed precision, with float32 weights in the
+    optimizer (`model.dtype=float32`). Null: that of the weights."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """The type in which the gradients of the ranks are added up."""
+    """Type in which gradients are added up."""
     reshard_after_forward: bool = True
-    """Whether the gathered weights of a layer are freed after its forward pass and gathered again in the backward pass. False:
-    they are kept, which needs more memory and less communication (ZeRO stage 2)."""
+    """Free a layer's gathered weights after its forward pass, and gather them again. False: more memory, less communication
+    (ZeRO stage 2)."""
     gradient_sync: Literal["auto", "micro_batch", "batch"] = "auto"
-    """When the ranks add up their gradients. `micro_batch`: after each micro-batch; each rank keeps only its part of the
-    gradient. `batch`: once for each optimizer step; each rank keeps the complete gradient. `auto`: `batch` if the complete
-    gradient takes less than 1 GiB, else `micro_batch`."""
+    """Add gradients up after each `micro_batch` (a rank keeps its part) or once per optimizer step (`batch`: the complete
+    gradient). `auto`: `batch` if that takes less than 1 GiB."""
     offload: Literal["none", "cpu"] = "none"
-    """Where the parts of weights, gradients and optimizer state are. `cpu`: in the CPU's memory, from which they are copied to
-    the GPUs for each pass. `none`: on the devices."""
+    """`cpu`: parts of weights, gradients and optimizer state are in the CPU's memory, and copied to the GPUs for each
+    pass."""
 
     def adds_up_each(self, gradient_bytes: float) -> bool:
         """Whether gradients are added up after each micro-batch. `gradient_bytes` are those of all trained weights."""
@@ -340,10 +328,9 @@ class MeshSection(Section):
     machines, let each machine be a group."""
 
     replicate: Positive | None = None
-    """The number of groups. Null: the number of ranks divided by `cluster.mesh.shard`; 1 without it."""
+    """Number of groups. Null: ranks / `shard`, or 1 without it."""
     shard: Positive | None = None
-    """The number of ranks of a group, such as the GPUs of a machine: ranks with consecutive numbers. Null: the number of ranks
-    divided by `cluster.mesh.replicate`; without it, the model is divided among all ranks."""
+    """Ranks of a group, with consecutive numbers, such as a machine's GPUs. Null: ranks / `replicate`; without it, all."""
 
     def shape(self, ranks: int) -> tuple[int, int]:
         """The numbers of groups and of ranks in a group. Raises ConfigError if `ranks` cannot be arranged like this."""
@@ -362,23 +349,21 @@ class WorkersSection(Section):
     environments and tools (docs/cluster.md)."""
 
     count: Positive = 1
-    """The number of rollout workers."""
+    """Number of rollout workers."""
     num_cpus: NotNegative = 1.0
-    """The number of CPUs that Ray reserves for each rollout worker."""
+    """CPUs that Ray reserves for each."""
     num_gpus: NotNegative = 0.0
-    """The number of GPUs that Ray reserves for each rollout worker, for its engine. 0: the worker sees no GPU."""
+    """GPUs for each, for its engine. 0: it sees none."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Custom resources of Ray that each rollout worker needs, such as `{sandbox: 1}`. The worker runs on a machine that was
-    started with these resources (`ray start --resources`)."""
+    """Ray's custom resources for each, such as `{sandbox: 1}`: it runs on a machine started with them (`ray start
+    --resources`)."""
     runtime_env: dict[str, Any] = {}
-    """The runtime environment of Ray for the rollout workers, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the
-    workers use the directory in which the command was started, which must exist on their machines."""
+    """Ray's runtime environment, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the directory of the command,
+    which must exist on the workers' machines."""
     max_concurrent: Positive = 1000
-    """The number of conversations that one rollout worker runs at the same time. The option `max_concurrent` of the recipe
-    limits the conversations of all workers together."""
+    """Conversations at a time in one worker; the recipe's `max_concurrent` limits all together."""
     start_timeout: Seconds = 600.0
-    """The longest time in seconds until a rollout worker is ready, and the longest time that conversations wait if no worker is
-    ready."""
+    """Seconds until a worker is ready, and that conversations wait while none is."""
 
 
 class RanksSection(Section):
@@ -386,17 +371,16 @@ class RanksSection(Section):
     (docs/cluster.md)."""
 
     num_cpus: Annotated[float, Field(gt=0)] = 1.0
-    """The number of CPUs that Ray reserves for each rank, and the number of threads with which it computes."""
+    """CPUs that Ray reserves for each rank: its threads."""
     num_gpus: Annotated[int, Field(ge=0, le=1)] | None = None
-    """The number of GPUs that Ray reserves for each rank: 1, or 0 for training on the CPU. Null: 1 if the Ray cluster has GPUs
-    and `model.device` is not `cpu`, else 0."""
+    """GPUs for each: 1, or 0 to train on CPUs. Null: 1 if the cluster has GPUs and `model.device` is not `cpu`."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Custom resources of Ray that each rank needs, such as `{trainer: 1}`."""
+    """Ray's custom resources for each, such as `{trainer: 1}`."""
     runtime_env: dict[str, Any] = {}
-    """The runtime environment of Ray for the ranks, such as `{env_vars: {WANDB_API_KEY: value}}`. Empty: the ranks use the
-    directory in which the command was started, which must exist on their machines."""
+    """Ray's runtime environment, such as `{env_vars: {WANDB_API_KEY: value}}`. Empty: the directory of the command, which
+    must exist on the ranks' machines."""
     start_timeout: Seconds = 600.0
-    """The longest time in seconds until the Ray cluster has the resources of all ranks, and their processes have started."""
+    """Seconds until Ray has the resources of all ranks and their processes run."""
 
 
 class ClusterSection(Section):
@@ -404,30 +388,26 @@ class ClusterSection(Section):
     `cluster: local`."""
 
     launcher: Literal["none", "local", "torchrun", "ray"] = "none"
-    """What starts the processes. `none`: everything runs in one process. `local`: turnwise starts several training processes,
-    which are called ranks, on this machine. `torchrun`: the command is started by torchrun, on one or several machines. `ray`:
-    conversations run in rollout workers on a Ray cluster. Training runs in the process of the command; with
-    `cluster.trainers`, in ranks on the Ray cluster."""
+    """`none`: one process. `local`: turnwise starts training processes (ranks) on this machine. `torchrun` starts the
+    command, on one or several machines. `ray`: conversations run in rollout workers on a Ray cluster; training in the
+    command's process, or with `cluster.trainers` in ranks there."""
     address: NonEmpty | None = None
-    """The address of the Ray cluster: `ray://HOST:10001` from a machine outside of the cluster, `HOST:6379` or `auto` on a
-    machine of the cluster. `cluster=ray://HOST:10001` is short for `cluster.launcher=ray` with this address. Null: the
-    environment variable RAY_ADDRESS, or the Ray cluster that runs on this machine, or a new one on this machine."""
+    """Ray's address: `ray://HOST:10001` from outside, `HOST:6379` or `auto` on a machine of the cluster;
+    `cluster=ray://HOST:10001` is short for both options. Null: RAY_ADDRESS, else a cluster on this machine, else a new
+    one."""
     workers: WorkersSection = WorkersSection()
     trainers: Positive | None = None
-    """The number of training ranks. Null: with `cluster.launcher=local`, one for each GPU of the machine, or 2 without GPUs;
-    with `ray`, the process of the command trains."""
+    """Training ranks. Null: `local`: one per GPU, or 2 without GPUs; `ray`: the command's process trains."""
     ranks: RanksSection = RanksSection()
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """The library for the communication of the ranks. `auto`: nccl on GPUs, gloo on CPUs."""
+    """How ranks communicate. `auto`: nccl on GPUs, gloo on CPUs."""
     timeout: Seconds = 1800.0
-    """The time limit of a communication between ranks in seconds. The run ends with an error if a rank does not take part in
-    time."""
+    """Seconds of a communication; a rank that does not take part in time ends the run with an error."""
     heartbeat: Seconds = 60.0
-    """The number of seconds after which a process that gives no sign of life is lost. A lost rank ends the run with an error. A
-    lost rollout worker is started again, and its conversations run on another worker."""
+    """Seconds without a sign of life, after which a process is lost. A lost rank ends the run; a lost worker is started
+    again, and its conversations run on another."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often `cluster.launcher=local` and `ray` start all ranks again after a rank was lost. The run then resumes from its
-    newest checkpoint. 0: never."""
+    """How often `local` and `ray` start all ranks again, from the newest checkpoint, after one was lost."""
     fsdp: FsdpSection = FsdpSection()
     mesh: MeshSection = MeshSection()
 

@@ -21,33 +21,30 @@ class FrozenPolicySection(Section):
     """A frozen policy: `current_episode().agent(..., policy=NAME)` opens an agent that it plays (docs/agents_in_episodes.md)."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
-    """The name of the policy, which environments give to `agent`."""
+    """Its name, which environments give to `agent`."""
     path: PathText | None = None
-    """A local policy: a model directory, a checkpoint of a run, an adapter, or a name on the Hugging Face hub. With an adapter
-    (`model.lora`) and the embedded engine, the model of `model.path` itself takes no further memory. Null: the policy is on a
-    server, or is the reference model."""
+    """Model directory, checkpoint, adapter or hub name. With `model.lora` and the embedded engine, `model.path` itself takes
+    no further memory. Null: on a server, or the reference model."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """The data type of a local policy's parameters. Null: `model.dtype`."""
+    """Type of its parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
-    """4: a local policy is quantized to 4 bits when it is loaded. Null: it is not quantized, unless it shares the weights of the
-    trained model, which are as `model.quantization` says."""
+    """4: quantize it when it is loaded. Null: do not, unless it shares the trained model's weights (`model.quantization`)."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """The most memory for the KV cache of a local policy, in GiB. Null: 2."""
+    """Most memory of its KV cache, in GiB. Null: 2."""
     endpoint: dict[NonEmpty, Any] | None = None
-    """A policy on an OpenAI-compatible server, such as vLLM and SGLang: the arguments of `turnwise.services.chat:ChatEndpoint`,
-    such as `{url: "http://host:8000/v1", model: NAME}`, as for simulated users. Null: the policy is in this process."""
+    """An OpenAI-compatible server: arguments of `turnwise.services.chat:ChatEndpoint`, such as `{url: "http://host:8000/v1",
+    model: NAME}`. Null: in this process."""
     reference: bool = False
-    """Whether the policy is the reference model of the run (section `reference`): the model before training, or with
-    `reference.sync_every` and `reference.sync_weight: 1`, an earlier state of the trained model."""
+    """It is the reference model (section `reference`): the model before training, or with `reference.sync_every` and
+    `reference.sync_weight: 1` an earlier state."""
     temperature: NotNegative | None = None
-    """The temperature of the policy's turns. Null: `sampling.temperature`."""
+    """Of its turns. Null: `sampling.temperature`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Nucleus sampling of the policy's turns. Null: `sampling.top_p`."""
+    """Of its turns. Null: `sampling.top_p`."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """How many of the most likely tokens can be sampled in the policy's turns; 0: all tokens. Null: `sampling.top_k`."""
+    """Of its turns. Null: `sampling.top_k`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """In the policy's turns, only tokens with at least this share of the most likely token's probability can be sampled. Null:
-    `sampling.min_p`."""
+    """Of its turns. Null: `sampling.min_p`."""
 
     @property
     def sampling(self) -> dict[str, float]:

@@ -67,19 +67,16 @@ class LoraSection(Section):
     frozen."""
 
     rank: Positive | None = None
-    """The rank of a LoRA adapter, which is trained instead of the model's weights (docs/memory.md). A larger rank has more
-    parameters; 16 is common. Null: there is no adapter, and all weights are trained."""
+    """Rank of the adapter that is trained instead of the weights (docs/memory.md); 16 is common. Null: no adapter."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
-    """The scale of the adapter: the product of its two matrices is multiplied by `model.lora.alpha` / `model.lora.rank`."""
+    """Scale: the adapter's product is multiplied by alpha / rank."""
     target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """The linear layers that get an adapter: their names, or the ends of their names, such as `[q_proj, v_proj]`. Null: all
-    linear layers except the output layer, routers and gates of experts, and layers whose weight a kernel reads
-    (docs/memory.md)."""
+    """Linear layers with an adapter: names or their ends, such as `[q_proj, v_proj]`. Null: all but the output layer, routers
+    and gates of experts, and those whose weight a kernel reads (docs/memory.md)."""
     rslora: bool = False
-    """Whether the scale of the adapter is `model.lora.alpha` / the square root of `model.lora.rank` (rank-stabilised LoRA)
-    instead of `model.lora.alpha` / `model.lora.rank`."""
+    """Scale by alpha / the square root of rank (rank-stabilised LoRA)."""
     dora: bool = False
-    """Whether the adapter also trains the length of each weight vector (DoRA). This is slower."""
+    """Also train the length of each weight vector (DoRA); slower."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,13 +92,11 @@ class QuantizationSection(Section):
     (docs/memory.md)."""
 
     bits: Literal[4] | None = None
-    """4: the linear layers of the model have 4 bits for each weight, and an adapter (`model.lora`) is trained on them. Null: the
-    weights are not quantized."""
+    """4: linear layers have 4 bits per weight, under an adapter (`model.lora`). Null: not quantized."""
     type: Literal["nf4", "fp4"] = "nf4"
-    """The kind of numbers of 4 bits: `nf4` has levels at the quantiles of a normal distribution, `fp4` is a floating-point
-    number."""
+    """`nf4`: levels at quantiles of a normal distribution. `fp4`: floating-point numbers."""
     double: bool = True
-    """Whether the scales of the quantized weights (one for 64 weights) are quantized as well, to 8 bits."""
+    """Quantize the scales (one per 64 weights) as well, to 8 bits."""
 
     @model_validator(mode="before")
     @classmethod
@@ -114,30 +109,28 @@ class ModelSection(Section):
     """The model that is trained."""
 
     path: PathText
-    """The model to train: a model directory, or a name on the Hugging Face hub."""
+    """Model directory or hub name."""
     gguf_file: NonEmpty | None = None
-    """The name of a GGUF file in the directory `model.path`. Its weights are dequantized once, into a model directory in the
-    cache, which the run uses instead (docs/memory.md). Null: the directory has safetensors files."""
+    """A GGUF file in `model.path`, dequantized once into a model directory in the cache (docs/memory.md). Null: safetensors
+    files."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """The data type of the model's parameters. `auto` is bfloat16 on a GPU (of NVIDIA's, from Ampere on), and float32 on a CPU,
-    with autocast and with several ranks. With bfloat16, the optimizer also keeps a float32 copy of the parameters, unless
-    `train.optimizer.master_weights` is changed."""
+    """Type of the parameters. `auto`: bfloat16 on a GPU (NVIDIA: from Ampere on); float32 on a CPU, with autocast and with
+    several ranks. With bfloat16, the optimizer keeps a float32 copy (`train.optimizer.master_weights`)."""
     device: NonEmpty = "auto"
-    """The device of the model: `cpu`, `cuda`, `cuda:1`. `auto` is CUDA if there is a GPU, else the CPU."""
+    """`cpu`, `cuda`, `cuda:1`. `auto`: a GPU if there is one."""
     autocast: bool = False
-    """Whether matrix products are computed in bfloat16 while the parameters stay in float32 (mixed precision), in training and
-    in the embedded engine. This is faster on GPUs, and on CPUs with bfloat16 instructions. Gradients, the optimizer, the output
-    layer and log-probabilities use float32; the engine keeps a bfloat16 copy of the other weights."""
+    """Matrix products in bfloat16 with float32 parameters (mixed precision), in training and the embedded engine: faster on
+    GPUs, and CPUs with bfloat16. Gradients, optimizer, output layer and log-probabilities use float32; the engine keeps a
+    bfloat16 copy of the other weights."""
     gradient_checkpointing: bool = False
-    """Whether the backward pass computes the activations inside each layer again, instead of keeping them in memory. A training
-    step then needs much less memory and about a third more time; the result is the same."""
+    """Compute activations again in the backward pass instead of keeping them: much less memory, about a third more time, the
+    same result."""
     chat_template_kwargs: dict[NonEmpty, Any] = {}
-    """Further arguments of the chat template, such as `{enable_thinking: false}` for Qwen3 (docs/tokens.md). A row's column
-    `chat_template_kwargs` has arguments for this row, which replace those of the same name. An argument that the template never
-    reads is an error."""
+    """More arguments of the chat template, such as `{enable_thinking: false}` (docs/tokens.md). A row's column
+    `chat_template_kwargs` replaces those of the same name. One that the template never reads is an error."""
     router_replay: bool = False
-    """For a mixture of experts: whether training uses the experts that were chosen while sampling, token by token, so that
-    rounding cannot choose others (docs/losses.md). The engine then records them with each conversation."""
+    """Mixture of experts: train with the experts chosen while sampling, token by token, which the engine records
+    (docs/losses.md)."""
     lora: LoraSection = LoraSection()
     quantization: QuantizationSection = QuantizationSection()
 
@@ -165,54 +158,51 @@ class CurriculumSection(Section):
     skipped."""
 
     low: float | None = None
-    """Rows with at most this pass rate are too hard and are skipped. Null: no row is too hard."""
+    """Rows with at most this pass rate are skipped as too hard. Null: none."""
     high: float | None = None
-    """Rows with at least this pass rate are too easy and are skipped. Null: no row is too easy."""
+    """Rows with at least this pass rate are skipped as too easy. Null: none."""
     keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """The probability that a row that is too hard or too easy is used nevertheless, so that its pass rate is measured again."""
+    """Probability that such a row is used nevertheless, to measure it again."""
     column: NonEmpty | None = None
-    """The column of the data with the pass rate of each row before training, for example measured with `turnwise rollout`. Null:
-    a row has no pass rate until its first group has ended."""
+    """The column with pass rates before training, for example from `turnwise rollout`. Null: unknown until a row's first
+    group has ended."""
 
 
 class DataSection(Section):
     """The data of a run. Each conversation starts from a row of the data."""
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] = "environment"
-    """The training rows: a .jsonl or .parquet file, a directory saved by `datasets`, or a name on the Hugging Face hub; or a
-    list of these. `environment`: the rows that the environment brings (docs/environment_libraries.md), and `environment:64`
-    those of the first 64. `empty:64` is 64 rows without columns, for environments that write the prompts themselves."""
+    """Training rows: a .jsonl or .parquet file, a directory saved by `datasets`, a hub name, or a list of these.
+    `environment`: those that the environment brings (docs/environment_libraries.md), `environment:64` the first 64.
+    `empty:64`: 64 rows without columns, for environments that write the prompts."""
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """The held-out rows for evaluations, in the same forms as `data.train`. Null: there are no evaluations."""
+    """Held-out rows, in the same forms. Null: no evaluations."""
     split: NonEmpty = "train"
-    """The split of `data.train` to use, if `data.train` is a data set with splits."""
+    """The split of `data.train`."""
     eval_split: NonEmpty = "test"
-    """The split of `data.eval` to use, if `data.eval` is a data set with splits."""
+    """The split of `data.eval`."""
     subset: NonEmpty | None = None
-    """The configuration to use, if a data set of the Hugging Face hub has several configurations. Null: its default
-    configuration."""
+    """The configuration of a hub data set. Null: its default."""
     columns: dict[str, str] = {}
-    """New names for columns of the data. With `{prompt: question}`, the column `question` of the data is used as the column
-    `prompt`."""
+    """`{prompt: question}` uses the data's column `question` as `prompt`."""
     system_prompt: str | None = None
-    """A system message to add to prompts that have no system message. Null: no system message is added."""
+    """System message of prompts that have none. Null: none."""
     weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
-    """The weights of the data sets if `data.train` is a list: `[2, 1]` takes two rows of the first data set for each row of the
-    second. Each data set is shuffled and repeated separately. Null: all rows are used as one data set."""
+    """Weights of a list of data sets: `[2, 1]` takes two rows of the first for each of the second; each is shuffled and
+    repeated separately. Null: all rows are one data set."""
     curriculum: CurriculumSection = CurriculumSection()
     shuffle: bool = True
-    """Whether rows are used in random order, with a new order in each pass over the data. False: in the order of the data."""
+    """A new random order in each pass. False: the order of the data."""
     max_rows: Positive | None = None
-    """The number of rows to use from each of `data.train` and `data.eval`, counted from the first row. Null: all rows."""
+    """Rows of `data.train` and of `data.eval`, from the first. Null: all."""
     max_prompt_tokens: Positive | None = None
-    """The largest number of tokens of a prompt, counted after the chat template is applied, without the schemas of tools. Rows
-    with longer prompts are not used. Null: all rows are used."""
+    """Rows with longer prompts, after the template and without tool schemas, are not used. Null: all are."""
     return_multi_modal_inputs: bool | None = None
-    """For rows with images: true runs the processor on each row once, at the start, and keeps the tensors with the row (as
-    `multi_modal_inputs`). False or null: each conversation processes its own images."""
+    """True: the processor runs once on each row with images, at the start, and the tensors are kept (`multi_modal_inputs`).
+    False or null: in each conversation."""
     escape_control_tokens: Literal["none", "tools", "all"] = "tools"
-    """In whose messages control tokens of the model that stand as text, such as `<|im_end|>` in a web page, are kept text: a
-    space is put into them. `tools`: results of tools. `all`: also messages of users. `none`: they become control tokens."""
+    """Whose texts cannot make control tokens such as `<|im_end|>` (a space is put into them): `tools`: results; `all`: also
+    users' messages; `none`."""
 
 
 # what answers the model
@@ -222,7 +212,7 @@ class EnvironmentUse(Use):
     """A reference to an environment."""
 
     thread: bool = False
-    """Whether the environment's `async` methods run in a thread, one for each conversation, so that they may block."""
+    """Its `async` methods run in a thread per conversation, so that they may block."""
 
 
 class ToolUse(Section):
@@ -230,17 +220,17 @@ class ToolUse(Section):
     text."""
 
     use: NonEmpty
-    """The function or class: `package.module:name` or `path/to/file.py:name`."""
+    """The function or class."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of the class's constructor, which is called for each conversation."""
+    """Keyword arguments of the class's constructor, called for each conversation."""
     timeout: Seconds | None = None
-    """The time limit of each attempt of a call, in seconds. Null: the tool's own limit, or 30 seconds."""
+    """Seconds of each attempt of a call. Null: the tool's own limit, or 30."""
     retries: Annotated[int, Field(ge=0)] | None = None
-    """The number of further attempts after an exception that is not a ValueError. Null: the tool's own number, or 0."""
+    """Further attempts after an exception that is not a ValueError. Null: the tool's own number, or 0."""
     retry_timeouts: bool | None = None
-    """Whether a call that timed out is attempted again, too. Null: the tool's own setting, or false."""
+    """Attempt a call that timed out again, too. Null: the tool's own setting, or false."""
     thread: bool | None = None
-    """Whether async functions run in threads, so that they may block. Null: the tool's own setting, or false."""
+    """Async functions run in threads, so that they may block. Null: the tool's own setting, or false."""
 
     _expand = model_validator(mode="before")(expand_reference)
 
@@ -249,50 +239,47 @@ class McpSection(Section):
     """Tools of MCP servers."""
 
     servers: PathText | None = None
-    """A JSON file with `mcpServers`: the MCP servers whose tools the model may call. Null: no MCP servers."""
+    """A JSON file with `mcpServers`. Null: none."""
     select: list[str] | None = None
-    """The names of the tools to offer. Null: all tools of the servers."""
+    """Names of the tools to offer. Null: all."""
     use: NonEmpty = "turnwise.environments.mcp:McpServers"
-    """The class that calls the MCP servers: the default, or a reference to a subclass of it that converts results differently."""
+    """The class that calls the servers: a subclass can convert results differently."""
     timeout: Seconds = 30.0
-    """The time limit of each attempt of a call to an MCP server, in seconds."""
+    """Seconds of each attempt of a call."""
     retries: Annotated[int, Field(ge=0)] = 0
-    """The number of further attempts if the connection to an MCP server is lost during a call."""
+    """Further attempts if the connection is lost during a call."""
     retry_timeouts: bool = False
-    """Whether a call to an MCP server that timed out is attempted again, too."""
+    """Attempt a call that timed out again, too."""
     start_timeout: Seconds = 30.0
-    """The time that an MCP server has to start and to answer for the first time, in seconds."""
+    """Seconds until a server has started and answered."""
     scope: Literal["run", "conversation"] = "run"
-    """Who has a session with an MCP server. `run`: all conversations share one. `conversation`: each has its own, and a process
-    of its own for a server with a `command`, from its first call to its end."""
+    """`run`: all conversations share a session with a server. `conversation`: each has its own, and a process of a server
+    with a `command`, from its first call to its end."""
     max_sessions: Positive | None = None
-    """With `mcp.scope: conversation`, how many conversations may have sessions at once; calls of others wait. Null: all."""
+    """With `conversation`: how many conversations may have sessions at once; calls of others wait. Null: all."""
     titles: bool = True
-    """Whether the model sees the titles in the servers' schemas, which the SDK makes of the names of parameters."""
+    """Show the titles that the SDK makes of parameters' names."""
 
 
 class ToolCallsSection(Section):
     """Options that hold for all tools."""
 
     describe: Literal["template", "system"] = "template"
-    """Who shows the tools to the model. `template`: the chat template. `system`: where the template does not show tools, their
-    schemas are written into the system message, in the form of `tool_format`."""
+    """Who shows tools to the model: the chat `template`; or the `system` message, where the template does not, with their
+    schemas in the form of `tool_format`."""
     constrain: bool = False
-    """Whether a grammar makes malformed calls impossible: from the opening mark of a call on, only the name of an offered tool
-    and arguments that follow its schema can be sampled (docs/tool_calls.md)."""
+    """A grammar makes malformed calls impossible: after the opening mark, only an offered name and arguments of its schema
+    can be sampled (docs/tool_calls.md)."""
     choice: Literal["auto", "required"] = "auto"
-    """`required`: while tools are on offer, each turn is reasoning and one or more calls, by a grammar. `auto`: the model
-    chooses."""
+    """`required`: while tools are on offer, each turn is reasoning and calls, by a grammar. `auto`: the model chooses."""
     max_parallel_calls: Positive | None = None
-    """The most tool calls that are run in one turn; each further call gets an error as its result. Null: all calls are run."""
+    """Most calls run in a turn; further ones get an error. Null: all."""
     max_tool_response_length: Positive | None = None
-    """The longest text of a tool result, in characters or tokens (`tool_calls.tool_response_unit`); longer texts are truncated.
-    Null: texts are truncated at a million characters."""
+    """Longest result; longer ones are truncated. Null: a million characters."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """Where text is removed from a tool result that is too long. `left` keeps the end of the text, `right` keeps the beginning,
-    `middle` keeps half of the allowed length from the beginning and half from the end."""
+    """`left` keeps the end of a result, `right` its beginning, `middle` half of each."""
     tool_response_unit: Literal["characters", "tokens"] = "characters"
-    """The unit of `tool_calls.max_tool_response_length`."""
+    """Unit of `max_tool_response_length`."""
 
 
 # reward
@@ -303,9 +290,9 @@ class RewardUse(Use):
     like a function."""
 
     weight: float = 1.0
-    """The factor by which the function's result is multiplied before it is added to the reward."""
+    """Factor of the function's result."""
     name: NonEmpty | None = None
-    """The function's name in metrics and records. Null: the name after the colon of the reference."""
+    """Its name in metrics and records. Null: that after the colon."""
 
 
 class KlRewardSection(Section):
@@ -315,44 +302,35 @@ class KlRewardSection(Section):
     estimators. The metrics of rewards do not contain it."""
 
     coef: NotNegative = 0.0
-    """The weight of the KL divergence in the reward. 0: the reward has no KL divergence. The reference model is that of the
-    section `reference`."""
+    """Weight of the divergence. 0: none."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """The estimator of the KL divergence in the reward, from `d`, the log-probability of a token under the policy minus its
-    log-probability under the reference model. `k1`: d; only with this estimator is the gradient that of the KL divergence. `k2`:
-    d^2 / 2. `k3`: exp(-d) + d - 1."""
+    """With `d`, a token's log-probability under the policy minus that under the reference model: `k1`: d (its gradient alone
+    is that of the divergence); `k2`: d^2 / 2; `k3`: exp(-d) + d - 1."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """The KL divergence of a token, in nats, that an adaptive coefficient aims at. `reward.kl.coef` is then the coefficient of
-    the first step; it rises while the divergence is above the target, and falls while it is below. Null: the coefficient is
-    constant."""
+    """Divergence per token, in nats, that an adaptive coefficient aims at: starting at `coef`, it rises above and falls
+    below. Null: constant."""
     horizon: Positive = 10000
-    """How slowly an adaptive coefficient changes: the number of conversations in which it changes by at most a factor of about
-    1.2."""
+    """Conversations in which an adaptive coefficient changes by at most a factor of about 1.2."""
 
 
 class RewardSection(Section):
     """Reward functions. Their results are added to the rewards that the environment gives."""
 
     trajectory: list[RewardUse] = []
-    """Reward functions of one trajectory. Each function is called for each conversation, when the conversation has ended, and
-    returns a number. The names of its parameters choose its arguments, such as `trajectory`, `completion` or a column of the row
-    (docs/rewards.md)."""
+    """Functions called for each ended conversation, which return a number. Parameter names choose arguments, such as
+    `trajectory`, `completion` or a column (docs/rewards.md)."""
     turns: list[RewardUse] = []
-    """Reward functions of one turn. Each function is called for each turn of a conversation and returns a number. It can have the
-    parameters `turn` and `index`, and all parameters of a function in `reward.trajectory`."""
+    """Functions called for each turn, which return a number; with `turn`, `index` and the parameters of
+    `reward.trajectory`."""
     group: list[RewardUse] = []
-    """Reward functions of a group. Each function is called once for each row. Its arguments are lists with one item for each
-    trajectory of the row that did not fail, such as `trajectories` or `completions`. It returns a list of numbers. None in the
-    list: the function does not apply to this trajectory."""
+    """Functions called once per row with lists over its trajectories that did not fail, such as `trajectories` or
+    `completions`. They return a list of numbers; None: does not apply."""
     batch: list[RewardUse] = []
-    """Reward functions of the batch. Each function is called once for all trajectories that did not fail of a training step, an
-    evaluation or a rollout, when all conversations have ended. It has the parameters and the result of a function in
-    `reward.group`."""
+    """The same, called once for all trajectories that did not fail of a step, evaluation or rollout."""
     kl: KlRewardSection = KlRewardSection()
     timeout: Seconds | None = 120.0
-    """The time limit of reward functions, in seconds. Async functions: one limit for all functions of a trajectory and its turns
-    together, and one limit for each call of a function of a group or of the batch. Sync functions: one limit for each call. A
-    call that exceeds its limit is interrupted and fails. Null: no limit."""
+    """Seconds of reward functions. Async: one limit for all functions of a trajectory and its turns, and one per call of a
+    function of a group or batch. Sync: one per call. A call that exceeds it is interrupted and fails. Null: none."""
 
     @model_validator(mode="before")
     @classmethod
@@ -370,19 +348,15 @@ class RecordSection(Section):
     """Which conversations are written to the files of a run (docs/record.md). Metrics are always complete."""
 
     every: Positive = 1
-    """The number of training steps between two steps whose conversations are recorded: with 10, those of the steps 1, 10, 20 and
-    so on, and of the last step. 1: the conversations of all steps are recorded."""
+    """With 10, conversations of the steps 1, 10, 20 ... and of the last are recorded; with 1, of all."""
     best_and_worst: Positive | None = None
-    """How many conversations of each group of a training step are recorded: this number with the highest rewards, this number
-    with the lowest rewards, and at most this number of conversations that failed. Null: all conversations of a group are
-    recorded."""
+    """Recorded per group of a step: so many conversations with the highest rewards, as many with the lowest, and at most as
+    many failed. Null: all."""
     compression: Literal["none", "gzip"] = "none"
-    """How `trajectories.jsonl` and `eval_trajectories.jsonl` are compressed. `gzip`: the files are about 15 times smaller, and
-    their names end in `.jsonl.gz`. All commands of turnwise read them, and decompress only a part of the file for one
-    conversation."""
+    """`gzip`: `trajectories.jsonl` and `eval_trajectories.jsonl` are about 15 times smaller, and end in `.gz`. All commands
+    read them, and decompress only a part for one conversation."""
     trainer_logprobs: bool = True
-    """Whether the trainer's log-probability of each trained token is recorded beside the engine's, so that `turnwise view` can
-    show their ratio."""
+    """Record the trainer's log-probabilities beside the engine's; `turnwise view` shows their ratio."""
 
 
 # loggers and traces
@@ -392,19 +366,17 @@ class LoggerSection(Section):
     """An experiment tracker that receives the metrics of the run. Instead of `{name: wandb}` you can write only `wandb`."""
 
     name: Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
-    """The tracker: `tensorboard`, `wandb`, `mlflow`, `trackio` or `swanlab`. Each needs the extra of its name, such as
-    `pip install 'turnwise[wandb]'`."""
+    """`tensorboard`, `wandb`, `mlflow`, `trackio` or `swanlab`; each needs its extra, such as `pip install
+    'turnwise[wandb]'`."""
     project: NonEmpty | None = None
-    """The project (mlflow: the experiment). Null: `turnwise`. Tensorboard has no projects: its files are in
-    `<output>/tensorboard`."""
+    """The project (mlflow: experiment). Null: `turnwise`. Tensorboard has none: its files are in `<output>/tensorboard`."""
     run: NonEmpty | None = None
-    """The name of the run. Null: the name of the directory `output`."""
+    """Name of the run. Null: that of the directory `output`."""
     conversations: Annotated[int, Field(ge=0)] = 8
-    """The number of conversations of each step and each evaluation that are sent, as a table where the tracker has tables. 0:
-    none."""
+    """Conversations of each step and evaluation that are sent, as a table if the tracker has tables."""
     arguments: dict[str, Any] = {}
-    """Further arguments of the tracker's own start function: `wandb.init`, `trackio.init`, `swanlab.init`,
-    `MlflowClient` (such as `tracking_uri`), `SummaryWriter`."""
+    """More arguments of its start function: `wandb.init`, `trackio.init`, `swanlab.init`, `MlflowClient` (such as
+    `tracking_uri`), `SummaryWriter`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -416,12 +388,12 @@ class TraceSection(Section):
     """Traces: for sampled conversations, a tree of timed spans (turns, engine calls, tool calls) for a tracing system."""
 
     backend: Literal["jsonl", "mlflow", "weave", "otlp"] | None = None
-    """The tracing system: `jsonl` (the file `traces.jsonl` of the run), `mlflow`, `weave`, or `otlp` (OpenTelemetry; the address
-    is in the environment variable OTEL_EXPORTER_OTLP_ENDPOINT). Null: no traces."""
+    """`jsonl` (the run's `traces.jsonl`), `mlflow`, `weave`, or `otlp` (OpenTelemetry, at OTEL_EXPORTER_OTLP_ENDPOINT). Null:
+    none."""
     conversations: Positive = 8
-    """The number of conversations of each step that are traced: the first ones of the step."""
+    """Traced conversations of each step: the first ones."""
     project: NonEmpty | None = None
-    """The project (mlflow: the experiment; otlp: the service's name). Null: `turnwise`."""
+    """The project (mlflow: experiment; otlp: service). Null: `turnwise`."""
 
 
 # health
@@ -447,51 +419,42 @@ Monitor = Literal[
 
 
 class HealthSection(Section):
-    """Monitors of a training run. Each compares a metric with a limit, and warns once in a run (docs/health.md)."""
+    """Monitors of a training run. Each compares a metric with a limit, and warns once in a run; null switches it off
+    (docs/health.md)."""
 
     window: Positive = 10
-    """The number of latest steps whose mean is compared with the limits. `tool_use`, `entropy`, `length` and
-    `teacher_growth` compare this mean with the mean of the same number of steps at the start of the run."""
+    """The mean of so many latest steps is compared with a limit; for `tool_use`, `entropy`, `length` and `teacher_growth`
+    with that of as many first steps."""
     zero_std: Share | None = 0.95
-    """The largest share of groups without reward differences (`groups/zero_std`). Null: no warning."""
+    """Most groups without reward differences (`groups/zero_std`)."""
     tool_use: Share | None = 0.2
-    """The smallest number of tool calls of a conversation, as a share of the number in the first steps (`tool_calls/mean`). Null:
-    no warning."""
+    """Fewest tool calls of a conversation, as a share of the first steps (`tool_calls/mean`)."""
     entropy: Share | None = 0.05
-    """The smallest entropy of the policy, as a share of the entropy in the first steps (`entropy`). A policy that has collapsed
-    gives the same answers again and again. Null: no warning."""
+    """Least entropy, as a share of the first steps (`entropy`). A collapsed policy repeats its answers."""
     duplicates: Share | None = 0.99
-    """The largest share of conversations whose answers equal those of another conversation of the group (`groups/duplicates`).
-    Null: no warning."""
+    """Most conversations whose answers equal another's of the group (`groups/duplicates`)."""
     length: Annotated[float, Field(gt=1)] | None = 3.0
-    """The largest number of sampled tokens of a conversation, as a multiple of the number in the first steps (`tokens/sampled`).
-    Null: no warning."""
+    """Most sampled tokens of a conversation, as a multiple of the first steps (`tokens/sampled`)."""
     ratio: Above | None = 20.0
-    """The largest value of `ratio/max_deviation`: the difference from 1 of the probability ratio of trainer to engine. Null: no
-    warning."""
+    """Largest `ratio/max_deviation`: difference from 1 of the ratio of trainer to engine."""
     mismatch: Above | None = 0.1
-    """The largest KL divergence of the trainer's policy from the engine's, in nats (`correction/k3`). It is only known with
-    `correction.action`. Null: no warning."""
+    """Largest KL divergence of the trainer's policy from the engine's, in nats (`correction/k3`, known with
+    `correction.action`)."""
     kl: Above | None = 1.0
-    """The largest KL divergence in nats (metric `kl`): from the reference model with `loss.kl_coef`, otherwise from the policy
-    that sampled. Null: no warning."""
+    """Largest `kl`, in nats: from the reference model with `loss.kl_coef`, else from the policy that sampled."""
     reward_correlation: Annotated[float, Field(ge=-1, le=1)] | None = -0.5
-    """The smallest correlation of two parts of the reward (`reward/correlation`). A negative correlation means that a
-    conversation that gets more of one part gets less of the other. Null: no warning."""
+    """Least correlation of two parts of the reward (`reward/correlation`): below 0, more of one part means less of the
+    other."""
     teacher_gap: Above | None = 0.001
-    """With a teacher: the smallest difference between teacher and student in the first steps, in nats per token (the size of
-    `teacher/divergence`). Null: no warning."""
+    """Least size of `teacher/divergence` in the first steps, in nats per token."""
     teacher_growth: Annotated[float, Field(gt=1)] | None = 2.0
-    """With a teacher: the largest divergence from it, as a multiple of the divergence in the first steps (`teacher/divergence`).
-    Null: no warning."""
+    """Largest `teacher/divergence`, as a multiple of the first steps."""
     failed: Share | None = 0.2
-    """The largest share of conversations that fail with an error (`failed`). Null: no warning."""
+    """Most conversations that fail with an error (`failed`)."""
     constant_reward: Positive | None = 3
-    """The number of steps at the start of a run after which there is a warning if all conversations of each row had the same
-    reward in all of these steps. Null: no warning."""
+    """Warn after so many first steps in which the conversations of each row had equal rewards."""
     stop: list[Monitor] = []
-    """The monitors that stop the run, such as `[zero_std, failed]`. A checkpoint is written, and the exit status is 1. The other
-    monitors only warn."""
+    """Monitors that stop the run, such as `[zero_std, failed]`: a checkpoint is written, and the exit status is 1."""
 
     @model_validator(mode="after")
     def _stops_have_limits(self) -> HealthSection:
@@ -532,13 +495,13 @@ class EvaluationSection(Section):
     """Evaluations: conversations on the held-out rows of `data.eval`, during `turnwise train` and with `turnwise eval`."""
 
     max_rows: Positive | None = None
-    """The number of held-out rows to evaluate on. The first rows of the data are used. Null: all of them."""
+    """Held-out rows, from the first. Null: all."""
     samples_per_row: Positive = 1
-    """The number of conversations on each held-out row."""
+    """Conversations per row."""
     every: Annotated[int, Field(ge=0)] = 0
-    """The number of training steps between two evaluations. 0: only before and after training."""
+    """Training steps between evaluations. 0: only before and after training."""
     pass_reward: float = 1.0
-    """The smallest reward of a conversation that counts as passed, for the pass rate, pass@k and pass^k of evaluations."""
+    """Least reward that counts as passed, for pass rate, pass@k and pass^k."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     """How tokens are sampled in evaluations: `temperature`, `top_p`, `top_k`, `min_p`. Null: the value of the same option in
     `sampling`. `eval.sampling.temperature=0` takes the most likely token."""
@@ -548,22 +511,21 @@ class RolloutSection(Section):
     """What `turnwise rollout` does: conversations without training."""
 
     max_rows: Positive | None = None
-    """The number of rows to use in `turnwise rollout`. The first rows of the data are used. Null: all rows."""
+    """Rows, from the first. Null: all."""
     samples_per_row: Positive = 1
-    """The number of conversations on each row in `turnwise rollout`."""
+    """Conversations per row."""
 
 
 class CheckpointSection(Section):
     """Checkpoints, from which a stopped run can be resumed."""
 
     every: Positive | None = None
-    """The number of steps between two checkpoints. Null: checkpoints are written as often as possible without taking more than
-    3 % of the time (docs/record.md)."""
+    """Steps between checkpoints. Null: as often as takes at most 3 % of the time (docs/record.md)."""
     keep: Positive = 2
-    """The number of checkpoints to keep on disk; older ones are removed."""
+    """Checkpoints kept; older ones are removed."""
     best: NonEmpty | None = None
-    """A metric of the evaluations, such as `reward/mean`: the checkpoint with its highest value (of losses and failures: its
-    lowest) is kept, too, and the link `best` in the run's directory names it. It needs `data.eval`."""
+    """A metric of evaluations, such as `reward/mean`: the checkpoint with its highest value (of losses and failures: lowest)
+    is kept, too, and the link `best` names it. Needs `data.eval`."""
 
 
 class Config(Section):
@@ -572,32 +534,29 @@ class Config(Section):
     model: ModelSection
     data: DataSection = DataSection()
     environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:SingleTurn")
-    """A reference to the environment, which answers the model. The default environment ends each conversation after one turn."""
+    """The environment, which answers the model. The default ends after one turn."""
     tools: list[ToolUse] = []
-    """The tools that the model may call: references to typed functions and classes (docs/tools.md)."""
+    """References to typed functions and classes that the model may call (docs/tools.md)."""
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
     policies: Annotated[list[FrozenPolicySection], BeforeValidator(expand_policies)] = []
-    """Frozen policies, which take the turns of agents that an environment opens (docs/agents_in_episodes.md): by their names,
-    such as `{opponent: runs/first/checkpoint, strong: {endpoint: {url: "http://host:8000/v1", model: NAME}}}`."""
+    """Frozen policies, for agents that an environment opens (docs/agents_in_episodes.md), by name: `{opponent:
+    runs/first/checkpoint, strong: {endpoint: {url: "http://host:8000/v1", model: NAME}}}`."""
     engine: Annotated[AnyEngine, by_name("local")] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
     limits: LimitsSection = LimitsSection()
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """How the tokens of a finished conversation are compared with the chat template's rendering of the same messages. `strict`:
-    token by token. `ignore_strippable`: without white space. `disable`: not at all. Conversations with differences are counted
-    in the metric `template_mismatch` (docs/tokens.md)."""
+    """How a finished conversation's tokens are compared with the template's rendering: `strict`: token by token;
+    `ignore_strippable`: without white space; `disable`: not. Differences count in `template_mismatch` (docs/tokens.md)."""
     thinking: Literal["keep", "branch", "strip_at_user"] = "keep"
-    """What happens to the reasoning of earlier turns when a conversation continues. `keep`: it stays in the prompt. `branch`:
-    where the chat template leaves it out, a new segment (token sequence) without it begins. `strip_at_user`: at every user
-    message, a new segment without it begins."""
+    """Reasoning of earlier turns: `keep`: it stays. `branch`: where the template leaves it out, a new segment (token
+    sequence) without it begins. `strip_at_user`: so at every user message."""
     use_inference_chat_template: bool = False
-    """verl's name for `thinking: branch`: the model is trained on the prompts that the chat template makes at inference, without
-    the reasoning of earlier turns."""
+    """verl's name for `thinking: branch`: train on the prompts that the template makes at inference."""
     tool_format: Annotated[Use, BeforeValidator(expand_format)] = Use(use="auto")
-    """The format in which the model writes tool calls. `auto`: taken from the chat template. The name of a format, a class
-    `file.py:Format`, or a description: `{opening: ..., separator: ..., closing: ...}` (docs/tool_calls.md)."""
+    """How the model writes calls. `auto`: as the template. Or a format's name, a class `file.py:Format`, or a description
+    `{opening: ..., separator: ..., closing: ...}` (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
     credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] = AutoCredit()
     critic: CriticSection = CriticSection()
@@ -606,8 +565,8 @@ class Config(Section):
     teacher: TeacherSection = TeacherSection()
     correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")
-    """The turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, `without_failed_calls`,
-    `without_void_turns`, or a reference to a function that returns the weight of a turn in the loss (docs/loss_masks.md)."""
+    """Turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, `without_failed_calls`, `without_void_turns`,
+    or a function that returns a turn's weight (docs/loss_masks.md)."""
     train: TrainSection = TrainSection()
     eval: EvaluationSection = EvaluationSection()
     rollout: RolloutSection = RolloutSection()
@@ -617,28 +576,26 @@ class Config(Section):
     record: RecordSection = RecordSection()
     health: HealthSection = HealthSection()
     loggers: list[LoggerSection] = []
-    """Experiment trackers that receive the metrics, such as `[wandb, tensorboard]`. The run's directory has all metrics without
-    them, too (docs/loggers.md)."""
+    """Trackers that get the metrics, such as `[wandb, tensorboard]` (docs/loggers.md); the run's directory has all of them,
+    too."""
     trace: TraceSection = TraceSection()
     max_concurrent: Positive = 256
-    """The number of conversations that run at the same time."""
+    """Conversations at the same time."""
     output: PathText = "runs/latest"
-    """The directory to which the run writes metrics, trajectories and checkpoints."""
+    """The run's directory: metrics, trajectories, checkpoints."""
     seed: int = 0
-    """The seed of all random numbers, for the order of rows and for sampling."""
+    """Seed of all random numbers, for rows and sampling."""
     deterministic: bool = False
-    """Whether two runs with the same seed give bit-identical metrics (except times). The run then uses the CPU with one thread,
-    and is slower."""
+    """Two runs with the same seed have bit-identical metrics except times: CPU, one thread, slower."""
     resume: Literal["never", "auto"] = "never"
-    """Whether to resume the run in `output`. `auto`: continue after its newest checkpoint, or start a run if there is no
-    checkpoint. `never`: start a new run."""
+    """`auto`: continue after the newest checkpoint in `output`, if there is one. `never`: a new run."""
     resume_changes: list[str] = []
-    """The options that you change on purpose when you resume a run, such as `[train.lr]` (docs/record.md)."""
+    """Options changed on purpose at a resume, such as `[train.lr]` (docs/record.md)."""
     override_checks: list[str] = []
-    """The checks of `turnwise doctor` that may fail, such as `[headers, tool turns]`: the run starts all the same, with a warning
-    (docs/doctor.md). Without it, what `turnwise doctor` fails is refused."""
+    """Checks of `turnwise doctor` that may fail with a warning, such as `[headers, tool turns]` (docs/doctor.md); else they
+    refuse the run."""
     replace: bool = False
-    """Whether an earlier run in `output` is moved to another directory. False: a new run in the same directory is an error."""
+    """Move an earlier run in `output` to another directory. False: it is an error."""
 
     _origins: Origins = PrivateAttr(default_factory=dict)
 

@@ -85,7 +85,7 @@ class Use(Section):
     use: NonEmpty
     """The object: `package.module:name` or `path/to/file.py:name`."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments. For a class or an environment: of the constructor; for a function: of each call."""
+    """Keyword arguments: of a constructor (class, environment), or of each call (function)."""
 
     _expand = model_validator(mode="before")(expand_reference)
 
@@ -100,10 +100,10 @@ class OwnFunction(Section):
     """The options of a function of your own."""
 
     use: NonEmpty
-    """The function: `path/to/file.py:name` or `package.module:name`. `credit: file.py:name` is short for
-    `credit: {name: own, use: file.py:name}`, and so for `loss`."""
+    """The function: `path/to/file.py:name` or `package.module:name`. `credit: file.py:name` is short for this, and so for
+    `loss`."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of each call. Their values must be as the annotations of the function say."""
+    """Keyword arguments of each call, of the types that the function's annotations say."""
 
 
 def named(value: Any) -> Any:

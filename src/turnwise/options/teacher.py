@@ -19,26 +19,24 @@ class TeacherModel(Section):
     """A teacher. Without `path` and `url`, it is the trained model itself, which `context` shows more than the student saw."""
 
     name: NonEmpty = "teacher"
-    """The teacher's name, by which rows choose it (`teacher.column`). Several teachers need different names."""
+    """Its name, by which rows choose it (`teacher.column`); names differ."""
     path: PathText | None = None
-    """A local teacher: a model directory, a checkpoint of a run, or a name on the Hugging Face hub. It must have the same
-    vocabulary as `model.path`. The model of `model.path` itself, with an adapter, is the trained model without its adapter, and
-    takes no further memory. Null: the teacher is on a server, or is the trained model itself."""
+    """Model directory, checkpoint or hub name, with the vocabulary of `model.path`. With an adapter, `model.path` itself is
+    the model without it and takes no memory. Null: a server, or the trained model itself."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """The data type of a local teacher's parameters. Null: `model.dtype`."""
+    """Type of its parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
-    """4: a local teacher is quantized to 4 bits when it is loaded. Null: it is not quantized."""
+    """4: quantize it when it is loaded. Null: do not."""
     url: NonEmpty | None = None
-    """A teacher on a server: its address, such as `http://host:8000`. Null: the teacher is in this process."""
+    """Address of a server, such as `http://host:8000`. Null: in this process."""
     server: Literal["vllm", "sglang"] = "vllm"
-    """The kind of server at `url`."""
+    """The kind of server."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """With several teachers and no `teacher.column`: how much this teacher counts in what is learnt. The weights are divided by
-    their sum."""
+    """With several teachers and no `teacher.column`: how much it counts; weights are divided by their sum."""
     context: Use | None = None
-    """What the teacher reads in place of the student's prompt: a reference to a function `context(trajectory, turn) -> messages`,
-    such as the same messages with the row's answer in the first of them. The turn's tokens are scored after these messages, and
-    trained on without them. Null: the teacher reads what the student read."""
+    """What it reads in place of the student's prompt: a function `context(trajectory, turn) -> messages`, such as the same
+    messages with the row's answer in the first. The turn's tokens are scored after these, and trained on without them. Null:
+    what the student read."""
 
     @property
     def is_student(self) -> bool:
@@ -70,35 +68,30 @@ class TeacherSection(Section):
     `teacher: path/to/model` is short for one local teacher, and the options of one teacher may stand in this section."""
 
     models: list[TeacherModel] = []
-    """The teachers. Empty: there is no teacher, and nothing is learnt but from rewards."""
+    """The teachers. Empty: none."""
     signal: Literal["sampled", "divergence"] = "sampled"
-    """What is learnt from the teacher. `sampled`: each sampled token gets an advantage, the log-probability of the token under
-    the teacher minus that under the student. `divergence`: the loss gets a term, the divergence between the distributions of
-    both over the next token."""
+    """`sampled`: each sampled token gets an advantage, its log-probability under the teacher minus that under the student.
+    `divergence`: a term of the loss, between both distributions over the next token."""
     coef: Annotated[float, Field(gt=0)] = 1.0
-    """The weight of the teacher: the factor of the advantages that are added to those of rewards, or of the term of the loss. For
-    the teacher alone, set `credit=none`."""
+    """Factor of these advantages, which are added to those of rewards, or of the term. For the teacher alone, set
+    `credit=none`."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """With `teacher.signal: sampled`: how much the later tokens of the conversation count for a token, discounted for each token.
-    0: each token counts for itself."""
+    """`sampled`: discount per token of what later tokens count for a token. 0: each counts for itself."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """With `teacher.signal: sampled`: the largest difference between the log-probabilities of a token, in nats and in both
-    directions; larger differences count as this. Tokens that the teacher finds impossible would otherwise outweigh all others
-    (10 is common). Null: no bound."""
+    """`sampled`: largest difference of log-probabilities, in nats, both ways; otherwise tokens that the teacher finds
+    impossible outweigh all others (10 is common). Null: no bound."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """With `teacher.signal: divergence`: which divergence. `reverse_kl`: KL(student || teacher). `forward_kl`: KL(teacher ||
-    student). `jsd`: the generalized Jensen-Shannon divergence of `teacher.beta` (arXiv 2306.13649)."""
+    """`reverse_kl`: KL(student || teacher). `forward_kl`: KL(teacher || student). `jsd`: generalized Jensen-Shannon
+    divergence of `teacher.beta` (arXiv 2306.13649)."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """The weight of the teacher in the mixture of both, for `teacher.divergence: jsd`. Near 0 it is like `forward_kl`, near 1
-    like `reverse_kl`."""
+    """`jsd`: the teacher's weight in the mixture. Near 0 like `forward_kl`, near 1 like `reverse_kl`."""
     top_k: Positive | None = None
-    """With `teacher.signal: divergence`: the divergence is that over this many of the teacher's most likely tokens, and all
-    other tokens as one class. Teachers on servers and with `context` need it. Null: over the complete vocabulary."""
+    """`divergence`: over so many of the teacher's most likely tokens, and all others as one class. Servers and `context` need
+    it. Null: the complete vocabulary."""
     column: NonEmpty | None = None
-    """The column of the data with the name of the row's teacher, such as `teacher`. Null: all teachers score all
-    conversations."""
+    """Column with the name of the row's teacher. Null: all score all."""
     timeout: Seconds = 300.0
-    """The time limit for the scores of a step from a server, in seconds."""
+    """Seconds for a step's scores from a server."""
 
     @model_validator(mode="before")
     @classmethod
