@@ -195,8 +195,9 @@ def _what(option: str, field: FieldInfo) -> str:
 
 def _resume(key: str) -> str:
     """Whether the option may change when a run is resumed. For a list of references: whether the referenced objects may."""
-    found = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}."))]
-    return EXPLAINED[found[0]]
+    return EXPLAINED[
+        next(rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}.")))
+    ]
 
 
 def _choices(annotation: Any) -> Sequence[str]:
@@ -227,15 +228,24 @@ def _section(field: FieldInfo) -> type[Section] | None:
 
 
 def metric_table() -> str:
-    """The metrics of `turnwise.record.metric_names`, and their names elsewhere, as two tables."""
-    rows = ["| metric | unit | computed over | meaning | in |", "|---|---|---|---|---|"]
-    said = [(one, one.meaning.replace("|", "\\|")) for one in METRICS]
-    rows += [f"| `{one.name}` | {one.unit} | {one.over} | {meaning} | {one.lines} |" for one, meaning in said]
-    names = ["| elsewhere | here | |", "|---|---|---|"]
-    pairs = [(other, one.name, "the same figure") for one in METRICS for other in one.same]
-    pairs += [(other, one.name, "nearest figure") for one in METRICS for other in one.near]
-    names += [f"| `{other}` | `{ours}` | {how} |" for other, ours, how in sorted(pairs)]
-    return "\n".join([*rows, "", "## Names in TRL, verl and ms-swift", "", *names])
+    """The metrics of `turnwise.record.metric_names`, a table for each set of commands that write them, and their other names."""
+    tables: list[str] = []
+    for lines in dict.fromkeys(one.lines for one in sorted(METRICS, key=lambda one: one.lines != METRIC_LINES)):
+        tables += [f"**In {lines}**", "", "| metric | unit | over | meaning |", "|---|---|---|---|"]
+        said = [(one, one.meaning.replace("|", "\\|")) for one in METRICS if one.lines == lines]
+        tables += [f"| `{one.name}` | {one.unit} | {one.over} | {meaning} |" for one, meaning in said]
+        tables.append("")
+    names = ["| here | the same elsewhere | nearest |", "|---|---|---|"]
+    names += [f"| `{one.name}` | {_names(one.same)} | {_names(one.near)} |" for one in METRICS if one.same or one.near]
+    return "\n".join([*tables, "## Names in TRL, verl and ms-swift", "", *names])
+
+
+METRIC_LINES = "train, eval, rollout"
+"""The table of most metrics of conversations comes first."""
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names))
 
 
 # Loss masks

@@ -18,7 +18,7 @@ class Metric:
     name: str
     unit: str
     over: str
-    """What it is averaged over or added up over; empty where there is nothing to average."""
+    """What it is a mean over, unless this says something else than a mean; empty where there is nothing to average."""
     meaning: str
     same: tuple[str, ...] = ()
     """Names of the same figure in TRL, verl, ms-swift and earlier versions of turnwise."""
@@ -32,9 +32,9 @@ class Metric:
         return _pattern(self.name).fullmatch(name) is not None
 
 
-_FINISHED = "mean over finished conversations"
+_FINISHED = "finished conversations"
 _ALL = "all conversations"
-_STEPS = "mean over optimizer steps"
+_STEPS = "optimizer steps"
 _TRAIN, _SFT = "train", "sft"
 _BOTH = "train, sft"
 _ROLLOUTS_AND_SFT = "train, eval, rollout, sft"
@@ -55,36 +55,36 @@ METRICS = (
         same=("reward", "rewards/mean", "mean_reward", "critic/rewards/mean", "critic/score/mean"),
     ),
     Metric(
-        "reward/none", "reward", "share of finished conversations",
-        "Without a reward, because no reward function applied and the "
-        "environment gave none. They are not in the means of rewards, and get no advantage.",
+        "reward/none", "reward", "finished conversations",
+        "Share without a reward: no reward function applied and the environment gave none. They are in no mean of rewards, and "
+        "get no advantage.",
     ),
     Metric(
-        "reward/q10", "reward", "10 % quantile over finished conversations",
+        "reward/q10", "reward", "finished conversations",
         "10 % of the conversations of the step have at most this total reward.",
     ),
     Metric(
-        "reward/median", "reward", "median over finished conversations", "The median of the total rewards of the step.",
+        "reward/median", "reward", "finished conversations", "Median of the total rewards of the step.",
         same=("reward_median",),
     ),
     Metric(
-        "reward/q90", "reward", "90 % quantile over finished conversations",
+        "reward/q90", "reward", "finished conversations",
         "90 % of the conversations of the step have at most this total reward.",
     ),
     Metric(
-        "reward/std", "reward", "standard deviation over finished conversations",
+        "reward/std", "reward", "finished conversations",
         "Standard deviation of the total rewards of all groups of the step together.", near=("reward_std",),
     ),
     Metric(
-        "rewards/<function>/mean", "reward", "mean over the finished conversations that the function applies to",
+        "rewards/<function>/mean", "reward", "those that the function applies to",
         "Result of one reward function, multiplied by its weight.", same=("rewards/<function>", "reward/<function>"),
     ),
     Metric(
-        "rewards/<function>/std", "reward", "standard deviation over the finished conversations that the function applies to",
-        "Standard deviation of the results of one reward function, multiplied by its weight.",
+        "rewards/<function>/std", "reward", "those that the function applies to",
+        "Standard deviation of these results.",
     ),
     Metric(
-        "metrics/<name>", "any", "mean over the finished conversations for which the number was reported",
+        "metrics/<name>", "any", "those that reported it",
         "A number that a reward function or an environment reported (TRL: `log_metric`). It is not part of the reward.",
     ),
     Metric(
@@ -107,31 +107,31 @@ METRICS = (
     ),
     Metric(
         "groups/replaced", "count", "",
-        "Groups that were replaced by groups of other rows: by `train.dynamic_sampling`, because their rewards were all the "
-        "same, or by `train.replace_failed`, because too many of their conversations failed.",
+        "Groups replaced by those of other rows: by `train.dynamic_sampling` (equal rewards) or `train.replace_failed` (too "
+        "many failed conversations).",
         lines=_TRAIN,
     ),
     Metric(
         "record/dropped", "count", "",
-        "Conversations of the step that are not in `trajectories.jsonl`, because of `record.every` or `record.best_and_worst`.",
+        "Conversations that `record.every` or `record.best_and_worst` keeps out of `trajectories.jsonl`.",
         lines=_TRAIN,
     ),
     Metric(
         "groups/too_small", "count", "",
-        "Groups that are not trained on, because fewer than `train.min_group_size` of their conversations did not fail.",
+        "Groups that are not trained on: fewer than `train.min_group_size` of their conversations did not fail.",
         lines=_TRAIN,
     ),
     Metric("workers/lost", "count", "", "Rollout workers (`cluster=ray`) lost since the last step.", lines=_TRAIN),
     Metric("workers/restarted_conversations", "count", "", "Conversations that ran again after that.", lines=_TRAIN),
     Metric(
-        "groups/timed_out", "count", "", "Groups with conversations that were ended by `train.group_timeout`.", lines=_TRAIN,
+        "groups/timed_out", "count", "", "Groups with conversations that `train.group_timeout` ended.", lines=_TRAIN,
     ),
     Metric(
-        "rows/skipped", "count", "", "Rows that `data.curriculum` skipped, because they are too hard or too easy.", lines=_TRAIN,
+        "rows/skipped", "count", "", "Rows that `data.curriculum` skipped as too hard or too easy.", lines=_TRAIN,
     ),
     Metric(
         "reward/source/<name>", "reward", _FINISHED,
-        "Total reward of the conversations on the rows of one data set, where `data.train` lists several.",
+        "Total reward on the rows of one of several data sets of `data.train`.",
     ),
     Metric(
         "turns/mean", "turns", _FINISHED, "Turns of the model in a conversation.",
@@ -139,8 +139,7 @@ METRICS = (
     ),
     Metric(
         "agents/<name>/conversations", "count", _ALL,
-        "Conversations of the agents with this name that the environment opened, for each conversation of a row "
-        "(docs/agents_in_episodes.md).",
+        "Conversations of opened agents of this name, for each conversation of a row (docs/agents_in_episodes.md).",
     ),
     Metric(
         "agents/<name>/reward/mean", "reward", _FINISHED, "Mean reward of these agents' conversations.",
@@ -160,8 +159,7 @@ METRICS = (
     ),
     Metric(
         "segments/mean", "segments", _FINISHED,
-        "Segments (token sequences) of a conversation: 1, or more if the history was rewritten, tools changed or reasoning was "
-        "removed.",
+        "Token sequences of a conversation: more than 1 if the history was rewritten, tools changed or reasoning was removed.",
     ),
     Metric(
         "tool_calls/mean", "calls", _FINISHED, "Tool calls in a conversation, including malformed calls.",
@@ -208,23 +206,22 @@ METRICS = (
     ),
     Metric(
         "tokens/prefix_saved", "share", "tokens of the training sequences",
-        "Tokens that are not computed in training, because they are in a prefix that sequences of a micro-batch share.",
+        "Tokens that training does not compute, because they are in a prefix that sequences of a micro-batch share.",
         lines=_BOTH,
     ),
     Metric(
         "micro_batches/out_of_memory", "count", "",
-        "How often the GPU's memory ran out in the passes of the update, which were then computed in smaller micro-batches. Only "
-        "in steps in which it did.", lines=_BOTH,
+        "How often the GPU's memory ran out in the update, which went on in smaller micro-batches. Only in such steps.",
+        lines=_BOTH,
     ),
     Metric(
         "engine/prefix_hit_rate", "share", "prompt tokens of all turns",
-        "Prompt tokens that the engine took from its prefix cache instead of computing them. Null if the engine does not report "
-        "it.",
+        "Prompt tokens that the engine took from its prefix cache. Null if it does not report them.",
     ),
     Metric(
-        "entropy", "nats", "mean over the sampled tokens of finished conversations",
-        "Estimate of the entropy: -log p of each sampled token. Null if the engine does not report log-probabilities of the "
-        "sampled distribution, as SGLang and `openai` do not (docs/engines.md).",
+        "entropy", "nats", "the sampled tokens of finished conversations",
+        "Estimate of the entropy: -log p of each sampled token. Null without log-probabilities of the sampled distribution, "
+        "which SGLang and `openai` do not report (docs/engines.md).",
         near=("actor/entropy", "actor/entropy_loss"),
     ),
     Metric(
@@ -234,7 +231,7 @@ METRICS = (
         lines="train, sft, sft eval",
     ),
     Metric(
-        "kl", "nats", "mean over trained tokens",
+        "kl", "nats", "trained tokens",
         "KL divergence (estimator k3). With `loss.kl_coef`: from the reference model; otherwise: from the policy that sampled.",
         same=("actor/kl_loss",), near=("actor/ppo_kl", "objective/kl"), lines=_TRAIN,
     ),
@@ -250,29 +247,28 @@ METRICS = (
         lines=_TRAIN,
     ),
     Metric(
-        "experts/max_share", "share", "mean over the layers with experts",
-        "Share of the most loaded expert of a layer in the choices of experts for all tokens. All metrics of `experts` are those "
-        "of a mixture of experts.", lines=_TRAIN,
+        "experts/max_share", "share", "the layers with experts",
+        "Share of a layer's most loaded expert in the choices of all tokens (mixture of experts).", lines=_TRAIN,
     ),
     Metric(
-        "experts/min_share", "share", "mean over the layers with experts", "Share of the least loaded expert of a layer.",
+        "experts/min_share", "share", "the layers with experts", "Share of the least loaded expert of a layer.",
         lines=_TRAIN,
     ),
     Metric(
-        "experts/entropy", "", "mean over the layers with experts",
-        "Entropy of the shares of a layer's experts, divided by the logarithm of their number: 1 if all have the same load.",
+        "experts/entropy", "", "the layers with experts",
+        "Entropy of the shares of a layer's experts / the logarithm of their number: 1 if all have the same load.",
         lines=_TRAIN,
     ),
     Metric(
         "experts/aux_loss", "", _STEPS,
-        "The auxiliary loss that balances the experts, without its weight (`loss.router_aux_loss_coef`). If all experts have the "
-        "same load, it is about the number of experts of a token.",
+        "The loss that balances experts, without `loss.router_aux_loss_coef`. If all have the same load, about the number of "
+        "experts of a token.",
         near=("aux_loss", "load_balancing_loss"), lines=_TRAIN,
     ),
     Metric(
         "experts/rerouted", "share", "tokens whose experts were recorded",
-        "Tokens for which the trainer would have chosen other experts than were recorded while sampling, in one of the layers "
-        "or several. Needs `model.router_replay`.", lines=_TRAIN,
+        "Tokens for which the trainer would have chosen other experts in a layer than were recorded. Needs "
+        "`model.router_replay`.", lines=_TRAIN,
     ),
     Metric(
         "ratio/clip_fraction", "share", "trained tokens", "Tokens whose probability ratio is outside the clip bounds.",
@@ -280,40 +276,39 @@ METRICS = (
         near=("clip_ratio/low_mean", "clip_ratio/high_mean", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"), lines=_TRAIN,
     ),
     Metric(
-        "correction/k1", "nats", "mean over trained tokens",
-        "Estimate k1 of the KL divergence of the trainer's policy from the engine's: mean of log(engine's probability / "
-        "trainer's probability), before the first optimizer step. All metrics of `correction` need `correction.action`. "
-        "They are of all conversations of the batch, also of those whose advantages are 0.",
+        "correction/k1", "nats", "trained tokens",
+        "KL divergence of the trainer's policy from the engine's: log(engine's / trainer's probability), before the first "
+        "optimizer step. All of `correction` need `correction.action`, and include conversations with advantage 0.",
         same=("rollout_corr/kl", "rollout_correction/kl"), lines=_TRAIN,
     ),
     Metric(
-        "correction/k3", "nats", "mean over trained tokens", "The same with estimator k3.",
+        "correction/k3", "nats", "trained tokens", "The same with estimator k3.",
         same=("rollout_corr/k3_kl", "rollout_correction/k3_kl"), lines=_TRAIN,
     ),
     Metric(
-        "correction/k1/turn_<n>", "nats", "mean over trained tokens of the turns with this index",
+        "correction/k1/turn_<n>", "nats", "trained tokens of the turns with this index",
         "`correction/k1` of one turn index, counted from 0.", lines=_TRAIN,
     ),
     Metric(
-        "correction/k3/turn_<n>", "nats", "mean over trained tokens of the turns with this index",
+        "correction/k3/turn_<n>", "nats", "trained tokens of the turns with this index",
         "`correction/k3` of one turn index, counted from 0.", lines=_TRAIN,
     ),
     Metric(
-        "correction/ppl_ratio", "ratio", "mean over token sequences",
+        "correction/ppl_ratio", "ratio", "token sequences",
         "Perplexity of a token sequence under the trainer's policy, divided by that under the engine's.",
         same=("rollout_corr/ppl_ratio", "rollout_correction/ppl_ratio"), lines=_TRAIN,
     ),
     Metric(
-        "correction/chi2_token", "", "mean over trained tokens", "Chi-square divergence: mean squared ratio of a token, minus 1.",
+        "correction/chi2_token", "", "trained tokens", "Chi-square divergence: mean squared ratio of a token, minus 1.",
         same=("rollout_corr/chi2_token", "rollout_correction/chi2_token"), lines=_TRAIN,
     ),
     Metric(
-        "correction/chi2_sequence", "", "mean over token sequences",
+        "correction/chi2_sequence", "", "token sequences",
         "The same for the product of the ratios of a token sequence.",
         same=("rollout_corr/chi2_seq",), near=("rollout_correction/chi2_seq",), lines=_TRAIN,
     ),
     Metric(
-        "correction/weight", "", "mean over trained tokens", "Importance weight of a token.",
+        "correction/weight", "", "trained tokens", "Importance weight of a token.",
         near=("rollout_corr/rollout_is_mean", "rollout_correction/is_weight_mean"), lines=_TRAIN,
     ),
     Metric(
@@ -331,17 +326,17 @@ METRICS = (
     ),
     Metric(
         "correction/unknown", "share", "trained tokens",
-        "Tokens for which the engine reported no log-probability of the kind that the loss needs. The trainer's own is used, so "
-        "that their ratio is 1. They count in no other metric of `correction` except the denominators of shares.",
+        "Tokens without a log-probability of the kind that the loss needs: the trainer's is used, and their ratio is 1. Of other "
+        "metrics of `correction`, they count only in denominators of shares.",
         lines=_TRAIN,
     ),
     Metric(
-        "kl_reward/divergence", "nats", "mean over conversations of the mean over their trained tokens",
+        "kl_reward/divergence", "nats", "conversations, of means over their trained tokens",
         "With `reward.kl`: the estimate of the KL divergence of the policy from the reference model.",
         same=("actor/reward_kl_penalty",), lines=_TRAIN,
     ),
     Metric(
-        "kl_reward/penalty", "reward", "mean over the finished conversations",
+        "kl_reward/penalty", "reward", "the finished conversations",
         "What `reward.kl` subtracts from the reward of a conversation. `reward/mean` does not contain it.",
         near=("objective/non_score_reward",), lines=_TRAIN,
     ),
@@ -350,23 +345,23 @@ METRICS = (
         same=("actor/reward_kl_penalty_coeff",), lines=_TRAIN,
     ),
     Metric(
-        "teacher/divergence", "nats", "mean over trained tokens",
-        "With a teacher: the student's log-probability of each sampled token minus the teacher's, an estimate of KL(student || "
-        "teacher). With several teachers: from their weighted mean.",
+        "teacher/divergence", "nats", "trained tokens",
+        "The student's log-probability of each sampled token minus the teacher's (of several: of their weighted mean), an "
+        "estimate of KL(student || teacher).",
         lines=_TRAIN,
     ),
     Metric(
-        "teacher/divergence_turn", "nats", "mean over trained turns",
+        "teacher/divergence_turn", "nats", "trained turns",
         "The same, added up over the tokens of a turn.", lines=_TRAIN,
     ),
     Metric(
-        "teacher/agreement", "share", "mean over trained tokens",
-        "Tokens at which student and teacher find the same token most likely. With several teachers that score tokens before the "
-        "update: the teacher with the largest weight.",
+        "teacher/agreement", "share", "trained tokens",
+        "Tokens at which student and teacher find the same token most likely. Of several teachers that score before the update: "
+        "the one with the largest weight.",
         lines=_TRAIN,
     ),
     Metric(
-        "teacher/loss", "nats", "mean over trained tokens",
+        "teacher/loss", "nats", "trained tokens",
         "With `teacher.signal: divergence`: the divergence that is in the loss, without `teacher.coef`.", lines=_TRAIN,
     ),
     Metric(
@@ -375,8 +370,8 @@ METRICS = (
     ),
     Metric(
         "critic/explained_variance", "share", "states that the critic is trained on",
-        "Share of the variance of the returns that the estimates before the update explain: 1 is exact, 0 as good as a constant. "
-        "Null if all returns are equal.",
+        "Share of the returns' variance that estimates before the update explain: 1 is exact, 0 as good as a constant. Null if "
+        "all returns are equal.",
         same=("critic/vf_explained_var",), lines=_TRAIN,
     ),
     Metric(
@@ -392,12 +387,11 @@ METRICS = (
     ),
     Metric(
         "version/oldest", "steps", f"minimum over the tokens of {_ALL}",
-        "Version (number of finished steps) of the oldest weights that sampled a token. With `train.max_staleness`, it is at "
-        "most so many steps older than the step.",
+        "Version (finished steps) of the oldest weights that sampled a token: at most `train.max_staleness` older than the step.",
         same=("version",),
     ),
     Metric(
-        "staleness/mean", "steps", "mean over the sampled tokens of the groups that are trained on",
+        "staleness/mean", "steps", "the sampled tokens of the groups that are trained on",
         "Training steps from the weights that sampled a token to the step that trains on it; 0 without `train.max_staleness`.",
         lines=_TRAIN,
     ),
@@ -410,19 +404,18 @@ METRICS = (
     ),
     Metric(
         "seconds/rollout", "seconds", "",
-        "Time from the start of the first conversation of the step to the end of the last, with their rewards.",
+        "Time from the start of the first conversation to the end of the last, with rewards.",
         near=("timing_s/gen",),
     ),
     Metric(
         "seconds/waiting", "seconds", "",
-        "Time for which the trainer waited for conversations. Without `train.max_staleness`, all conversations of the step run "
-        "in this time.",
+        "Time for which the trainer waited for conversations. Without `train.max_staleness`, all of the step run in it.",
         lines=_TRAIN,
     ),
     Metric(
         "seconds/conversation/<part>", "seconds", _FINISHED,
-        "Time for which a conversation waited: for the engine (`engine`), for its environment and tools (`environment`), or for "
-        "something else, such as the encoding of prompts (`other`). [record](record.md#timeline) has the times of each step.",
+        "Time for which a conversation waited for the `engine`, for its `environment` and tools, or for `other` things such as "
+        "encoding prompts. [record](record.md#timeline) has the times of each step.",
         lines=_TRAIN,
     ),
     Metric("seconds/replay", "seconds", "", "Time to turn conversations into tokens.", lines=_SFT),
