@@ -155,7 +155,8 @@ def _complete(recipe: Recipe) -> str:
     if missing:
         _say(f"{recipe.name}: {len(missing)} packages to install")
         # torch first, with its dependencies: its build decides which they are
-        commands = [["install", TORCH], ["install", "--no-deps", "-r", str(recipe.lock)]]
+        # without --no-compile, pip compiles 60,000 modules one after the other, of which a tenth is ever imported
+        commands = [["install", "--no-compile", TORCH], ["install", "--no-compile", "--no-deps", "-r", str(recipe.lock)]]
         for command in commands:
             if _pip(recipe.name, *command) != 0:
                 return f"`pip {' '.join(command)}` failed"

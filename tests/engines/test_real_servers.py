@@ -253,7 +253,7 @@ def test_a_conversation_with_images_before_and_after_an_update(served: Served) -
 @pytest.mark.engines
 def test_a_broadcast_in_the_middle_of_a_turn(served: Served) -> None:
     version = served.engine.version
-    request = Request(conversation="long", token_ids=[5, 6, 7], sampling=Sampling(max_tokens=900))
+    request = Request(conversation="long", token_ids=[5, 6, 7], sampling=Sampling(max_tokens=300))
 
     async def play(delay: float) -> Completion:
         running = asyncio.ensure_future(served.engine.generate(request))
@@ -266,9 +266,9 @@ def test_a_broadcast_in_the_middle_of_a_turn(served: Served) -> None:
     for _ in range(8):  # the update may come before the first token, or after the last
         versions = list(served.runner.run(play(delay)).versions)
         switch = versions.index(version + 1) if version + 1 in versions else len(versions)
-        assert versions == [version] * switch + [version + 1] * (900 - switch)
+        assert versions == [version] * switch + [version + 1] * (300 - switch)
         version += 1
-        if 0 < switch < 900:
+        if 0 < switch < 300:
             return
         delay *= 2 if switch == 0 else 0.5
     raise AssertionError("no update came in the middle of the turn")

@@ -21,7 +21,7 @@ def interpreter(name: str, requirement: str, module: str) -> str:
     if not python.exists():
         for command in (
             [sys.executable, "-m", "venv", str(folder)],
-            [str(python), "-m", "pip", "install", "-q", requirement],
+            [str(python), "-m", "pip", "install", "-q", "--no-compile", requirement],
         ):
             made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
             if made.returncode:

@@ -456,7 +456,7 @@ def test_servers_that_die_come_back_with_the_present_weights(subject: Subject) -
         return
     version = publish_changed(subject)
     prompt = prompts(1, seed=23)[0]
-    requests = [subject.request(prompt, seed=index, max_tokens=900, temperature=0.8) for index in range(3)]
+    requests = [subject.request(prompt, seed=index, max_tokens=200, temperature=0.8) for index in range(3)]
 
     async def play() -> list[Completion]:
         with subject.slowed():
@@ -465,7 +465,7 @@ def test_servers_that_die_come_back_with_the_present_weights(subject: Subject) -
         return await asyncio.gather(*running)
 
     for request, completion in zip(requests, subject.run(play()), strict=True):
-        assert len(completion.token_ids) == 900
+        assert len(completion.token_ids) == 200
         assert set(completion.versions) == {version}
         assert_exact(subject, request, completion)
 
@@ -610,7 +610,7 @@ def test_an_adapter_is_loaded_between_turns(adapted: Adapted) -> None:
 
 def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     before, prompt = adapted.engine.version, prompts(1, seed=31)[0]
-    requests = [adapted.request(prompt, seed=index, max_tokens=900) for index in range(2)]
+    requests = [adapted.request(prompt, seed=index, max_tokens=200) for index in range(2)]
 
     async def play() -> list[Completion]:
         with adapted.slowed():
@@ -622,7 +622,7 @@ def test_requests_that_run_go_on_with_the_new_adapter(adapted: Adapted) -> None:
     for request, completion in zip(requests, adapted.run(play()), strict=True):
         versions = list(completion.versions)
         switch = versions.index(before + 1)
-        assert versions == [before] * switch + [before + 1] * (900 - switch)
+        assert versions == [before] * switch + [before + 1] * (200 - switch)
         if adapted.claims.processes:  # servers get the request again
             kind = completion.logprob_kind
             new = reference_logprobs(adapted.model, prompt, completion.token_ids, request.sampling, kind)

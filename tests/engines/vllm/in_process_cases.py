@@ -87,17 +87,17 @@ class Cases:
     async def case_2_an_update_in_the_middle_of_a_turn(self) -> None:
         await self.publish(1)
         for version in range(1, 6):
-            request = self.request(seed=version, max_tokens=1000)
+            request = self.request(seed=version, max_tokens=400)
             running = asyncio.ensure_future(self.engine.generate(request))
             await asyncio.sleep(0.3)
             change(self.model, version)
             await self.publish(version + 1)
             versions = list((await running).versions)
             switch = versions.count(version)
-            assert versions == [version] * switch + [version + 1] * (1000 - switch)
+            assert versions == [version] * switch + [version + 1] * (400 - switch)
             after = self.request(seed=50, max_tokens=16)
             self.assert_exact(after, await self.engine.generate(after))
-            if 0 < switch < 1000:
+            if 0 < switch < 400:
                 return
         raise AssertionError("no update came in the middle of a turn")
 
@@ -117,21 +117,21 @@ class Cases:
             self.assert_exact(request, completion)
 
     async def case_4_a_cancelled_request_is_freed(self) -> None:
-        running = [asyncio.ensure_future(self.engine.generate(self.request(seed=n, max_tokens=1500))) for n in (70, 71)]
+        running = [asyncio.ensure_future(self.engine.generate(self.request(seed=n, max_tokens=500))) for n in (70, 71)]
         await asyncio.sleep(0.3)
         assert self.unfinished() == 2
         running[0].cancel()
         await asyncio.wait([running[0]])
         await asyncio.sleep(0.1)
         assert self.unfinished() == 1
-        assert len((await running[1]).token_ids) == 1500
+        assert len((await running[1]).token_ids) == 500
         assert self.unfinished() == 0
 
     def unfinished(self) -> int:
         return self.server.llm.output_processor.get_num_unfinished_requests()
 
     async def case_5_a_dead_engine_is_reported_and_started_again_with_the_present_weights(self) -> None:
-        request = self.request(seed=80, max_tokens=1200)
+        request = self.request(seed=80, max_tokens=400)
         running = asyncio.ensure_future(self.engine.generate(request))
         await asyncio.sleep(0.3)
         warnings: list[str] = []
@@ -141,7 +141,7 @@ class Cases:
         (core,) = multiprocessing.active_children()
         core.kill()
         completion = await running
-        assert len(completion.token_ids) == 1200
+        assert len(completion.token_ids) == 400
         assert set(completion.versions) == {self.engine.version}
         self.assert_exact(request, completion)
         assert any("is lost" in warning for warning in warnings), warnings
