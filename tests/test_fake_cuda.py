@@ -22,10 +22,13 @@ from support.tiny import tiny_model
 from support.vision import picture, save_vision_model
 from training.test_batch import conversations
 from turnwise.engines.local import LocalEngine
-from turnwise.options.algorithm import OptimizationSection
+from turnwise.options.algorithm import Gmpo, Gspo, LossSection, OptimizationSection, PpoClip
 from turnwise.training.batch import pack
+from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
+from turnwise.training.losses import make_loss
 from turnwise.training.optimizer import Optimizer
+from turnwise.training.value_batch import ValuePacking, pack_states, pack_value_targets
 from turnwise.types import Request, Sampling
 
 
@@ -241,25 +244,69 @@ def test_a_turn_after_a_cached_one_is_read_by_a_fast_kernel(traffic: Traffic, mo
         assert mask.stride(0) % 8 == 0
 
 
+LOSSES: dict[str, LossSection] = {"ppo_clip": PpoClip(), "gspo": Gspo(), "turns": Gspo(level="turn"), "gmpo": Gmpo()}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("in_chunks", [False, True])
-def test_a_micro_batch_costs_so_many_copies_and_waits(in_chunks: bool, traffic: Traffic) -> None:
-    """As often for logits in chunks: nothing is copied for a chunk."""
-    learner = LocalLearner(tiny_model().to("cuda").to(torch.bfloat16), sampling=Sampling())
+def test_a_micro_batch_is_copied_at_once_and_what_it_measures_is_read_with_the_others(
+    in_chunks: bool, loss: LossSection, traffic: Traffic
+) -> None:
+    """Nothing more for logits in chunks: nothing is copied for a chunk."""
+    learner = LocalLearner(tiny_model().to("cuda").to(torch.bfloat16), sampling=Sampling(), loss=make_loss(loss))
     if in_chunks:
         assert learner._forward._head is not None
         learner._forward._head._max_chunk = 2
-    counts: list[np.ndarray] = []
-    for number in (1, 3):
-        needed = learner.requirements
-        batches = [
-            pack(conversations(), micro_batch_tokens=needed.micro_batch_tokens, share_prompts=needed.share_prompts)
-            for _ in range(number)
-        ]
+    counts: list[list[int]] = []
+    for tokens in (1000, 12):
+        batch = pack(conversations(), micro_batch_tokens=tokens, version=0)
         traffic.clear()
-        asyncio.run(learner.update(batches, lr=1e-3))
-        counts.append(np.array([*traffic.totals(), sum(len(one.micro_batches) for one in batches)]))
-    to_device, to_host, waits, micro_batches = (counts[1] - counts[0]).tolist()
-    assert micro_batches == 2
-    assert to_device / micro_batches <= 23
-    assert to_host / micro_batches <= 2
-    assert waits / micro_batches <= 9
+        stats = asyncio.run(learner.update([batch], lr=1e-3))
+        assert stats.tokens == batch.tokens
+        counts.append([len(batch.micro_batches), *traffic.totals()])
+    (one, *of_one), (several, *of_several) = counts
+    assert (one, several) == (1, 3)
+    # metrics and the norm of the gradient are read; transformers looks for packed sequences in the positions of each pass
+    assert of_one == [1, 2, 1]
+    assert of_several == [several, 2, several]
+
+
+def test_a_step_of_the_critic_is_read_at_once(traffic: Traffic) -> None:
+    critic = LocalCritic(tiny_model().to("cuda").to(torch.bfloat16))
+    trajectories = conversations()
+    for trajectory in trajectories:
+        trajectory.values = trajectory.returns = [1.0 for _ in trajectory.turns]
+    packing = ValuePacking(level="turn", micro_batch_tokens=12)
+    states, targets = pack_states(trajectories, packing), pack_value_targets(trajectories, packing)
+    traffic.clear()
+    asyncio.run(critic.values(states))
+    several = len(states.micro_batches)
+    assert several > 1
+    assert traffic.totals() == (several, 1, several)
+    traffic.clear()
+    asyncio.run(critic.update([targets], lr=1e-3))
+    several = len(targets.micro_batches)
+    assert several > 1
+    assert traffic.totals() == (several, 2, several)
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_small_parameters_are_stepped_together(options: dict[str, Any], traffic: Traffic) -> None:
+    """Those that together have no more values than the largest: the step needs no more memory than for that one alone."""
+    counts: list[np.ndarray] = []
+    for small in (4, 20):
+        parameters: Any = [
+            torch.nn.Parameter(torch.ones(size, 8, dtype=torch.bfloat16)) for size in (160, *[8] * small)
+        ]
+        parameters = [on_device(one) for one in parameters]
+        optimizer = Optimizer(parameters, OptimizationSection.model_validate({"optimizer": options}))
+        for _ in range(2):  # the first step makes the state
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            traffic.clear()
+            optimizer.step(1e-2)
+        counts.append(np.array([traffic.operations, *traffic.totals()]))
+    operations, to_device, to_host, waits = (counts[1] - counts[0]).tolist()
+    assert (to_device, to_host) == (0, 0)
+    if options in ({}, {"offload": "cpu"}):
+        assert (operations, waits) == (0, 0)

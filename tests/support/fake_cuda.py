@@ -41,11 +41,14 @@ class Traffic:
     """Other operations after which the host waits for the device."""
     mixed: Counter[str] = field(default_factory=Counter)
     """Operations on tensors of both, which a GPU refuses."""
+    operations: int = 0
+    """All operations but views and new memory, one for an operation on a list of tensors: about as many kernels are started."""
 
     def clear(self) -> None:
         """Count from 0."""
         for counter in (self.to_device, self.to_host, self.waits, self.mixed):
             counter.clear()
+        self.operations = 0
 
     def totals(self) -> tuple[int, int, int]:
         """Copies to the device, copies to the host, and other waits."""
@@ -93,6 +96,7 @@ class _OnDevice(torch.Tensor):
                 result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
             else:
                 result = func(*args, **kwargs)
+        _traffic.operations += not func.is_view and not name.startswith("empty")
         if name == "copy_" and not isinstance(args[0], cls):
             return args[0]
         return tree_map(_placed, result)

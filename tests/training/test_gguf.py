@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ from support.tiny import save_rows
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.errors import ConfigError
+from turnwise.models.gguf import dequantized
 
 gguf = pytest.importorskip("gguf")
 
@@ -150,3 +152,15 @@ def test_a_file_that_is_not_there_or_not_readable_is_refused(tmp_path: Path, mon
     ):
         load(file)
     assert list((tmp_path / "cache" / "turnwise" / "gguf").iterdir()) == []
+
+
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_a_missing_package_is_named_before_the_file_is_read(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks for accelerate only when it reads the file: `make demo-real` failed there in a fresh environment."""
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else found(name))
+    (tmp_path / "model.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match=rf"the package `{package}`: pip install 'turnwise\[gguf\]'"):
+        dequantized(str(tmp_path), "model.gguf", "float32")

@@ -22,6 +22,7 @@ from turnwise.training.forward import Forward
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
 from turnwise.training.teacher import LearnerTeacher, Scores, Teacher, TeacherStep
+from turnwise.training.transfer import read
 from turnwise.training.update import policy_loss
 from turnwise.types import Group, LogprobKind, Row, Sampling, Trajectory
 
@@ -189,7 +190,7 @@ def test_the_gradient_of_a_ragged_batch_is_that_of_float64_sequences(
         loss, metrics = policy_loss(forward, learner.loss, micro, None, None, rows)
         total = total + loss
         with torch.no_grad():
-            sums = metrics().teacher
+            (sums,) = read([metrics()])
         assert sums is not None
         assert sums.tokens == len(micro.targets.token_N)
     parameters = list(student.parameters())

@@ -5,6 +5,7 @@ With two definitions, the probability ratio before the first optimizer step woul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,9 +24,9 @@ class AllowedTokens:
         """Those of some places."""
         return AllowedTokens(self.words_MW, self.index_N[place_C])
 
-    def to(self, device: torch.device) -> AllowedTokens:
-        """The same on another device."""
-        return AllowedTokens(self.words_MW.to(device), self.index_N.to(device))
+    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> AllowedTokens:
+        """The same with `move(tensor)` in place of each tensor."""
+        return AllowedTokens(move(self.words_MW), move(self.index_N))
 
     def mask(self, vocabulary: int) -> torch.Tensor:
         """Which of the first `vocabulary` tokens are allowed, bool [N, V]. Tokens without a bit are not."""

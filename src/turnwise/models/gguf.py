@@ -37,8 +37,9 @@ def dequantized(directory: str, name: str, dtype: str) -> Path:
         raise ConfigError(
             f"model.gguf_file={name}: there is no file {file}; model.path is the directory that the GGUF file is in"
         )
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError("model.gguf_file needs the package `gguf`: pip install 'turnwise[gguf]'")
+    for package in ("gguf", "accelerate"):  # the second is what transformers reads the file with
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"model.gguf_file needs the package `{package}`: pip install 'turnwise[gguf]'")
     about = {
         "file": str(file.resolve()),
         "bytes": file.stat().st_size,

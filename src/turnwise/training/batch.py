@@ -36,6 +36,7 @@ from turnwise.models.distribution import AllowedTokens
 from turnwise.models.grammar import AllowedColumn, TokenMasks
 from turnwise.options.algorithm import LossSection
 from turnwise.training.losses import Targets
+from turnwise.training.transfer import Movable, Move, to_device
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
 from turnwise.types import Constraint, Failure, LogprobKind, Media, Segment, Trajectory, Turn
 
@@ -325,16 +326,9 @@ class PackedSequence(Protocol):
         ...
 
 
-class TargetColumns(Protocol):
-    """Tensors with one entry for each target."""
-
-    def to(self, device: torch.device) -> Self:
-        """The same on another device."""
-        ...
-
-
 Packed = TypeVar("Packed", bound=PackedSequence)
-Columns = TypeVar("Columns", bound=TargetColumns)
+Columns = TypeVar("Columns", bound=Movable)
+"""Tensors with one entry for each target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,21 +371,27 @@ class MicroBatch(Generic[Columns]):
     kept_N: torch.Tensor | None = None
     """Which targets of the sequences are still in `targets`; None: all. Rollout correction leaves some out."""
 
-    def to(self, device: torch.device) -> MicroBatch[Columns]:
-        """The same on another device, without the sequences."""
-        return MicroBatch(
-            token_ids_BL=self.token_ids_BL.to(device),
-            position_BL=self.position_BL.to(device),
-            tree=None if self.tree is None else self.tree.to(device),
-            row_U=self.row_U.to(device),
-            column_U=self.column_U.to(device),
-            token_U=self.token_U.to(device),
-            prediction_N=self.prediction_N.to(device),
-            targets=self.targets.to(device),
-            media_B=self.media_B,
-            count_T=self.count_T.to(device),
-            routes_TLK=None if self.routes_TLK is None else self.routes_TLK.to(device),
-            allowed=None if self.allowed is None else self.allowed.to(device),
+    def to(self, device: torch.device) -> Self:
+        """The same on another device, without the sequences, in one copy."""
+        return to_device(self, device)
+
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`), without the sequences."""
+        return replace(
+            self,
+            token_ids_BL=move(self.token_ids_BL),
+            position_BL=move(self.position_BL),
+            tree=None if self.tree is None else self.tree.moved(move),
+            row_U=move(self.row_U),
+            column_U=move(self.column_U),
+            token_U=move(self.token_U),
+            prediction_N=move(self.prediction_N),
+            targets=self.targets.moved(move),
+            count_T=move(self.count_T),
+            routes_TLK=None if self.routes_TLK is None else move(self.routes_TLK),
+            allowed=None if self.allowed is None else self.allowed.moved(move),
+            sequences={},
+            kept_N=None,
         )
 
 

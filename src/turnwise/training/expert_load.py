@@ -28,6 +28,7 @@ from turnwise.errors import ConfigError
 from turnwise.models.experts import Choice, Routers
 from turnwise.training.batch import MicroBatch
 from turnwise.training.losses import Loss
+from turnwise.training.transfer import Measured, numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,15 +134,16 @@ class LoadCounter:
             terms.append(self._routers.experts * (part_E.to(total_E.dtype) * total_E).sum() / balance.tokens)
         return torch.stack(terms).mean()
 
-    def load(self, loss: torch.Tensor | None) -> ExpertLoad:
+    def load(self, loss: torch.Tensor | None) -> Measured[ExpertLoad]:
         """What has been counted. `loss` is that of `loss()`."""
-        count_LE = torch.stack([self._counts[layer] for layer in sorted(self._counts)]).cpu().numpy()
-        rerouted = replayed = 0.0
+        count_LE = torch.stack([self._counts[layer] for layer in sorted(self._counts)])
+        nothing = self._count_T.new_zeros(())
+        rerouted = replayed = nothing
         if self._differs_T is not None and self._prescribed_T is not None:
-            replayed = float(self._count_T[self._prescribed_T].sum())
-            rerouted = float(self._count_T[self._prescribed_T & self._differs_T].sum())
-        total = 0.0 if loss is None else float(loss.detach())
-        return ExpertLoad(count_LE, float(self._count_T.sum()), rerouted, replayed, total)
+            replayed = (self._count_T * self._prescribed_T).sum()
+            rerouted = (self._count_T * (self._prescribed_T & self._differs_T)).sum()
+        found = (count_LE, self._count_T.sum(), rerouted, replayed, nothing if loss is None else loss)
+        return Measured(found, lambda host: ExpertLoad(host[0].numpy(), *numbers(host[1:])))
 
 
 def recorded_load(micro_batches: Sequence[MicroBatch[Any]], routers: Routers) -> ExpertLoad | None:

@@ -104,7 +104,7 @@ class LocalCritic(CriticBase):
         with torch.no_grad():
             for micro in stop.until_set(micro_batches):
                 with self._threads.during("measure", micro.token_ids_BL.numel()):
-                    values.append(self.bound.measured(micro, of_micro).cpu())
+                    values.append(self.bound.measured(micro, of_micro))
                 on_micro_batch()
         return values
 

@@ -36,6 +36,7 @@ from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.reference import Reference
+from turnwise.training.transfer import Measured
 from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, measure_load, policy_loss
 from turnwise.types import Sampling
 
@@ -242,7 +243,7 @@ class LocalLearner(LearnerBase):
 
     def _loss_of(
         self, micro: MicroBatch[Targets], balance: Balance | None
-    ) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+    ) -> tuple[torch.Tensor, Callable[[], Measured[UpdateSums]]]:
         reference_logprob_N = None
         if self._reference is not None and self.loss.needs_reference:
             reference_logprob_N = self._reference.logprobs(micro)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 
@@ -36,6 +36,7 @@ from turnwise.options.algorithm import (
 )
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.divergence import Distributions, Rows, ScoredTokens, TeacherComparison
+from turnwise.training.transfer import Move
 from turnwise.user_code.algorithms import Needs, declared_needs, own_function
 
 # Input and output of a loss
@@ -125,9 +126,9 @@ class Targets:
         values = {column.name: getattr(self, column.name) for column in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
-    def to(self, device: torch.device) -> Targets:
-        """The same on another device."""
-        return replace(self, **{name: column.to(device) for name, column in self._columns().items()})
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`)."""
+        return replace(self, **{name: move(column) for name, column in self._columns().items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,18 +290,20 @@ def nll(logprob_N: torch.Tensor, targets: Targets, options: Nll) -> LossTerms:
 
 def mean_of_groups(value_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
     """The mean of each group, for each of its tokens. `group_N` numbers the groups from 0."""
-    groups = int(group_N.max()) + 1
-    sum_G = value_N.new_zeros(groups).index_add_(0, group_N, value_N)
-    count_G = value_N.new_zeros(groups).index_add_(0, group_N, torch.ones_like(value_N))
+    # there are at most as many groups as tokens: a GPU's host would wait for their number
+    sum_G = torch.zeros_like(value_N).index_add_(0, group_N, value_N)
+    count_G = torch.zeros_like(value_N).index_add_(0, group_N, torch.ones_like(value_N))
     return (sum_G / count_G)[group_N]
 
 
 def groups_of(targets: Targets, level: Literal["sequence", "turn"]) -> torch.Tensor:
-    """A number for each sequence, or for each turn in a sequence, counted from 0."""
-    number_N = targets.sequence_N
-    if level == "turn":
-        number_N = number_N * (targets.turn_N.max() + 1) + targets.turn_N
-    return torch.unique(number_N, return_inverse=True)[1]
+    """A number for each sequence, or for each turn in a sequence, counted from 0 in the order of the targets. The targets of a
+    sequence follow one another, and those of a turn."""
+    begins_N = torch.zeros_like(targets.sequence_N)
+    columns = (targets.sequence_N,) if level == "sequence" else (targets.sequence_N, targets.turn_N)
+    for column_N in columns:
+        begins_N[1:] |= column_N[1:] != column_N[:-1]
+    return begins_N.cumsum(0)
 
 
 def fresh_tokens(targets: Targets) -> torch.Tensor:
@@ -312,9 +315,8 @@ def fresh_tokens(targets: Targets) -> torch.Tensor:
     if targets.version is None or not len(targets.token_N):
         return torch.zeros_like(targets.known_N)
     turn_N = groups_of(targets, "turn")
-    older_G = torch.zeros(int(turn_N.max()) + 1, dtype=torch.bool, device=turn_N.device)
-    older_G[turn_N[targets.version_N != targets.version]] = True
-    return ~older_G[turn_N]
+    older_G = torch.zeros_like(turn_N).index_add_(0, turn_N, (targets.version_N != targets.version).long())
+    return older_G[turn_N] == 0
 
 
 def with_own_ratios(targets: Targets, logprob_N: torch.Tensor) -> Targets:
@@ -351,7 +353,7 @@ def _terms(
         return LossTerms(
             loss_N=loss_N,
             kl_N=kl_k3(logprob_N.detach(), targets.behaviour_logprob_N),
-            clipped=logprob_N.new_zeros(()) if outside_N is None else targets.counts[outside_N].sum(),
+            clipped=logprob_N.new_zeros(()) if outside_N is None else (targets.counts * outside_N).sum(),
             max_deviation=torch.where(targets.known_N, deviation_N, 0.0).amax(),
         )
 

@@ -15,12 +15,13 @@ import gc
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 
 from turnwise.errors import RunError
 from turnwise.training.batch import MicroBatch, pack_again
+from turnwise.training.transfer import Move
 
 M = TypeVar("M", bound=MicroBatch[Any])
 S = TypeVar("S")
@@ -140,8 +141,8 @@ class _DividedPlaces:
 
     place_N: torch.Tensor
 
-    def to(self, device: torch.device) -> _DividedPlaces:
-        return _DividedPlaces(self.place_N.to(device))
+    def moved(self, move: Move) -> Self:
+        return replace(self, place_N=move(self.place_N))
 
 
 def _size(micro: MicroBatch[Any]) -> int:

@@ -13,10 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 from turnwise.errors import ConfigError
 from turnwise.models.allocator import long_lived
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
+from turnwise.training.transfer import copied, to_host
 
 __all__ = ["Optimizer"]
 
@@ -26,7 +28,8 @@ _log = logging.getLogger(__name__)
 class Optimizer:
     """Changes `parameters` from the gradients that are accumulated in their `grad`.
 
-    `complete` makes one number of a norm whose parts are on several ranks, for parameters that are divided among them.
+    `complete` makes one number of a norm whose parts are on several ranks, for parameters that are divided among them; None: they
+    are not.
 
     Raises ConfigError if the optimizer's package is not installed, or if an option has no effect on these parameters.
     """
@@ -36,7 +39,7 @@ class Optimizer:
         parameters: Sequence[torch.nn.Parameter],
         options: OptimizationSection,
         *,
-        complete: Callable[[torch.Tensor], torch.Tensor] = lambda norm: norm,
+        complete: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         _refuse_without_effect(parameters, options.optimizer)
         self.parameters = list(parameters)
@@ -47,6 +50,8 @@ class Optimizer:
         """The number of values that a step changes."""
         self._options = options
         self._complete = complete
+        # torch's operations on lists of tensors take no divided parameters, and save a CPU nothing
+        self._groups = _groups(self.parameters, together=complete is None and self.parameters[0].device.type != "cpu")
         self._steps = 0
         self._optimizer = _torch_optimizer(self.masters, options)
         self._errors = (
@@ -89,9 +94,10 @@ class Optimizer:
         if all(master is parameter for master, parameter in zip(self.masters, self.parameters, strict=True)):
             norm = torch.nn.utils.clip_grad_norm_(self.masters, self._options.max_grad_norm)
         else:
-            norm = _norm(self.parameters)
-        norm = self._complete(norm)
-        number = float(norm)
+            norm = _norm(self.parameters, together=len(self._groups) < len(self.parameters))
+        norm = norm if self._complete is None else self._complete(norm)
+        (norm_here,) = to_host([norm])
+        number = float(norm_here)
         if not math.isfinite(number):
             _log.warning(
                 "the gradient norm is %s: this optimizer step is skipped, the weights stay as they are", number
@@ -100,39 +106,48 @@ class Optimizer:
         self._steps += 1
         # the first step allocates the optimizer's state
         with long_lived() if self._steps == 1 else contextlib.nullcontext():
-            self._step(norm)
+            self._step(norm_here if self.masters[0].device.type == "cpu" else norm)
         return number
 
     def _step(self, norm: torch.Tensor) -> None:
+        """Change the parameters. `norm`: of all gradients, on the device of the masters."""
         if self.masters[0] is self.parameters[0]:
             self._optimizer.step()
             return
         scale = (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-        for index in range(len(self.parameters)):
-            self._step_copy(index, scale)
+        for indexes in self._groups:
+            self._step_copies(indexes, scale)
 
     @torch.no_grad()
-    def _step_copy(self, index: int, scale: torch.Tensor) -> None:
-        """Change one parameter through its float32 copy. One at a time, so that float32 gradients are never all in memory."""
-        parameter, master, kind = self.parameters[index], self.masters[index], self._options.optimizer.master_weights
+    def _step_copies(self, indexes: Sequence[int], scale: torch.Tensor) -> None:
+        """Change some parameters through their float32 copies: not all, so that float32 gradients are never all in memory."""
+        parameters, masters = ([tensors[index] for index in indexes] for tensors in (self.parameters, self.masters))
+        kind = self._options.optimizer.master_weights
         if kind != "float32":
-            master.data = parameter.float()
+            for master, parameter in zip(masters, parameters, strict=True):
+                master.data = parameter.float()
         if kind == "kahan":
-            master.data += self._errors[index].float()
-        assert parameter.grad is not None
-        gradient = parameter.grad.to(master.device, torch.float32, copy=True)
-        parameter.grad = None
-        master.grad = gradient.mul_(scale.to(master.device))
-        _step_only(self._optimizer, master)
-        master.grad = None
+            for master, index in zip(masters, indexes, strict=True):
+                master.data += self._errors[index].float()
+        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        gradients = _scaled(found, masters, scale)
+        for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
+            parameter.grad = None
+            master.grad = gradient
+        _step_only(self._optimizer, masters)
+        for master in masters:
+            master.grad = None
         if kind == "stochastic_rounding":
-            parameter.copy_(_rounded_at_random(master, seed=self._steps * len(self.parameters) + index))
+            for index, parameter, master in zip(indexes, parameters, masters, strict=True):
+                parameter.copy_(_rounded_at_random(master, seed=self._steps * len(self.parameters) + index))
         else:
-            parameter.copy_(master)
+            _copy_back(masters, parameters)
         if kind == "kahan":
-            self._errors[index].copy_(master - parameter.float())
+            for index, parameter, master in zip(indexes, parameters, masters, strict=True):
+                self._errors[index].copy_(master - parameter.float())
         if kind != "float32":
-            master.data = master.data.new_empty(0)
+            for master in masters:
+                master.data = master.data.new_empty(0)
 
     def state(self) -> dict[str, Any]:
         """The state of the optimizer, and of the master weights where they are not the parameters themselves."""
@@ -209,19 +224,61 @@ def _torch_optimizer(masters: Sequence[torch.Tensor], options: OptimizationSecti
     )
 
 
-def _step_only(optimizer: torch.optim.Optimizer, master: torch.Tensor) -> None:
-    """A step that changes one of the optimizer's tensors only."""
+def _groups(parameters: Sequence[torch.nn.Parameter], *, together: bool) -> list[list[int]]:
+    """The indexes of parameters that are changed at a time: each alone, or `together` as many as have no more values than the
+    largest parameter, so that temporary tensors need no more memory than those of one parameter."""
+    most = max(parameter.numel() for parameter in parameters) if together else 0
+    groups: list[list[int]] = []
+    size = 0
+    for index, parameter in enumerate(parameters):
+        if not groups or size + parameter.numel() > most:
+            groups.append([])
+            size = 0
+        groups[-1].append(index)
+        size += parameter.numel()
+    return groups
+
+
+def _scaled(
+    gradients: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], scale: torch.Tensor
+) -> list[torch.Tensor]:
+    """Gradients times a number, in float32, where their masters are."""
+    if gradients[0].device != masters[0].device:
+        gradients = to_host(gradients)
+    if len(gradients) == 1:
+        return [gradients[0].to(torch.float32, copy=True).mul_(scale)]
+    copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    _foreach_copy_(copies, list(gradients))
+    _foreach_mul_(copies, scale)
+    return copies
+
+
+def _copy_back(masters: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> None:
+    """Set parameters to their masters, which may be on the CPU."""
+    if masters[0].device != parameters[0].device:  # fewer bytes are copied of parameters in lower precision
+        rounded = [master.to(parameter.dtype) for master, parameter in zip(masters, parameters, strict=True)]
+        masters = copied(rounded, parameters[0].device)
+    if len(parameters) == 1:
+        parameters[0].copy_(masters[0])
+    else:
+        _foreach_copy_(list(parameters), list(masters))
+
+
+def _step_only(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]) -> None:
+    """A step that changes some of the optimizer's tensors only."""
     group = optimizer.param_groups[0]
-    optimizer.param_groups = [{**group, "params": [master]}]
+    optimizer.param_groups = [{**group, "params": list(masters)}]
     try:
         optimizer.step()
     finally:
         optimizer.param_groups = [group]
 
 
-def _norm(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """The norm of all gradients together, computed in float32."""
-    gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+def _norm(parameters: Sequence[torch.nn.Parameter], *, together: bool) -> torch.Tensor:
+    """The norm of all gradients together, computed in float32. `together`: those of all parameters in one operation."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if together:
+        return torch.linalg.vector_norm(torch.stack(_foreach_norm(gradients, 2, dtype=torch.float32)))
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad.float()) for grad in gradients]))
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from turnwise.models.precision import (
     set_text_attention,
     unsupported,
 )
+from turnwise.training.transfer import Move, to_device
 
 _NAME = "turnwise_tree"
 _CALL_PAIRS = 16_384
@@ -136,9 +137,9 @@ class _Bucket:
             torch.from_numpy(query_NR), torch.from_numpy(key_NK), torch.from_numpy(position_NR), not contexts.any()
         )
 
-    def to(self, device: torch.device) -> _Bucket:
-        """The same on another device."""
-        return _Bucket(self.query_NR.to(device), self.key_NK.to(device), self.position_NR.to(device), self.roots)
+    def moved(self, move: Move) -> _Bucket:
+        """The same with other tensors (`Movable.moved`)."""
+        return _Bucket(move(self.query_NR), move(self.key_NK), move(self.position_NR), self.roots)
 
     def mask(self, window: int | None, *, chunked: bool = False) -> torch.Tensor | None:
         """Which keys a token sees, [N, 1, R, K]; None if causal attention without a mask gives the same.
@@ -228,10 +229,14 @@ class Tree:
                 start += longest
         return cls([_Bucket.of(group) for group in groups], torch.from_numpy(place_T), runs)
 
-    def to(self, device: torch.device) -> Tree:
+    def to(self, device: torch.device) -> Self:
         """The same on another device."""
-        buckets = [bucket.to(device) for bucket in self.buckets]
-        return Tree(buckets, self.place_T.to(device), self.runs, self.memo, accelerated=device.type != "cpu")
+        return to_device(self, device)
+
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`)."""
+        buckets, place_T = [bucket.moved(move) for bucket in self.buckets], move(self.place_T)
+        return replace(self, buckets=buckets, place_T=place_T, accelerated=place_T.device.type != "cpu")
 
 
 def _by_size(runs: Sequence[FlatRun]) -> Iterator[list[FlatRun]]:

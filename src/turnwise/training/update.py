@@ -41,9 +41,10 @@ from turnwise.training.divergence import Compared, Rows
 from turnwise.training.expert_load import Balance, ExpertLoad, LoadCounter, load_metrics
 from turnwise.training.forward import Forward
 from turnwise.training.learner import UpdateStats
-from turnwise.training.losses import Loss, Targets, fresh_tokens, groups_of, nll, with_own_ratios
+from turnwise.training.losses import Loss, LossTerms, Targets, fresh_tokens, groups_of, nll, with_own_ratios
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
+from turnwise.training.transfer import Measured, numbers, read, to_host
 from turnwise.training.value_batch import StateBatch
 
 # Sums: loss and metrics of optimizer steps, added up over micro-batches
@@ -113,20 +114,22 @@ class TeacherSums:
         )
 
     @classmethod
-    def of(cls, compared: Compared, logprob_N: torch.Tensor, targets: Targets) -> TeacherSums | None:
+    def of(cls, compared: Compared, logprob_N: torch.Tensor, targets: Targets) -> Measured[TeacherSums] | None:
         """Of one micro-batch; None without a teacher."""
         teacher_N, agrees_N, divergence_N = compared.teacher_logprob_N, compared.agrees_N, compared.divergence_N
         if teacher_N is None or agrees_N is None:
             return None
         counts_N = targets.counts
         turn_N = groups_of(targets, "turn")
-        return cls(
-            tokens=float(counts_N.sum()),
-            turns=float((counts_N / torch.bincount(turn_N)[turn_N]).sum()),
-            log_ratio=float((counts_N * (logprob_N.detach() - teacher_N)).sum()),
-            agrees=float((counts_N * agrees_N).sum()),
-            divergence=None if divergence_N is None else float((counts_N * divergence_N.detach()).sum()),
-        )
+        length_G = torch.zeros_like(turn_N).index_add_(0, turn_N, torch.ones_like(turn_N))
+        found = [
+            counts_N.sum(),
+            (counts_N / length_G[turn_N]).sum(),
+            (counts_N * (logprob_N.detach() - teacher_N)).sum(),
+            (counts_N * agrees_N).sum(),
+            *([] if divergence_N is None else [(counts_N * divergence_N.detach()).sum()]),
+        ]
+        return Measured(found, lambda host: cls(*numbers(host)))
 
     def metrics(self) -> dict[str, float]:
         """The metrics by their names in metrics.jsonl."""
@@ -146,11 +149,6 @@ class TargetLogprobs:
     """`Targets.sequence_N`."""
     logprob_N: np.ndarray
 
-    @classmethod
-    def of(cls, targets: Targets, logprob_N: torch.Tensor) -> TargetLogprobs:
-        """Copies the log-probabilities from their device."""
-        return cls(targets.sequence_N.cpu().numpy(), logprob_N.detach().float().cpu().numpy())
-
     def by_sequence(self) -> Iterator[tuple[int, np.ndarray]]:
         """The number of each sequence, and the log-probabilities of its targets, which follow one another."""
         ends = [*(np.flatnonzero(np.diff(self.sequence_N)) + 1).tolist(), len(self.sequence_N)]
@@ -161,13 +159,11 @@ class TargetLogprobs:
             start = end
 
 
-def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> float:
-    """Largest `|ratio - 1|` of the tokens of turns that the present weights sampled completely; 0 without such turns."""
+def fresh_deviation(logprob_N: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Largest `|ratio - 1|` of the tokens of turns that the present weights sampled completely, []; 0 without such turns."""
     fresh_N = targets.known_N & fresh_tokens(targets)
-    if not fresh_N.any():
-        return 0.0
-    difference_N = (logprob_N.detach() - targets.behaviour_logprob_N)[fresh_N]
-    return float((difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf).amax())
+    difference_N = logprob_N.detach() - targets.behaviour_logprob_N
+    return torch.where(fresh_N, (difference_N.exp() - 1.0).abs().nan_to_num(nan=torch.inf), 0.0).amax()
 
 
 def update_stats(
@@ -355,9 +351,9 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         """See `Learner.evaluate_loss`. Computed in a thread."""
 
         def evaluate(stop: StopFlag) -> float:
-            logprobs = self.target_logprobs(batch.micro_batches, stop)
+            logprobs = to_host(self.target_logprobs(batch.micro_batches, stop))
             return sum(
-                float((nll(logprob_N.cpu(), micro.targets, Nll()).loss_N * micro.targets.weight_N).sum())
+                float((nll(logprob_N, micro.targets, Nll()).loss_N * micro.targets.weight_N).sum())
                 for micro, logprob_N in zip(batch.micro_batches, logprobs, strict=False)
             )
 
@@ -408,9 +404,8 @@ def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch
         needed += batch.without_gradient
     if not loss.needs_behaviour_logprobs or not needed:
         return PreparedBatch(batch)
-    own_N = {
-        id(micro): logprob_N for micro, logprob_N in zip(needed, learner.target_logprobs(needed, stop), strict=False)
-    }
+    found = to_host(learner.target_logprobs(needed, stop))
+    own_N = {id(micro): logprob_N for micro, logprob_N in zip(needed, found, strict=False)}
     micro_batches, without_gradient = (
         [_with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro for micro in part]
         for part in (batch.micro_batches, batch.without_gradient)
@@ -428,7 +423,9 @@ def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch
         for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=False)
         if bool(keep_N.any())
     ]
-    logprobs = tuple(TargetLogprobs.of(micro.targets, own_N[id(micro)]) for micro in needed)
+    logprobs = tuple(
+        TargetLogprobs(micro.targets.sequence_N.numpy(), own_N[id(micro)].float().numpy()) for micro in needed
+    )
     return PreparedBatch(replace(batch, micro_batches=kept), corrected.sums, logprobs)
 
 
@@ -452,7 +449,7 @@ def _with_first_logprobs(
 def _with_own_logprobs(micro: MicroBatch[Targets], logprob_N: torch.Tensor, loss: Loss) -> MicroBatch[Targets]:
     targets = micro.targets
     reported_N = targets.behaviour_logprob_N
-    own_N = logprob_N.to(reported_N.device, reported_N.dtype)
+    own_N = logprob_N.to(reported_N.dtype)
     filled = replace(targets, behaviour_logprob_N=torch.where(targets.known_N, reported_N, own_N))
     if loss.corrects:
         filled = replace(filled, proximal_logprob_N=own_N, old_is_proximal=loss.correction.decoupled)
@@ -466,7 +463,7 @@ def policy_loss(
     reference_logprob_N: torch.Tensor | None,
     balance: Balance | None = None,
     teachers: Sequence[Rows] = (),
-) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+) -> tuple[torch.Tensor, Callable[[], Measured[UpdateSums]]]:
     """The loss of a micro-batch, and a function that computes its metrics. `balance`: with an auxiliary loss of the experts.
     `teachers`: the distributions of local teachers that have not scored the tokens before."""
     targets = micro.targets
@@ -491,28 +488,61 @@ def policy_loss(
     auxiliary = None if counter is None else counter.loss()
     if auxiliary is not None and balance is not None:
         total = total + balance.coefficient * auxiliary
-    return total, lambda: UpdateSums(
-        loss=float(total),
-        kl=float((terms.kl_N * targets.weight_N).sum()),
-        tokens=len(terms.loss_N),
-        counted=float(targets.counts.sum()),
-        clipped=float(terms.clipped),
-        max_deviation=float(terms.max_deviation),
-        fresh_deviation=fresh_deviation(logprob_N, targets),
-        logprobs=(TargetLogprobs.of(targets, logprob_N),),
+    return total, lambda: _measured(
+        targets,
+        logprob_N,
+        terms,
+        total,
         experts=None if counter is None else counter.load(auxiliary),
         teacher=TeacherSums.of(compared, logprob_N, targets),
     )
 
 
+def _measured(
+    targets: Targets,
+    logprob_N: torch.Tensor,
+    terms: LossTerms,
+    total: torch.Tensor,
+    *,
+    experts: Measured[ExpertLoad] | None,
+    teacher: Measured[TeacherSums] | None,
+) -> Measured[UpdateSums]:
+    """The metrics of a pass whose loss is `total`, in the order of the fields of `UpdateSums`."""
+    found = {
+        "loss": total,
+        "kl": (terms.kl_N * targets.weight_N).sum(),
+        "counted": targets.counts.sum(),
+        "clipped": terms.clipped,
+        "max_deviation": terms.max_deviation,
+        "fresh_deviation": fresh_deviation(logprob_N, targets),
+    }
+    columns = (targets.sequence_N, logprob_N.float())
+    parts = [part.tensors if part is not None else () for part in (experts, teacher)]
+
+    def make(host: Sequence[torch.Tensor]) -> UpdateSums:
+        given = iter(host)
+        sums = {name: float(next(given)) for name in found}
+        logprobs = TargetLogprobs(next(given).numpy(), next(given).numpy())
+        of_experts, of_teacher = ([next(given) for _ in part] for part in parts)
+        return UpdateSums(
+            **sums,
+            tokens=len(logprob_N),
+            logprobs=(logprobs,),
+            experts=None if experts is None else experts.make(of_experts),
+            teacher=None if teacher is None else teacher.make(of_teacher),
+        )
+
+    return Measured((*found.values(), *columns, *parts[0], *parts[1]), make)
+
+
 def measure_load(forward: Forward, micro_batches: Sequence[MicroBatch[Any]]) -> ExpertLoad:
     """The load of the experts in passes without gradients, over the micro-batches of a model that has `routers`."""
     with torch.no_grad():
-        loads = [load_of(forward, micro)[1] for micro in micro_batches]
+        loads = read([load_of(forward, micro)[1] for micro in micro_batches])
     return sum(loads[1:], loads[0])
 
 
-def load_of(forward: Forward, micro: MicroBatch[Any]) -> tuple[torch.Tensor, ExpertLoad]:
+def load_of(forward: Forward, micro: MicroBatch[Any]) -> tuple[torch.Tensor, Measured[ExpertLoad]]:
     """The log-probabilities [N] of the targets, and the load of the experts in the pass that computes them."""
     assert forward.routers is not None
     counter = LoadCounter(micro, forward.routers)
@@ -541,7 +571,7 @@ class Gradients:
     def of_batch(
         self,
         micro_batches: Sequence[MicroBatch[Columns]],
-        loss: Callable[[MicroBatch[Columns]], tuple[torch.Tensor, Callable[[], S]]],
+        loss: Callable[[MicroBatch[Columns]], tuple[torch.Tensor, Callable[[], Measured[S]]]],
         *,
         on_micro_batch: Callable[[], None],
         stop: StopFlag,
@@ -551,7 +581,7 @@ class Gradients:
         `loss` returns the loss of a micro-batch, and a function that computes metrics, which is called after the backward pass.
         """
         self._optimizer.zero_grad()
-        metrics: list[S] = []
+        metrics: list[Measured[S]] = []
         # gradients of micro-batches that are computed in parallel are added up here, not by the backward pass
         accumulated = self._optimizer.parameters if self._workers is None else ()
         # when the generator is closed early, it computes no further micro-batch
@@ -562,11 +592,13 @@ class Gradients:
                 metrics.append(metrics_of_one)
                 on_micro_batch()
         trim_kept()
-        return metrics
+        return read(metrics)
 
     def _results(
-        self, micro_batches: Sequence[MicroBatch[Any]], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]]
-    ) -> Generator[tuple[S, _OfParameters | None]]:
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        loss: Callable[..., tuple[torch.Tensor, Callable[[], Measured[S]]]],
+    ) -> Generator[tuple[Measured[S], _OfParameters | None]]:
         """The result of each micro-batch, in order. The gradients are returned if several are computed at a time."""
         if self._workers is not None and len(micro_batches) > 1:
             yield from self._workers.map(lambda micro: self._backward(micro, loss, separate=True), micro_batches)
@@ -578,8 +610,12 @@ class Gradients:
             yield result
 
     def _backward(
-        self, micro: MicroBatch[Any], loss: Callable[..., tuple[torch.Tensor, Callable[[], S]]], *, separate: bool
-    ) -> tuple[S, _OfParameters | None]:
+        self,
+        micro: MicroBatch[Any],
+        loss: Callable[..., tuple[torch.Tensor, Callable[[], Measured[S]]]],
+        *,
+        separate: bool,
+    ) -> tuple[Measured[S], _OfParameters | None]:
         """Metrics and gradients of a micro-batch. The gradients are added to the parameters' `grad`, or returned (`separate`)."""
         total, metrics = loss(micro)
         gradients = None

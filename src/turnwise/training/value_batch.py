@@ -8,14 +8,15 @@ log-probabilities of all sampled tokens are computed on the same batches (`Learn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeVar
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 import torch
 
 from turnwise.models.grammar import AllowedColumn
 from turnwise.training.batch import Columns, MicroBatch, pack_sequences, routes_of
+from turnwise.training.transfer import Move, to_host
 from turnwise.types import Media, Trajectory
 
 __all__ = [
@@ -40,9 +41,9 @@ class StatePlaces:
 
     place_N: torch.Tensor
 
-    def to(self, device: torch.device) -> StatePlaces:
-        """The same on another device."""
-        return StatePlaces(self.place_N.to(device))
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`)."""
+        return replace(self, place_N=move(self.place_N))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +57,10 @@ class ValueTargets:
     weight_N: torch.Tensor
     """The share of the state in the average: the weight of its turn, divided by the sum over the batch."""
 
-    def to(self, device: torch.device) -> ValueTargets:
-        """The same on another device."""
-        return ValueTargets(
-            old_value_N=self.old_value_N.to(device),
-            return_N=self.return_N.to(device),
-            weight_N=self.weight_N.to(device),
-        )
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`)."""
+        moved = {column.name: move(getattr(self, column.name)) for column in fields(self)}
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +74,15 @@ class StateBatch:
     def in_order(self, results: Sequence[torch.Tensor]) -> list[float]:
         """Numbers [N] of the states of each micro-batch, in the order of the states; 0 for micro-batches without a result."""
         result_S = torch.zeros(self.states, dtype=torch.float64)
-        for micro, result_N in zip(self.micro_batches, results, strict=False):
-            result_S[micro.targets.place_N] = result_N.double().cpu()
+        for micro, result_N in zip(self.micro_batches, to_host(results), strict=False):
+            result_S[micro.targets.place_N] = result_N.double()
         return result_S.tolist()
 
     def rows_in_order(self, results: Sequence[torch.Tensor], width: int) -> torch.Tensor:
         """The same for rows [N, X] of numbers, as a float64 tensor [S, X]."""
         result_SX = torch.zeros((self.states, width), dtype=torch.float64)
-        for micro, result_NX in zip(self.micro_batches, results, strict=False):
-            result_SX[micro.targets.place_N] = result_NX.double().cpu()
+        for micro, result_NX in zip(self.micro_batches, to_host(results), strict=False):
+            result_SX[micro.targets.place_N] = result_NX.double()
         return result_SX
 
 

@@ -23,6 +23,7 @@ from turnwise.models.precision import autocast
 from turnwise.training.batch import MicroBatch
 from turnwise.training.forward import ModelInputs
 from turnwise.training.learner import CriticStats
+from turnwise.training.transfer import Measured
 from turnwise.training.update import StopFlag, UpdateLoop, run_cancellable
 from turnwise.training.value_batch import StateBatch, StatePlaces, ValueBatch, ValueTargets
 
@@ -201,14 +202,15 @@ class CriticBase(UpdateLoop[MicroBatch[ValueTargets], CriticSums]):
 
 def critic_loss(
     forward: ValueForward, micro: MicroBatch[ValueTargets], *, clip: float | None
-) -> tuple[torch.Tensor, Callable[[], CriticSums]]:
+) -> tuple[torch.Tensor, Callable[[], Measured[CriticSums]]]:
     """The loss of a micro-batch, and a function that computes its metrics."""
     targets, value_N = micro.targets, forward.values(micro)
     loss_N = value_loss(value_N, targets.old_value_N, targets.return_N, clip=clip)
     loss = (loss_N * targets.weight_N).sum()
 
-    def metrics() -> CriticSums:
+    def metrics() -> Measured[CriticSums]:
         unclipped_N = value_loss(value_N, targets.old_value_N, targets.return_N)
-        return CriticSums(float(loss), int((loss_N > unclipped_N).sum()), len(loss_N))
+        found = (loss, (loss_N > unclipped_N).sum())
+        return Measured(found, lambda host: CriticSums(float(host[0]), int(host[1]), len(loss_N)))
 
     return loss, metrics

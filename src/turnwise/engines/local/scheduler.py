@@ -643,7 +643,7 @@ class RunningBatch:
             index_B[index] = len(masks)
             masks.append(mask)
         words_MW = torch.from_numpy(np.stack(masks).view(np.int32)) if masks else torch.zeros((1, 0), dtype=torch.int32)
-        return AllowedTokens(words_MW, torch.from_numpy(index_B)).to(self._device), failed
+        return AllowedTokens(words_MW.to(self._device), torch.from_numpy(index_B).to(self._device)), failed
 
     def append(self, step: DecodeStep, sampled: SampledTokens, version: int) -> list[tuple[int, str]]:
         """Append one sampled token to each request. Returns (slot, finish reason) of the requests that end with it."""

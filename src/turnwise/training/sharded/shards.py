@@ -44,6 +44,7 @@ from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import ShardedModel, complete, like, load_sharded
+from turnwise.training.transfer import Measured, read, to_host
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import (
@@ -107,9 +108,9 @@ def measure_rounds(
         for micro in rounds_of(ranks, mine, rounds, stop):
             result_N = compute((micro or _dummy_micro_batch()).to(ranks.device))
             if micro is not None:
-                results.append(result_N.cpu())
+                results.append(result_N)
             on_round()
-    return results
+    return to_host(results)
 
 
 def accumulate_rounds(
@@ -120,7 +121,7 @@ def accumulate_rounds(
     *,
     sharded: ShardedModel,
     compute: Callable[[MicroBatch[Any]], torch.Tensor],
-    loss_of: Callable[[int, MicroBatch[Any]], tuple[torch.Tensor, Callable[[], S]]],
+    loss_of: Callable[[int, MicroBatch[Any]], tuple[torch.Tensor, Callable[[], Measured[S]]]],
     on_round: Callable[[], None],
 ) -> list[S]:
     """Add the gradients of a batch up, of which this rank computes `mine`. Returns the metrics of each of them.
@@ -128,7 +129,7 @@ def accumulate_rounds(
     `loss_of` gives the loss of a micro-batch, and a function that computes its metrics; its first argument is the index in
     `mine`. `compute` gives the outputs of the model for a round in which the rank has no micro-batch.
     """
-    sums: list[S] = []
+    sums: list[Measured[S]] = []
     for number, micro in enumerate(rounds_of(ranks, mine, rounds, stop)):
         sharded.sync_gradients(last=number == rounds - 1)
         if micro is None:
@@ -140,7 +141,7 @@ def accumulate_rounds(
             with torch.no_grad():
                 sums.append(metrics())
         on_round()
-    return sums
+    return read(sums)
 
 
 def _dummy_micro_batch() -> MicroBatch[Targets]:
@@ -344,7 +345,7 @@ class ModelShard:
 
         balance = self._balance(mine, rounds, stop)
 
-        def loss_of(number: int, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], UpdateSums]]:
+        def loss_of(number: int, micro: MicroBatch[Targets]) -> tuple[torch.Tensor, Callable[[], Measured[UpdateSums]]]:
             reference_N = references[number].to(self.ranks.device) if references else None
             return policy_loss(self._forward, self._loss, micro, reference_N, balance)
 
@@ -368,7 +369,7 @@ class ModelShard:
         known = recorded_load(mine, routers) if self._forward.router_replay else None
         # all ranks measure if one of them must: the passes are collective
         if bool(self.ranks.total(torch.tensor([0 if known is not None else 1]))):
-            loads: list[ExpertLoad] = []
+            loads: list[Measured[ExpertLoad]] = []
 
             def measure(micro: MicroBatch[Any]) -> torch.Tensor:
                 logprob_N, load = load_of(self._forward, micro)
@@ -376,7 +377,7 @@ class ModelShard:
                 return logprob_N
 
             measure_rounds(self.ranks, mine, rounds, stop, measure)
-            known = sum(loads, ExpertLoad.none(routers))
+            known = sum(read(loads), ExpertLoad.none(routers))
         assert known is not None
         total = self.ranks.total(torch.cat([torch.from_numpy(known.count_LE).flatten(), torch.tensor([known.tokens])]))
         counts = total[:-1].view(known.count_LE.shape).numpy()
