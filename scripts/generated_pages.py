@@ -25,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -265,8 +266,8 @@ def calls_count_half(turn: Turn) -> float:
 
 
 def mask_view() -> str:
-    """A line for each token of a real rollout, with the demo's tokenizer, template and calculator and the scripted engine: its
-    text, its turn, and its weight with each loss mask."""
+    """The tokens of a real rollout, with the demo's tokenizer, template and calculator and the scripted engine: neighbours of one
+    turn together, with their number, turn, weight with each loss mask, and text."""
     from turnwise.chat.renderer import Renderer
 
     renderer = Renderer.from_pretrained(MODEL)
@@ -303,22 +304,17 @@ def _tokens(renderer: Renderer, trajectory: Trajectory) -> Iterator[str]:
         rule(trajectory)
         weights[name] = [turn.weight for turn in trajectory.turns]
     (segment,) = trajectory.segments
-    texts = [renderer.decode([token]) for token in segment.token_ids]
-    begins = "".join(texts).index(f"<|im_start|>user\n{QUESTION}")
-    width = max(len(repr(text)) for text in texts)
-    yield f"{'token':<{width}}{'turn':>6}" + "".join(f"{name:>{len(name) + 2}}" for name in rules)
-    skipped = length = 0
-    for text, turn in zip(texts, segment.turn, strict=True):
-        length += len(text)
-        if length <= begins:
-            skipped += 1
-            continue
-        if skipped:
-            yield f"({skipped} tokens that describe the tools)"
-            skipped = 0
-        said = [f"{weights[name][turn] if turn >= 0 else 0:g}" for name in rules]
-        cells = "".join(f"{weight:>{len(name) + 2}}" for name, weight in zip(rules, said, strict=True))
-        yield f"{text!r:<{width}}{turn if turn >= 0 else '-':>6}{cells if turn >= 0 else ''}"
+    yield f"{'tokens':>6}  {'turn':>4}  " + "".join(f"{name:>{len(name) + 2}}" for name in rules)
+    for turn, ids in groupby(zip(segment.token_ids, segment.turn, strict=True), key=lambda pair: pair[1]):
+        tokens = [token for token, _ in ids]
+        cells = "".join(f"{weights[name][turn]:>{len(name) + 2}g}" for name in rules) if turn >= 0 else ""
+        yield f"{len(tokens):>6}  {turn if turn >= 0 else '-':>4}  {cells}"
+        yield f"        {_shortened(renderer.decode(tokens))!r}"
+
+
+def _shortened(text: str, most: int = 110) -> str:
+    """The text, or its end."""
+    return text if len(text) <= most else f"... {text[-most:]}"
 
 
 # Tool-call formats
@@ -373,9 +369,16 @@ def library_table(templates: dict[str, Any]) -> str:
 
 
 def _cases(cells: dict[str, dict[str, str]]) -> str:
-    head = f"| | {' | '.join(COLUMNS.values())} |"
-    rows = [f"| {title} | {' | '.join(row.get(case, '–') for case in COLUMNS)} |" for title, row in cells.items()]
-    return "\n".join([head, "|---" * (len(COLUMNS) + 1) + "|", *rows])
+    """A row for each case: its usual result, and the formats with other results."""
+    rows = ["| the turn | result | other results |", "|---|---|---|"]
+    for case, title in COLUMNS.items():
+        found: dict[str, list[str]] = {}
+        for family, row in cells.items():
+            found.setdefault(row.get(case, "–"), []).append(family)
+        (usual, _), *others = sorted(found.items(), key=lambda item: -len(item[1]))
+        said = "; ".join(f"{result}: {', '.join(families)}" for result, families in others)
+        rows.append(f"| {title} | {usual} | {said} |")
+    return "\n".join(rows)
 
 
 def _shown(family: Family, case: Case) -> str:
@@ -466,19 +469,19 @@ def template_table() -> str:
 
     notes = Notes()
     names = [scenario.name for scenario in SCENARIOS]
-    rows = [
-        "| template | calls | " + " | ".join(names) + " | leaves reasoning out at |",
-        "|" + "---|" * (len(names) + 3),
-    ]
+    rows: dict[str, list[str]] = {}
     for path in template_files():
         renderer = family_renderer(path)
         cells = [_template_cell(check_scenario(renderer, scenario), notes) for scenario in SCENARIOS]
-        rows.append(
-            f"| {path.stem} | {_call_format(renderer)} | "
-            + " | ".join(cells)
-            + f" | {', '.join(renderer.profile.kept_reasoning.stripped_before) or '–'} |"
-        )
-    return "\n".join([*rows, "", *notes.lines()])
+        stripped = ", ".join(renderer.profile.kept_reasoning.stripped_before) or "–"
+        row = f"{_call_format(renderer)} | " + " | ".join(cells) + f" | {stripped} |"
+        rows.setdefault(row, []).append(path.stem)
+    table = [
+        "| template | calls | " + " | ".join(names) + " | leaves reasoning out at |",
+        "|" + "---|" * (len(names) + 3),
+        *(f"| {', '.join(templates)} | {row}" for row, templates in rows.items()),
+    ]
+    return "\n".join([*table, "", *notes.lines()])
 
 
 def _call_format(renderer: Renderer) -> str:
@@ -550,8 +553,14 @@ def doctor_reports() -> dict[str, str]:
         bad = spoil(Path(place) / "bad")
         return {
             "good": report(MODEL, None).replace(str(MODEL), "demo/model"),
-            "bad": report(bad, OVERRIDES).replace(str(bad), "bad"),
+            "bad": _only_wrong(report(bad, OVERRIDES).replace(str(bad), "bad")),
         }
+
+
+def _only_wrong(text: str, most: int = 260) -> str:
+    """The lines of a report that are not `ok`, without the ends of long ones."""
+    lines = [line for line in text.splitlines() if not line.startswith(("ok ", "      "))]
+    return "\n".join(line if len(line) <= most else f"{line[:most]} [...]" for line in lines)
 
 
 def comparable(text: str) -> str:
@@ -643,7 +652,7 @@ def credit_table() -> str:
 
 
 def verdict(gradient: np.ndarray, true: np.ndarray, *, exact: bool) -> str:
-    """`unbiased`, `scaled x2.81`, or `biased` with the cosine of the angle to the true gradient and the factor.
+    """`unbiased`, a factor (`×2.81`), or the cosine of the angle to the true gradient and the factor.
 
     The factor is the length of the part of the gradient in the true direction, divided by the length of the true gradient.
     With `exact`, rounding errors are allowed; otherwise also what remains of the conversation itself in a large group.
@@ -652,12 +661,12 @@ def verdict(gradient: np.ndarray, true: np.ndarray, *, exact: bool) -> str:
     factor = float(gradient @ true / (true @ true))
     if cosine > 1 - (1e-12 if exact else 1e-6):
         same = abs(factor - 1) < (1e-9 if exact else 1e-3)
-        return "unbiased" if same else f"scaled ×{factor:.2f}"
-    return f"biased: cosine {cosine:.4f}, ×{factor:.2f}"
+        return "unbiased" if same else f"×{factor:.2f}"
+    return f"{cosine:.4f}, ×{factor:.2f}"
 
 
 def _estimator_rows() -> Iterator[str]:
-    yield f"| estimator | several states, groups of {GROUP_SIZE} | several states, large group | stopping (true: +0.175) |"
+    yield f"| estimator | groups of {GROUP_SIZE} | large group | stopping (true: +0.175) |"
     yield "|---|---|---|---|"
     true = SEVERAL_STATES.true_gradient()
     for entry in ESTIMATORS:

@@ -333,7 +333,7 @@ def documented(name: str) -> dict[str, str]:
         if line.startswith("|")
     ]
     names = next(row for row in rows if row[0] == "template")  # other tables stand before
-    return next(dict(zip(names, row, strict=True)) for row in rows if row[0] == name)
+    return next(dict(zip(names, row, strict=True)) for row in rows if name in row[0].split(", "))
 
 
 # The checks at the start of a run: errors in both commands, and notes.
