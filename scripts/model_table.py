@@ -556,8 +556,8 @@ _NOT = {
 _TEXT = """# Models
 
 All families of decoder-only language models in transformers {version}, each tried with a tiny model of random weights that has
-all kinds of its layers (names: `model_type` in config.json; the text part of a vision model is a family of its own, for images see
-[multimodal](multimodal.md)). {works} of {count} work in the embedded engine and in training:
+all kinds of its layers (names: `model_type` in config.json; the text part of a vision model is a family of its own, for images
+see [multimodal](multimodal.md)). {works} of {count} work in the embedded engine and in training:
 
 - log-probabilities of conversations of three turns, six at a time, differ by less than 1e-4 from those of one pass;
 - in two training steps there is a gradient, and probability ratios deviate by less than 1e-4 from 1 in float32: at most 2e-6,
