@@ -57,6 +57,10 @@ MOVED = {
     "slurm": "deploy#slurm",
     "kuberay": "deploy#kubernetes-with-kuberay",
     "api": "python#reference",
+    "plan": "memory#planning-a-run",
+    "testing": "contributing",
+    "recipes/gsm8k_tool": "recipes/gsm8k",
+    "recipes/gsm8k_interaction": "recipes/gsm8k",
 }
 """Pages that were joined with another page: old path in the site -> new path and anchor. The old address leads to the new one."""
 
@@ -99,33 +103,11 @@ def stage(root: Path, target: Path) -> None:
             pages[f"docs/{Path(notebook).with_name(name).as_posix()}"] = Path(place).with_name(name).as_posix()
     for place, text in texts.items():
         (target / place).parent.mkdir(parents=True, exist_ok=True)
-        text = with_tables(text, root)
         links = _SiteLinks(root, pages, sources, origins[place], place)
         (target / place).write_text(outside_fences(text, links.rewrite), encoding="utf-8")
     for path, place in sources.items():
         (target / place).parent.mkdir(parents=True, exist_ok=True)
         (target / place).write_text(source_page(root / path, path), encoding="utf-8")
-
-
-def with_tables(text: str, root: Path) -> str:
-    """The page with the tables of other pages.
-
-    `<!-- table of docs/engines.md: ## vLLM -->` stands for the first table below this heading, and
-    `<!-- table of docs/credit.md: <bias> -->` for the table that a script made there (`<!-- bias: made by`). Links in the table
-    are those of a page in docs/. Raises SystemExit without such a table.
-    """
-
-    def table(match: re.Match[str]) -> str:
-        path, place = match[1], match[2]
-        start = f"<!-- {place[1:-1]}: made by" if place.startswith("<") else f"{place}\n"
-        _, found, below = (root / path).read_text(encoding="utf-8").partition(start)
-        rows = re.search(r"^\|.*\n(?:\|.*\n)+", below, re.MULTILINE)
-        if not found or rows is None:
-            raise SystemExit(f"{path} has no table below {place!r}")
-        own = posixpath.relpath(path, "docs")  # a link to an anchor of the other page
-        return re.sub(r"(?<=\]\()(?=#)", own, rows[0])
-
-    return re.sub(r"<!-- table of (\S+): (.+?) -->\n", table, text)
 
 
 class _SiteLinks:

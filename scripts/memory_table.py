@@ -1,6 +1,7 @@
-"""Write the table of docs/memory.md: which models of Qwen3 can be trained on which GPUs, and how.
+"""Write which models of Qwen3 can be trained on which GPUs, and how: a short table in docs/memory.md, and all figures in
+benchmarks/README.md.
 
-    python scripts/memory_table.py             # all models and GPUs, and the page (about 10 minutes of CPU time)
+    python scripts/memory_table.py             # all models and GPUs, and the pages (about 10 minutes of CPU time)
     python scripts/memory_table.py 0.6B 8B     # print the rows of these models
 
 Each row is the recipe that `turnwise init --gpu` writes, which the script reads back and checks as
@@ -38,6 +39,8 @@ from turnwise.starter import write_project
 CARDS = (8, 16, 24, 48, 80)
 """GiB of the GPUs."""
 BLOCK = "memory of Qwen3"
+DETAILS = ROOT / "benchmarks" / "README.md"
+"""The page with all figures."""
 _HEAD = (
     "| model | GPU, GiB | trained | tokens of a micro-batch | peak of an update, GiB | tokens of a conversation | "
     "embedded engine: cache, conversations at a time | vLLM on the same GPU | `train.lr` | all weights with `offload: cpu` |",
@@ -114,10 +117,22 @@ def main(sizes: Sequence[str]) -> None:
     if sizes:
         print("\n".join(table))
         return
-    page = DOCS / "memory.md"
-    page.write_text(
-        replace_block(page.read_text(encoding="utf-8"), BLOCK, "\n".join(table), by="memory_table.py"), encoding="utf-8"
-    )
+    for page, block in ((DETAILS, table), (DOCS / "memory.md", short(table[len(_HEAD) :]))):
+        page.write_text(
+            replace_block(page.read_text(encoding="utf-8"), BLOCK, "\n".join(block), by="memory_table.py"),
+            encoding="utf-8",
+        )
+
+
+def short(rows: Sequence[str]) -> Iterator[str]:
+    """One row for each model, one column for each GPU: what is trained, and the peak of an update."""
+    yield f"| model | {' | '.join(f'{gib} GiB' for gib in CARDS)} |"
+    yield "|---" * (len(CARDS) + 1) + "|"
+    models: dict[str, list[str]] = {}
+    for row in rows:
+        size, _, way, _, peak = [cell.strip() for cell in row.split("|")[1:6]]
+        models.setdefault(size, []).append(f"{way}: {peak}" if peak else "-")
+    yield from (f"| {size} | {' | '.join(found)} |" for size, found in models.items())
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_site import MOVED, ROOT, notebook_page, outside_fences, problems, redirect, site_pages, stage, with_tables
+from docs_site import MOVED, ROOT, notebook_page, outside_fences, problems, redirect, site_pages, stage
 from run_notebook import NOTEBOOK, run
 from run_notebook import ROOT as NOTEBOOK_ROOT
 
@@ -46,16 +46,6 @@ def test_a_link_to_a_file_that_does_not_exist_is_refused(tmp_path: Path) -> None
     root = a_repository(tmp_path / "repository", all="[x](../recipes/other.yaml)")
     with pytest.raises(SystemExit, match=r"docs/all\.md: the link \.\./recipes/other\.yaml leads to no file"):
         stage(root, tmp_path / "site")
-
-
-def test_tables_of_other_pages_are_inserted(tmp_path: Path) -> None:
-    root = a_repository(
-        tmp_path, a="# A\n\n## B\n\ntext\n\n| x | [y](#b) |\n|---|---|\n\n<!-- c: made by s -->\n| z |\n|---|\n"
-    )
-    page = "<!-- table of docs/a.md: ## B -->\n\n<!-- table of docs/a.md: <c> -->\n"
-    assert with_tables(page, root) == "| x | [y](a.md#b) |\n|---|---|\n\n| z |\n|---|\n"
-    with pytest.raises(SystemExit, match=r"docs/a\.md has no table below '## C'"):
-        with_tables("<!-- table of docs/a.md: ## C -->\n", root)
 
 
 def test_code_blocks_are_left_as_they_are() -> None:

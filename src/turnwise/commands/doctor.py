@@ -100,7 +100,7 @@ _COUNTED = 1000
 def register_plan(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
-        "Print the batch arithmetic, the placement and the predicted memory of a recipe (docs/plan.md). The exit status is 1 "
+        "Print the batch arithmetic, the placement and the predicted memory of a recipe (docs/memory.md). The exit status is 1 "
         "if the memory is too small."
     )
     add_recipe(parser)
