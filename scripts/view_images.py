@@ -50,7 +50,7 @@ def main() -> int:
             picture(page, "#/overview", "section.chart canvas >> nth=3", options.out / "view.png", height=572)
             tokens = f"#/conversation?id={shown.id}&show=tokens&color=logprob"
             picture(page, tokens, ".token.sampled", options.out / "view_tokens.png", height=890)
-            picture(page, "#/statistics", "section.chart canvas", options.out / "view_statistics.png", height=572)
+            picture(page, "#/statistics", "section.chart canvas", options.out / "view_statistics.png", height=700)
             browser.close()
     finally:
         server.stop()
