@@ -1,4 +1,4 @@
-"""Which model families vLLM and SGLang take weights of, tried with tiny models on the CPU (benchmarks/README.md has what was found).
+"""Which model families vLLM and SGLang take weights of, tried with tiny models on the CPU (found: benchmarks/README.md).
 
     python scripts/engine_families.py                          # all families, both engines
     python scripts/engine_families.py LFM2 Jamba               # these only
