@@ -344,8 +344,11 @@ class PrefixIndex:
     def shared_tokens(self, tokens_N: np.ndarray) -> np.ndarray:
         """The number of leading tokens [S] that each slot shares with `tokens_N`, in complete blocks."""
         hashes_K = self._hash_blocks(tokens_N)[: self._hashes_SK.shape[1]]
-        # a prefix ends at the first block that differs, and no later hash is equal then: counting is enough
-        return (self._hashes_SK[:, : len(hashes_K)] == hashes_K).sum(axis=1) * BLOCK
+        shared_S = np.zeros(len(self._hashes_SK), dtype=np.int64)
+        if len(hashes_K):  # a prefix ends at the first block that differs, and no later hash is equal then: counting is enough
+            slots = np.flatnonzero(self._hashes_SK[:, 0] == hashes_K[0])
+            shared_S[slots] = (self._hashes_SK[slots, : len(hashes_K)] == hashes_K).sum(axis=1) * BLOCK
+        return shared_S
 
     def _hash_blocks(self, tokens_N: np.ndarray) -> np.ndarray:
         """One hash [K] for each complete block: a polynomial in _PRIME over all tokens up to the end of the block."""

@@ -121,8 +121,9 @@ class ManyTokens(StateRows):
         return values if self._even else values.index_select(0, self._place_M)
 
     def chunk(self, longest: int) -> int:
-        """Tokens of a chunk, at most `longest`, so that short sequences are padded little."""
-        return min(longest, -(-self.longest // _SHORTEST_CHUNK) * _SHORTEST_CHUNK)
+        """Tokens of a chunk, at most `longest`, so that sequences are padded little."""
+        chunks = -(-self.longest // longest)
+        return min(longest, -(-self.longest // (chunks * _SHORTEST_CHUNK)) * _SHORTEST_CHUNK)
 
 
 Tokens = OneToken | ManyTokens
@@ -208,15 +209,10 @@ class GatedDeltaRule:
     def _step(
         self, mixed_MC: torch.Tensor, beta_MH: torch.Tensor, decay_MH: torch.Tensor, states: torch.Tensor, tokens: Any
     ) -> torch.Tensor:
-        (key_heads, heads), (key_size, size) = self._heads, self._sizes
-        width = 2 * key_heads * key_size
-        qk_MQD = mixed_MC[:, :width].view(-1, 2 * key_heads, key_size)
-        # x / sqrt(sum(x^2) + 1e-6), and that root is hypot(|x|, 1e-3)
-        qk_MQD = qk_MQD / torch.linalg.vector_norm(qk_MQD, dim=-1, keepdim=True).hypot_(self._root)
-        if heads > key_heads:  # each head of keys serves several heads of values
-            qk_MQD = qk_MQD.repeat_interleave(heads // key_heads, dim=1)
+        (_, heads), (key_size, size) = self._heads, self._sizes
+        qk_MQD, value_MHP = self._normalized(mixed_MC)
         query_E1D, key_E1D = (part.reshape(-1, 1, key_size) for part in qk_MQD.split(heads, dim=1))
-        value_E1P = mixed_MC[:, width:].reshape(-1, 1, size)
+        value_E1P = value_MHP.reshape(-1, 1, size)
         state_MHDP = tokens.read(states)
         state_EDP = state_MHDP.flatten(0, 1)  # E: rows and heads; a view, as what is read is contiguous
         state_EDP.mul_(decay_MH.exp_().view(-1, 1, 1))
@@ -226,32 +222,108 @@ class GatedDeltaRule:
         result_E1P = torch.bmm(query_E1D, state_EDP).mul_(key_size**-0.5)
         return result_E1P.view(-1, heads, size)
 
+    def _normalized(self, mixed_MC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, then keys, of all heads [M, 2H, D], with length 1; and values [M, H, P]."""
+        (key_heads, heads), (key_size, size) = self._heads, self._sizes
+        width = 2 * key_heads * key_size
+        qk_MQD = mixed_MC[:, :width].view(-1, 2 * key_heads, key_size)
+        # x / sqrt(sum(x^2) + 1e-6), and that root is hypot(|x|, 1e-3)
+        qk_MQD = qk_MQD / torch.linalg.vector_norm(qk_MQD, dim=-1, keepdim=True).hypot_(self._root)
+        if heads > key_heads:  # each head of keys serves several heads of values
+            qk_MQD = qk_MQD.repeat_interleave(heads // key_heads, dim=1)
+        return qk_MQD, mixed_MC[:, width:].unflatten(1, (heads, size))
+
     def _scan(
         self, mixed_MC: torch.Tensor, beta_MH: torch.Tensor, decay_MH: torch.Tensor, states: torch.Tensor, tokens: Any
     ) -> torch.Tensor:
-        (key_heads, heads), (key_size, size) = self._heads, self._sizes
-        width = key_heads * key_size
-        parts = mixed_MC[:, :width], mixed_MC[:, width : 2 * width], mixed_MC[:, 2 * width :]
-        query, key, value = (
-            tokens.padded(part).unflatten(-1, (-1, each))
-            for part, each in zip(parts, (key_size, key_size, size), strict=True)
-        )
-        if (repeats := heads // key_heads) > 1:
-            query, key = (values.repeat_interleave(repeats, dim=2) for values in (query, key))
+        heads, size = self._heads[1], self._sizes[1]
+        qk_MQD, value_MHP = self._normalized(mixed_MC)
+        query_MHD, key_MHD = qk_MQD.split(heads, dim=1)
+        scan = _chunked_delta_rule if mixed_MC.device.type == "cpu" else _delta_rule_of_transformers
         # padding: a decay of exp(0) = 1, and an update with a factor beta of 0
-        result_NTHP, state = torch_chunk_gated_delta_rule(
-            query,
-            key,
-            value,
-            g=tokens.padded(decay_MH),
-            beta=tokens.padded(beta_MH),
-            chunk_size=tokens.chunk(_CHUNK),
-            initial_state=tokens.read(states),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
+        query, key, value, decay, beta = (
+            tokens.padded(part.flatten(1)).unflatten(-1, (heads, -1))
+            for part in (query_MHD, key_MHD, value_MHP, decay_MH, beta_MH)
         )
-        tokens.write(states, state)
+        state_NHDP = tokens.read(states)
+        result_NTHP, state_NHDP = scan(query, key, value, decay[..., 0], beta[..., 0], state_NHDP, tokens.chunk(_CHUNK))
+        tokens.write(states, state_NHDP)
         return tokens.flat(result_NTHP.flatten(2)).view(-1, heads, size)
+
+
+def _delta_rule_of_transformers(
+    query_NTHD: torch.Tensor,
+    key_NTHD: torch.Tensor,
+    value_NTHP: torch.Tensor,
+    decay_NTH: torch.Tensor,
+    beta_NTH: torch.Tensor,
+    state_NHDP: torch.Tensor,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_chunked_delta_rule`, by the kernel of flash-linear-attention where it is installed."""
+    return torch_chunk_gated_delta_rule(
+        query_NTHD,
+        key_NTHD,
+        value_NTHP,
+        g=decay_NTH,
+        beta=beta_NTH,
+        chunk_size=chunk,
+        initial_state=state_NHDP,
+        output_final_state=True,
+    )
+
+
+def _chunked_delta_rule(
+    query_NTHD: torch.Tensor,
+    key_NTHD: torch.Tensor,
+    value_NTHP: torch.Tensor,
+    decay_NTH: torch.Tensor,
+    beta_NTH: torch.Tensor,
+    state_NHDP: torch.Tensor,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gated delta rule in chunks of `chunk` tokens (Yang et al., 2024): outputs [N, T, H, P], and states afterwards.
+
+    In a chunk that begins with the state S, and whose decays have the products d_i, token i writes along its key the value u_i:
+
+        u_i = beta_i (v_i - d_i k_i S - sum over j < i of (d_i / d_j) (k_i . k_j) u_j)
+
+    which is one triangular system for all tokens of a chunk. As transformers' function, with half of its operations: the system
+    is solved once, after S is known. Axes: E sequences and heads, X chunks, L tokens of a chunk.
+    """
+    (sequences, length, heads, _), size = query_NTHD.shape, value_NTHP.shape[-1]
+    chunks, missing = -(-length // chunk), -length % chunk
+
+    def by_chunk(values: torch.Tensor) -> torch.Tensor:
+        if missing:
+            values = F.pad(values, (0,) * (2 * (values.dim() - 2)) + (0, missing))
+        return values.transpose(1, 2).reshape(sequences * heads, chunks, chunk, *values.shape[3:])
+
+    query_EXLD, key_EXLD, value_EXLP = by_chunk(query_NTHD), by_chunk(key_NTHD), by_chunk(value_NTHP)
+    beta_EXL1, log_decay_EXL = by_chunk(beta_NTH).unsqueeze(-1), by_chunk(decay_NTH).cumsum(-1)
+    future_LL = torch.full((chunk, chunk), -torch.inf, device=query_NTHD.device).triu_(1)
+    between_EXLL = (log_decay_EXL.unsqueeze(-1) - log_decay_EXL.unsqueeze(-2)).add_(future_LL).exp_()
+    decay_EXL1 = log_decay_EXL.exp().unsqueeze(-1)
+    written_EXLD = key_EXLD * beta_EXL1
+    system_EXLL = torch.matmul(written_EXLD, key_EXLD.mT).mul_(between_EXLL)
+    attention_EXLL = torch.matmul(query_EXLD, key_EXLD.mT).mul_(between_EXLL)
+    value_EXLP = value_EXLP * beta_EXL1
+    read_EXLD = written_EXLD.mul_(decay_EXL1)
+    query_EXLD = query_EXLD * decay_EXL1
+    key_EXLD = key_EXLD * (log_decay_EXL[..., -1:] - log_decay_EXL).exp_().unsqueeze(-1)
+    state_EDP, results = state_NHDP.flatten(0, 1).float(), []
+    for index in range(chunks):
+        update_ELP = torch.baddbmm(value_EXLP[:, index], read_EXLD[:, index], state_EDP, alpha=-1)
+        update_ELP = torch.linalg.solve_triangular(
+            system_EXLL[:, index], update_ELP, upper=False, unitriangular=True
+        )
+        result_ELP = torch.bmm(attention_EXLL[:, index], update_ELP)
+        results.append(result_ELP.baddbmm_(query_EXLD[:, index], state_EDP))
+        state_EDP = state_EDP * decay_EXL1[:, index, -1:]
+        state_EDP.baddbmm_(key_EXLD[:, index].mT, update_ELP)
+    result_ETP = torch.cat(results, dim=1)[:, :length].mul_(query_NTHD.shape[-1] ** -0.5)
+    result_NTHP = result_ETP.view(sequences, heads, length, size).transpose(1, 2)
+    return result_NTHP, state_EDP.view_as(state_NHDP)
 
 
 class Mamba2:
