@@ -252,7 +252,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     if result.get("lost"):
         return f"no: these are lost: {', '.join(result['lost'][:3])}"
     if (deviation := result.get("deviation")) is None:
-        return "weights load"
+        return f"weights load (does not run: {result.get('not_run', 'only loaded')})"
     return "runs, equal" if deviation < 1e-3 else f"no: log-probabilities differ by {deviation:.1e}"
 
 

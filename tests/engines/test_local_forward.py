@@ -255,7 +255,7 @@ def test_the_output_layer_is_in_float32_so_that_large_logits_are_not_rounded_to_
     sampled(engine, "a", tokens(30))
     if isinstance(forward, FusedForward):
         assert forward._parameters.head.weight_IO.dtype == torch.float32
-        assert forward._parameters.layers[0].mixer.o.weight_IO.dtype == torch.bfloat16
+        assert forward._parameters.blocks[0].parts[0].module.o.weight_IO.dtype == torch.bfloat16
     else:
         assert isinstance(forward, GenericForward)
         assert forward._model.get_output_embeddings().weight.dtype == torch.float32
@@ -345,16 +345,16 @@ def test_copies_are_freed_before_an_update_and_made_again_after_it() -> None:
     assert isinstance(forward, FusedForward)
     assert forward._packed is not None
     first = ask(engine, greedy("a", prompt))[0]
-    joined = forward._parameters.layers[0].mixer.qkv.parts
+    joined = forward._parameters.blocks[0].parts[0].module.qkv.parts
     assert len(joined) == 1  # queries, keys and values are one product
     engine.free_cache()
     assert not forward._packed._copies
-    parts = forward._parameters.layers[0].mixer.qkv.parts
+    parts = forward._parameters.blocks[0].parts[0].module.qkv.parts
     assert all(part.onednn_weight.data_ptr() == part.weight_IO.data_ptr() for part in parts)
     # a request in the middle of an update is sampled without copies
     assert ask(engine, greedy("b", prompt))[0].token_ids == first.token_ids
     asyncio.run(engine.load_weights(1))
-    assert len(forward._parameters.layers[0].mixer.qkv.parts) == 1
+    assert len(forward._parameters.blocks[0].parts[0].module.qkv.parts) == 1
     assert ask(engine, greedy("c", prompt))[0].token_ids == first.token_ids
 
 

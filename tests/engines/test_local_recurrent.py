@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,14 +127,51 @@ def test_greedy_equals_generate(family: str) -> None:
     assert asyncio.run(ask()) == own[0, len(prompt) :].tolist()
 
 
+FUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    # all factors of Granite, several groups of states, and no experts
+    "granite": (
+        "granite_hybrid",
+        {
+            "num_local_experts": 0,
+            "mamba_n_groups": 2,
+            "embedding_multiplier": 2.0,
+            "residual_multiplier": 0.7,
+            "logits_scaling": 3.0,
+        },
+    ),
+    # all factors of Falcon-H1, and a norm of groups before the gate
+    "falcon": (
+        "falcon_h1",
+        {
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": True,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.4,
+            "key_multiplier": 0.6,
+            "attention_in_multiplier": 1.3,
+            "attention_out_multiplier": 0.8,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.5,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+            "mlp_multipliers": [0.9, 0.6],
+        },
+    ),
+    "nemotron": ("nemotron_h", {"n_groups": 2}),
+}
+"""Models with options that tests/support/hybrids.py leaves out."""
+
+
 def fused_hybrid(name: str) -> PreTrainedModel:
-    """A model that the fused pass runs. `granite`: without experts, with all factors of Granite, and several groups of states."""
-    if name != "granite":
+    """A model that the fused pass runs."""
+    if name not in FUSED:
         return hybrid(name)
     torch.manual_seed(0)
-    config = CONFIGS["granite_hybrid"]()
-    config.num_local_experts, config.mamba_n_groups = 0, 2
-    config.embedding_multiplier, config.residual_multiplier, config.logits_scaling = 2.0, 0.7, 3.0
+    family, options = FUSED[name]
+    config = CONFIGS[family]()
+    for option, value in options.items():
+        assert hasattr(config, option)
+        setattr(config, option, value)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -149,6 +187,9 @@ def fused_hybrid(name: str) -> PreTrainedModel:
         ("qwen3_next", True),  # projections of several things in another order, and experts
         ("granite_hybrid", False),  # experts beside a feed-forward layer
         ("bamba", False),
+        ("falcon_h1", False),  # no norm after Mamba 2
+        ("falcon", True),
+        ("nemotron", True),
     ],
 )
 def test_sequences_of_different_lengths_are_computed_together_and_padding_changes_no_state(
@@ -224,13 +265,14 @@ def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> No
 
 
 def test_models_that_do_not_continue_from_a_state_are_run_token_by_token() -> None:
-    for family in ("nemotron_h", "jamba"):
+    for family in ("olmo_hybrid", "jamba"):
         engine = LocalEngine(hybrid(family), threads=1)
         assert engine._core.forward.token_by_token == (family in TOKEN_BY_TOKEN)  # type: ignore[attr-defined]
 
 
-def test_a_state_that_overflows_ends_its_conversation_and_is_named_with_its_layer() -> None:
-    model, good, bad = hybrid("falcon_h1"), list(range(3, 20)), [*range(3, 20), 77]
+@pytest.mark.parametrize("family", ["falcon_h1", "jamba"])  # the fused pass, and the model's
+def test_a_state_that_overflows_ends_its_conversation_and_is_named_with_its_layer(family: str) -> None:
+    model, good, bad = hybrid(family), list(range(3, 20)), [*range(3, 20), 77]
 
     async def run() -> tuple[list[int], list[int], str]:
         engine = LocalEngine(model, threads=1, context=128)

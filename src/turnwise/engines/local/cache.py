@@ -345,7 +345,9 @@ class PrefixIndex:
         """The number of leading tokens [S] that each slot shares with `tokens_N`, in complete blocks."""
         hashes_K = self._hash_blocks(tokens_N)[: self._hashes_SK.shape[1]]
         shared_S = np.zeros(len(self._hashes_SK), dtype=np.int64)
-        if len(hashes_K):  # a prefix ends at the first block that differs, and no later hash is equal then: counting is enough
+        if len(
+            hashes_K
+        ):  # a prefix ends at the first block that differs, and no later hash is equal then: counting is enough
             slots = np.flatnonzero(self._hashes_SK[:, 0] == hashes_K[0])
             shared_S[slots] = (self._hashes_SK[slots, : len(hashes_K)] == hashes_K).sum(axis=1) * BLOCK
         return shared_S

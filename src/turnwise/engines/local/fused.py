@@ -1,7 +1,8 @@
 """The forward pass of decoders with pre-normalization and gated feed-forward layers, written out over the rows of the cache.
 
-`FAMILIES` lists them: Llama and others of its form, Qwen3.5, Qwen3-Next, LFM2, and hybrids of attention and Mamba 2. Their
-recurrent layers are in `recurrent.py`; the modules of experts are the model's own. Of a vision model, it runs the text part.
+`FAMILIES` lists them: Llama and others of its form, Qwen3.5, Qwen3-Next, LFM2, and hybrids of attention and Mamba 2, also with
+both in one layer (Falcon-H1) and with one of attention, Mamba 2 and feed-forward in each (Nemotron-H). Their recurrent layers are
+in `recurrent.py`; the modules of experts are the model's own. Of a vision model, it runs the text part.
 
 It reads the model's own parameters, or copies: of the weights of linear layers, in bfloat16 with autocast (hidden states and
 the output layer stay in float32) and in oneDNN's layout where that is faster (`models/cpu.py`), and of small ones that are joined
@@ -16,9 +17,9 @@ them, J = R * K, L tokens of a row, P tokens of a shared prefix, D head dimensio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,14 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import (
     BambaModel,
+    FalconH1Model,
     GraniteMoeHybridModel,
     Lfm2Model,
     Lfm2MoeModel,
     LlamaModel,
     MistralModel,
     MixtralModel,
+    NemotronHModel,
     PreTrainedModel,
     Qwen2_5_VLTextModel,
     Qwen2Model,
@@ -353,27 +356,43 @@ class _Family:
     """Whether the output of attention is multiplied by a gate, which the projection of queries computes too."""
     centred: bool = False
     """Whether the factor of a norm is 1 + its weight."""
-    recurrent: tuple[str, Callable[[Any, PackedLayers | None, torch.dtype], Recurrent]] | None = None
-    """The module of a recurrent layer, and what computes it."""
-    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    recurrent: Callable[[Any, PackedLayers | None, torch.dtype], Recurrent] | None = None
+    """What computes a recurrent layer."""
+    blocks: Mapping[str, Sequence[str]] = field(
+        default_factory=lambda: {"input_layernorm": ("self_attn",), "post_attention_layernorm": ("mlp",)}
+    )
+    """The norms of a layer, in order, and the modules that read each; a layer need not have all of these modules."""
     last_norm: str = "norm"
-    rotary: str = "rotary_emb"
+    rotary: str | None = "rotary_emb"
     eps: str = "rms_norm_eps"
     output: str = "o_proj"
-    feed_forward: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    """The projection of gate and values may be one layer."""
+    feed_forward: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """The projection of gate and values may be one layer; without a gate, it is that of values, and the activation the squared
+    ReLU."""
+    ungated: bool = False
 
 
 _QK = _Family(qk_norms=("q_norm", "k_norm"))
-_GATED_DELTA = _Family(qk_norms=_QK.qk_norms, gated=True, centred=True, recurrent=("linear_attn", GatedDeltaRule))
+_GATED_DELTA = _Family(
+    qk_norms=_QK.qk_norms,
+    gated=True,
+    centred=True,
+    recurrent=GatedDeltaRule,
+    blocks={"input_layernorm": ("self_attn", "linear_attn"), "post_attention_layernorm": ("mlp",)},
+)
 _SHORT_CONVOLUTION = _Family(
     qk_norms=("q_layernorm", "k_layernorm"),
-    recurrent=("conv", ShortConvolution),
-    norms=("operator_norm", "ffn_norm"),
+    recurrent=ShortConvolution,
+    blocks={"operator_norm": ("self_attn", "conv"), "ffn_norm": ("feed_forward",)},
     last_norm="embedding_norm",
     eps="norm_eps",
     output="out_proj",
-    feed_forward=("feed_forward.w1", "feed_forward.w3", "feed_forward.w2"),
+    feed_forward=("w1", "w3", "w2"),
+)
+_MAMBA2 = _Family(
+    recurrent=Mamba2,
+    blocks={"input_layernorm": ("self_attn", "mamba"), "pre_ff_layernorm": ("feed_forward",)},
+    last_norm="final_layernorm",
 )
 FAMILIES: dict[type[PreTrainedModel], _Family] = {
     **dict.fromkeys(
@@ -383,14 +402,23 @@ FAMILIES: dict[type[PreTrainedModel], _Family] = {
     **dict.fromkeys((Qwen3_5TextModel, Qwen3_5MoeTextModel, Qwen3NextModel), _GATED_DELTA),
     Lfm2Model: _SHORT_CONVOLUTION,
     Lfm2MoeModel: replace(_SHORT_CONVOLUTION, rotary="pos_emb"),
+    **dict.fromkeys((BambaModel, FalconH1Model), _MAMBA2),
     GraniteMoeHybridModel: _Family(
-        recurrent=("mamba", Mamba2), feed_forward=("shared_mlp.input_linear", "shared_mlp.output_linear")
+        recurrent=Mamba2,
+        blocks={
+            "input_layernorm": ("self_attn", "mamba"),
+            "post_attention_layernorm": ("block_sparse_moe", "shared_mlp"),
+        },
+        feed_forward=("input_linear", "output_linear"),
     ),
-    BambaModel: _Family(
-        recurrent=("mamba", Mamba2),
-        norms=("input_layernorm", "pre_ff_layernorm"),
-        last_norm="final_layernorm",
-        feed_forward=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+    NemotronHModel: _Family(
+        recurrent=Mamba2,
+        blocks={"norm": ("mixer",)},
+        last_norm="norm_f",
+        rotary=None,
+        eps="layer_norm_epsilon",
+        feed_forward=("up_proj", "down_proj"),
+        ungated=True,
     ),
 }
 """By the class of the text part."""
@@ -401,9 +429,21 @@ def text_part(model: PreTrainedModel) -> Any:
     return model.get_decoder()
 
 
-def _expert_block(layer: nn.Module) -> nn.Module | None:
-    """The module of a layer that sends each token to some of its experts; None in a layer without experts."""
-    return next((child for child in layer.children() if "experts" in dict(child.named_children())), None)
+def _is_expert_block(module: nn.Module) -> bool:
+    """Whether a module sends each token to some of its experts."""
+    return "experts" in dict(module.named_children())
+
+
+def _expert_blocks(text: Any) -> list[nn.Module]:
+    return [module for layer in text.layers for module in layer.children() if _is_expert_block(module)]
+
+
+def _attention_modules(text: Any) -> Iterator[Any]:
+    return (module for layer in text.layers for module in layer.children() if _attends(module))
+
+
+def _attends(module: nn.Module) -> bool:
+    return "q_proj" in dict(module.named_children())
 
 
 def fused_packed_bytes(model: PreTrainedModel) -> int:
@@ -411,8 +451,7 @@ def fused_packed_bytes(model: PreTrainedModel) -> int:
     if unsupported_reason(model) is not None:
         return 0
     text, head = text_part(model), model.get_output_embeddings()
-    blocks = [block for layer in text.layers if (block := _expert_block(layer)) is not None]
-    read = {head, *text.modules()} - {module for block in blocks for module in block.modules()}
+    read = {head, *text.modules()} - {module for block in _expert_blocks(text) for module in block.modules()}
     return packed_bytes(model, without=set(model.modules()) - read)
 
 
@@ -426,19 +465,51 @@ class FusedAttention:
     """The weights [H + K, D] of the norms of queries and keys, if it has any."""
     gated: bool
     """Whether the projection of queries computes the gate of each head after its query."""
+    input_scale: float = 1.0
+    """A factor of Falcon-H1."""
 
 
 @dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """The parameters of one layer."""
+class FusedFeedForward:
+    """The parameters of a feed-forward layer."""
+
+    inputs: FusedLinears
+    """The projections of gate and values, or of values only."""
+    output: FusedLinear
+    gate_scale: float = 1.0
+    """A factor of Falcon-H1."""
+
+    def __call__(self, normed_MD: torch.Tensor) -> torch.Tensor:
+        """What the layer adds to the hidden states [M, D]."""
+        gate_MF, *values = self.inputs(normed_MD)
+        if not values:
+            return self.output(F.relu(gate_MF).square())
+        if self.gate_scale != 1.0:
+            gate_MF = gate_MF * self.gate_scale
+        return self.output(F.silu(gate_MF).mul_(values[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPart:
+    """A part of a layer that reads normalized hidden states."""
+
+    module: FusedAttention | Recurrent | FusedFeedForward | nn.Module
+    """An `nn.Module` is the model's own module of experts."""
+    scale: float = 1.0
+    """A factor of its result (Falcon-H1)."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps something of a token for later tokens."""
+        return not isinstance(self.module, (FusedFeedForward, nn.Module))
+
+
+@dataclass(frozen=True, slots=True)
+class FusedBlock:
+    """A norm, and the parts that read its result, whose sum is added to the hidden states. A layer is one block, or two."""
 
     norm: torch.Tensor
-    mixer: FusedAttention | Recurrent
-    mlp_norm: torch.Tensor
-    gated: tuple[FusedLinears, FusedLinear] | None
-    """The feed-forward layer: the projections of gate and values, and the projection of the result."""
-    experts: nn.Module | None
-    """The model's own module of experts, instead of a feed-forward layer or beside it."""
+    parts: Sequence[FusedPart]
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +517,7 @@ class FusedParameters:
     """The parameters of the model: references, and copies of those that are packed or joined."""
 
     embedding: torch.Tensor
-    layers: Sequence[FusedLayer]
+    blocks: Sequence[FusedBlock]
     norm: torch.Tensor
     head: FusedLinear
     rotary: Callable[..., Any] | None
@@ -458,33 +529,54 @@ class FusedParameters:
         between linear layers."""
         text = text_part(model)
         family = FAMILIES[type(text)]
-        layers = [_layer(layer, family, packed, dtype) for layer in text.layers]
+        blocks = [block for layer in text.layers for block in _blocks(layer, family, packed, dtype)]
         norm = _norm(text.get_submodule(family.last_norm), family)
         head = FusedLinear.of(model.get_output_embeddings(), packed)
-        return cls(text.embed_tokens.weight, layers, norm, head, getattr(text, family.rotary))
+        rotary = None if family.rotary is None else getattr(text, family.rotary)
+        return cls(text.get_input_embeddings().weight, blocks, norm, head, rotary)
+
+    @property
+    def parts(self) -> Iterator[FusedPart]:
+        """The parts of all layers, in order."""
+        return (part for block in self.blocks for part in block.parts)
+
+    @property
+    def last_keeping(self) -> int:
+        """The index of the last block with a part that keeps something of a token."""
+        return max(index for index, block in enumerate(self.blocks) if any(part.keeps for part in block.parts))
 
 
-def _layer(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedLayer:
-    experts, gated = _expert_block(layer), None
-    if experts is not layer.get_submodule(family.feed_forward[0].rpartition(".")[0]):
-        *inputs, output = (layer.get_submodule(name) for name in family.feed_forward)
-        if len(inputs) == 1:
-            gate_up = FusedLinears([FusedLinear.of(inputs[0], packed)], [inputs[0].out_features // 2] * 2)
-        else:
-            gate_up = FusedLinears.of(inputs, packed)
-        gated = gate_up, FusedLinear.of(output, packed)
-    norm, mlp_norm = (_norm(layer.get_submodule(name), family) for name in family.norms)
-    return FusedLayer(norm, _mixer(layer, family, packed, dtype), mlp_norm, gated, experts)
-
-
-def _mixer(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedAttention | Recurrent:
+def _blocks(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> Iterator[FusedBlock]:
     children = dict(layer.named_children())
-    if family.recurrent is not None and (module := children.get(family.recurrent[0])) is not None:
-        return family.recurrent[1](module, packed, dtype)
-    attention = children["self_attn"]
-    qkv = FusedLinears.of((attention.q_proj, attention.k_proj, attention.v_proj), packed)
-    output = FusedLinear.of(attention.get_submodule(family.output), packed)
-    return FusedAttention(qkv, output, _qk_norm(attention, family), family.gated)
+    for norm, names in family.blocks.items():
+        parts = [_part(layer, children[name], family, packed, dtype) for name in names if name in children]
+        yield FusedBlock(_norm(children[norm], family), parts)
+
+
+def _part(layer: Any, module: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedPart:
+    if _is_expert_block(module):
+        return FusedPart(module)
+    if _attends(module):
+        qkv = FusedLinears.of((module.q_proj, module.k_proj, module.v_proj), packed)
+        output = FusedLinear.of(module.get_submodule(family.output), packed)
+        attention = FusedAttention(
+            qkv, output, _qk_norm(module, family), family.gated, getattr(layer, "attention_in_multiplier", 1.0)
+        )
+        return FusedPart(attention, getattr(layer, "attn_out_multiplier", 1.0))
+    if not {"conv", "conv1d"}.isdisjoint(dict(module.named_children())):
+        assert family.recurrent is not None
+        return FusedPart(family.recurrent(module, packed, dtype), getattr(layer, "ssm_out_multiplier", 1.0))
+    *inputs, output = (module.get_submodule(name) for name in family.feed_forward)
+    if len(inputs) == 1:
+        size = inputs[0].out_features
+        sizes = [size] if family.ungated else [size // 2] * 2
+        projections = FusedLinears([FusedLinear.of(inputs[0], packed)], sizes)
+    else:
+        projections = FusedLinears.of(inputs, packed)
+    feed_forward = FusedFeedForward(
+        projections, FusedLinear.of(output, packed), getattr(module, "gate_multiplier", 1.0)
+    )
+    return FusedPart(feed_forward, getattr(module, "down_multiplier", 1.0))
 
 
 def _norm(module: Any, family: _Family) -> torch.Tensor:
@@ -504,18 +596,20 @@ def _qk_norm(attention: Any, family: _Family) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """Factors of Granite, 1 in other models."""
+    """Factors of Granite and Falcon-H1, 1 in other models."""
 
     embedding: float
     residual: float
     logits: float
+    """Logits are divided by it."""
 
     @classmethod
     def of(cls, config: Any) -> _Scales:
-        values = (
-            getattr(config, name, 1.0) for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+        embedding, residual, divisor, factor = (
+            float(getattr(config, name, 1.0))
+            for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier")
         )
-        return cls(*map(float, values))
+        return cls(embedding, residual, divisor / factor)
 
 
 # The pass
@@ -549,17 +643,17 @@ class FusedForward:
 
     def __init__(self, model: PreTrainedModel, *, autocast: bool = False) -> None:
         config, text = model.config.get_text_config(), text_part(model)
-        attention = next(layer.self_attn for layer in text.layers if "self_attn" in dict(layer.named_children()))
+        attention = next(_attention_modules(text))
         self.copy = Bfloat16Linears(model) if autocast else None
         """What has bfloat16 copies of weights, with autocast."""
         self._model: PreTrainedModel = model if self.copy is None else self.copy.model
         self._packed = PackedLayers() if self.copy is None and fused_packed_bytes(model) else None
-        embedding = text.embed_tokens.weight
+        embedding = text.get_input_embeddings().weight
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=attention.head_dim,
-            scale=attention.scaling,
+            scale=attention.scaling * getattr(attention, "key_multiplier", 1.0),
             dtype=torch.bfloat16 if autocast else embedding.dtype,
             device=embedding.device,
         )
@@ -573,19 +667,15 @@ class FusedForward:
 
     @property
     def state_shapes(self) -> Sequence[StateShape]:
-        return [
-            shape for mixer in self._mixers if not isinstance(mixer, FusedAttention) for shape in mixer.state_shapes
-        ]
+        modules = [part.module for part in self._parameters.parts]
+        others = (FusedAttention, FusedFeedForward, nn.Module)
+        return [shape for module in modules if not isinstance(module, others) for shape in module.state_shapes]
 
     @property
     def kv_shapes(self) -> Sequence[KVShape]:
         dims = self._dims
-        attending = [mixer for mixer in self._mixers if isinstance(mixer, FusedAttention)]
+        attending = [part for part in self._parameters.parts if isinstance(part.module, FusedAttention)]
         return [KVShape(2, dims.kv_heads, dims.head_dim)] * len(attending)
-
-    @property
-    def _mixers(self) -> Sequence[FusedAttention | Recurrent]:
-        return [layer.mixer for layer in self._parameters.layers]
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -595,8 +685,8 @@ class FusedForward:
     def inference(self) -> Iterator[None]:
         self.restore_copies()
         # what the pass computes itself has no other mode for training
-        blocks = [layer.experts for layer in self._parameters.layers if layer.experts is not None]
-        with in_evaluation(*blocks), torch.inference_mode():
+        experts = [part.module for part in self._parameters.parts if isinstance(part.module, nn.Module)]
+        with in_evaluation(*experts), torch.inference_mode():
             yield
 
     def restore_copies(self) -> None:
@@ -645,14 +735,12 @@ class FusedForward:
             states=iter(kv.states),
         )
         hidden_MD = self._embedded(np.concatenate(tokens_N))
-        # of the last layer, what it keeps is enough, unless its experts are recorded
-        last = self._parameters.layers[-1] if kv.routes is None else None
+        blocks = self._parameters.blocks
+        # of the last block that keeps something, what it keeps is enough, unless experts are recorded
+        last = self._parameters.last_keeping if kv.routes is None else len(blocks)
         with self._routed(kv, rows_M, positions_M):
-            for layer in self._parameters.layers:
-                mixed_MD = self._mix(layer.mixer, self._normed(hidden_MD, layer.norm), now, only_cache=layer is last)
-                if layer is last:
-                    break
-                hidden_MD = self._feed_forward(layer, torch.add(hidden_MD, mixed_MD, alpha=self._scales.residual))
+            for index, block in enumerate(blocks[: last + 1]):
+                hidden_MD = self._add(block, hidden_MD, now, only_cache=index == last)
 
     def decode(
         self,
@@ -679,9 +767,8 @@ class FusedForward:
         )
         hidden_BD = self._embedded(tokens_B)
         with self._routed(kv, rows_B, positions_B):
-            for layer in self._parameters.layers:
-                mixed_BD = self._mix(layer.mixer, self._normed(hidden_BD, layer.norm), now)
-                hidden_BD = self._feed_forward(layer, torch.add(hidden_BD, mixed_BD, alpha=self._scales.residual))
+            for block in self._parameters.blocks:
+                hidden_BD = self._add(block, hidden_BD, now)
         head = self._parameters.head
         normed_BD = self._rms_norm(hidden_BD, self._parameters.norm)
         logits_BV = head(normed_BD.to(head.weight_IO.dtype)).float()
@@ -692,20 +779,44 @@ class FusedForward:
         hidden_MD = self._parameters.embedding.index_select(0, ids_M)
         return hidden_MD if self._scales.embedding == 1.0 else hidden_MD.mul_(self._scales.embedding)
 
-    def _mix(
-        self, mixer: FusedAttention | Recurrent, normed_MD: torch.Tensor, now: _Pass, *, only_cache: bool = False
+    def _add(self, block: FusedBlock, hidden_MD: torch.Tensor, now: _Pass, *, only_cache: bool = False) -> torch.Tensor:
+        """The hidden states [M, D] after a block. `only_cache`: only what it keeps is needed."""
+        normed_MD = self._rms_norm(hidden_MD, block.norm)
+        for part in block.parts:
+            output_MD = self._output(part.module, normed_MD, now, only_cache=only_cache)
+            hidden_MD = torch.add(hidden_MD, output_MD, alpha=self._scales.residual * part.scale)
+        return hidden_MD
+
+    def _output(
+        self,
+        module: FusedAttention | Recurrent | FusedFeedForward | nn.Module,
+        normed_MD: torch.Tensor,
+        now: _Pass,
+        *,
+        only_cache: bool,
     ) -> torch.Tensor:
-        """What attention or a recurrent layer adds to the hidden states [M, D]. `only_cache`: only what it keeps is needed."""
-        if not isinstance(mixer, FusedAttention):
-            assert now.tokens is not None
-            return mixer(normed_MD, [next(now.states) for _ in mixer.state_shapes], now.tokens)
+        """What a part adds to the hidden states [M, D]."""
+        if isinstance(module, nn.Module):
+            with bfloat16_autocast(normed_MD.device, self.copy is not None):
+                return module(normed_MD.unsqueeze(0))[0]
+        normed_MD = normed_MD.to(self._dims.dtype)  # that of the linear layers
+        if isinstance(module, FusedFeedForward):
+            return module(normed_MD)
+        if isinstance(module, FusedAttention):
+            return self._attend(module, normed_MD, now, only_cache=only_cache)
+        assert now.tokens is not None
+        return module(normed_MD, [next(now.states) for _ in module.state_shapes], now.tokens)
+
+    def _attend(self, layer: FusedAttention, normed_MD: torch.Tensor, now: _Pass, *, only_cache: bool) -> torch.Tensor:
         tensor = next(now.tensors)
-        q_MHD, gate_MHD, k_MKD, v_MKD = self._project(mixer, normed_MD, now.rotary)
+        if layer.input_scale != 1.0:
+            normed_MD = normed_MD * layer.input_scale
+        q_MHD, gate_MHD, k_MKD, v_MKD = self._project(layer, normed_MD, now.rotary)
         self._write(tensor, now.index_J, k_MKD, v_MKD)
         if only_cache:
             return normed_MD
         output_MD = now.attention(tensor, q_MHD)
-        return mixer.o(output_MD if gate_MHD is None else output_MD * gate_MHD.sigmoid().flatten(1))
+        return layer.o(output_MD if gate_MHD is None else output_MD * gate_MHD.sigmoid().flatten(1))
 
     def _project(
         self, layer: FusedAttention, normed_MD: torch.Tensor, rotary: _Rotary | None
@@ -727,22 +838,6 @@ class FusedForward:
             qk_MYD = _rotate(qk_MYD, *rotary)
         qk_MYD = qk_MYD.to(dims.dtype)
         return qk_MYD[:, : dims.heads], gate_MHD, qk_MYD[:, dims.heads :], v_MKD
-
-    def _normed(self, hidden_MD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The normalized hidden states, in the dtype of the linear layers."""
-        return self._rms_norm(hidden_MD, weight).to(self._dims.dtype)
-
-    def _feed_forward(self, layer: FusedLayer, hidden_MD: torch.Tensor) -> torch.Tensor:
-        normed_MD = self._rms_norm(hidden_MD, layer.mlp_norm)
-        output_MD: Any = 0.0
-        if layer.gated is not None:
-            gate_up, down = layer.gated
-            gate_MF, up_MF = gate_up(normed_MD.to(self._dims.dtype))
-            output_MD = down(F.silu(gate_MF).mul_(up_MF))
-        if layer.experts is not None:
-            with bfloat16_autocast(normed_MD.device, self.copy is not None):
-                output_MD = output_MD + layer.experts(normed_MD.unsqueeze(0))[0]
-        return torch.add(hidden_MD, output_MD, alpha=self._scales.residual)
 
     def _routed(self, kv: KVCache, rows_M: np.ndarray, positions_M: np.ndarray) -> AbstractContextManager[None]:
         """Inside, the experts of these tokens are those that are prescribed in the cache, and are recorded there."""
@@ -816,26 +911,27 @@ def unsupported_reason(model: PreTrainedModel) -> str | None:
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     if head is None:
         return "it has no output layer"
-    if (activation := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
-        return f"its activation is {activation}, not silu"
+    family = FAMILIES[type(text)]
+    for name in ("hidden_act", "mamba_hidden_act", "mlp_hidden_act"):
+        needed = ("relu2",) if family.ungated and name == "mlp_hidden_act" else ("silu", "swish")
+        if (activation := getattr(config, name, needed[0])) not in needed:
+            return f"its activation is {activation}, not {needed[0]}"
     kinds = set(getattr(config, "layer_types", None) or ())
     if not kinds and getattr(config, "sliding_window", None) is not None:
         return f"it has a sliding window of {config.sliding_window} tokens"
     if "sliding_attention" in kinds:
         return "some of its layers have a sliding window"
-    if kinds and "full_attention" not in kinds:
+    if next(_attention_modules(text), None) is None:
         return "none of its layers attends to all tokens"
-    if (
-        getattr(text, FAMILIES[type(text)].rotary) is not None
-        and config.rope_parameters["rope_type"] not in STATIC_ROPE
-    ):
+    rotates = family.rotary is not None and getattr(text, family.rotary) is not None
+    if rotates and config.rope_parameters["rope_type"] not in STATIC_ROPE:
         return f"its rotary embedding of type {config.rope_parameters['rope_type']} depends on the length"
     return _unsupported_layer(text, head)
 
 
 def _unsupported_layer(text: Any, head: nn.Module) -> str | None:
     """Which layer is something else than the plain one, or than a linear layer with an adapter."""
-    own = {module for layer in text.layers if (block := _expert_block(layer)) is not None for module in block.modules()}
+    own = {module for block in _expert_blocks(text) for module in block.modules()}
     for name, module in [*text.named_modules(), ("lm_head", head)]:
         kind = name.rpartition(".")[2]
         linear = (kind.endswith("_proj") or kind in _LINEARS) and module not in own
@@ -847,6 +943,6 @@ def _unsupported_layer(text: Any, head: nn.Module) -> str | None:
             and not type(module).__name__.endswith("ShortConv")
         ):
             return "a convolution has an adapter"
-    if type(text.embed_tokens) is not nn.Embedding:
+    if type(text.get_input_embeddings()) is not nn.Embedding:
         return "its embedding is not a plain embedding layer (an adapter)"
     return None

@@ -314,9 +314,7 @@ def _chunked_delta_rule(
     state_EDP, results = state_NHDP.flatten(0, 1).float(), []
     for index in range(chunks):
         update_ELP = torch.baddbmm(value_EXLP[:, index], read_EXLD[:, index], state_EDP, alpha=-1)
-        update_ELP = torch.linalg.solve_triangular(
-            system_EXLL[:, index], update_ELP, upper=False, unitriangular=True
-        )
+        update_ELP = torch.linalg.solve_triangular(system_EXLL[:, index], update_ELP, upper=False, unitriangular=True)
         result_ELP = torch.bmm(attention_EXLL[:, index], update_ELP)
         results.append(result_ELP.baddbmm_(query_EXLD[:, index], state_EDP))
         state_EDP = state_EDP * decay_EXL1[:, index, -1:]
@@ -327,20 +325,26 @@ def _chunked_delta_rule(
 
 
 class Mamba2:
-    """Mamba 2 (Dao and Gu, 2024), as in Granite 4 hybrid and Bamba."""
+    """Mamba 2 (Dao and Gu, 2024), as in Granite 4 hybrid, Bamba, Nemotron-H and, with factors of its own, Falcon-H1."""
 
     def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
         self._in, self._out = FusedLinear.of(module.in_proj, packed), FusedLinear.of(module.out_proj, packed)
         self._module, self._weight_KC = module, _taps(module.conv1d)
         self._widths = [module.intermediate_size, self._weight_KC.shape[1], module.num_heads]
         self._rate_H = -module.A_log.detach().float().exp()
-        self._norm = RMSNorm(module.norm.variance_epsilon, [module.intermediate_size], self._rate_H.device)
+        self._input_scale: float = getattr(module, "ssm_in_multiplier", 1.0)
+        factors = getattr(module, "mup_vector", None)
+        self._factors_X = None if factors is None or bool((factors == 1).all()) else factors.view(-1)
+        self._norm = _GatedNorm(module.norm, module.intermediate_size, self._rate_H.device)
         state = StateShape((module.num_heads, module.head_dim, module.ssm_state_size), torch.float32)
         self.state_shapes = [StateShape(tuple(self._weight_KC.shape), dtype), state]
 
     def __call__(self, normed_MD: torch.Tensor, states: Sequence[torch.Tensor], tokens: Tokens) -> torch.Tensor:
         module = self._module
-        gate_MX, mixed_MC, step_MH = self._in(normed_MD).split(self._widths, dim=1)
+        projected_MX = self._in(normed_MD if self._input_scale == 1.0 else normed_MD * self._input_scale)
+        if self._factors_X is not None:
+            projected_MX = projected_MX * self._factors_X.to(projected_MX.dtype)
+        gate_MX, mixed_MC, step_MH = projected_MX.split(self._widths, dim=1)
         mixed_MC = tokens.convolve(mixed_MC, states[0], self._weight_KC)
         mixed_MC = F.silu(mixed_MC if module.conv1d.bias is None else mixed_MC + module.conv1d.bias)
         step_MH = F.softplus(step_MH.float() + module.dt_bias).clamp_(*module.time_step_limit)
@@ -348,8 +352,7 @@ class Mamba2:
         values_MX, in_MX, out_MX = mixed_MC.split([self._widths[0], state_width, state_width], dim=1)
         rule = self._step if isinstance(tokens, OneToken) else self._scan
         result_MX = rule(values_MX, step_MH, in_MX, out_MX, states[1], tokens)
-        normed_MX = self._norm(result_MX * F.silu(gate_MX.float()), module.norm.weight)
-        return self._out(normed_MX.to(gate_MX.dtype))
+        return self._out(self._norm(result_MX, gate_MX).to(gate_MX.dtype))
 
     def _step(
         self,
@@ -402,3 +405,24 @@ class Mamba2:
         )
         tokens.write(states, state)
         return tokens.flat(result_NTHP.flatten(2))
+
+
+class _GatedNorm:
+    """The norm after Mamba 2, of all numbers or of each group of them, and its gate: before the norm, after it, or without it."""
+
+    def __init__(self, module: Any, width: int, device: torch.device) -> None:
+        self._module, self._norm = module, None
+        if isinstance(module, nn.Identity):
+            return
+        groups = getattr(module, "n_groups", None) or width // getattr(module, "group_size", width)
+        self._shape, self._gate_last = (groups, width // groups), getattr(module, "norm_before_gate", False)
+        self._norm = RMSNorm(module.variance_epsilon, [width // groups], device)
+
+    def __call__(self, result_MX: torch.Tensor, gate_MX: torch.Tensor) -> torch.Tensor:
+        gate_MX = F.silu(gate_MX.float())
+        if self._norm is None:
+            return result_MX * gate_MX
+        if not self._gate_last:
+            result_MX = result_MX * gate_MX
+        normed_MX = self._norm(result_MX.unflatten(1, self._shape), self._module.weight.view(self._shape)).flatten(1)
+        return normed_MX.mul_(gate_MX) if self._gate_last else normed_MX

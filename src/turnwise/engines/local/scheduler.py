@@ -790,7 +790,10 @@ class EngineCore:
         """End the requests of these slots, whose logits are not finite. The others go on."""
         for slot in slots:
             request, request.partial = self.batch.remove(slot)
-            self.cache.discard(slot)
+            with (
+                self.forward.inference()
+            ):  # tensors that were made in inference mode are changed in inference mode only
+                self.cache.discard(slot)
             if not request.future.done():
                 request.future.set_exception(EngineError(self.explain(request.token_ids[:-1], request)))
 
