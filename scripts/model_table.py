@@ -421,7 +421,8 @@ def try_lora(model: PreTrainedModel, folder: Path) -> list[str]:
     with torch.no_grad():
         own = adapted(ids, use_cache=False).logits
         difference = (merged(copy.deepcopy(model), folder / "adapter")(ids, use_cache=False).logits - own).abs().max()
-    if not difference < 1e-4:
+    # relative: Mamba's logits in float32 are 1e-4 from those in float64
+    if not difference < 1e-4 * max(1.0, float(own.abs().max())):
         raise RuntimeError(f"the merged model gives logits that differ by {float(difference):.2g}")
     return sorted({target.rpartition(".")[2] for target in default_targets(model)})
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from support.hybrids import CONFIGS, TOKEN_BY_TOKEN, VOCABULARY, hybrid
+from support.hybrids import CONFIGS, VOCABULARY, forget_states, hybrid
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.cache import BLOCK, NOTHING_SHARED, SNAPSHOTS, KVCache, KVShape, PrefixCache, StateShape
 from turnwise.engines.local.forward import choose_forward
@@ -264,10 +264,12 @@ def test_a_turn_computes_the_bridge_only_and_samples_of_a_prompt_nothing() -> No
     assert cached == [(0, 40), (39, 40), (39, 40), (44, 48), (39, 40), (47, 52)]
 
 
-def test_models_that_do_not_continue_from_a_state_are_run_token_by_token() -> None:
-    for family in ("olmo_hybrid", "jamba"):
-        engine = LocalEngine(hybrid(family), threads=1)
-        assert engine._core.forward.token_by_token == (family in TOKEN_BY_TOKEN)  # type: ignore[attr-defined]
+def test_a_model_that_does_not_continue_from_a_state_is_run_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    for family in ("olmo_hybrid", "jamba", "mamba"):
+        assert not LocalEngine(hybrid(family), threads=1, context=512)._core.forward.token_by_token  # type: ignore[attr-defined]
+    model = hybrid(forget_states(monkeypatch))
+    assert LocalEngine(model, threads=1, context=512)._core.forward.token_by_token  # type: ignore[attr-defined]
+    assert largest_difference(model, hold(model)) < 2e-5
 
 
 @pytest.mark.parametrize("family", ["falcon_h1", "jamba"])  # the fused pass, and the model's
@@ -353,7 +355,7 @@ def test_states_move_with_their_rows() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1"])
 def test_the_memory_is_known_without_weights(family: str) -> None:
-    kv = LocalEngine(hybrid(family), threads=1)._core.cache.kv
+    kv = LocalEngine(hybrid(family), threads=1, context=512)._core.cache.kv
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32).eval()
     assert bytes_kept(empty, torch.float32) == (kv.token_bytes, kv.row_bytes)

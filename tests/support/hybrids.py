@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers as hf
 from transformers import PreTrainedModel
@@ -141,8 +142,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 """By name: the families that people train, and older ones of the same kinds."""
 
-TOKEN_BY_TOKEN = {"jamba", "mamba"}
-"""Families that do not continue from a state with several tokens in one pass (transformers 5.19)."""
+
+def forget_states(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Let the layers of a family begin with zeros where several tokens follow a state, as a kernel may. Returns its name."""
+    from transformers.models.olmo_hybrid import modeling_olmo_hybrid as modeling
+
+    own = modeling.torch_chunk_gated_delta_rule
+
+    def forgetting(*arguments: Any, initial_state: object = None, **options: Any) -> Any:
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", forgetting)
+    return "olmo_hybrid"
 
 
 def save_hybrid(path: Path, name: str) -> Path:

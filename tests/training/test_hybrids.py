@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from safetensors.torch import load_file
 
-from support.hybrids import CONFIGS, hybrid, save_hybrid
+from support.hybrids import CONFIGS, forget_states, hybrid, save_hybrid
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from support.training import train_run
@@ -222,11 +222,9 @@ def test_a_layer_pattern_that_does_not_match_the_weights_is_refused_with_names(t
 # A prefix tree through recurrent layers gives the log-probabilities and the gradient of one pass for each sequence.
 
 
-SHARING = sorted(CONFIGS.keys() - {"jamba", "mamba"})
+QUICK = ("qwen3_5", "lfm2", "llama4", "jamba")
 
-QUICK = ("qwen3_5", "lfm2", "llama4")
-
-FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SHARING]
+FAMILIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted(CONFIGS)]
 
 
 def test_a_row_is_cut_where_sequences_part() -> None:
@@ -305,9 +303,8 @@ def test_a_copy_of_a_model_computes_trees_with_its_own_weights() -> None:
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_layers_that_do_not_continue_from_a_state_are_left_as_they_were(family: str) -> None:
-    model = hybrid(family)
+def test_layers_that_do_not_continue_from_a_state_are_left_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = hybrid(forget_states(monkeypatch))
     forwards = [name for name, module in model.named_modules() if "forward" in vars(module)]
     assert not try_tree_attention(model)
     assert [name for name, module in model.named_modules() if "forward" in vars(module)] == forwards

@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from turnwise.models.selective_scan import continue_selective_scans
 from turnwise.training.tree import FlatRun, Tree, current_tree
 
 _UPDATES = ("update_conv_state", "update_recurrent_state")
@@ -191,6 +192,7 @@ def use_recurrent_tree(model: Any) -> Callable[[], None]:
 
     Raises ValueError if a recurrent layer takes no state.
     """
+    continue_selective_scans(model)
     changed = [module for module in model.modules() if _is_recurrent(type(module)) and not hasattr(module, _MARK)]
     for module in changed:
         parameters = inspect.signature(module.forward).parameters

@@ -52,6 +52,7 @@ from turnwise.models.precision import (
     scales_queries,
 )
 from turnwise.models.precision import autocast as bfloat16_autocast
+from turnwise.models.selective_scan import continue_selective_scans
 from turnwise.models.vision import VisionAdapter
 from turnwise.types import Media
 
@@ -233,6 +234,7 @@ class GenericForward:
         self._dtype = next(model.parameters()).dtype if self.copy is None else torch.bfloat16
         _check_masks(model)
         self._tuned = [module for module in self._model.modules() if scales_queries(module)]
+        continue_selective_scans(self._model)
         with self.inference():
             self._layers = probe_layers(self._model)
         self._arguments = inspect.signature(model.forward).parameters
