@@ -190,6 +190,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"full_attention_interval": 2},
     "Qwen3-Next": {"full_attention_interval": 2},
     "Nemotron-H": {"hybrid_override_pattern": "M*-E"},
+    "MiniMax M2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
 """Keys of published config.json files, by the beginning of the family's name."""
 

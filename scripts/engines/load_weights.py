@@ -31,8 +31,8 @@ def values(tensors: Any) -> torch.Tensor:
 def compared(model: Any, sent: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The engine's parameters without a new value, and the weights that were sent and are not in the model.
 
-    A weight may be in the model in another form (SGLang and vLLM keep -exp(A_log) for A_log), so a weight of one dimension is
-    not called lost.
+    A weight may be in the model in another form (SGLang and vLLM keep -exp(A_log) for A_log), so this weight and those of one
+    dimension are not called lost.
     """
     parameters = dict(model.named_parameters())
     unset = [name for name, tensor in parameters.items() if bool(tensor.detach().isnan().any())]
@@ -41,6 +41,7 @@ def compared(model: Any, sent: dict[str, torch.Tensor]) -> dict[str, Any]:
         name
         for name, tensor in sent.items()
         if tensor.ndim > 1
+        and not name.endswith("A_log")
         and not bool(torch.isin(tensor.float().flatten()[:: max(1, tensor.numel() // 500)], there).all())
     ]
     return {"unset": unset, "lost": lost}
@@ -86,6 +87,7 @@ def try_vllm(folder: Path, sent: dict[str, torch.Tensor]) -> dict[str, Any]:
         return run_vllm(folder, sent, common)
     except Exception as error:
         reason = first_line(error)
+        common["limit_mm_per_prompt"] = {"image": 1, "video": 0}  # with 0, there would be no vision tower
         result = load_vllm(sent, EngineArgs(**common).create_engine_config())
         return {**result, "not_run": reason}
 
