@@ -38,7 +38,7 @@ _TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _KernelCall:
     """Which queries see which keys in a call: those of the same number, in the same order."""
 
     start_q: torch.Tensor
@@ -53,8 +53,8 @@ class _Call:
 class JoinPlan:
     """The calls of a flat row."""
 
-    own: _Call
-    context: _Call | None
+    own: _KernelCall
+    context: _KernelCall | None
     """None if no run has a context."""
     place_Q: torch.Tensor
     """The tokens of runs with a context, one context after the other."""
@@ -82,8 +82,8 @@ class JoinPlan:
         longest = max(lengths)
         context = None
         if sharing:
-            context = _Call(start_q, start_k, max(map(len, queries)), max(map(len, keys)), causal=False)
-        return cls(_Call(start, start, longest, longest, causal=True), context, place_Q, place_K)
+            context = _KernelCall(start_q, start_k, max(map(len, queries)), max(map(len, keys)), causal=False)
+        return cls(_KernelCall(start, start, longest, longest, causal=True), context, place_Q, place_K)
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray:
@@ -105,7 +105,7 @@ class _Result:
 
 
 def _forward(
-    call: _Call, query_QHD: torch.Tensor, key_KJD: torch.Tensor, value_KJD: torch.Tensor, scale: float | None
+    call: _KernelCall, query_QHD: torch.Tensor, key_KJD: torch.Tensor, value_KJD: torch.Tensor, scale: float | None
 ) -> _Result:
     output_QHD, sum_HQ, *state, _ = torch.ops.aten._flash_attention_forward(
         query_QHD,
@@ -124,7 +124,7 @@ def _forward(
 
 
 def _backward(
-    call: _Call,
+    call: _KernelCall,
     gradient_QHD: torch.Tensor,
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     result: _Result,
