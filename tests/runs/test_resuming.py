@@ -238,6 +238,19 @@ def test_another_opponent_on_a_server_is_a_change_that_must_be_named(recipe: Pat
     assert len(check(["policies[].endpoint"])) == 1
 
 
+def test_files_of_a_frozen_policy_that_changed_are_refused(recipe: Path, model: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model, tmp_path / "other")
+    options = [f"policies={{opponent: '{other}'}}", f"environment={PLACES}:low_bytes"]
+    run(recipe, *options, "train.steps=1")
+    assert resume(recipe, *options, "train.steps=2").step == 2
+    settings = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps({**settings, "eos_token_id": 1}))
+    with pytest.raises(RunError, match=r"the files of the policy 'opponent' in .*other changed.*policies\[\]\.path"):
+        resume(recipe, *options, "train.steps=3")
+    assert resume(recipe, *options, "train.steps=3", "resume_changes=['policies[].path']").step == 3
+    assert resume(recipe, *options, "train.steps=4").step == 4  # from now on they are the run's own
+
+
 @pytest.mark.parametrize(
     ("options", "told"),
     [

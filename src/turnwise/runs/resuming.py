@@ -121,6 +121,7 @@ class OpenedRun:
             )
         self._compare_reference(learner)
         self._compare_teachers(learner)
+        self._compare_policies()
 
     def _compare_teachers(self, learner: Learner) -> None:
         """Store the fingerprints of the teachers of a new run, or compare them with the stored fingerprints."""
@@ -135,6 +136,19 @@ class OpenedRun:
                     f"started: restore them, or name the change: {named}"
                 )
             previous[name] = found
+
+    def _compare_policies(self) -> None:
+        """Store the fingerprints of the files of a new run's policies, or compare them with the stored fingerprints."""
+        previous = self.origin.setdefault("policies", {})
+        for policy in self.config.policies:
+            found = None if policy.path is None else fingerprint.of_model_files(Path(policy.path))
+            kept = None if "policies[].path" in self.config.resume_changes else previous.get(policy.name)
+            if kept not in (None, found):
+                raise RunError(
+                    f"the files of the policy {policy.name!r} in {policy.path} changed since the run in {self.directory.shown} "
+                    f"started: restore them, or name the change: {named_changes(['policies[].path'])}"
+                )
+            previous[policy.name] = found
 
     def _compare_reference(self, learner: Learner) -> None:
         """Store the fingerprint of the reference model of a new run, or compare it with the stored fingerprint."""

@@ -21,6 +21,17 @@ def of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+_OF_MODEL = ("*.safetensors", "*.bin", "*.gguf", "*.json", "*.jinja", "*.model")
+
+
+def of_model_files(folder: Path) -> str | None:
+    """SHA-256 of the files of a model or an adapter, with those of its tokenizer and template; None if it has none here, as a
+    model of the hub."""
+    files = sorted({file for pattern in _OF_MODEL for file in folder.glob(pattern) if file.is_file()})
+    lines = [f"{file.name} {of_file(file)}" for file in files]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
+
+
 def of_rows(rows: Iterable[Row]) -> str:
     """SHA-256 of rows as they were read: ids, messages and all columns, in their order.
 
