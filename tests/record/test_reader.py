@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import record as record_benchmark
+from support import viewed_run
 from support.conversations import Says, a_row, call, hold
 from support.vision import picture
 from turnwise import record
@@ -25,7 +29,7 @@ from turnwise.data.images import digest
 from turnwise.environments.environment import SingleTurn, environment, user_message
 from turnwise.environments.tools.toolbox import ToolResponse, Tools
 from turnwise.errors import RunError
-from turnwise.record.reader import RecordedTrajectories, read, turns_of_messages
+from turnwise.record.reader import RecordedTrajectories, read, token_texts, turns_of_messages
 from turnwise.record.trajectory_json import StoredImage, decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
 from turnwise.types import (
@@ -43,6 +47,7 @@ from turnwise.types import (
     Trajectory,
     Turn,
 )
+from turnwise.view.runs import ViewedRun
 
 # A record that can be read back: typed trajectories, the same bytes when they are written again, and every defect
 # named.
@@ -604,3 +609,47 @@ def test_the_bytes_read_do_not_grow_with_the_number_of_conversations(
         assert of_index[count] <= 64 * count + 4096  # 6 MB for 100,000 conversations
     assert of_record[4000] <= 1.5 * of_record[500] + io.DEFAULT_BUFFER_SIZE
     assert path.stat().st_size > 20 * of_record[4000]
+
+
+# texts of tokens
+
+
+def save_tokenizer(folder: Path, *words: str) -> Path:
+    """A model directory with a tokenizer of these tokens."""
+    folder.mkdir(parents=True)
+    Tokenizer(WordLevel(dict(zip(words, range(len(words)), strict=True)), words[0])).save(
+        str(folder / "tokenizer.json")
+    )
+    return folder
+
+
+def test_tokens_of_a_frozen_policy_are_those_of_its_own_tokenizer(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_tokenizer(run / "checkpoint", "mine")
+    own, past = save_tokenizer(tmp_path / "own", "other"), save_tokenizer(tmp_path / "past", "earlier")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(own)}), encoding="utf-8"
+    )
+    policies = [
+        {"name": "other", "path": str(own)},
+        {"name": "adapter", "path": str(tmp_path / "adapter")},
+        {"name": "reference", "path": None, "reference": True},
+        {"name": "gone", "path": str(tmp_path / "gone")},
+        {"name": "server", "path": None, "endpoint": {"url": "u"}},
+    ]
+    options = {"policies": policies, "reference": {"path": str(past)}}
+    (run / "config.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    expected = {"": "mine", "other": "other", "adapter": "other", "reference": "earlier", "server": "mine"}
+    for policy, word in expected.items():
+        decode = token_texts(run, policy)
+        assert decode is not None
+        assert decode(0) == word
+    assert token_texts(run, "gone") is None  # other tokens than those of the run: no text is better than a wrong one
+    line = {**viewed_run.conversation(0), "policy": "other", "id": "0:0/0@1"}
+    line["segments"] = [{**one, "token_ids": [0] * len(one["token_ids"])} for one in line["segments"]]
+    (run / "trajectories.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    viewed = ViewedRun(run)
+    viewed.indexes["train"].look_again()
+    assert set(viewed.conversation("train", 0)["token_texts"][0]) == {"other"}
+    viewed.close()

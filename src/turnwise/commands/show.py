@@ -259,9 +259,10 @@ def show(
     print_lines(console, damage_notes(damaged), style="yellow")
     if not trajectories:
         raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints a summary of the run")
-    decode = token_texts(run) if tokens else None
+    policies = {trajectory.policy for trajectory in trajectories} if tokens else set()
+    decode = {policy: token_texts(run, policy) for policy in policies}
     for trajectory in trajectories:
-        console.print(conversation(trajectory, tokens=tokens, decode=decode))
+        console.print(conversation(trajectory, tokens=tokens, decode=decode.get(trajectory.policy)))
 
 
 def _show_evaluation(console: Console, run: Path, models: Sequence[Path], selection: Selection) -> bool:

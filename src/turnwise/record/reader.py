@@ -7,7 +7,9 @@ of `decode_trajectory`.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -199,14 +201,15 @@ def _unreadable(path: Path, error: OSError) -> RunError:
 # texts of tokens
 
 
-def token_texts(run: Path) -> Callable[[int], str] | None:
-    """The function from token id to text, by the run's own tokenizer; None if there is no `tokenizer.json`.
+def token_texts(run: Path, policy: str = "") -> Callable[[int], str] | None:
+    """The function from token id to text, by the tokenizer that recorded the ids: the run's own, or that of the model which plays
+    the frozen policy of this name (`Trajectory.policy`). None if its `tokenizer.json` is not on this machine.
 
     Raises RunError if the tokenizer cannot be read.
     """
     from tokenizers import Tokenizer
 
-    file = next((file for file in _tokenizer_files(run) if file.is_file()), None)
+    file = next((file for file in _tokenizer_files(run, policy) if file.is_file()), None)
     if file is None:
         return None
     try:
@@ -217,13 +220,53 @@ def token_texts(run: Path) -> Callable[[int], str] | None:
     return lambda token: tokenizer.decode([token], skip_special_tokens=False) if 0 <= token < 2**32 else "?"
 
 
-def _tokenizer_files(run: Path) -> Iterator[Path]:
-    """Where a run's tokenizer may be: in its newest checkpoint, or in the model that it started from."""
+def _tokenizer_files(run: Path, policy: str) -> Iterator[Path]:
+    """Where a tokenizer may be: in the directory of the policy; for the run's own, in its newest checkpoint, or in the model that
+    it started from."""
+    of_policy = _path_of_policy(recorded_options(run), policy) if policy else None
+    if of_policy is not None:
+        # an adapter may have no tokenizer of its own: then it is that of the model under it
+        yield from _in_model(of_policy)
+        adapter = Path(of_policy).expanduser() / "adapter_config.json"
+        if adapter.is_file():
+            about = parse_json(read_text(adapter, error=RunError), where=str(adapter), error=RunError)
+            base = about.get("base_model_name_or_path") if isinstance(about, dict) else None
+            yield from _in_model(base)
+        return
     yield run / "checkpoint" / "tokenizer.json"
     yield from sorted(run.glob("checkpoints/step-*/tokenizer.json"), reverse=True)
     model = recorded_options(run).get("model")
-    if isinstance(model, dict) and isinstance(model.get("path"), str):
-        yield Path(model["path"]).expanduser() / "tokenizer.json"
+    if isinstance(model, dict):
+        yield from _in_model(model.get("path"))
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _in_model(path: Any) -> Iterator[Path]:
+    """The file of a model directory, or of a name of the hub whose files are on this machine."""
+    if not isinstance(path, str):
+        return
+    yield Path(path).expanduser() / "tokenizer.json"
+    if _HUB_NAME.fullmatch(path) and not Path(path).exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        with contextlib.suppress(ValueError):  # no name that the hub allows
+            kept = try_to_load_from_cache(path, "tokenizer.json")
+            if isinstance(kept, str):
+                yield Path(kept)
+
+
+def _path_of_policy(options: Mapping[str, Any], name: str) -> str | None:
+    """The model of a frozen policy with a tokenizer of its own; None if it has that of the run."""
+    policies, reference = options.get("policies"), options.get("reference")
+    for policy in policies if isinstance(policies, list) else []:
+        if isinstance(policy, dict) and policy.get("name") == name:
+            path = policy.get("path")
+            if policy.get("reference") and isinstance(reference, dict):
+                path = reference.get("path")
+            return path if isinstance(path, str) else None
+    return None
 
 
 def recorded_options(run: Path) -> Mapping[str, Any]:

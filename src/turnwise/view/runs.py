@@ -107,6 +107,7 @@ class ViewedRun:
         self._metrics: dict[str, tuple[tuple[int, int], list[dict[str, Any]]]] = {}
         self._statistics: dict[str, tuple[tuple[int, range], dict[str, Any]]] = {}
         self._change: tuple[int, dict[str, Any] | None] | None = None
+        self._decoders: dict[str, Callable[[int], str] | None] = {}
         self.problem: str | None = None
         """Why a file of the run, or a part of it, cannot be read; None if there is no problem."""
         self.evaluated = (path / "evaluation.json").is_file()
@@ -212,7 +213,8 @@ class ViewedRun:
         Raises RunError if there is none of this number, or its line is damaged or has a newer schema.
         """
         line, record = self._read(kind, number)
-        texts = [self._texts(segment["token_ids"]) for segment in record["segments"]]
+        policy = record.get("policy") or ""
+        texts = [self._texts(segment["token_ids"], policy) for segment in record["segments"]]
         exact = record.get("logprob_kind") in self._exact_kinds
         # the page does not show experts, which are most of a recorded segment
         segments = [{key: column for key, column in one.items() if key != "routes"} for one in record["segments"]]
@@ -317,12 +319,14 @@ class ViewedRun:
         for index in self.indexes.values():
             index.close()
 
-    @cached_property
-    def _decode(self) -> Callable[[int], str] | None:
-        try:
-            return token_texts(self.path)
-        except RunError:  # the ids are shown without texts
-            return None
+    def _decode(self, policy: str) -> Callable[[int], str] | None:
+        """The texts of tokens that the model of a frozen policy has seen; of the trained model with an empty name."""
+        if policy not in self._decoders:
+            try:
+                self._decoders[policy] = token_texts(self.path, policy)
+            except RunError:  # the ids are shown without texts
+                self._decoders[policy] = None
+        return self._decoders[policy]
 
     @cached_property
     def _recorded(self) -> dict[str, Any]:
@@ -354,10 +358,11 @@ class ViewedRun:
             return {LogprobKind.SAMPLED}
         return Sampling(**known).exact_kinds
 
-    def _texts(self, token_ids: Sequence[int]) -> list[str | None]:
-        if self._decode is None:
+    def _texts(self, token_ids: Sequence[int], policy: str) -> list[str | None]:
+        decode = self._decode(policy)
+        if decode is None:
             return [None] * len(token_ids)
-        cache = {token: self._decode(token) for token in set(token_ids)}
+        cache = {token: decode(token) for token in set(token_ids)}
         return [cache[token] for token in token_ids]
 
 
