@@ -286,6 +286,7 @@ def _finish_step(
         "ratio/clip_fraction": update and update.clip_fraction,
         "tokens/trained": update.tokens if update else 0,
         **(update.correction if update else {}),
+        **(update.selection if update else {}),
         **(update.experts if update else {}),
         **(update.memory_metrics if update else {}),
         **(update.teacher if update else {}),

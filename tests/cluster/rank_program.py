@@ -104,6 +104,11 @@ CASES = {
     "lora_copy": Case(loss=PpoClip(kl_coef=0.5), lora=True, reference=ReferenceSection(source="copy"), epochs=2),
     "checkpointing": Case(loss=PpoClip(kl_coef=0.5), checkpointing=True),
     "correction": Case(correction=CorrectionSection(action="truncate", high=1.5, normalize_weights=True)),
+    "selection": Case(
+        loss=PpoClip(top_entropy_quantile=0.5, clip_cov_ratio=0.2, clip_cov_low=0.0, kl_cov_ratio=0.3),
+        batches=2,
+        epochs=2,
+    ),
     "separate_rows": Case(share_prompts="never"),
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
@@ -182,6 +187,7 @@ def batches_of(case: Case, learner: Any) -> list[Batch]:
             micro_batch_tokens=case.micro_batch_tokens,
             share_prompts=required.share_prompts,
             keep_zero=required.keep_zero,
+            measure_zero=required.measure_zero,
             kinds=required.logprob_kinds,
         )
         for start in range(0, size * case.batches, size)

@@ -45,6 +45,7 @@ EXACT = [
     "lora_copy",
     "checkpointing",
     "correction",
+    "selection",
     "separate_rows",
     "one_micro_batch",
     "clipped",

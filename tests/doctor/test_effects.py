@@ -204,6 +204,12 @@ CHANGED = {
     "loss.clip_high": "loss.clip_high=0.5",
     "loss.kl_coef": "loss.kl_coef=0.5",
     "loss.entropy_coef": "loss.entropy_coef=0.5",
+    "loss.top_entropy_quantile": "loss.top_entropy_quantile=0.5",
+    "loss.clip_cov_ratio": "loss={clip_cov_ratio: 0.5, clip_cov_low: -9, clip_cov_high: 9}",
+    "loss.clip_cov_low": "loss.clip_cov_low=9",
+    "loss.clip_cov_high": "loss.clip_cov_high=-8",
+    "loss.kl_cov_ratio": "loss.kl_cov_ratio=0.5",
+    "loss.kl_cov_coef": "loss.kl_cov_coef=2",
     "seed": "seed=1",
 }
 """Another value for each option that is shown by what is made of it."""
@@ -226,6 +232,11 @@ BASES = {
     "data.split": "data.max_rows=null",
     **{f"model.lora.{name}": "model.lora.rank=8" for name in ("alpha", "target_modules", "rslora", "dora")},
     "loss.level": "loss.name=gspo",
+    **{
+        f"loss.clip_cov_{name}": "loss={clip_cov_ratio: 0.5, clip_cov_low: -9, clip_cov_high: 9}"
+        for name in ("low", "high")
+    },
+    "loss.kl_cov_coef": "loss.kl_cov_ratio=0.5",
     "loss.kl_estimator": "loss.kl_coef=0.5",
     "loss.constant_length": "loss.normalizer=constant",
     **{f"correction.{name}": "correction.action=truncate" for name in ("level", "low", "high", "normalize_weights")},

@@ -161,6 +161,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         "reward": {"trajectory": [{"use": f"{PLACES}:length", "name": "constant"}], "kl": {"coef": 0.1}},
         "credit": {"name": "turn_gae"},
         "correction": {"action": "measure"},
+        "loss": {"top_entropy_quantile": 0.5, "clip_cov_ratio": 0.1, "kl_cov_ratio": 0.1},
         "train": {
             "steps": 1,
             "batch_size": 2,

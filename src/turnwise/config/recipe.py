@@ -63,6 +63,10 @@ CALLED: dict[str, tuple[str, ...]] = {
     "correction.reject.high": ("rollout_rs_threshold",),
     "correction.off_policy_sequence_mask_delta": ("off_policy_mask_threshold",),
     "loss.dual_clip": ("clip_ratio_c", "delta"),
+    "loss.clip_cov_low": ("clip_cov_lb",),
+    "loss.clip_cov_high": ("clip_cov_ub",),
+    "loss.kl_cov_ratio": ("kl_cov_frac",),
+    "loss.kl_cov_coef": ("ppo_kl_coef",),
     "loss.name": ("loss_mode", "policy_loss"),
     "loss.level": ("importance_sampling_level",),
     "loss.tau_positive": ("tau_pos", "sapo_temperature_pos"),
@@ -275,6 +279,14 @@ ABSENT: dict[str, tuple[str, ...]] = {
     ),
     "products with weights in 4 bits are computed in model.dtype": ("bnb_4bit_compute_dtype",),
     "with teacher.top_k, all other tokens are always one class: leave it out": ("loss_add_tail",),
+    "write teacher.signal=sampled to learn from the sampled token, as with \"sampled\": leave it out": (
+        "reverse_kl_top_1_mode",
+    ),
+    "download the revision, and set teacher.path to its directory": ("teacher_model_revision",),
+    "the options of a teacher's model are teacher.dtype and teacher.bits": ("teacher_model_init_kwargs",),
+    "each step samples from new weights; train.max_staleness is how old they may be: leave it out": (
+        "vllm_sync_frequency",
+    ),
     "experiment trackers are in the section loggers: loggers=[wandb], or a list of mappings with name, project and run": (
         "report_to", "logger", "wandb", "tensorboard", "mlflow", "swanlab", "trackio", "wandb_project", "project_name",
         "swanlab_project", "run_name", "experiment_name", "swanlab_exp_name",

@@ -66,7 +66,8 @@ def _zero_advantage_problems(config: Config) -> list[tuple[bool, str]]:
     """Options of the policy gradient where all advantages are 0, and only the divergence from the teacher is learnt."""
     zero = config.credit.name == "none" and config.teacher.signal == "divergence"
     correction = config.correction
-    ignored = [f"loss.{name}" for name in changed_options(config.loss) if name in config.loss.of_ratio]
+    of_policy = (*config.loss.of_ratio, "top_entropy_quantile", "clip_cov_ratio", "kl_cov_ratio")
+    ignored = [f"loss.{name}" for name in changed_options(config.loss) if name in of_policy]
     if correction.action in (
         "truncate",
         "mask",

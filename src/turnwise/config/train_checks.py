@@ -322,6 +322,7 @@ def refuse_without_effect(config: Config) -> None:
         *_engine_problems(config),
         *_row_problems(config),
         *_loss_problems(config),
+        *_selection_problems(config),
         *kl_problems(config),
         *teacher_problems(config),
         *credit_problems(config),
@@ -442,7 +443,7 @@ def _loss_problems(config: Config) -> list[Problem]:
     """Problems of the section loss."""
     train, loss = config.train, config.loss
     on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
-    of_ratio = [name for name in changed_options(loss) if name in loss.of_ratio]
+    of_ratio = [name for name in changed_options(loss) if name in (*loss.of_ratio, "kl_cov_ratio")]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
     same_weights = config.engine.embedded is not None and train.max_staleness == 0 and config.exact
     correction = config.correction
@@ -472,6 +473,28 @@ def _loss_problems(config: Config) -> list[Problem]:
             loss.normalizer != "constant" and loss.constant_length is not None,
             f"loss.constant_length has no effect with loss.normalizer={loss.normalizer}: remove it, or set "
             f"loss.normalizer=constant",
+        ),
+    ]
+
+
+def _selection_problems(config: Config) -> list[Problem]:
+    """Problems of the options that select tokens by their covariances."""
+    loss = config.loss
+    changed = changed_options(loss)
+    bounds = next((name for name in changed if name in ("clip_cov_low", "clip_cov_high")), None)
+    return [
+        (
+            loss.clip_cov_ratio == 0 and bounds is not None,
+            f"loss.{bounds} has no effect without loss.clip_cov_ratio: set it, or remove loss.{bounds}",
+        ),
+        (
+            loss.kl_cov_ratio == 0 and "kl_cov_coef" in changed,
+            f"loss.kl_cov_coef={loss.kl_cov_coef} has no effect without loss.kl_cov_ratio: set it, or remove loss.kl_cov_coef",
+        ),
+        (
+            loss.clip_cov_low >= loss.clip_cov_high,
+            f"loss.clip_cov_low={loss.clip_cov_low:g} must be less than loss.clip_cov_high={loss.clip_cov_high:g}: no "
+            f"covariance lies between them",
         ),
     ]
 

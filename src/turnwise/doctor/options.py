@@ -54,6 +54,7 @@ def _loss(config: Config) -> list[Any]:
     from turnwise.training.batch import token_shares
     from turnwise.training.correction import correct
     from turnwise.training.losses import Targets, make_loss
+    from turnwise.training.selection import MeasuredTokens, select_tokens
 
     if config.loss.normalizer == "constant" and config.loss.constant_length is None:
         return ["there is no loss without loss.constant_length"]
@@ -78,6 +79,11 @@ def _loss(config: Config) -> list[Any]:
     if loss.corrects:
         done = correct([targets], config.correction, rescale=config.loss.normalizer != "constant")
         (targets,), (kept_N,) = done.targets, done.kept
+    if loss.selects:
+        value_NK = torch.stack([logprob_N, -logprob_N], dim=-1)
+        sources = {number: [("", number)] for number in range(3)}
+        measured = MeasuredTokens(targets=targets, value_NK=value_NK, sources=sources)
+        (targets,) = select_tokens([measured], config.loss).targets
     terms = loss(logprob_N, targets, reference_logprob_N=logprob_N * 1.5, entropy_N=-logprob_N)
     return [(terms.loss_N * targets.weight_N).tolist(), kept_N.tolist(), config.loss.kl_coef, config.loss.entropy_coef]
 

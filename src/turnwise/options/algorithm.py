@@ -426,6 +426,24 @@ class LossSection(NamedSection):
     """Weight of the entropy, which is subtracted from the loss and keeps sampling diverse."""
     router_aux_loss_coef: NotNegative = 0.0
     """Weight of the loss that balances a mixture of experts (docs/losses.md); common: 0.001 to 0.01."""
+    top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share of the tokens, those with the largest entropies, that have a policy loss (docs/losses.md). 1: all. 0: one token."""
+    clip_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the tokens that have no policy loss (Clip-Cov), at random from those with a covariance between the bounds."""
+    clip_cov_low: float = 1.0
+    """Lower bound of the covariance for `loss.clip_cov_ratio`."""
+    clip_cov_high: float = 5.0
+    """Upper bound of the covariance for `loss.clip_cov_ratio`."""
+    kl_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the tokens, those with the largest covariances, whose loss has a divergence from the policy before the update
+    (KL-Cov)."""
+    kl_cov_coef: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the divergence for `loss.kl_cov_ratio`."""
+
+    @property
+    def selects_by_covariance(self) -> bool:
+        """Whether tokens are chosen by their covariances."""
+        return self.clip_cov_ratio > 0 or self.kl_cov_ratio > 0
 
 
 class PpoClip(LossSection):

@@ -331,6 +331,23 @@ METRICS = (
         lines=_TRAIN,
     ),
     Metric(
+        "selection/without_loss", "share", "trained tokens",
+        "Tokens that have no policy loss, by `loss.top_entropy_quantile` or `loss.clip_cov_ratio`. The metrics of `selection` "
+        "need these options or `loss.kl_cov_ratio`. They are of all conversations, also of those whose advantages are 0.",
+        lines=_TRAIN,
+    ),
+    Metric(
+        "selection/entropy_threshold", "nats", "step", "The least entropy of a token with a policy loss.", lines=_TRAIN,
+    ),
+    Metric(
+        "selection/covariance", "", "mean over trained tokens",
+        "Covariance of log-probability and advantage. The larger it is, the more the step lowers the entropy.", lines=_TRAIN,
+    ),
+    Metric(
+        "selection/with_divergence", "share", "trained tokens", "Tokens with the divergence of `loss.kl_cov_ratio`.",
+        lines=_TRAIN,
+    ),
+    Metric(
         "kl_reward/divergence", "nats", "conversations, of means over their trained tokens",
         "With `reward.kl`: the estimate of the KL divergence of the policy from the reference model.",
         same=("actor/reward_kl_penalty",), lines=_TRAIN,

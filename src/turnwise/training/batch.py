@@ -684,8 +684,8 @@ class Batch:
 
     micro_batches: list[MicroBatch[Targets]]
     without_gradient: list[MicroBatch[Targets]]
-    """Trajectories whose advantages are all zero, where rollout correction needs their log-probabilities and the loss needs
-    nothing of them. They are not in the pass with gradients."""
+    """Trajectories whose advantages are all zero, where rollout correction or the selection of tokens needs their
+    log-probabilities and the loss needs nothing of them. They are not in the pass with gradients."""
     trajectories: int
     """Trajectories that count in the average, including those without a gradient."""
     tokens: int
@@ -726,8 +726,8 @@ def pack(
 
     Trajectories whose advantages are all zero count in the average, but are not in the forward pass, because their gradient
     is zero; `keep_zero` keeps them in, for losses with further terms, and `compared` those with these ids. `measure_zero` puts
-    the others into `Batch.without_gradient`, because rollout correction is of all trajectories. Sequences of a group with equal
-    tokens and equal advantages are one sequence, at the weight of all of them.
+    the others into `Batch.without_gradient`, because rollout correction and the selection of tokens are of all trajectories.
+    Sequences of a group with equal tokens and equal advantages are one sequence, at the weight of all of them.
 
     `parallel` micro-batches are computed at the same time: there are as many as keep all workers busy, of similar sizes.
 

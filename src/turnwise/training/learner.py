@@ -55,7 +55,7 @@ class BatchRequirements(PackingRequirements):
     keep_zero: bool
     """Whether tokens with advantage 0 have a gradient, from a divergence or an entropy term."""
     measure_zero: bool
-    """Whether the log-probabilities of tokens with advantage 0 are needed, by rollout correction."""
+    """Whether the log-probabilities of tokens with advantage 0 are needed, by rollout correction or to select tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,8 @@ class UpdateStats:
     """The metrics of rollout correction, by their names; empty without correction."""
     experts: Mapping[str, float] = field(default_factory=dict)
     """The metrics of the experts of a mixture of experts, by their names; empty for other models."""
+    selection: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the selection of tokens, by their names; empty if none are selected."""
     teacher: Mapping[str, float] = field(default_factory=dict)
     """The metrics of student and teacher, by their names; empty without a teacher."""
     logprobs: Sequence[Mapping[int, np.ndarray]] = ()

@@ -111,7 +111,7 @@ class LocalLearner(LearnerBase):
             share_prompts=shares,
             logprob_kinds=sampling.exact_kinds,
             keep_zero=self.loss.needs_zero_advantages,
-            measure_zero=self.loss.corrects,
+            measure_zero=self.loss.measures_all,
             micro_batch_tokens=default_micro_batch_tokens(model.device, large=large),
             parallel=self._gradients.parallel,
         )
@@ -184,12 +184,12 @@ class LocalLearner(LearnerBase):
         def of_reference(micro: MicroBatch[Any]) -> torch.Tensor:
             return self._present_reference.logprobs(micro.to(device))
 
-        logprobs: list[torch.Tensor] = []
-        with torch.no_grad():
-            for micro in stop.until_set(micro_batches):
-                with self._threads.during("measure", micro.token_ids_BL.numel()):
-                    logprobs.append(self.bound.measured(micro, of_reference if reference else of_policy))
-        return logprobs
+        return self._measured(micro_batches, stop, of_reference if reference else of_policy)
+
+    def target_entropies(self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag) -> list[torch.Tensor]:
+        """See `LearnerBase.target_entropies`."""
+        device = self._model.device
+        return self._measured(micro_batches, stop, lambda micro: self._forward.entropies(micro.to(device)))
 
     def target_scores(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, teacher: str | None, top_k: int
@@ -201,11 +201,21 @@ class LocalLearner(LearnerBase):
         def of_micro_batch(micro: MicroBatch[Any]) -> torch.Tensor:
             return scoring.scores(micro.to(device), top_k)
 
-        scores: list[torch.Tensor] = []
-        for micro in stop.until_set(micro_batches):
-            with self._threads.during("measure", micro.token_ids_BL.numel()):
-                scores.append(self.bound.measured(micro, of_micro_batch))
-        return scores
+        return self._measured(micro_batches, stop, of_micro_batch)
+
+    def _measured(
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        stop: StopFlag,
+        compute: Callable[[MicroBatch[Any]], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The result of each micro-batch, without gradients."""
+        results: list[torch.Tensor] = []
+        with torch.no_grad():
+            for micro in stop.until_set(micro_batches):
+                with self._threads.during("measure", micro.token_ids_BL.numel()):
+                    results.append(self.bound.measured(micro, compute))
+        return results
 
     def accumulate(
         self, micro_batches: Sequence[MicroBatch[Targets]], on_micro_batch: Callable[[], None], stop: StopFlag

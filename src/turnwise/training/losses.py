@@ -73,6 +73,10 @@ class Targets:
     """Log-probability of the token under the weights before the first optimizer step. None if nothing needs it."""
     correction_N: torch.Tensor | None = None
     """Factor of the token's policy loss (rollout correction). None: 1."""
+    policy_share_N: torch.Tensor | None = None
+    """Share of the token's equal segments in which it has a policy loss, where tokens are selected (`selection.py`). None: 1."""
+    divergence_share_N: torch.Tensor | None = None
+    """The same of the divergence from the policy before the update (`loss.kl_cov_ratio`). None: 0."""
     old_is_proximal: bool = False
     """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
     first_step: bool = False
@@ -421,8 +425,8 @@ LOSSES: Mapping[type[LossSection], Callable[[torch.Tensor, Targets, Any], LossTe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """An objective, plus `kl_coef` times the KL divergence from the reference model, minus `entropy_coef` times the entropy, plus
-    `teacher.coef` times the divergence from the teacher (with `teacher.signal: divergence`)."""
+    """An objective of the selected tokens, plus `kl_coef` times the KL divergence from the reference model, minus `entropy_coef`
+    times the entropy, plus `teacher.coef` times the divergence from the teacher (with `teacher.signal: divergence`)."""
 
     objective: Objective
     needs_behaviour_logprobs: bool
@@ -440,6 +444,16 @@ class Loss:
         return self.correction.action is not None
 
     @property
+    def selects(self) -> bool:
+        """Whether tokens are selected."""
+        return self.options.top_entropy_quantile < 1.0 or self.options.selects_by_covariance
+
+    @property
+    def measures_all(self) -> bool:
+        """Whether the learner's own log-probabilities of all tokens must be known before the first optimizer step."""
+        return self.corrects or self.selects
+
+    @property
     def needs_reference(self) -> bool:
         """Whether the loss needs log-probabilities of the reference model."""
         return self.options.kl_coef > 0 or self.needs.reference
@@ -454,6 +468,7 @@ class Loss:
         """Whether tokens with advantage 0 have a gradient."""
         options = self.options
         of_terms = options.kl_coef > 0 or options.entropy_coef != 0.0 or options.router_aux_loss_coef > 0
+        of_terms = of_terms or options.kl_cov_ratio > 0
         return of_terms or self.needs.zero_advantages or self.teacher.loss_coef > 0
 
     def comparison(self, targets: Targets, rows: Sequence[Rows]) -> TeacherComparison | None:
@@ -487,6 +502,11 @@ class Loss:
             }
             targets = replace(targets, **columns)
         terms = self.objective(logprob_N, targets)
+        if targets.divergence_share_N is not None:
+            divergence = self.options.kl_cov_coef * (logprob_N - targets.old_logprobs).abs()
+            terms = replace(terms, loss_N=terms.loss_N + targets.divergence_share_N * divergence)
+        if targets.policy_share_N is not None:
+            terms = replace(terms, loss_N=terms.loss_N * targets.policy_share_N)
         if targets.correction_N is not None:
             terms = replace(terms, loss_N=terms.loss_N * targets.correction_N)
         delta = self.correction.off_policy_sequence_mask_delta

@@ -24,7 +24,7 @@ import itertools
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
@@ -36,7 +36,7 @@ from turnwise.models.allocator import LARGE_MODEL, gradients_first, trim_kept
 from turnwise.models.cpu import TorchThreads
 from turnwise.options.algorithm import Nll
 from turnwise.training.batch import Batch, Columns, MicroBatch
-from turnwise.training.correction import CorrectionSums, correct
+from turnwise.training.correction import Corrected, CorrectionSums, correct
 from turnwise.training.divergence import Compared, Rows
 from turnwise.training.expert_load import Balance, ExpertLoad, LoadCounter, load_metrics
 from turnwise.training.forward import Forward
@@ -44,6 +44,7 @@ from turnwise.training.learner import UpdateStats
 from turnwise.training.losses import Loss, LossTerms, Targets, fresh_tokens, groups_of, nll, with_own_ratios
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
+from turnwise.training.selection import MeasuredTokens, select_tokens
 from turnwise.training.transfer import Measured, numbers, read, to_host
 from turnwise.training.value_batch import StateBatch
 
@@ -315,6 +316,13 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         Without gradients. The list is shorter if `stop` is set. Raises ValueError if there is no reference model.
         """
 
+    @abstractmethod
+    def target_entropies(self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag) -> list[torch.Tensor]:
+        """The log-probabilities and the entropies [N, 2] of the targets of each micro-batch, under the present weights.
+
+        Without gradients. The list is shorter if `stop` is set.
+        """
+
     async def update(
         self,
         batches: Sequence[Batch],
@@ -327,7 +335,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         """See `Learner.update` and `UpdateLoop.take_steps`."""
         exceeded = self.bound.exceeded if self.bound is not None else 0
         # before the first step: afterwards the weights are no longer those that sampled
-        prepared = await run_cancellable(lambda stop: [prepare(self, batch, stop) for batch in batches])
+        prepared, selection = await run_cancellable(lambda stop: prepare_all(self, batches, stop))
         if not prepared:
             return UpdateStats()
         first, *others = [of_batch.batch.micro_batches for of_batch in prepared]
@@ -345,6 +353,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         logprobs = [of_batch.logprobs or first.logprobs for of_batch, first in zip(prepared, sums, strict=False)]
         correction = sum((of_batch.correction for of_batch in prepared), CorrectionSums())
         stats = update_stats(sums, norms, correction, logprobs, self.loss.options.router_aux_loss_coef)
+        stats = replace(stats, selection=selection)
         return stats if self.bound is None else replace(stats, out_of_memory=self.bound.exceeded - exceeded)
 
     async def evaluate_loss(self, batch: Batch) -> float:
@@ -389,44 +398,89 @@ class PreparedBatch:
     correction: CorrectionSums = field(default_factory=CorrectionSums)
     """The metrics of rollout correction."""
     logprobs: tuple[TargetLogprobs, ...] = ()
-    """The learner's own log-probabilities of all targets, where correction needs them."""
+    """The learner's own log-probabilities of all targets, where they were computed."""
+    measured: Sequence[MeasuredTokens] = ()
+    """The targets that remain, first those of `Batch.micro_batches`, where tokens are to be selected."""
 
 
 def prepare(learner: LearnerBase, batch: Batch, stop: StopFlag) -> PreparedBatch:
     """The batch with all log-probabilities that the loss needs, and with rollout correction if the loss has it.
 
     The learner computes log-probabilities of tokens for which the engine reported none that the loss can use. Rollout correction
-    needs those of all tokens, also of trajectories that have no gradient: rejection, means and metrics are of the complete batch.
+    and selection need those of all tokens, also of trajectories that have no gradient: rejection, means, thresholds and metrics
+    are of the complete batch.
     """
     loss = learner.loss
-    needed = [micro for micro in batch.micro_batches if loss.corrects or not bool(micro.targets.known_N.all())]
-    if loss.corrects:
+    needed = [micro for micro in batch.micro_batches if loss.measures_all or not bool(micro.targets.known_N.all())]
+    if loss.measures_all:
         needed += batch.without_gradient
     if not loss.needs_behaviour_logprobs or not needed:
         return PreparedBatch(batch)
-    found = to_host(learner.target_logprobs(needed, stop))
-    own_N = {id(micro): logprob_N for micro, logprob_N in zip(needed, found, strict=False)}
+    own = {id(micro): value for micro, value in zip(needed, to_host(_own_values(learner, needed, stop)), strict=False)}
     micro_batches, without_gradient = (
-        [_with_own_logprobs(micro, own_N[id(micro)], loss) if id(micro) in own_N else micro for micro in part]
+        [_with_own_logprobs(micro, own[id(micro)][:, 0], loss) if id(micro) in own else micro for micro in part]
         for part in (batch.micro_batches, batch.without_gradient)
     )
-    if not loss.corrects or len(own_N) < len(needed):  # stopped: the result is discarded
+    if not loss.measures_all or len(own) < len(needed):  # stopped: the result is discarded
         return PreparedBatch(replace(batch, micro_batches=micro_batches))
-    corrected = correct(
-        [micro.targets for micro in (*micro_batches, *without_gradient)],
-        loss.correction,
-        rescale=loss.options.normalizer != "constant",
-    )
-    # `corrected` begins with the micro-batches of the loss; those without gradient are behind them, and are only measured
+    targets = [micro.targets for micro in (*micro_batches, *without_gradient)]
+    # `targets` begin with the micro-batches of the loss; those without gradient are behind them, and are only measured
+    corrected = Corrected(targets, [torch.ones_like(one.known_N) for one in targets], CorrectionSums())
+    if loss.corrects:
+        corrected = correct(targets, loss.correction, rescale=loss.options.normalizer != "constant")
     kept = [
         replace(micro, targets=targets.select(keep_N), prediction_N=micro.prediction_N[keep_N], kept_N=keep_N)
         for micro, targets, keep_N in zip(micro_batches, corrected.targets, corrected.kept, strict=False)
         if bool(keep_N.any())
     ]
-    logprobs = tuple(
-        TargetLogprobs(micro.targets.sequence_N.numpy(), own_N[id(micro)].float().numpy()) for micro in needed
+    measured = [
+        MeasuredTokens(targets=targets.select(keep_N), value_NK=own[id(micro)][keep_N], sources=batch.sources)
+        for micro, targets, keep_N in zip(needed, corrected.targets, corrected.kept, strict=True)
+        if bool(keep_N.any())
+    ]
+    return PreparedBatch(
+        replace(batch, micro_batches=kept),
+        corrected.sums,
+        tuple(
+            TargetLogprobs(micro.targets.sequence_N.numpy(), own[id(micro)][:, 0].float().numpy()) for micro in needed
+        ),
+        measured,
     )
-    return PreparedBatch(replace(batch, micro_batches=kept), corrected.sums, logprobs)
+
+
+def _own_values(
+    learner: LearnerBase, micro_batches: Sequence[MicroBatch[Targets]], stop: StopFlag
+) -> Sequence[torch.Tensor]:
+    """The learner's own log-probabilities of the targets of each micro-batch, and their entropies if these are needed, [N, K]."""
+    if learner.loss.options.top_entropy_quantile < 1.0:
+        return learner.target_entropies(micro_batches, stop)
+    return [logprob_N.unsqueeze(-1) for logprob_N in learner.target_logprobs(micro_batches, stop)]
+
+
+def prepare_all(
+    learner: LearnerBase, batches: Sequence[Batch], stop: StopFlag
+) -> tuple[list[PreparedBatch], Mapping[str, float]]:
+    """All batches of an update before its first optimizer step, and the metrics of the selection of tokens."""
+    prepared = [prepare(learner, batch, stop) for batch in batches]
+    parts = [part for of_batch in prepared for part in of_batch.measured]
+    if not learner.loss.selects or not parts or stop.is_set():
+        return prepared, {}
+    selected = select_tokens(parts, learner.loss.options)
+    left = iter(selected.targets)
+    of_batches = [list(itertools.islice(left, len(of_batch.measured))) for of_batch in prepared]
+    return [
+        replace(
+            of_batch,
+            batch=replace(
+                of_batch.batch,
+                micro_batches=[
+                    replace(micro, targets=targets)
+                    for micro, targets in zip(of_batch.batch.micro_batches, chosen, strict=False)
+                ],
+            ),
+        )
+        for of_batch, chosen in zip(prepared, of_batches, strict=True)
+    ], selected.metrics
 
 
 def _before_first_step(micro_batches: Sequence[MicroBatch[Targets]]) -> list[MicroBatch[Targets]]:

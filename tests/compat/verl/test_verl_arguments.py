@@ -366,6 +366,16 @@ BF16 = f"{ACTOR}.fsdp_config.model_dtype=bf16"
             {"name": "cispo", "normalizer": "token", "clip_low": 1.0, "clip_high": 3.0},
         ),
         (["policy_loss.loss_mode=cispo", "ppo_epochs=2"], {"name": "cispo", "clip_low": 0.2, "clip_high": 0.2}),
+        (["policy_loss.loss_mode=clip_cov"], {"clip_cov_ratio": 0.0002, "clip_cov_low": 1.0, "clip_cov_high": 5.0}),
+        (
+            ["policy_loss.loss_mode=clip_cov", "ppo_epochs=2", "policy_loss.clip_cov_ratio=0.1", "policy_loss.clip_cov_ub=3"],
+            {"name": "ppo_clip", "clip_low": 0.2, "clip_cov_ratio": 0.1, "clip_cov_low": 1.0, "clip_cov_high": 3.0},
+        ),
+        (["policy_loss.loss_mode=kl_cov", "policy_loss.kl_cov_ratio=0.1"], {"kl_cov_ratio": 0.0}),
+        (
+            ["policy_loss.loss_mode=kl_cov", "ppo_epochs=2", "clip_ratio_low=0.3"],
+            {"name": "ppo_clip", "clip_low": 1.0, "clip_high": 1e6, "kl_cov_ratio": 0.0002, "kl_cov_coef": 0.1},
+        ),
         (
             ["policy_loss.loss_mode=gpg", "ppo_epochs=2", "loss_agg_mode=seq-mean-token-mean"],
             {"name": "reinforce", "normalizer": "trajectory"},
@@ -647,7 +657,6 @@ def test_agent_loops_and_functions_are_arguments_of_the_environment(grpo: list[s
             "loss.normalizer supports these values of verl: token-mean, seq-mean-token-mean",
         ),
         (["actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"], "not by the number of conversations"),
-        (["actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov"], "these losses can be converted: vanilla, gspo"),
         (["actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean"], "these losses can be converted: vanilla, gspo"),
         (
             ["actor_rollout_ref.actor.entropy_coeff=0.01", "actor_rollout_ref.actor.policy_loss.loss_mode=gspo"],

@@ -61,6 +61,7 @@ REWARD_FREE = (
     "importance_sampling_level", "epsilon", "epsilon_high", "delta", "tau_pos", "tau_neg", "off_policy_sequence_mask_delta",
     "rollout_importance_sampling_mode", "rollout_importance_sampling_threshold", "num_iterations", "kl_in_reward",
     "reward_funcs", "reward_weights", "ref_model", "sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha",
+    "top_entropy_quantile",
 )  # fmt: skip
 """Arguments of GRPO that have no effect with `rlhf_type` gkd."""
 
@@ -116,6 +117,7 @@ OPTIONS: Mapping[str, str] = {
     "learning_rate": "train.lr",
     "weight_decay": "train.weight_decay",
     "max_grad_norm": "train.max_grad_norm",
+    "top_entropy_quantile": "loss.top_entropy_quantile",
     "dataset_shuffle": "data.shuffle",
     "seed": "seed",
     "output_dir": "output",
@@ -152,7 +154,6 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "teacher_model_revision": ((None,), "download the revision, and set teacher_model to its directory"),
     "repetition_penalty": ((1, 1.0), "there is no repetition penalty here"),
-    "top_entropy_quantile": ((1, 1.0), "all tokens are trained on, whatever their entropy"),
     "reward_model": ((None, []), "call the reward model in a reward function: reward.trajectory"),
     "reward_model_plugin": (
         (None, []),
@@ -344,7 +345,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "cosine_max_len_value_correct", "repetition_max_penalty", "delta", "ref_model_mixup_alpha", "tau_pos", "tau_neg",
             "off_policy_sequence_mask_delta", "rollout_importance_sampling_threshold", "vllm_gpu_memory_utilization",
             "vllm_mm_processor_cache_gb", "vllm_server_timeout", "router_aux_loss_coef", "moe_aux_loss_coeff",
-            "lmbda", "sft_alpha", "teacher_kl_coef",
+            "lmbda", "sft_alpha", "teacher_kl_coef", "top_entropy_quantile",
             "sdar_loss_coef",
         ),
         _number,

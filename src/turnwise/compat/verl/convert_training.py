@@ -172,8 +172,30 @@ def _numbers(value: Any) -> list[float]:
     return numbers if valid and not isinstance(value, bool) else []
 
 
-_LOSSES = {"vanilla": "ppo_clip", "gspo": "gspo", "sapo": "sapo", "cispo": "cispo", "gpg": "reinforce"}
+_LOSSES = {
+    "vanilla": "ppo_clip",
+    "gspo": "gspo",
+    "sapo": "sapo",
+    "cispo": "cispo",
+    "gpg": "reinforce",
+    "clip_cov": "ppo_clip",
+    "kl_cov": "ppo_clip",
+}
 """verl's values of loss_mode, and their names here."""
+
+_MODE = f"{ACTOR}.policy_loss.loss_mode"
+_OF_COVARIANCES = {
+    "clip_cov": {
+        f"{ACTOR}.policy_loss.clip_cov_ratio": "loss.clip_cov_ratio",
+        f"{ACTOR}.policy_loss.clip_cov_lb": "loss.clip_cov_low",
+        f"{ACTOR}.policy_loss.clip_cov_ub": "loss.clip_cov_high",
+    },
+    "kl_cov": {
+        f"{ACTOR}.policy_loss.kl_cov_ratio": "loss.kl_cov_ratio",
+        f"{ACTOR}.policy_loss.ppo_kl_coef": "loss.kl_cov_coef",
+    },
+}
+"""For each loss_mode that chooses tokens by covariances: verl's keys, and their options here."""
 
 _KL_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """verl's values of kl_loss_type, and their names here. With a `+`, verl uses the gradient of k2."""
@@ -187,6 +209,7 @@ def convert_losses(builder: VerlRecipeBuilder) -> None:
         builder.set("loss.name", name)
     _normalizer(builder, name)
     _clipping(builder, name, one_step=one_step)
+    _covariances(builder, one_step=one_step)
     _temperatures(builder, name, one_step=one_step)
     _divergence(builder)
     _divergence_in_reward(builder)
@@ -194,8 +217,7 @@ def convert_losses(builder: VerlRecipeBuilder) -> None:
 
 
 def _named_loss(builder: VerlRecipeBuilder) -> str:
-    key = f"{ACTOR}.policy_loss.loss_mode"
-    mode = builder.value(key)
+    key, mode = _MODE, builder.value(_MODE)
     name = _LOSSES.get(str(mode))
     if name is None:
         builder.reject(
@@ -254,13 +276,31 @@ def _clipping(builder: VerlRecipeBuilder, name: str, *, one_step: bool) -> None:
     for key, option in ((low, "loss.clip_low"), (high, "loss.clip_high")):
         source = key if builder.is_set(key) else clip
         builder.set(option, builder.value(source), source)
+    mode = None if builder.value(_BYPASS) is True else builder.value(_MODE)
+    if mode == "kl_cov":  # without clipping: the ratio is at least 0, and never as large as the upper bound
+        builder.set("loss.clip_low", 1.0)
+        builder.set("loss.clip_high", 1e6)
     for key in (clip, low, high):
         if key not in builder.converted:  # null, or replaced by the other two keys
             builder.convert("loss.clip_low, loss.clip_high, from the other clip_ratio keys", key)
-    if name != "ppo_clip":
-        builder.reject(dual, f"has no effect with loss.name={name}, also not in verl")
+    if name != "ppo_clip" or mode in _OF_COVARIANCES:
+        of = f"loss_mode={mode}" if name == "ppo_clip" else f"loss.name={name}"
+        builder.reject(dual, f"has no effect with {of}, also not in verl")
     elif builder.is_set(dual):
         builder.set("loss.dual_clip", builder.value(dual), dual)
+
+
+def _covariances(builder: VerlRecipeBuilder, *, one_step: bool) -> None:
+    """Set the options of Clip-Cov and KL-Cov. verl chooses the tokens in each micro-batch, turnwise among all of a step."""
+    mode = None if builder.value(_BYPASS) is True else builder.value(_MODE)
+    for kind, options in _OF_COVARIANCES.items():
+        for key, option in options.items():
+            if kind != mode:
+                builder.reject(key, f"has no effect without loss_mode={kind}, also not in verl")
+            elif kind == "kl_cov" and one_step:
+                builder.reject(key, "has no effect with one optimizer step per batch: the divergence is 0")
+            else:
+                builder.set(option, builder.number(key), key)
 
 
 def _temperatures(builder: VerlRecipeBuilder, name: str, *, one_step: bool) -> None:

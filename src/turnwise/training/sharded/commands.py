@@ -113,6 +113,17 @@ class MeasureLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class MeasureEntropies:
+    """Compute log-probabilities and entropies of this rank's micro-batches."""
+
+    mine: Sequence[MicroBatch[Any]]
+    rounds: int
+
+    def run(self, rank: Rank) -> list[list[torch.Tensor]]:
+        return rank.ranks.gather(rank.built.target_entropies(self.mine, self.rounds, rank.stop))
+
+
+@dataclass(frozen=True, slots=True)
 class MeasureScores:
     """Compute the scores of this rank's micro-batches by a teacher, or by the present weights."""
 

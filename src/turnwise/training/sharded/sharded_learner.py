@@ -34,6 +34,7 @@ from turnwise.training.sharded.commands import (
     GatherWeights,
     LoadComplete,
     LoadShards,
+    MeasureEntropies,
     MeasureLogprobs,
     MeasureScores,
     MeasureValues,
@@ -198,6 +199,10 @@ class ShardedLearner(LearnerBase):
     ) -> list[torch.Tensor]:
         """See `LearnerBase.target_logprobs`."""
         return self.leader.measure(micro_batches, lambda mine, rounds: MeasureLogprobs(mine, rounds, reference), stop)
+
+    def target_entropies(self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag) -> list[torch.Tensor]:
+        """See `LearnerBase.target_entropies`."""
+        return self.leader.measure(micro_batches, MeasureEntropies, stop)
 
     def target_scores(
         self, micro_batches: Sequence[MicroBatch[Any]], stop: StopFlag, *, teacher: str | None, top_k: int

@@ -279,7 +279,7 @@ class ModelShard:
             share_prompts=shares,
             logprob_kinds=options.sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
-            measure_zero=self._loss.corrects,
+            measure_zero=self._loss.measures_all,
             micro_batch_tokens=default_micro_batch_tokens(ranks.device),
             parallel=ranks.size,
         )
@@ -329,6 +329,10 @@ class ModelShard:
             raise ValueError("this learner has no reference model: give it a ReferenceSection")
         compute = self.reference.logprobs if reference and self.reference is not None else self._logprobs
         return measure_rounds(self.ranks, mine, rounds, stop, compute)
+
+    def target_entropies(self, mine: Sequence[MicroBatch[Any]], rounds: int, stop: StopFlag) -> list[torch.Tensor]:
+        """The log-probabilities and entropies [N, 2] of this rank's micro-batches, on the CPU; fewer if rank 0 stops."""
+        return measure_rounds(self.ranks, mine, rounds, stop, self._forward.entropies)
 
     def _logprobs(self, micro: MicroBatch[Any]) -> torch.Tensor:
         return self._forward.logprobs(micro)[0]
