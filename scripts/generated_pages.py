@@ -116,9 +116,13 @@ def _doc(section: type[Section]) -> str:
 
 
 def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
-    """What each name of a section means, and one table of their options: an option that several names have stands once."""
+    """The names of a section, and one table of their options: an option that several names have stands once."""
     yield from ("", f"### {key}", "")
-    yield from (f"- `{name_of(cls)}`: {_doc(cls)}" for cls in classes)
+    base = next(base for base in classes[0].__mro__ if all(issubclass(cls, base) for cls in classes[1:]))
+    if "(docs/" in (page := _doc(base)):  # which says what each name means
+        yield f"{page} Names: {', '.join(f'`{name_of(cls)}`' for cls in classes)}."
+    else:
+        yield from (f"- `{name_of(cls)}`: {_doc(cls)}" for cls in classes)
     found: dict[tuple[str, str], list[tuple[type[Section], FieldInfo]]] = {}
     for cls in sorted(classes, key=lambda cls: not _has_own_options(cls, classes)):
         for name, field in cls.model_fields.items():

@@ -99,8 +99,8 @@ config = checked(recipe, source="the test")
 refuse_without_effect(config)
 assert {"loss.power", "credit.factor"} <= option_values(config).keys() <= RULES.keys()
 text = option_table()
-assert "A loss of this test." in text and "The power of the log-probability." in text
-assert "An estimator of this test." in text and "The factor of the reward." in text
+assert "`powers`" in text and "The power of the log-probability." in text
+assert "`doubled`" in text and "The factor of the reward." in text
 
 trajectories = group()
 for number, one in enumerate(trajectories):

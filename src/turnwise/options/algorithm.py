@@ -216,8 +216,7 @@ class Gigpo(CreditSection):
     """Discount per turn, in the returns of turns in the same state. 1: none."""
     scale: GroupScale = "none"
     state_key: NonEmpty | None = None
-    """Key in `Turn.info` of the state after the turn, set by the environment; turns in states of the same name are compared.
-    Null: states are equal if the model got the same messages since its last turn."""
+    """Key in `Turn.info` of the state after the turn (docs/credit.md). Null: the messages since the model's last turn."""
 
 
 class MtGrpo(CreditSection):
@@ -400,15 +399,13 @@ class CriticSection(Section):
 Normalizer = Annotated[
     Literal["token", "sequence", "trajectory", "constant"],
     Field(
-        description="The loss is averaged over tokens (`token`: long conversations count more), conversations (`trajectory`) or "
-        "token sequences (`sequence`: a conversation has several if its history was rewritten). `constant`: its sum is divided "
-        "by the number of conversations times `loss.constant_length`."
+        description="What the loss is averaged over: `token`, `trajectory`, `sequence` (segments) or `constant` (docs/losses.md)."
     ),
 ]
 
 
 class LossSection(NamedSection):
-    """Options of all losses."""
+    """How advantages become a gradient (docs/losses.md)."""
 
     has_ratio: ClassVar[bool] = True
     """Whether the loss has a probability ratio, so that tokens of earlier weights are trained on as such."""
@@ -420,8 +417,7 @@ class LossSection(NamedSection):
     kl_coef: NotNegative = 0.0
     """Weight of the KL divergence from the reference model in the loss. 0: no term, and no reference model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
-    """`k3`: never negative, low variance. `k2`: its expected gradient is that of the divergence. `k1`: its expected gradient
-    is 0. `k3_corrected`: k3 times the probability ratio, unbiased for off-policy tokens, too."""
+    """`k1`, `k2`, `k3` or `k3_corrected` (docs/losses.md#kl-divergence)."""
     entropy_coef: float = 0.0
     """Weight of the entropy, which is subtracted from the loss and keeps sampling diverse."""
     router_aux_loss_coef: NotNegative = 0.0
@@ -597,27 +593,23 @@ class CorrectionSection(Section):
     (docs/losses.md)."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
-    """What is compared with the bounds: the ratio (trainer's probability / engine's) of each `token`, the product over a
-    `sequence`, or its geometric mean (`geometric`)."""
+    """The ratio of each `token`, the product over a `sequence`, or its `geometric` mean."""
     action: Literal["truncate", "mask", "icepop", "reject", "measure"] | None = None
-    """Null: no correction. `truncate`: the weight is the ratio, clamped to the bounds. `mask`: the ratio, and 0 above `high`.
-    `icepop`: the ratio, and 0 outside both bounds. `reject`: tokens or sequences outside are removed, also from the average;
-    others weigh 1. `measure`: all weigh 1; differences are only measured."""
+    """The importance weight: `truncate`, `mask`, `icepop`, `reject` or `measure` (docs/losses.md#rollout-correction). Null:
+    no correction."""
     low: Bound | None = None
     """Lower bound; `icepop` needs it. Null: none."""
     high: Bound | None = 2.0
     """Upper bound. Null: none."""
     weight_level: Literal["token", "sequence", "geometric"] | None = None
-    """With `mask` and `icepop`: the ratio that weighs a token, as in `level`. Null: the one compared with the bounds."""
+    """With `mask` and `icepop`: the ratio that weighs a token. Null: that of `level`."""
     normalize_weights: bool = False
     """Divide the weights by their mean over the batch's conversations."""
     reject: RejectionSection = RejectionSection()
     decoupled: bool = True
-    """The loss's ratios compare with the weights before the update (decoupled PPO). False: with the engine's probabilities,
-    so that the ratio includes the correction; only `reject` and `measure` are possible then."""
+    """The loss's ratios compare with the weights before the update; false: with the engine's probabilities."""
     off_policy_sequence_mask_delta: Bound | None = None
-    """Where the mean of log(engine's probability / present probability) over a sequence is larger, tokens with a negative
-    advantage have no policy loss (DeepSeek-V3.2). Null: no mask."""
+    """Bound of DeepSeek-V3.2's mask of off-policy sequences. Null: none."""
 
     @model_validator(mode="after")
     def _combination(self) -> CorrectionSection:
@@ -765,9 +757,8 @@ class TrainSection(OptimizationSection):
     start compares log-probabilities; if it fails, `auto` computes each sequence separately, as `never` does, and `always` is
     an error."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """How many steps old the weights that sampled a trajectory may be when it is trained on. 0: sampling and training
-    alternate. 1: the next step is sampled during training. n: conversations run up to n steps ahead (docs/pipeline.md): slow
-    ones delay less, and training is more off-policy."""
+    """How many steps old the weights that sampled a trajectory may be. 0: sampling and training alternate. 1: the next step
+    is sampled during training. n: conversations run up to n steps ahead (docs/pipeline.md)."""
     group_timeout: Annotated[float, Field(gt=0)] | None = None
     """Seconds from a group's first conversation, after which those still running are ended and count as failed; the group is
     trained on without them. Null: none."""

@@ -119,9 +119,8 @@ class ModelSection(Section):
     device: NonEmpty = "auto"
     """`cpu`, `cuda`, `cuda:1`. `auto`: a GPU if there is one."""
     autocast: bool = False
-    """Matrix products in bfloat16 with float32 parameters (mixed precision), in training and the embedded engine: faster on
-    GPUs, and CPUs with bfloat16. Gradients, optimizer, output layer and log-probabilities use float32; the engine keeps a
-    bfloat16 copy of the other weights."""
+    """Matrix products in bfloat16 with float32 parameters, in training and the embedded engine, which keeps a bfloat16 copy:
+    faster on GPUs, and CPUs with bfloat16. Gradients, optimizer, output layer and log-probabilities use float32."""
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them: much less memory, about a third more time, the
     same result."""
@@ -304,11 +303,9 @@ class KlRewardSection(Section):
     coef: NotNegative = 0.0
     """Weight of the divergence. 0: none."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """With `d`, a token's log-probability under the policy minus that under the reference model: `k1`: d (its gradient alone
-    is that of the divergence); `k2`: d^2 / 2; `k3`: exp(-d) + d - 1."""
+    """`k1`, `k2` or `k3` (docs/losses.md#kl-divergence)."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Divergence per token, in nats, that an adaptive coefficient aims at: starting at `coef`, it rises above and falls
-    below. Null: constant."""
+    """Divergence per token, in nats, that an adaptive coefficient, beginning at `coef`, aims at. Null: constant."""
     horizon: Positive = 10000
     """Conversations in which an adaptive coefficient changes by at most a factor of about 1.2."""
 

@@ -34,9 +34,8 @@ class TeacherModel(Section):
     weight: Annotated[float, Field(gt=0)] = 1.0
     """With several teachers and no `teacher.column`: how much it counts; weights are divided by their sum."""
     context: Use | None = None
-    """What it reads in place of the student's prompt: a function `context(trajectory, turn) -> messages`, such as the same
-    messages with the row's answer in the first. The turn's tokens are scored after these, and trained on without them. Null:
-    what the student read."""
+    """What it reads in place of the student's prompt: a function `context(trajectory, turn) -> messages`
+    (docs/distillation.md). Null: what the student read."""
 
     @property
     def is_student(self) -> bool:
