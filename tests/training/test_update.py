@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import XGLMConfig, XGLMForCausalLM
 
-from support.hybrids import hybrid
 from support.tiny import tiny_model
 from training.test_batch import group
 from turnwise.config.recipe import checked
@@ -138,8 +138,9 @@ def test_rates() -> None:
 def test_a_model_that_is_not_there_is_told(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"there is no model directory .*nothing; model\.path must be"):
         load_model(ModelSource(path=f"{tmp_path}/nothing", device="cpu"))
-    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: JambaForCausalLM does not"):
-        LocalLearner(hybrid("jamba"), sampling=Sampling(), share_prompts="always")
+    config = XGLMConfig(vocab_size=260, d_model=32, ffn_dim=64, num_layers=1, attention_heads=4)
+    with pytest.raises(ConfigError, match=r"train\.share_prompts=always: XGLMForCausalLM does not"):
+        LocalLearner(XGLMForCausalLM(config), sampling=Sampling(), share_prompts="always")
 
 
 def test_loss_divergence_and_norm_are_averaged_over_the_optimizer_steps() -> None:
