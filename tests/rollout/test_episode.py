@@ -11,6 +11,7 @@ import pytest
 
 from support.conversations import RENDERER, Says, a_row, a_table, call, hold, hold_all, spoken
 from turnwise import Opening, Reply, Row, Turn, current_episode, environment, user_message
+from turnwise.environments.environment import SingleTurn
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.errors import Failed
 from turnwise.options.algorithm import Gigpo, Grpo, Remax
@@ -387,6 +388,26 @@ def test_tools_of_an_agent_are_called_and_the_turn_without_a_call_is_handed_over
         "tool",
         "assistant",
     ]
+
+
+def test_the_time_of_an_agents_turn_is_not_that_of_the_tool_that_asks_it() -> None:
+    """The agent has limits of its own; what the tool does besides still counts."""
+
+    async def ask(seconds: float) -> str:
+        """Ask.
+
+        Args:
+            seconds: How long to wait before.
+        """
+        await asyncio.sleep(seconds)
+        async with current_episode().agent("helper", messages=ASK) as agent:
+            return (await agent.turn("?")).text
+
+    turns = (call("ask", '{"seconds": 0}'), call("ask", '{"seconds": 2}'), "Done.")
+    make = lambda: Tools([Tool.of(ask, timeout=0.5)], then=SingleTurn())  # noqa: E731
+    trajectory = hold(Says(*turns, seconds=0.8), make)
+    assert trajectory.error is None, trajectory.error
+    assert [turn.outcomes[0].error for turn in trajectory.turns[:2]] == [None, "timeout"]
 
 
 def test_a_tool_whose_agent_failed_is_not_tried_again_with_another_agent() -> None:

@@ -23,7 +23,7 @@ from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
 from turnwise.errors import Failed, nearest, text_of
 from turnwise.rollout.context import ConversationContext, Limits, RolloutContext, seed_of
 from turnwise.types import Failure, Message, Opening, Reply, Row, SamplingChange, Stop, ToolSchema, Trajectory, Turn
-from turnwise.user_code.calls import conversation_name, own_context, spawn, waiting_for_opener
+from turnwise.user_code.calls import asking_agent, conversation_name, own_context, spawn, waiting_for_opener
 from turnwise.user_code.calls import limits as deadlines_of_caller
 from turnwise.user_code.copies import copy_containers
 from turnwise.user_code.reward_number import added, reward_number
@@ -243,7 +243,8 @@ class AskedAgent:
                 self._begin(limits)
             assert self._task is not None
             try:
-                await asyncio.wait({self._task, answer}, return_when=asyncio.FIRST_COMPLETED)
+                with asking_agent():
+                    await asyncio.wait({self._task, answer}, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError:
                 await self.abort("the environment stopped waiting for a turn of the agent")
                 raise

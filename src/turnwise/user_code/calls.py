@@ -443,16 +443,58 @@ def waiting_for_opener() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if watch is None else watch.waiting(for_opener=True)
 
 
+class _AskedTime:
+    """The time in which turns of agents are awaited, several of which may be at once. Without what others excuse meanwhile: that
+    is excused already (`others`, the seconds so far)."""
+
+    def __init__(self) -> None:
+        self._asking = 0
+        self._began = (0.0, 0.0)
+        """When the first of those that are awaited now was asked for, and what others had excused then."""
+        self._before = 0.0
+
+    @contextlib.contextmanager
+    def asking(self, others: Callable[[], float]) -> Iterator[None]:
+        """A turn is awaited inside."""
+        if not self._asking:
+            self._began = time.monotonic(), others()
+        self._asking += 1
+        try:
+            yield
+        finally:
+            self._before = self.seconds(others) if self._asking == 1 else self._before
+            self._asking -= 1
+
+    def seconds(self, others: Callable[[], float]) -> float:
+        """The time so far."""
+        if not self._asking:
+            return self._before
+        began, excused = self._began
+        return self._before + max(0.0, time.monotonic() - began - (others() - excused))
+
+
 class Deadline:
     """`async with deadline(seconds) as limit:` raises TimeoutError like `asyncio.timeout`, in the conversation's own time.
 
     None sets no limit.
     """
 
-    __slots__ = ("_excused", "_loop", "_seconds", "_timeout", "_timer", "_token", "end", "expired")
+    __slots__ = (
+        "_asked",
+        "_loop",
+        "_others",
+        "_seconds",
+        "_timeout",
+        "_timer",
+        "_token",
+        "end",
+        "expired",
+    )
 
-    def __init__(self, seconds: float | None) -> None:
+    def __init__(self, seconds: float | None, *, agents: bool = True) -> None:
+        """`agents`: whether the time counts in which the caller awaits a turn of an agent (`asking_agent`)."""
         self._seconds = seconds
+        self._asked = None if agents else _AskedTime()
         self._timeout: asyncio.Timeout | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._token: Token[tuple[Deadline, ...]] | None = None
@@ -467,7 +509,7 @@ class Deadline:
             await self._timeout.__aenter__()
             watch = _stopwatch.get()
             self._loop = asyncio.get_running_loop()
-            self._excused: Callable[[], float] = (lambda: 0.0) if watch is None else watch.excused
+            self._others: Callable[[], float] = (lambda: 0.0) if watch is None else watch.excused
             now = self._loop.time()
             self.end = now + self._seconds - self._excused()
             self._token = limits.set((*limits.get(), self))
@@ -480,6 +522,19 @@ class Deadline:
         if self._token is not None:
             limits.reset(self._token)
         return None if self._timeout is None else await self._timeout.__aexit__(kind, error, traceback)
+
+    def asking_agent(self) -> contextlib.AbstractContextManager[None]:
+        """A turn of an agent is awaited inside."""
+        if self._asked is None or self._seconds is None:
+            return contextlib.nullcontext()
+        return self._asked.asking(self._others)
+
+    def asked(self) -> float:
+        """Seconds in which turns of agents were awaited that do not count."""
+        return 0.0 if self._asked is None or self._seconds is None else self._asked.seconds(self._others)
+
+    def _excused(self) -> float:
+        return self._others() + self.asked()
 
     def over(self) -> bool:
         """Whether the time is over now; `expired` then says so too."""
@@ -503,6 +558,15 @@ limits: ContextVar[tuple[Deadline, ...]] = ContextVar("turnwise_limits", default
 """The deadlines that hold for the caller, outermost first."""
 
 
+@contextlib.contextmanager
+def asking_agent() -> Iterator[None]:
+    """A turn of an agent is awaited inside: its time does not count for the deadlines of the caller that say so."""
+    with contextlib.ExitStack() as stack:
+        for limit in limits.get():
+            stack.enter_context(limit.asking_agent())
+        yield
+
+
 def first_end(of: Sequence[Deadline]) -> float:
     """When the first of these deadlines is over, as `time.monotonic()`, if nothing more is excused until then.
 
@@ -511,7 +575,7 @@ def first_end(of: Sequence[Deadline]) -> float:
     watch = _stopwatch.get()
     if watch is None or not of:
         return math.inf
-    end, now = min([limit.end for limit in of]) + watch.excused(), time.monotonic()
+    end, now = min([limit.end + limit.asked() for limit in of]) + watch.excused(), time.monotonic()
     return end if end > now else now + GRACE
 
 

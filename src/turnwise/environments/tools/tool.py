@@ -171,7 +171,8 @@ class Tool:
 
     async def _attempt(self, given: Mapping[str, Any]) -> Result:
         ways = f"{NO_ASYNC}, set {self.option}.thread: true" if self.option else None
-        async with deadline(self.timeout):
+        # the turns of agents that the tool asks have limits of their own
+        async with deadline(self.timeout, agents=False):
             return await call_user_code(lambda: self._call(given), kind="tool", name=f"the tool {self.name}", ways=ways)
 
     async def _call(self, given: Mapping[str, Any]) -> Result:
