@@ -131,7 +131,16 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
 
 
 @pytest.mark.slow
-def test_verifiers_is_tested_in_an_environment_of_its_own() -> None:
-    """Its classic environments need other versions of packages that the tests of turnwise use."""
-    python = interpreter("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy")
-    run_tests(python, Path(__file__).parent / "test_verifiers.py")
+@pytest.mark.parametrize(
+    ("environment", "requirement", "module", "tests"),
+    [
+        # its classic environments need other versions of packages that the tests of turnwise use
+        ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_verifiers.py"),
+        ("openenv", "openenv-core==0.3.0", "openenv.core", "test_openenv.py"),
+        ("textworld", "textworld==1.7.0", "textworld", "test_textworld.py"),
+    ],
+)
+def test_a_library_is_tested_in_an_environment_of_its_own(
+    environment: str, requirement: str, module: str, tests: str
+) -> None:
+    run_tests(interpreter(environment, requirement, module), Path(__file__).parent / tests)

@@ -129,6 +129,22 @@ PROVIDERS: dict[str, Provider] = {
             package="fhaviary",
             extra="aviary",
         ),
+        Provider(
+            name="openenv",
+            source="turnwise.compat.providers.openenv:OpenEnv",
+            brings="a class of an environment, file.py:Class, or the URL of its server",
+            module="openenv",
+            package="openenv",
+            extra="openenv",
+        ),
+        Provider(
+            name="textworld",
+            source="turnwise.compat.providers.textworld:TextWorld",
+            brings="a challenge, such as tw-coin_collector, or game files",
+            module="textworld",
+            package="textworld",
+            extra="textworld",
+        ),
         Provider(name="trl", source="turnwise.compat.trl:TrlEnvironments", brings="a class for TRL: file.py:Class"),
     )
 }

@@ -1,0 +1,250 @@
+"""`environment: openenv:game.py:Game`: an environment of OpenEnv, as a class in this process or on a running server.
+
+A row is a number in the column `seed`. Each conversation has an object of the class, or a session of the server, of its own,
+which its end closes. An action is a call of a tool whose parameters are the fields of the action, or the model's text if the
+action has one field of a plain type. The reward of a turn is what the environment gives it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import typing
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from urllib.error import URLError
+
+from turnwise.compat.object_factory import ObjectFactory, number, opened, plain, referred
+from turnwise.compat.providers.provider import About, LibraryEnvironments
+from turnwise.data.rows import ProvidedRows, seed_rows
+from turnwise.environments.environment import Environment
+from turnwise.environments.tools.result import failed
+from turnwise.environments.tools.schema import FromSchema, WrongArguments
+from turnwise.errors import ConfigError
+from turnwise.types import Message, Opening, Reply, Row, ToolCall, ToolOutcome, ToolSchema, Turn
+from turnwise.user_code.copies import copy_containers
+from turnwise.user_code.threads import ThreadedObject
+
+_PLAIN = {"string": str, "integer": int, "number": float}
+_HIDDEN = ("done", "reward", "metadata")
+"""Fields of an observation that the model does not see."""
+_SECONDS = 20.0
+
+
+class OpenEnv(LibraryEnvironments):
+    """Makes the environments of a class, or of a server (an EnvironmentSource with rows).
+
+    Args:
+        name: A class `file.py:Class`, derived from OpenEnv's `Environment`; or the URL of a server of an environment.
+        arguments: Keyword arguments of the class.
+        action: The class of its actions, `file.py:Class`. Null: that of the annotation of `step`, or of the base class.
+        action_as: `tool`: a call of the tool `act`. `text`: the model's text is the only field of the action. Null: `text` if
+            the action has one field, a text or a number; else `tool`.
+        reset_columns: Columns of the row that `reset` gets, besides `seed`.
+        show: Fields of the observation that the model sees. Null: all but `done`, `reward` and `metadata`.
+
+    Raises ConfigError.
+    """
+
+    writes_prompt = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        action: str | type[Any] | None = None,
+        action_as: typing.Literal["tool", "text"] | None = None,
+        reset_columns: Sequence[str] = (),
+        show: Sequence[str] | None = None,
+    ) -> None:
+        self.name = name
+        self.reset_columns, self.show = list(reset_columns), None if show is None else list(show)
+        self.url = name if name.startswith(("http://", "https://")) else None
+        self.action_class: type[Any] | None = None
+        if self.url is not None:
+            if arguments or action is not None:
+                given = "arguments" if arguments else "action"
+                raise ConfigError(
+                    f"environment.arguments.{given} has no effect with a server, which has its own: remove it"
+                )
+            schema = _schema_of_server(self.url)
+        else:
+            self._factory = ObjectFactory.of(name, arguments, wants=("reset", "step"))
+            self.action_class = _action_class(referred(name, "name"), action)
+            schema = self.action_class.model_json_schema()
+        self.parameters = {key: value for key, value in schema.items() if key not in ("title", "description")}
+        fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
+        self.parameters |= {"type": "object", "properties": fields, "additionalProperties": False}
+        single = next(iter(fields)) if len(fields) == 1 and next(iter(fields.values())).get("type") in _PLAIN else None
+        if action_as == "text" and single is None:
+            raise ConfigError(
+                f"environment.arguments.action_as=text needs an action with one field, a text or a number; that of "
+                f"openenv:{name} has {', '.join(fields) or 'none'}: use `tool`"
+            )
+        self.text_field = None if action_as == "tool" else single
+        self._description = str(schema.get("description") or "Act in the environment.")
+
+    def about(self) -> About:
+        """What the environment brings."""
+        return About(rows="endless, by seed")
+
+    def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
+        """Rows of seeds."""
+        return seed_rows(count, held_out=held_out)
+
+    def opened_environment(self) -> Any:
+        """An environment: an object of the class, or a session of the server."""
+        if self.url is None:
+            return self._factory.make()
+        return importlib.import_module("openenv.core").GenericEnvClient(base_url=self.url).sync()
+
+    @property
+    def tool(self) -> ToolSchema:
+        """The tool whose arguments are an action."""
+        function = {"name": "act", "description": self._description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+    def shown(self, observation: Any) -> str:
+        """What the model sees of an observation: the text of a single field, else all fields as JSON."""
+        fields = observation if isinstance(observation, Mapping) else observation.model_dump(mode="json")
+        names = [name for name in fields if name not in _HIDDEN] if self.show is None else self.show
+        if missing := [name for name in names if name not in fields]:
+            raise ValueError(f"show has {missing[0]!r}, and the observation has {', '.join(fields)}")
+        values = {name: plain(fields[name]) for name in names}
+        only = next(iter(values.values())) if len(values) == 1 else values
+        return only if isinstance(only, str) else json.dumps(only, ensure_ascii=False)
+
+    def __call__(self) -> Environment:
+        return _Episode(self)
+
+
+def _action_class(environment: Callable[..., Any], given: str | type[Any] | None) -> type[Any]:
+    """The class of an environment's actions. Raises ConfigError if it is not known."""
+    base = importlib.import_module("openenv.core.env_server").Action
+    found: Any = given
+    if isinstance(given, str):
+        found = referred(given, "environment.arguments.action")
+    elif given is None and isinstance(environment, type):
+        hints = typing.get_type_hints(environment.step) if hasattr(environment, "step") else {}
+        arguments = [
+            argument
+            for one in inspect.getmro(environment)
+            for generic in getattr(one, "__orig_bases__", ())
+            for argument in typing.get_args(generic)
+        ]
+        found = next((one for one in [hints.get("action"), *arguments] if _is_action(one, base)), None)
+    if not _is_action(found, base):
+        raise ConfigError(
+            f"environment.arguments.action is {found!r:.80}; name the class of the environment's actions, file.py:Class, derived "
+            f"from OpenEnv's Action, or annotate `step(self, action: Class)`"
+        )
+    return found
+
+
+def _is_action(value: Any, base: type[Any]) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and value is not base
+
+
+def _schema_of_server(url: str) -> dict[str, Any]:
+    """The JSON schema of a server's actions. Raises ConfigError."""
+    try:
+        with urllib.request.urlopen(f"{url.rstrip('/')}/schema", timeout=_SECONDS) as answer:
+            return dict(json.load(answer)["action"])
+    except (URLError, OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"environment: openenv:{url} does not give the schema of its actions (GET /schema): {error!r:.200}. Is the server of "
+            f"an OpenEnv environment running there?"
+        ) from None
+
+
+class _Episode:
+    """One conversation."""
+
+    def __init__(self, source: OpenEnv) -> None:
+        self._source = source
+        self._arguments = FromSchema(source.parameters, "act")
+        self._foreign: ThreadedObject[Any] = ThreadedObject(
+            source.opened_environment, lambda made: made.close(), name=f"openenv:{source.name}"
+        )
+
+    async def begin(self, row: Row) -> Opening:
+        self._made = await self._foreign.make()
+        given = {name: row.fields[name] for name in ("seed", *self._source.reset_columns) if name in row.fields}
+        observation, _, done = await self._ask(partial(self._made.reset, **copy_containers(given)))
+        if done:
+            raise ValueError(f"openenv:{self._source.name} is over after reset: there is nothing to do")
+        tools = [] if self._source.text_field is not None else [self._source.tool]
+        return Opening(messages=opened(row.messages, observation), tools=tools)
+
+    async def step(self, turn: Turn) -> Reply:
+        if self._source.text_field is not None:
+            return await self._by_text(str(turn.message.get("content") or "").strip())
+        if not turn.calls:
+            return Reply(messages=[{"role": "user", "content": "Call the tool `act`."}])
+        messages, outcomes = list[Message](), list[ToolOutcome]()
+        total: float | None = None
+        done = False
+        for call in turn.calls:
+            problem = "the environment is over" if done else None
+            if problem is None:
+                problem, kind = self._problem(call)
+            else:
+                kind = "raised"
+            if problem is not None:
+                answer = failed(call, kind, problem)
+                messages.append(answer.message)
+                outcomes.append(answer.outcome)
+                continue
+            text, reward, done = await self._act(call.arguments)
+            total = total if reward is None else reward + (total or 0.0)
+            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
+            outcomes.append(ToolOutcome(id=call.id, name=call.name, arguments=call.arguments, content=text))
+        return Reply(messages=messages, outcomes=tuple(outcomes), reward=total, done=done)
+
+    async def close(self) -> None:
+        await self._foreign.close()
+
+    async def _by_text(self, text: str) -> Reply:
+        name = self._source.text_field
+        assert name is not None
+        kind = self._source.parameters["properties"][name]["type"]
+        try:
+            action = {name: _PLAIN[kind](text)}
+            self._arguments.check(action)
+        except (ValueError, WrongArguments) as error:
+            problem = str(error) if isinstance(error, WrongArguments) else f"{text!r:.80} is no {kind}"
+            return Reply(messages=[{"role": "user", "content": f"Error: {problem}"}])
+        shown, reward, done = await self._act(action)
+        return Reply(messages=[{"role": "user", "content": shown}], reward=reward, done=done)
+
+    def _problem(self, call: ToolCall) -> tuple[str | None, str]:
+        """Why a call cannot be an action, and the kind of the error."""
+        if call.error is not None:
+            return call.error, "malformed"
+        if call.name != "act":
+            return f"there is no tool {call.name!r:.80}; the tool is act", "unknown_tool"
+        try:
+            self._arguments.check(call.arguments)
+        except WrongArguments as wrong:
+            return str(wrong), "arguments"
+        return None, ""
+
+    async def _act(self, fields: Mapping[str, Any]) -> tuple[str, float | None, bool]:
+        action: Any = copy_containers(dict(fields))
+        if self._source.action_class is not None:
+            action = self._source.action_class(**action)
+        return await self._ask(partial(self._made.step, action))
+
+    async def _ask(self, function: Callable[[], Any]) -> tuple[str, float | None, bool]:
+        """What the model sees, the reward and whether the episode is over, of a call of the environment."""
+        result = await self._foreign.ask(function)
+        observation = result.observation if self._source.url is not None else result
+        if not hasattr(result, "done") or not hasattr(result, "reward"):
+            raise TypeError(
+                f"openenv:{self._source.name} returned a {type(result).__name__}; it must be an OpenEnv Observation"
+            )
+        reward = None if result.reward is None else number(result.reward, f"openenv:{self._source.name}")
+        return self._source.shown(observation), reward, bool(result.done)

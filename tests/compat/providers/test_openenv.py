@@ -1,0 +1,210 @@
+"""OpenEnv through the loop: classes in the process and on their real server, with the rewards of the library's own clients."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, call, hold, hold_all
+from turnwise import assembly
+from turnwise.config.recipe import checked
+from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+from turnwise.rollout.context import Limits
+from turnwise.types import Trajectory
+
+pytest.importorskip("openenv.core.env_server", reason="needs an environment of its own with 'turnwise[openenv]'")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LIMITS = Limits(turns=8, tokens_per_turn=400)
+GAMES = '''
+from typing import Any, Literal
+from openenv.core.env_server import Action, Environment, Observation, State
+
+OPEN = []
+
+class Guess(Action):
+    number: int
+
+class Hint(Observation):
+    text: str = ""
+
+class Guessing(Environment):
+    """The number is the seed, or 7."""
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, points: float = 1.0):
+        super().__init__()
+        self.points, self._state = points, State(step_count=0)
+        OPEN.append(self)
+
+    def reset(self, seed=None, episode_id=None, secret=None, **kwargs):
+        self.secret = secret if secret is not None else 7 if seed is None else seed % 10
+        return Hint(text="A number below 10?")
+
+    def step(self, action: Guess, timeout_s=None, **kwargs):
+        self._state.step_count += 1
+        right = action.number == self.secret
+        text = "Yes." if right else "Higher." if action.number < self.secret else "Lower."
+        return Hint(text=text, done=right, reward=self.points if right else -0.25)
+
+    @property
+    def state(self):
+        return self._state
+
+    def close(self):
+        OPEN.remove(self)
+
+class Move(Action):
+    """Move somewhere."""
+    direction: Literal["left", "right"]
+    steps: int = 1
+
+class Place(Observation):
+    at: int = 0
+    seen: list[str] = []
+
+class Walk(Environment[Move, Place, State]):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.at = 0
+        return Place()
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.at += action.steps * (1 if action.direction == "right" else -1)
+        return Place(at=self.at, seen=["a"], done=self.at >= 3, reward=1.0 if self.at >= 3 else None)
+
+    @property
+    def state(self):
+        return State()
+
+class Untyped(Guessing):
+    def step(self, action, timeout_s=None, **kwargs):
+        return super().step(action)
+'''
+
+
+@pytest.fixture
+def games(tmp_path: Path) -> Path:
+    path = tmp_path / "games.py"
+    path.write_text(GAMES, encoding="utf-8")
+    return path
+
+
+def recipe(name: str, **arguments: Any) -> Config:
+    return checked({"model": "m", "environment": {"use": f"openenv:{name}", "arguments": arguments}}, source="recipe")
+
+
+def played(config: Config, turns: list[str], *, row: int = 0, size: int = 1) -> list[Trajectory]:
+    rows = assembly.rows(config, limit=row + 1)
+    environments = assembly.environment_factory(config)
+    return hold_all(Says(*turns, *["?"] * 8), environments, row=rows[row], limits=LIMITS, size=size)
+
+
+def test_a_text_is_the_action_with_one_field_and_the_reward_is_that_of_the_environment(games: Path) -> None:
+    (one,) = played(recipe(f"{games}:Guessing", arguments={"points": 2.0}), ["5", "many", "3"], row=3)
+    assert one.error is None, one.error
+    assert [turn.rewards for turn in one.turns] == [{"environment": -0.25}, {}, {"environment": 2.0}]
+    assert [message["content"] for message in one.messages if message["role"] == "user"] == [
+        "A number below 10?", "Lower.", "Error: 'many' is no integer", "Yes.",
+    ]  # fmt: skip
+    assert one.stop == "done"
+    assert one.tools == ()
+
+
+def test_an_action_with_several_fields_is_a_tool(games: Path) -> None:
+    turns = [
+        "I walk.",
+        call("act", '{"direction": "up"}'),
+        call("act", '{"direction": "right", "steps": 2}'),
+        call("act", '{"direction": "right"}') + call("act", '{"direction": "left"}'),
+    ]
+    (one,) = played(recipe(f"{games}:Walk"), turns)
+    assert one.error is None, one.error
+    (tool,) = one.tools
+    assert tool["function"]["description"] == "Move somewhere."
+    assert set(tool["function"]["parameters"]["properties"]) == {"direction", "steps"}
+    assert [[outcome.error for outcome in turn.outcomes] for turn in one.turns] == [
+        [], ["arguments"], [None], [None, "raised"],
+    ]  # fmt: skip
+    assert json.loads(str(one.turns[2].outcomes[0].content)) == {"at": 2, "seen": ["a"]}
+    assert [turn.rewards for turn in one.turns] == [{}, {}, {}, {"environment": 1.0}]
+
+
+def test_conversations_have_objects_of_their_own_which_are_closed(games: Path) -> None:
+    config = recipe(f"{games}:Guessing", reset_columns=["secret"])
+    row = assembly.rows(config, limit=1)[0]
+    row.fields["secret"] = 4
+    environments = assembly.environment_factory(config)
+    together = hold_all(Says("1", "2", "4"), environments, row=row, limits=LIMITS, size=4)
+    assert [sum(turn.reward for turn in one.turns) for one in together] == [0.5] * 4
+    source = environments._shared[-1]
+    module = __import__("sys").modules[source._factory.make().__class__.__module__]  # type: ignore[union-attr]
+    assert len(module.OPEN) == 1  # the one that was made here
+
+
+@pytest.fixture
+def server(games: Path) -> Iterator[str]:
+    """The library's own server of an environment."""
+    import uvicorn
+    from openenv.core.env_server import create_fastapi_app
+
+    space: dict[str, Any] = {"__name__": "games"}
+    exec(GAMES, space)
+    application = create_fastapi_app(space["Guessing"], space["Guess"], space["Hint"], max_concurrent_envs=8)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = uvicorn.Server(uvicorn.Config(application, host="127.0.0.1", port=port, log_level="error"))
+    thread = threading.Thread(target=running.run, daemon=True)
+    thread.start()
+    while not running.started:
+        time.sleep(0.05)
+    yield f"http://127.0.0.1:{port}"
+    running.should_exit = True
+    thread.join(timeout=20)
+
+
+def test_a_server_gives_the_rewards_that_its_own_client_gets(server: str) -> None:
+    from openenv.core import GenericEnvClient
+
+    with GenericEnvClient(base_url=server).sync() as client:
+        result, expected = client.reset(seed=6), 0.0
+        for guess in (1, 9, 6):
+            result = client.step({"number": guess})
+            expected += result.reward
+    config = recipe(server)
+    together = played(config, ["1", "9", "6"], row=6, size=4)
+    for one in together:
+        assert one.error is None, one.error
+        assert sum(turn.reward for turn in one.turns) == expected == 0.5
+        assert one.messages[-1]["content"] == "Yes."
+
+
+def test_what_is_wrong_is_refused(games: Path) -> None:
+    for name, arguments, message in (
+        (f"{games}:Untyped", {}, "name the class of the environment's actions"),
+        (f"{games}:Walk", {"action_as": "text"}, "has direction, steps: use `tool`"),
+        (f"{games}:Nothing", {}, "Nothing"),
+        ("http://127.0.0.1:1", {}, "does not give the schema of its actions"),
+        ("http://127.0.0.1:1", {"arguments": {"a": 1}}, "arguments has no effect with a server"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            assembly.environment_factory(recipe(name, **arguments))
+    (one,) = played(recipe(f"{games}:Guessing", show=["hint"]), ["1"])
+    assert one.error is not None
+    assert "show has 'hint', and the observation has" in one.error.message
+    assert (
+        hold(
+            Says("7"), assembly.environment_factory(recipe(f"{games}:Untyped", action=f"{games}:Guess")), limits=LIMITS
+        ).error
+        is None
+    )
