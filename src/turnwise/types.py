@@ -6,6 +6,7 @@ The nouns know nothing of the code that makes or reads them: this module imports
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -123,6 +124,24 @@ class AnswerFormat:
     value: str = ""
     """The JSON schema as JSON text, or the regular expression; empty for `json_object`."""
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> AnswerFormat | None:
+        """The form in the shape of OpenAI's `response_format`; None for `{type: text}`. Raises ValueError."""
+        kind, rest = given.get("type"), {name: value for name, value in given.items() if name != "type"}
+        if kind in ("text", "json_object") and not rest:
+            return cls(kind="json_object") if kind == "json_object" else None
+        if kind == "regex" and set(rest) == {"pattern"} and isinstance(rest["pattern"], str):
+            return cls(kind="regex", value=rest["pattern"])
+        if kind == "json_schema":
+            # the Responses API and Anthropic have no inner object
+            inner = rest.get("json_schema", rest)
+            if isinstance(inner, Mapping) and isinstance(inner.get("schema"), dict):
+                return cls(kind="json_schema", value=json.dumps(inner["schema"]))
+        raise ValueError(
+            f"{dict(given)!r:.200} is no form of an answer: write {{type: json_schema, json_schema: {{schema: {{...}}}}}}, "
+            f"{{type: json_object}} or {{type: regex, pattern: ...}}"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
@@ -162,6 +181,13 @@ class SamplingChange:
     """The form of the turn's text, instead of `sampling.response_format`."""
     tool_choice: Literal["auto", "required"] | None = None
     """Whether a turn must call a tool, instead of `tool_calls.choice`."""
+    tool_names: Sequence[str] | None = None
+    """The tools that a turn may call, of those that are offered; None: all of them. The prompt does not change."""
+
+    @property
+    def asks_for_form(self) -> bool:
+        """Whether turns must have a form, which takes a grammar."""
+        return self.answer_format is not None or self.tool_choice == "required" or self.tool_names is not None
 
 
 class LogprobKind(StrEnum):
@@ -396,8 +422,8 @@ class Segment:
                 self.turn[index] = self.version[index] = NOT_SAMPLED
 
 
-def common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    """The number of tokens that two sequences have in common at their beginnings."""
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """The number of tokens, or characters, that two sequences have in common at their beginnings."""
     shorter = min(len(first), len(second))
     if list(first[:shorter]) == list(second[:shorter]):  # the usual case, without a loop in Python
         return shorter
@@ -816,6 +842,8 @@ class Opening:
     is not rendered from `messages`, which are recorded. Each later `Reply` that is not the last one then has `prompt_ids` too."""
     chat_template_kwargs: Mapping[str, Any] | None = None
     """Arguments of the chat template, such as `{"enable_thinking": False}`, besides those of the recipe and of the row."""
+    prefill: str = ""
+    """Text that the model's first turn begins with. It is context and is not trained on."""
     watch_sampling: Callable[[], Awaitable[None]] | None = None
     """For environments that can lose interest in a turn, such as an agent whose client disconnects. Called whenever the model
     begins a turn, and cancelled when the turn is complete. If it raises, the turn is cancelled and the conversation fails."""
@@ -875,6 +903,8 @@ class Reply:
     the recipe has reward functions (docs/rewards.md)."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Further parts of the reward by their names, as they are recorded in `Turn.rewards`; each is added like `reward`."""
+    earlier_rewards: Mapping[int, float] = field(default_factory=dict)
+    """Numbers that are added to the rewards of earlier turns, by their index: what became known only later."""
     observation: bool = False
     """Whether `messages` are an observation, such as the result of a tool that the environment called itself. Functions that
     read `trajectory["turns"]` see them with the role `tool`."""

@@ -224,12 +224,12 @@ def test_options_of_the_recipe_reach_the_ranks_on_ray(ray_recipe: Path) -> None:
         (["engine={name: vllm, sleep: true}"], "engine.sleep=true has no effect with cluster.launcher=ray"),
         (["deterministic=true"], "deterministic=true cannot be combined with cluster.launcher=ray"),
         (
-            [AGENT.format("listen: 127.0.0.1:8443"), "cluster.workers.count=2"],
-            "arguments.listen=127.0.0.1:8443 cannot be used with cluster.workers.count=2: each rollout worker has a server",
+            [AGENT.format("server: {listen: 127.0.0.1:8443}"), "cluster.workers.count=2"],
+            "arguments.server.listen=127.0.0.1:8443 cannot be used with cluster.workers.count=2: each rollout worker has",
         ),
         (
-            [AGENT.format("listen: 127.0.0.1:0, public_url: https://a.b"), "cluster.workers.count=2"],
-            "arguments.public_url=https://a.b cannot be used with cluster.workers.count=2",
+            [AGENT.format("server: {listen: 127.0.0.1:0, public_url: https://a.b}"), "cluster.workers.count=2"],
+            "arguments.server.public_url=https://a.b cannot be used with cluster.workers.count=2",
         ),
     ],
 )

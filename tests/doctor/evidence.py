@@ -109,6 +109,7 @@ TESTED: Mapping[str, str] = {
         f"mcp.{name}": "environments/test_mcp.py::test_the_recipe_gives_each_conversation_its_server"
         for name in ("scope", "max_sessions")
     },
+    "mcp.also": "environments/test_mcp.py::test_resources_and_prompts_are_tools_if_the_recipe_says_so",
     "mcp.titles": "environments/test_mcp.py::test_titles_are_left_out_and_parameters_of_that_name_stay",
     **{f"mcp.{name}": _SERVERS for name in ("select", "use", "timeout", "retries", "retry_timeouts", "start_timeout")},
     **dict.fromkeys(
@@ -146,6 +147,7 @@ TESTED: Mapping[str, str] = {
         f"engine.{name}": f"{_VLLM}weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as_it_says"
         for name in ("weight_folder", "check_weights_every", "sleep")
     },
+    "engine.grammars": "training/test_constrained.py::test_turns_under_a_grammar_of_servers_are_trained_on_if_the_recipe_says_so",
     "engine.weight_transfer": f"{_VLLM}weights_are_broadcast_where_the_recipe_says_so",
     "engine.mode": f"{_VLLM}the_engine_in_this_process_needs_vllm_here",
     "eval.pass_reward": "runs/test_evaluation.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",

@@ -30,6 +30,7 @@ from turnwise.environments.tools.result import Answer
 from turnwise.environments.tools.toolbox import Tool, ToolResponse, Tools
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
+from turnwise.rollout.context import Limits
 from turnwise.types import ToolCall
 
 SCRIPT = str(Path(__file__).parent.parent / "support" / "mcp_server.py")
@@ -369,10 +370,12 @@ def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
         assembly.environment_factory(tools(max_sessions=1))
     lockstep = tools(scope="conversation", max_sessions=1).model_copy(update={"deterministic": True})
     with pytest.raises(
-        ConfigError, match=r"mcp.max_sessions=1 below max_concurrent=256: .* Set max_concurrent to at most 1"
+        ConfigError,
+        match=r"mcp.max_sessions=1 below max_concurrent=256: .* Remove mcp.max_sessions, and set max_concurrent=1",
     ):
         assembly.environment_factory(lockstep)
-    asyncio.run(assembly.environment_factory(lockstep.model_copy(update={"max_concurrent": 1})).aclose())
+    with pytest.raises(ConfigError, match=r"mcp.max_sessions=1 has no effect with max_concurrent=1"):
+        assembly.environment_factory(lockstep.model_copy(update={"max_concurrent": 1}))
     words = {}
     for scope in ("run", "conversation"):
         make = assembly.environment_factory(tools(scope=scope, **({"max_sessions": 1} if scope != "run" else {})))
@@ -382,6 +385,42 @@ def test_the_recipe_gives_each_conversation_its_server(tmp_path: Path) -> None:
             asyncio.run(make.aclose())
         words[scope] = sorted(str(one.turns[0].outcomes[0].content).partition(" ")[2] for one in played)
     assert words == {"run": ["a", "a a"], "conversation": ["a", "a"]}
+
+
+def test_resources_and_prompts_are_tools_if_the_recipe_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "mcp.json"
+    path.write_text(json.dumps({"mcpServers": {"tests": STDIO.model_dump(exclude_unset=True)}}), encoding="utf-8")
+    mcp = {"servers": str(path), "select": ["pid"], "also": ["resources", "prompts"], "scope": "conversation"}
+    config = checked({"model": "m", "data": {"train": "x"}, "mcp": mcp}, source="recipe")
+    make = assembly.environment_factory(config)
+    asked = (
+        call("list_resources"),
+        call("read_resource", '{"uri": "notes://garden"}'),
+        call("read_resource", '{"uri": "notes://of/Ann"}'),
+        call("read_resource", '{"uri": "notes://nowhere"}'),
+        call("list_prompts"),
+        call("get_prompt", '{"name": "greet", "arguments": {"name": "Ann"}}'),
+        "Done.",
+    )
+    try:
+        played = hold(Says(*asked), make, limits=Limits(turns=8, tokens_per_turn=400))
+    finally:
+        asyncio.run(make.aclose())
+    assert played.error is None, played.error
+    assert [tool["function"]["name"] for tool in played.tools] == [
+        "pid", "list_resources", "read_resource", "list_prompts", "get_prompt",
+    ]  # fmt: skip
+    listed, garden, of_ann, nowhere, prompts, greeting = (turn.outcomes[0] for turn in played.turns[:6])
+    assert [entry.get("uri") or entry["uriTemplate"] for entry in json.loads(str(listed.content))] == [
+        "notes://garden", "notes://of/{name}",
+    ]  # fmt: skip
+    assert (garden.content, of_ann.content) == ("Water the roses.", "note of Ann")
+    assert (nowhere.error, str(nowhere.content).startswith("Error: ")) == ("raised", True)
+    assert json.loads(str(prompts.content))[0]["arguments"] == [{"name": "name", "required": True}]
+    assert greeting.content == "user: Greet Ann."
+    with servers(tests=STDIO, more=STDIO) as made:
+        names = {tool.name for tool in made.tools([], also=["prompts"])}
+    assert names == {"tests_list_prompts", "tests_get_prompt", "more_list_prompts", "more_get_prompt"}
 
 
 def test_titles_are_left_out_and_parameters_of_that_name_stay() -> None:
@@ -575,7 +614,7 @@ def test_a_missing_library_is_reported_with_what_to_install(monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"MCP servers need the official SDK: pip install 'turnwise\[mcp\]'"):
         McpServers({"tests": STDIO})
     monkeypatch.setitem(sys.modules, "jsonschema", None)
-    with pytest.raises(ConfigError, match=r"need jsonschema and regex: pip install 'turnwise\[mcp\]'"):
+    with pytest.raises(ConfigError, match=r"need jsonschema and regex: pip install jsonschema regex"):
         Tool.from_schema({"type": "function", "function": {"name": "f"}}, lambda: "")
 
 

@@ -16,9 +16,10 @@ from typing import Any
 from aiohttp import web
 
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.servers import Part, ServerInfo
+from turnwise.engines.remote.servers import Part, ServerInfo, check_grammar_probe
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
+from turnwise.models.grammar import PROBE
 from turnwise.types import LogprobKind, Request
 
 VOCAB, CONTEXT, STOP = 97, 64, 0
@@ -205,6 +206,11 @@ class FakeApi:
     async def info(self, server: HttpServer) -> ServerInfo:
         answer = await self._call(server, "info")
         return ServerInfo(vocab_size=VOCAB, context=answer["context"], logprob_kind=LogprobKind.SAMPLED)
+
+    async def check_grammar(self, server: HttpServer) -> None:
+        check_grammar_probe(
+            server.url, PROBE, [0.0, -0.5], "start it otherwise"
+        )  # its log-probabilities are always these
 
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         body = {

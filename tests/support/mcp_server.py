@@ -121,6 +121,24 @@ def large(characters: int) -> str:
     return "x" * characters
 
 
+@server.resource("notes://garden", mime_type="text/plain")
+def garden() -> str:
+    """A note."""
+    return "Water the roses."
+
+
+@server.resource("notes://of/{name}")
+def note_of(name: str) -> str:
+    """A note of somebody."""
+    return f"note of {name}"
+
+
+@server.prompt()
+def greet(name: str) -> str:
+    """How to greet."""
+    return f"Greet {name}."
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["stdio"]:

@@ -19,11 +19,13 @@ from support import CHATML, byte_tokenizer
 from support.conversations import Says, hold_all
 from support.tiny import tiny_model
 from turnwise import assembly
+from turnwise.assembly.conversations import constrained
 from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.recipe import with_overrides
 from turnwise.engines.local import LocalEngine
+from turnwise.environments.agents import AgentFunction
 from turnwise.errors import ConfigError, GrammarError, TemplateError
 from turnwise.models.distribution import AllowedTokens, sampling_logits
 from turnwise.record.reader import read_lines
@@ -80,9 +82,11 @@ def sampled(
     constrained: Constrained,
     sampling: Sampling = Sampling(),
     *,
-    environment: type[Offers] = Offers,
+    environment: Any = Offers,
     tokens: int = 300,
     size: int = 3,
+    turns: int = 2,
+    skip_forms: bool = False,
 ) -> tuple[Any, Renderer, list[Trajectory]]:
     """A model of random weights, its renderer, and the conversations that it has sampled."""
     tokenizer = byte_tokenizer()
@@ -94,7 +98,8 @@ def sampled(
         renderer=renderer,
         make_environment=environment,
         sampling=sampling,
-        limits=Limits(turns=2, tokens_per_turn=tokens, seconds=None, seconds_per_turn=None),
+        skip_forms=skip_forms,
+        limits=Limits(turns=turns, tokens_per_turn=tokens, seconds=None, seconds_per_turn=None),
     )
     groups: Sequence[Group] = [new_group(Row(id="0", messages=[{"role": "user", "content": "Hi"}]), size=size, seed=3)]
 
@@ -202,6 +207,49 @@ def test_an_environment_can_ask_for_a_form_of_the_answer() -> None:
     assert largest_difference(model, renderer, trajectories, Sampling()) < 1e-6
 
 
+_ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+_SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_requests_of_an_agent_ask_for_forms() -> None:
+    """Each turn has its own grammar, which the record has; the trainer's distribution is that of the engine."""
+    import openai
+
+    tools: Any = [_ADD, _SUB]
+    asked: list[dict[str, Any]] = [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no"]}}}},
+        {"tools": tools, "tool_choice": {"type": "function", "function": {"name": "sub"}}},
+        {"tools": tools, "tool_choice": "required"},
+    ]
+    seen: list[Any] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        for body in asked:
+            answer = client.chat.completions.create(model="m", messages=row.messages, max_tokens=200, **body)
+            seen.append(answer.choices[0].message)
+        form = {"type": "json_schema", "name": "a", "schema": {"enum": ["yes", "no"]}}
+        seen.append(client.responses.create(model="m", input="Hi", text={"format": form}))  # type: ignore[arg-type]
+
+    make = AgentFunction(function=agent)
+    try:
+        model, renderer, trajectories = sampled(Constrained(), environment=make, size=1, turns=4)
+    finally:
+        asyncio.run(make.aclose())
+    (one,) = trajectories
+    assert one.error is None, one.error
+    assert [turn.constraint is not None for turn in one.turns] == [True] * 4
+    assert seen[0].content.strip() in ('"yes"', '"no"')
+    # the client's limit may have cut the last one
+    assert {call.name for call in one.turns[1].calls if call.error is None} <= {"sub"}
+    assert {call.name for call in one.turns[2].calls if call.error is None} <= {"add", "sub"}
+    assert seen[3].output_text.strip() in ('"yes"', '"no"')
+    assert largest_difference(model, renderer, trajectories, Sampling()) < 1e-6
+
+
 def test_an_engine_without_grammars_refuses_the_form_that_an_environment_asks_for() -> None:
     (one,) = hold_all(Says("a"), InJson, size=1)
     assert one.error is not None
@@ -273,12 +321,37 @@ def test_the_options_of_the_recipe_reach_the_turns(tmp_path: Path) -> None:
     assert "ANSWER: /a\\/b/" in constraint(form)
     assert constraint(form).endswith("(calls | answer) WS\n")
     for wrong, message in (
-        (("engine.name=scripted", "engine.script=s.jsonl"), "engine.name=scripted cannot be combined with a grammar"),
+        (
+            ("engine.name=scripted", "engine.script=s.jsonl"),
+            "engine.name=scripted samples no turn under a grammar: use engine.name=local",
+        ),
         (("reward.kl.coef=0.1",), "use loss.kl_coef, which applies the masks"),
         (("sampling.response_format={type: xml}",), "is no form of an answer"),
     ):
         with pytest.raises(ConfigError, match=message):
             constraint("tool_calls.constrain=true", *wrong)
+
+
+def test_turns_under_a_grammar_of_servers_are_trained_on_if_the_recipe_says_so(tmp_path: Path) -> None:
+    def recipe(*overrides: str) -> Any:
+        base = {"model": {"path": str(tmp_path)}, "data": {"train": "rows.jsonl"}}
+        return with_overrides(base, ["engine.name=vllm", *overrides], source="here")[0]
+
+    form = "sampling.response_format={type: json_object}"
+    assert constrained(recipe("engine.grammars=train", form)).answer is not None
+    for wrong, message in (
+        ([], "engine.name=vllm samples no turn under a grammar: set engine.grammars"),
+        (["engine.grammars=skip"], "with engine.grammars=skip, no such turn is trained on: set engine.grammars=train"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            constrained(recipe(form, *wrong))
+    # forms that environments ask for
+    for grammars, trained in (("train", True), ("skip", False)):
+        assert recipe(f"engine.grammars={grammars}").engine.trains_constrained is trained
+        _, renderer, (one,) = sampled(Constrained(), environment=InJson, size=1, skip_forms=not trained)
+        assert (max(one.segments[0].turn) >= 0) is trained
+        assert one.turns[0].constraint is not None
+        assert bool(pack([one], masks=renderer.masks).micro_batches) is trained
 
 
 def test_a_format_without_json_arguments_is_refused_by_its_name() -> None:

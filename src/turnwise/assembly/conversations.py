@@ -16,16 +16,17 @@ from typing import Any, Protocol, runtime_checkable
 
 from turnwise import types
 from turnwise.assembly.references import close_tried, close_tried_environment, environment_constructor, named_callable
-from turnwise.chat.constraints import Constrained, answer_format
+from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.tool_calls import DESCRIBED, ToolFormat, described_format
 from turnwise.compat.providers.provider import provider_of
+from turnwise.config.engine_checks import no_grammar, refuse_grammar
 from turnwise.engines.engine import Engine
 from turnwise.environments.environment import (
     Environment,
     EnvironmentFactory,
     EnvironmentSource,
-    MessageCheck,
+    ModelPrompts,
     SharesObject,
     ThreadedEnvironment,
 )
@@ -47,8 +48,9 @@ from turnwise.rollout.context import (
     RolloutContext,
     TextContext,
 )
+from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
 from turnwise.services.chat import ChatEndpoint
-from turnwise.types import Sampling, ToolSchema
+from turnwise.types import AnswerFormat, Sampling, ToolSchema
 from turnwise.user_code.calls import NO_ASYNC, advise_threads
 from turnwise.user_code.references import resolve
 
@@ -194,12 +196,22 @@ class UsesContext(Protocol):
 
 
 @runtime_checkable
-class ChecksMessages(Protocol):
+class AsksAboutPrompts(Protocol):
     """An `EnvironmentSource` whose environments refuse messages of others, such as the requests of agents, before the session
     fails at them."""
 
-    def use_check(self, check: MessageCheck) -> None:
-        """Use this check in all environments that are made later."""
+    def use_prompts(self, prompts: ModelPrompts) -> None:
+        """Ask these in all environments that are made later."""
+        ...
+
+
+@runtime_checkable
+class WaitsForRewards(Protocol):
+    """An `EnvironmentSource` whose environments may wait for rewards at the end of a conversation."""
+
+    @property
+    def seconds_for_rewards(self) -> float:
+        """The longest time."""
         ...
 
 
@@ -220,9 +232,14 @@ class Environments:
         for resource in self._shared:
             if isinstance(resource, UsesContext):
                 context = resource.use_context(context)
-            if isinstance(resource, ChecksMessages):
-                resource.use_check(context.renderer.check_messages)
+        self.use_prompts(RenderedPrompts(context))
         return context
+
+    def use_prompts(self, prompts: ModelPrompts) -> None:
+        """Let the environment source ask about the prompts of the run's model."""
+        for resource in self._shared:
+            if isinstance(resource, AsksAboutPrompts):
+                resource.use_prompts(prompts)
 
     async def aclose(self) -> None:
         """Close the shared resources. Must be called after the last conversation, also if the run fails."""
@@ -259,7 +276,12 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
         return Tools(all_tools, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if all_tools else then
 
     if source is not None:
-        ways = _ways(source, config)
+        ways, most = _ways(source, config), config.limits.seconds_per_turn
+        if isinstance(source, WaitsForRewards) and most is not None and source.seconds_for_rewards >= most:
+            raise ConfigError(
+                f"environment.arguments.seconds_for_rewards={source.seconds_for_rewards:g} must be less than "
+                f"limits.seconds_per_turn={most:g}, which also holds for the end of a conversation: raise that limit"
+            )
         return Environments(lambda: _with_ways(ways, lambda: source.make(in_front)), servers, source)
     if config.environment.thread:
         return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers)
@@ -335,8 +357,14 @@ def _mcp_tools(config: Config, servers: McpServers, others: Sequence[Tool | Tool
             "retries": options.retries,
             "retry_timeouts": options.retry_timeouts,
             "titles": options.titles,
+            "also": options.also,
         }
         offered: Sequence[Tool | Toolbox]
+        if options.scope == "conversation" and (options.max_sessions or 0) >= config.max_concurrent:
+            raise ConfigError(
+                f"mcp.max_sessions={options.max_sessions} has no effect with max_concurrent={config.max_concurrent}, the most "
+                f"conversations that run at once: remove it, or lower it"
+            )
         if options.scope == "conversation":
             _refuse_waiting_in_lockstep(config)
             offered = [servers.toolbox(options.select, most=options.max_sessions, **calls)]
@@ -361,8 +389,8 @@ def _refuse_waiting_in_lockstep(config: Config) -> None:
         raise ConfigError(
             f"deterministic=true cannot be combined with mcp.max_sessions={most} below max_concurrent={config.max_concurrent}: a "
             f"conversation has its sessions until its end, and its next turn is sampled together with those of all conversations "
-            f"of its batch, of which the others would wait for a session until their calls time out. Set max_concurrent to at "
-            f"most {most}, or remove mcp.max_sessions"
+            f"of its batch, of which the others would wait for a session until their calls time out. Remove mcp.max_sessions, "
+            f"and set max_concurrent={most}"
         )
 
 
@@ -433,36 +461,13 @@ def constrained(config: Config) -> Constrained:
     """What the recipe says of the form of turns. Raises ConfigError."""
     given = config.sampling.response_format
     try:
-        answer = None if given is None else answer_format(given)
+        answer = None if given is None else AnswerFormat.of(given)
     except ValueError as error:
         raise ConfigError(f"sampling.response_format: {error}") from None
     wanted = Constrained(calls=config.tool_calls.constrain, choice=config.tool_calls.choice, answer=answer)
     if wanted != Constrained():
-        _refuse_constraint(config)
+        refuse_grammar(config)
     return wanted
-
-
-def _refuse_constraint(config: Config) -> None:
-    """Refuse a grammar where the sampled distribution would be another one than the trainer's. Raises ConfigError."""
-    problems = [
-        (
-            not config.engine.constrains,
-            f"engine.name={config.engine.name} cannot be combined with a grammar: turnwise cannot show that its masks, and so "
-            f"its log-probabilities, are those of the trainer. Use engine.name=local",
-        ),
-        (
-            config.rollout_server.url is not None or config.cluster.launcher == "ray",
-            "a grammar needs conversations in the process of the trainer: remove rollout_server.url and cluster.launcher=ray",
-        ),
-        (
-            config.teacher.on or config.reward.kl.coef > 0,
-            "the teacher and reward.kl score tokens without the masks of a grammar, so the distributions have other supports: "
-            "remove them, or use loss.kl_coef, which applies the masks",
-        ),
-    ]
-    for holds, message in problems:
-        if holds:
-            raise ConfigError(f"tool_calls.constrain, tool_calls.choice, sampling.response_format: {message}")
 
 
 def tool_format(config: Config) -> str | ToolFormat:
@@ -512,7 +517,7 @@ def conversation_context(
     """
     shared = _shared_context(config, environments, longest, sampled or sampling(config), policies)
     context = runner.context(shared, renderer, config.thinking)
-    return environments.use_context(context) if isinstance(context, RolloutContext) else context
+    return _used(context, config, environments) if isinstance(context, RolloutContext) else context
 
 
 def rollout_context(
@@ -526,7 +531,13 @@ def rollout_context(
 ) -> RolloutContext:
     """The `conversation_context` of conversations in this process, whose tokens `engine` samples."""
     shared = _shared_context(config, environments, longest, sampling(config), policies)
-    return environments.use_context(EngineRunner(engine).context(shared, renderer, config.thinking))
+    return _used(EngineRunner(engine).context(shared, renderer, config.thinking), config, environments)
+
+
+def _used(context: RolloutContext, config: Config, environments: Environments) -> RolloutContext:
+    """The context, after the environments have seen it."""
+    skip = not config.engine.trains_constrained
+    return environments.use_context(dataclasses.replace(context, forms_refused=no_grammar(config), skip_forms=skip))
 
 
 def _shared_context(
@@ -577,6 +588,7 @@ def text_context(
         tokens_per_minute=options.tokens_per_minute,
     )
     environments.policies = policies
+    environments.use_prompts(EndpointPrompts())
     return TextContext(
         policies=policies,
         chat=endpoint,

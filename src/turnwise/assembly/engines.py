@@ -105,6 +105,7 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
         context=context,
         probe=_probe_options(config),
         sleeps=options.sleep,
+        constrains=options.constrains,
     )
 
 

@@ -26,7 +26,7 @@ from turnwise.chat.tool_calls import ToolFormat
 from turnwise.chat.tool_calls.learned import ProbeWriter, equals_arguments, json_values, split_marks
 from turnwise.errors import GrammarError, TemplateError
 from turnwise.models.grammar import TokenMasks
-from turnwise.types import AnswerFormat, Constraint, ToolSchema
+from turnwise.types import AnswerFormat, Constraint, SamplingChange, ToolSchema
 
 # What is asked for
 
@@ -39,34 +39,22 @@ class Constrained:
     """Whether tool calls are always well-formed (`tool_calls.constrain`)."""
     choice: Literal["auto", "required"] = "auto"
     """Whether each turn must call a tool."""
+    names: tuple[str, ...] | None = None
+    """The tools that a turn may call; None: all that are offered."""
     answer: AnswerFormat | None = None
     """The form of an answer; None: free text."""
 
-    def changed(self, answer: AnswerFormat | None, choice: Literal["auto", "required"] | None) -> Constrained:
+    def changed(self, change: SamplingChange) -> Constrained:
         """With what an environment asks for instead; None changes nothing."""
-        return replace(self, answer=answer or self.answer, choice=choice or self.choice)
+        names = self.names if change.tool_names is None else tuple(change.tool_names)
+        return replace(
+            self, answer=change.answer_format or self.answer, choice=change.tool_choice or self.choice, names=names
+        )
 
     def anything(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether a turn that is offered these tools is constrained."""
-        return self.answer is not None or (bool(tools) and (self.calls or self.choice == "required"))
-
-
-def answer_format(given: Mapping[str, Any]) -> AnswerFormat | None:
-    """The form of answers in the shape of OpenAI's `response_format`; None for `{type: text}`. Raises ValueError."""
-    kind, rest = given.get("type"), {name: value for name, value in given.items() if name != "type"}
-    if kind in ("text", "json_object") and not rest:
-        return AnswerFormat(kind="json_object") if kind == "json_object" else None
-    if kind == "regex" and set(rest) == {"pattern"} and isinstance(rest["pattern"], str):
-        return AnswerFormat(kind="regex", value=rest["pattern"])
-    if kind == "json_schema":
-        # the Responses API and Anthropic have no inner object
-        inner = rest.get("json_schema", rest)
-        if isinstance(inner, Mapping) and isinstance(inner.get("schema"), dict):
-            return AnswerFormat(kind="json_schema", value=json.dumps(inner["schema"]))
-    raise ValueError(
-        f"{dict(given)!r:.200} is no form of an answer: write {{type: json_schema, json_schema: {{schema: {{...}}}}}}, "
-        f"{{type: json_object}} or {{type: regex, pattern: ...}}"
-    )
+        of_calls = self.calls or self.choice == "required" or self.names is not None
+        return self.answer is not None or (bool(tools) and of_calls)
 
 
 FREE = Constrained()
@@ -210,7 +198,7 @@ def _grammar(
     special: tuple[tuple[str, int], ...],
     masks: TokenMasks,
 ) -> str:
-    tools: list[ToolSchema] = json.loads(tools_json)
+    tools = _callable(json.loads(tools_json), wanted.names)
     writer = _Writer(dict(special))
     rules = ["%llguidance {}", "TEXT: /(.|\\n)*/", "WS: /[ \\t\\n]{0,8}/"]
     thoughts = [f"thought_{number}" for number in range(len(marks))]
@@ -232,6 +220,18 @@ def _grammar(
         unclosed = "".join(f" | {head}({blocks})* {name}_open TEXT" for name in thoughts)
         start = f"start: {head}({blocks})* TEXT{unclosed}{' | TEXT' if head else ''}"
     return "\n".join([*rules, start]) + "\n"
+
+
+def _callable(tools: Sequence[ToolSchema], names: Sequence[str] | None) -> Sequence[ToolSchema]:
+    """The tools that a turn may call. Raises GrammarError if a name is that of no tool."""
+    offered = [tool["function"]["name"] for tool in tools]
+    if names is None:
+        return tools
+    if missing := [name for name in names if name not in offered]:
+        raise GrammarError(
+            f"the turn may only call {missing[0]!r:.80}, which is not on offer: the tools are {', '.join(offered)[:400]}"
+        )
+    return [tool for tool in tools if tool["function"]["name"] in names]
 
 
 def _call_rules(tools: Sequence[ToolSchema], calls: CallTexts, writer: _Writer, masks: TokenMasks) -> Iterator[str]:

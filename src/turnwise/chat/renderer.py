@@ -471,7 +471,7 @@ class Renderer:
         Raises TemplateError if calls cannot be constrained in the format that the model writes, and GrammarError if a schema
         cannot be compiled.
         """
-        wanted = self.constrained.changed(change.answer_format, change.tool_choice)
+        wanted = self.constrained.changed(change)
         if not wanted.anything(tools):
             return None
         format = self.turn_parser.tool_format if tools else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from turnwise.chat.probes import PriorConversation
 from turnwise.chat.renderer import Renderer
-from turnwise.environments.agents.token_agent import ContextText
+from turnwise.environments.agents.histories import ContextText
 from turnwise.errors import Failed, boundary
 from turnwise.types import Message, ToolSchema
 

@@ -23,8 +23,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 from turnwise.compat.token_prompts import TokenPrompts
+from turnwise.environments.agents.histories import ReturnedSequence
 from turnwise.environments.agents.token_agent import (
-    ReturnedSequence,
     TokenAgentEnvironment,
     TokenAgentResult,
     TokenCall,

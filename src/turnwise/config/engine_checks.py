@@ -343,23 +343,58 @@ def _problems_of_servers_in_workers(config: Config, ray: bool) -> list[Problem]:
 
 def _problems_of_agents_in_workers(config: Config, ray: bool) -> list[Problem]:
     """Problems of the servers that agents talk to: each rollout worker has its own."""
-    arguments, workers = config.environment.arguments, config.cluster.workers.count
-    several = ray and workers > 1 and config.environment.use.startswith(_AGENTS)
-    listen, public_url = arguments.get("listen"), arguments.get("public_url")
+    server, workers = config.environment.arguments.get("server"), config.cluster.workers.count
+    if not (ray and workers > 1 and config.environment.use.startswith(_AGENTS) and isinstance(server, dict)):
+        return []
+    listen, public_url = server.get("listen"), server.get("public_url")
     return [
         (
-            several and public_url is not None,
-            f"environment.arguments.public_url={public_url} cannot be used with cluster.workers.count={workers}: each rollout "
-            f"worker has a server for its own agents, and one address cannot lead to all of them. Remove it, or set "
+            public_url is not None,
+            f"environment.arguments.server.public_url={public_url} cannot be used with cluster.workers.count={workers}: each "
+            f"rollout worker has a server for its own agents, and one address cannot lead to all of them. Remove it, or set "
             f"cluster.workers.count=1",
         ),
         (
-            several and listen is not None and not str(listen).endswith(":0"),
-            f"environment.arguments.listen={listen} cannot be used with cluster.workers.count={workers}: each rollout worker has "
-            f"a server for its own agents, and two on one machine cannot have the same port. Set the port 0 (a free one), or "
-            f"cluster.workers.count=1",
+            listen is not None and not str(listen).endswith(":0"),
+            f"environment.arguments.server.listen={listen} cannot be used with cluster.workers.count={workers}: each rollout "
+            f"worker has a server for its own agents, and two on one machine cannot have the same port. Set the port 0 (a free "
+            f"one), or cluster.workers.count=1",
         ),
     ]
+
+
+# grammars
+
+
+def no_grammar(config: Config) -> str:
+    """Why no turn can be sampled under a grammar, such as that the sampled distribution would be another one than the trainer's;
+    empty if turns can."""
+    problems = [
+        (
+            not config.engine.constrains,
+            f"engine.name={config.engine.name} samples no turn under a grammar: "
+            + ("set engine.grammars" if config.engine.servers is not None else "use engine.name=local"),
+        ),
+        (
+            config.rollout_server.url is not None or config.cluster.launcher == "ray",
+            "a grammar needs conversations in the process of the trainer: remove rollout_server.url and cluster.launcher=ray",
+        ),
+        (
+            config.teacher.on or config.reward.kl.coef > 0,
+            "the teacher and reward.kl score tokens without the masks of a grammar, so the distributions have other supports: "
+            "remove them, or use loss.kl_coef, which applies the masks",
+        ),
+    ]
+    return next((message for holds, message in problems if holds), "")
+
+
+def refuse_grammar(config: Config) -> None:
+    """Refuse the recipe's own forms of turns, which hold for all turns. Raises ConfigError."""
+    reason = no_grammar(config)
+    if not reason and not config.engine.trains_constrained:
+        reason = "with engine.grammars=skip, no such turn is trained on: set engine.grammars=train"
+    if reason:
+        raise ConfigError(f"tool_calls.constrain, tool_calls.choice, sampling.response_format: {reason}")
 
 
 # `turnwise serve`

@@ -61,7 +61,7 @@ RULES: Mapping[str, Rule] = {
     "environment.thread": "free",
     **_all("named", "tools[].", "use arguments"),
     **_all("free", "tools[].", "thread timeout retries retry_timeouts"),
-    **_all("named", "mcp.", "servers select use scope titles"),
+    **_all("named", "mcp.", "servers select also use scope titles"),
     **_all("free", "mcp.", "timeout retries retry_timeouts start_timeout max_sessions"),
     **_all(
         "named",
@@ -85,6 +85,7 @@ RULES: Mapping[str, Rule] = {
         "mode python replicas tensor_parallel data_parallel devices arguments weight_transfer weight_folder check_weights_every "
         "sleep start_timeout",
     ),
+    "engine.grammars": "named",
     **_all("free", "engine.", "keep_seeds update_mode"),
     **_all("named", "sampling.", "temperature top_p top_k min_p stop response_format"),
     **_all("named", "limits.", "turns tokens_per_turn tokens response_tokens context"),

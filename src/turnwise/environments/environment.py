@@ -265,14 +265,41 @@ class SingleTurn:
         pass
 
 
-class MessageCheck(Protocol):
-    """What an environment can ask about messages that it has not given to the model yet."""
+class ModelPrompts(Protocol):
+    """What an environment can ask about messages of others, which it has not given to the model yet.
 
-    def __call__(
+    `arguments` are further arguments of the chat template. All methods raise TurnwiseError.
+    """
+
+    def check_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
     ) -> None:
-        """Raise TurnwiseError if the messages can be in no prompt of the model. `opening`: they begin a conversation, or replace
-        its history; otherwise they follow a turn of the model. `arguments` are those of the chat template."""
+        """Refuse messages that can be in no prompt of the model. `opening`: they begin a conversation, or replace its history;
+        otherwise they follow a turn of the model."""
+        ...
+
+    def check_turn(
+        self, tools: Sequence[ToolSchema], change: SamplingChange, *, prefill: str, arguments: Mapping[str, Any]
+    ) -> None:
+        """Refuse a form of a turn that cannot be sampled here, or that the beginning of the turn, `prefill`, does not have."""
+        ...
+
+    def count_tokens(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, prefill: str, arguments: Mapping[str, Any]
+    ) -> int:
+        """The number of tokens of a prompt that is rendered from these messages, with the beginning of the answer."""
+        ...
+
+    def encode(self, text: str, behind: int | None) -> Sequence[int]:
+        """The tokens of a prompt that the environment writes itself, or of its continuation behind the token `behind`."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, with control tokens. Refuses numbers that are no tokens."""
+        ...
+
+    def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
+        """The most tokens whose text is a prefix of `text`: their number, and their text."""
         ...
 
 
@@ -522,10 +549,16 @@ def annotate_turns(trajectory: Trajectory, turn: Turn, reply: Reply, *, source: 
     """
     check_reply(reply, turn, trajectory.turns)
     parts = {name: reward_number(value, f"Reply(rewards=...), {name}") for name, value in reply.rewards.items()}
+    earlier = {
+        index: reward_number(value, f"Reply(earlier_rewards=...), turn {index}")
+        for index, value in reply.earlier_rewards.items()
+    }
     if reply.reward is not None:
         turn.add_reward(reward_number(reply.reward, "Reply(reward=...)"), source)
     for name, value in parts.items():
         turn.add_reward(value, name)
+    for index, value in earlier.items():
+        trajectory.turns[index].add_reward(value, source)
     turn.observed = reply.observation or (turn.observed and source == "final_reward")
     turn.info.update(reply.info)
     turn.outcomes = tuple(reply.outcomes) or turn.outcomes
@@ -558,8 +591,11 @@ def check_opening(opening: Opening) -> None:
     if not opening.messages:
         raise ValueError("the environment's Opening has no messages; there is nothing to answer")
     _check_messages(opening.messages)
+    _check_prefill(opening.prefill, "Opening")
     if opening.prompt_ids is not None:
         _check_prompt(opening.prompt_ids, "Opening")
+        if opening.prefill:
+            raise ValueError("Opening(prefill=..., prompt_ids=...): the prompt has the beginning of the turn already")
     if opening.sampling is not None:
         _check_sampling(opening.sampling, "Opening")
     if opening.chat_template_kwargs is not None:
@@ -583,9 +619,10 @@ def check_reply(reply: Reply, turn: Turn, turns: Sequence[Turn]) -> None:
         _check_return(reply, reply.returns_to)
     for index, positions in reply.masked.items():
         _check_masked(index, positions, turns)
-    for index in reply.train_on:
-        if index not in range(len(turns)):
-            raise ValueError(f"Reply(train_on=[{index}]): {_no_turn(index, turns)}")
+    for name, indexes in {"train_on": reply.train_on, "earlier_rewards": reply.earlier_rewards}.items():
+        for index in indexes:
+            if index not in range(len(turns)):
+                raise ValueError(f"Reply({name}=[{index}]): {_no_turn(index, turns)}")
 
 
 def _check_types(reply: Reply) -> None:
@@ -593,10 +630,7 @@ def _check_types(reply: Reply) -> None:
         raise TypeError(f"Reply(info={reply.info!r:.80}): info must be a dictionary")
     if not isinstance(reply.rewards, Mapping) or not all(isinstance(name, str) for name in reply.rewards):
         raise TypeError(f"Reply(rewards={reply.rewards!r:.80}): rewards must be a dictionary of numbers by name")
-    if not isinstance(reply.prefill, str):
-        raise TypeError(f"Reply(prefill={reply.prefill!r:.80}): prefill must be a text")
-    if (problem := _half_character(reply.prefill)) is not None:
-        raise ValueError(f"Reply(prefill=...) cannot be encoded: {problem}")
+    _check_prefill(reply.prefill, "Reply")
     if not isinstance(reply.masked, Mapping):
         raise TypeError(f"Reply(masked={reply.masked!r:.80}): masked must be a dictionary of token positions by turn")
     for outcome in reply.outcomes:
@@ -622,6 +656,13 @@ def _check_types(reply: Reply) -> None:
         _check_prompt(reply.prompt_ids, "Reply")
     if reply.chat_template_kwargs is not None:
         _check_template_arguments(reply.chat_template_kwargs, "Reply")
+
+
+def _check_prefill(prefill: str, where: str) -> None:
+    if not isinstance(prefill, str):
+        raise TypeError(f"{where}(prefill={prefill!r:.80}): prefill must be a text")
+    if (problem := _half_character(prefill)) is not None:
+        raise ValueError(f"{where}(prefill=...) cannot be encoded: {problem}")
 
 
 def _check_done(reply: Reply) -> None:
@@ -714,6 +755,8 @@ def _check_sampling(change: SamplingChange, where: str) -> None:
         raise ValueError(f"SamplingChange(stop={stop!r:.80}): stop must be a list of texts that are not empty")
     if not _are_token_ids(change.stop_token_ids):
         raise ValueError(f"SamplingChange(stop_token_ids={change.stop_token_ids!r:.80}): give a list of token ids")
+    if (names := change.tool_names) is not None and not (names and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"SamplingChange(tool_names={names!r:.80}): give a list of names of tools, at least one")
 
 
 def _check_prompt(prompt: Sequence[int], where: str) -> None:

@@ -23,9 +23,10 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
@@ -111,11 +112,20 @@ class Connection:
         self._session: _Session | None = None
         self._former: list[_Session] = []
         """Lost sessions whose tasks may still be running."""
+        self.also: dict[str, _Also] = {}
+        """Tools that are made of other things than the server's tools, by their names."""
         self._starting = asyncio.Lock()
 
     def with_state(self) -> Connection:
         """A further connection to the same server, with a state that a new session would not have."""
-        return Connection(self.name, self._server, start_timeout=self._start_timeout, has_state=True)
+        copy = Connection(self.name, self._server, start_timeout=self._start_timeout, has_state=True)
+        copy.also = self.also
+        return copy
+
+    async def has(self, kind: AlsoOffered) -> bool:
+        """Whether the server has resources, or prompts. Raises ConnectionError."""
+        client = await (await self._live()).client
+        return getattr(client.server_capabilities, kind) is not None
 
     async def tools(self) -> list[ServerTool]:
         """The tools that the server offers.
@@ -149,6 +159,8 @@ class Connection:
         Raises ConnectionError if the server cannot be reached or the connection is lost, ValueError if the server refuses
         the call, or if an earlier call has lost the session and its state.
         """
+        if (also := self.also.get(tool)) is not None:
+            return await self._use(lambda client: also.call(client, arguments))
         return await self._use(lambda client: client.call_tool(tool, arguments))
 
     async def close(self) -> None:
@@ -205,6 +217,112 @@ class Connection:
             await session.close()
             way = "reached" if self._server.command is None else "started"
             raise ConnectionError(f"the MCP server {self.name!r} could not be {way}: {problem}{session.tail()}")
+
+
+AlsoOffered = Literal["resources", "prompts"]
+"""What servers have besides tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Also:
+    """A tool that reads what a server has besides tools."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, str]
+    """The parameters and their descriptions. All are texts, and required, but `arguments`."""
+    ask: Callable[[Client, dict[str, Any]], Awaitable[list[ContentBlock]]]
+
+    async def call(self, client: Client, arguments: dict[str, Any]) -> CallToolResult:
+        from mcp.types import CallToolResult
+
+        return CallToolResult(content=await self.ask(client, arguments))
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """The schema of the tool under this name."""
+        values = {"type": "object", "additionalProperties": {"type": "string"}}
+        properties = {
+            key: {**(values if key == "arguments" else {"type": "string"}), "description": text}
+            for key, text in self.parameters.items()
+        }
+        required = [key for key in properties if key != "arguments"]
+        parameters = {"type": "object", "properties": properties, "required": required}
+        return {
+            "type": "function",
+            "function": {"name": name, "description": self.description, "parameters": parameters},
+        }
+
+
+async def _pages(page: Callable[..., Awaitable[Any]], of: str) -> list[dict[str, Any]]:
+    """All entries of a list that a server gives in pages."""
+    entries: list[dict[str, Any]] = []
+    cursor: str | None = None
+    for _ in range(_PAGES):
+        found = await page(cursor=cursor)
+        for entry in getattr(found, of):
+            shown = entry.model_dump(mode="json", by_alias=True, exclude_none=True)
+            entries.append({name: value for name, value in shown.items() if name not in ("icons", "_meta")})
+        cursor = found.next_cursor
+        if not cursor:
+            break
+    return entries
+
+
+def _as_text(value: Any) -> list[ContentBlock]:
+    from mcp.types import TextContent
+
+    return [TextContent(text=json.dumps(value, ensure_ascii=False))]
+
+
+async def _list_resources(client: Client, arguments: dict[str, Any]) -> list[ContentBlock]:
+    templates = await _pages(client.list_resource_templates, "resource_templates")
+    return _as_text([*await _pages(client.list_resources, "resources"), *templates])
+
+
+async def _read_resource(client: Client, arguments: dict[str, Any]) -> list[ContentBlock]:
+    from mcp.types import EmbeddedResource, ImageContent
+
+    blocks: list[ContentBlock] = []
+    for part in (await client.read_resource(arguments["uri"])).contents:
+        kind = part.mime_type or ""
+        data = getattr(part, "blob", None)
+        if data is not None and kind.startswith("image/"):
+            blocks.append(ImageContent(data=data, mime_type=kind))
+        else:
+            blocks.append(EmbeddedResource(resource=part))
+    return blocks
+
+
+async def _list_prompts(client: Client, arguments: dict[str, Any]) -> list[ContentBlock]:
+    return _as_text(await _pages(client.list_prompts, "prompts"))
+
+
+async def _get_prompt(client: Client, arguments: dict[str, Any]) -> list[ContentBlock]:
+    from mcp.types import TextContent
+
+    blocks: list[ContentBlock] = []
+    for message in (await client.get_prompt(arguments["name"], arguments.get("arguments"))).messages:
+        of = message.content
+        blocks.append(TextContent(text=f"{message.role}: {of.text}") if of.type == "text" else of)
+    return blocks
+
+
+_ALSO: Mapping[AlsoOffered, Sequence[_Also]] = {
+    "resources": (
+        _Also("list_resources", "List the resources: documents and data that can be read.", {}, _list_resources),
+        _Also("read_resource", "Read a resource.", {"uri": "The URI of the resource."}, _read_resource),
+    ),
+    "prompts": (
+        _Also("list_prompts", "List the prompts: prepared instructions for tasks.", {}, _list_prompts),
+        _Also(
+            "get_prompt",
+            "Get a prompt.",
+            {"name": "The name of the prompt.", "arguments": "The arguments of the prompt."},
+            _get_prompt,
+        ),
+    ),
+}
+"""The tools that each kind becomes."""
 
 
 class _Session:
@@ -441,23 +559,26 @@ class McpServers:
         selected: Sequence[str] | None = None,
         *,
         titles: bool = True,
+        also: Sequence[AlsoOffered] = (),
         timeout: float = 30.0,
         retries: int = 0,
         retry_timeouts: bool = False,
     ) -> list[Tool]:
         """Connect to the servers, and create a Tool for each offered tool, or only for the names in `selected`.
 
-        `titles`: whether the schemas keep their titles, which the SDK makes of names. `timeout` is in seconds per call. Raises
-        ConfigError if a server cannot be reached, if no server has a selected tool,
-        or if two servers have a tool of the same name.
+        `titles`: whether the schemas keep their titles, which the SDK makes of names. `also`: what becomes tools, too. `timeout`
+        is in seconds per call. Raises ConfigError if a server cannot be reached, if no server has a selected tool, or what `also`
+        names, or if two servers have a tool of the same name.
         """
-        return [tool for tool, _ in self._offered(selected, titles, timeout, retries, retry_timeouts)]
+        calls = {"timeout": timeout, "retries": retries, "retry_timeouts": retry_timeouts}
+        return [tool for tool, _ in self._offered(selected, titles, also, calls)]
 
     def toolbox(
         self,
         selected: Sequence[str] | None = None,
         *,
         titles: bool = True,
+        also: Sequence[AlsoOffered] = (),
         timeout: float = 30.0,
         retries: int = 0,
         retry_timeouts: bool = False,
@@ -470,7 +591,8 @@ class McpServers:
         conversations have sessions at the same time; a call of a further one waits, within its `timeout`. The other arguments are
         those of `tools`. Raises ConfigError.
         """
-        offered = self._offered(selected, titles, timeout, retries, retry_timeouts)
+        calls = {"timeout": timeout, "retries": retries, "retry_timeouts": retry_timeouts}
+        offered = self._offered(selected, titles, also, calls)
         self._loop.submit(_close_each(self._listed)).result(timeout=_CLOSING_ALL_SECONDS)  # they have listed the tools
         self._connections.clear()
         owners = {tool.name: connection for tool, connection in offered}
@@ -484,7 +606,7 @@ class McpServers:
         )
 
     def _offered(
-        self, selected: Sequence[str] | None, titles: bool, timeout: float, retries: int, retry_timeouts: bool
+        self, selected: Sequence[str] | None, titles: bool, also: Sequence[AlsoOffered], calls: Mapping[str, Any]
     ) -> list[tuple[Tool, Connection]]:
         """The tools and their servers. Raises ConfigError."""
         owners: dict[str, Connection] = {}
@@ -506,15 +628,34 @@ class McpServers:
                     _schema(listed_tool, titles=titles),
                     self._caller(connection, listed_tool.name),
                     by_name=False,
-                    timeout=timeout,
-                    retries=retries,
-                    retry_timeouts=retry_timeouts,
+                    **calls,
                 )
                 tools.append((tool, connection))
         for name in selected or ():
             if name not in offered:
                 have = ", ".join(sorted(offered)) or "none"
                 raise ConfigError(f"no MCP server has a tool {name!r}{nearest(name, offered)} (the tools are: {have})")
+        return [*tools, *self._offered_also(also, {tool.name for tool, _ in tools}, calls)]
+
+    def _offered_also(
+        self, also: Sequence[AlsoOffered], taken: Collection[str], calls: Mapping[str, Any]
+    ) -> list[tuple[Tool, Connection]]:
+        """The tools that read what servers have besides tools. If several servers have it, the names begin with theirs."""
+        tools: list[tuple[Tool, Connection]] = []
+        for kind in also:
+            having = [one for one in self._listed if self._loop.submit(one.has(kind)).result()]
+            if not having:
+                raise ConfigError(f"no MCP server has {kind}: remove {kind} from mcp.also")
+            for connection in having:
+                for one in _ALSO[kind]:
+                    name = one.name if len(having) == 1 else f"{connection.name}_{one.name}"
+                    if name in taken:
+                        raise ConfigError(
+                            f"an MCP server has a tool {name!r} already: remove {kind} from mcp.also, or select other tools"
+                        )
+                    connection.also[name] = one
+                    call = self._caller(connection, name)
+                    tools.append((Tool.from_schema(one.schema(name), call, by_name=False, **calls), connection))
         return tools
 
     def parse_result(self, content: list[ContentBlock]) -> ToolResponse:

@@ -41,6 +41,21 @@ class AllowedColumn:
         return self.words_MW.tobytes() + self.index_T.tobytes()
 
 
+def with_stops(constraint: Constraint) -> str:
+    """The grammar of a turn with the tokens that end it, for a server whose own stop tokens may be others.
+
+    The masks are the same: where the grammar may end, one of its stop tokens may follow, and nothing else ends it.
+    """
+    rules, _, start = constraint.grammar.rpartition("start: ")
+    stops = " | ".join(f"<[{token}]>" for token in constraint.stops)
+    return f"{rules}turn: {start}start: turn{f' ({stops})' if stops else ''}\n"
+
+
+PROBE = (5, 6)
+"""Two tokens, and nothing else, that a server samples under `PROBE_GRAMMAR`, each with the log-probability 0."""
+PROBE_GRAMMAR = "%llguidance {}\nstart: <[5]> <[6]>\n"
+
+
 class TokenMasks:
     """Computes the masks of one tokenizer, a fast transformers tokenizer. Nothing is compiled before the first constraint."""
 

@@ -28,10 +28,18 @@ class EngineSection(Section):
     """Whether the engine returns token ids. If not, it is an endpoint that answers messages."""
     has_weights: ClassVar[bool] = True
     """Whether the engine samples from the weights of `model.path`, and takes new weights."""
-    constrains: ClassVar[bool] = False
-    """Whether the engine samples under grammars (`tool_calls.constrain`, `sampling.response_format`)."""
     records_experts: ClassVar[bool] = False
     """Whether the engine can report the experts that have computed each token of a sequence."""
+
+    @property
+    def constrains(self) -> bool:
+        """Whether the engine samples under grammars (`tool_calls.constrain`, `sampling.response_format`)."""
+        return False
+
+    @property
+    def trains_constrained(self) -> bool:
+        """Whether turns that were sampled under a grammar are trained on."""
+        return True
 
     @property
     def embedded(self) -> LocalEngineSection | None:
@@ -70,7 +78,10 @@ class LocalEngineSection(EngineSection):
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads while sampling. 0: the fastest number, which the run measures."""
     records_experts: ClassVar[bool] = True
-    constrains: ClassVar[bool] = True
+
+    @property
+    def constrains(self) -> bool:
+        return True
 
     @property
     def embedded(self) -> LocalEngineSection:
@@ -169,7 +180,19 @@ class ServerEngineSection(EngineSection):
     timeout: Seconds = 300.0
     """Seconds without any token, after which a server is given up, and restarted if turnwise started it."""
 
+    grammars: Literal["train", "skip"] | None = None
+    """Turns under grammars (docs/tool_calls.md). `train`: they are sampled, and the trainer
+    applies the same masks. `skip`: they are sampled, and not trained on. Null: refused."""
+
     records_experts: ClassVar[bool] = True
+
+    @property
+    def constrains(self) -> bool:
+        return self.grammars is not None
+
+    @property
+    def trains_constrained(self) -> bool:
+        return self.grammars != "skip"
 
     @property
     def urls(self) -> list[str]:

@@ -241,6 +241,8 @@ class McpSection(Section):
     """A JSON file with `mcpServers`. Null: none."""
     select: list[str] | None = None
     """Names of the tools to offer. Null: all."""
+    also: list[Literal["resources", "prompts"]] = []
+    """What becomes tools, too: `resources` (`list_resources`, `read_resource`), `prompts` (`list_prompts`, `get_prompt`)."""
     use: NonEmpty = "turnwise.environments.mcp:McpServers"
     """The class that calls the servers: a subclass can convert results differently."""
     timeout: Seconds = 30.0

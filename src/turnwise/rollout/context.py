@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.engines.engine import Batched, Engine, TokenSampler, WeightPublisher, WeightSource
+from turnwise.engines.engine import Batched, Engine, TokenSampler, WeightPublisher, WeightSource, can_constrain
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.errors import ConfigError
 from turnwise.options.engines import LimitsSection
@@ -139,6 +139,21 @@ class RolloutContext(ConversationContext):
     renderer: Renderer
     thinking: Thinking = "keep"
     """What happens to the reasoning of earlier turns when a conversation continues: see `rollout.session`."""
+    forms_refused: str = ""
+    """Why no turn of this run may have a form (a grammar), where the engine could sample it; empty: turns may have one."""
+
+    skip_forms: bool = False
+    """Whether turns that were sampled under a grammar are not trained on (`engine.grammars: skip`)."""
+
+    @property
+    def no_forms(self) -> str:
+        """Why an environment cannot ask for a form of the turn, and what to do; empty if it can."""
+        if can_constrain(self.engine):
+            return self.forms_refused
+        return (
+            "the engine does not sample under grammars: use engine.name=local, set engine.grammars (vLLM, SGLang), or leave the "
+            "form out"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

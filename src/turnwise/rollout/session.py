@@ -31,7 +31,7 @@ from turnwise.chat.probes import PriorConversation, system_role
 from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.chat.turn_format import ParsedTurn
-from turnwise.engines.engine import can_constrain, longest_sequence
+from turnwise.engines.engine import longest_sequence
 from turnwise.environments.environment import annotate_turns, check_opening, presentable
 from turnwise.errors import Failed, boundary
 from turnwise.rollout.context import RolloutContext, turn_seed
@@ -335,6 +335,8 @@ class Session:
         self.trajectory.messages.extend(opening.messages)
         self._new_messages = list(opening.messages)
         self._segments.begin(opening.prompt_ids)
+        if opening.prefill:
+            self._partial = PartialTurn(text=opening.prefill, unencoded=opening.prefill)
 
     def stop_reason(self) -> Stop | None:
         """Why there is no further turn of the model, or None."""
@@ -375,6 +377,8 @@ class Session:
         turn = self._add_turn(replace(completion, routes=None))  # the segment has them
         turn.prompt_tokens = len(segment) - len(completion.token_ids)
         turn.constraint = request.constraint
+        if request.constraint is not None and self._context.skip_forms:
+            self._masked[turn.index] = set(range(len(completion.token_ids)))
         turn.started, turn.seconds_engine = began, seconds
         return turn
 
@@ -513,13 +517,9 @@ class Session:
                 reasoning_opening=self._partial.reasoning_opening,
                 before=self._partial.text,
             )
-        if constraint is not None and not can_constrain(context.engine):
+        if constraint is not None and (reason := context.no_forms):
             raise Failed(
-                Failure(
-                    "environment",
-                    "the environment asks for a form of the turn (SamplingChange.answer_format or tool_choice), and the engine "
-                    "does not sample under grammars: use engine.name=local, or leave the form out",
-                )
+                Failure("environment", f"the environment asks for a form of the turn (SamplingChange), and {reason}")
             )
         return Request(
             conversation=trajectory.id,

@@ -128,6 +128,10 @@ def _request_call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 # the conversation
 
+_NO_PREFILL = (
+    "changes or begins a turn of the model as text, and an OpenAI-compatible endpoint writes each turn itself: use an engine "
+    "that samples tokens (engine.name=local)"
+)
 _SEED_BITS = 31  # servers read the seed as a signed integer of 32 or 64 bits
 
 
@@ -157,6 +161,8 @@ class TextSession:
         with boundary("environment"):
             check_opening(opening)
             _refuse_unsupported(opening.prompt_ids, opening.sampling, "Opening")
+            if opening.prefill:
+                raise ValueError(f"Opening(prefill=...) {_NO_PREFILL}")
         self._refuse_media(opening.messages, "row")
         self._sampling_change = opening.sampling or self._sampling_change
         self._template_arguments = opening.chat_template_kwargs or {}
@@ -208,8 +214,7 @@ class TextSession:
             raise Failed(
                 Failure(
                     "engine",
-                    f"Reply({field}=...) changes or begins a turn of the model as text, and an OpenAI-compatible endpoint writes "
-                    f"each turn itself: use an engine that samples tokens (engine.name=local)",
+                    f"Reply({field}=...) {_NO_PREFILL}",
                 )
             )
         if reply.sampling is not None:
@@ -343,8 +348,9 @@ def _refuse_unsupported(prompt_ids: Sequence[int] | None, sampling: SamplingChan
             f"{where}({name}=...): an OpenAI-compatible endpoint takes messages and no tokens: use an engine that samples tokens "
             f"(engine.name=local)"
         )
-    if sampling is not None and (sampling.answer_format is not None or sampling.tool_choice == "required"):
-        name = "tool_choice" if sampling.answer_format is None else "answer_format"
+    if sampling is not None and sampling.asks_for_form:
+        given = {"answer_format": sampling.answer_format, "tool_names": sampling.tool_names}
+        name = next((name for name, value in given.items() if value is not None), "tool_choice")
         raise ValueError(
             f"{where}(sampling=SamplingChange({name}=...)): the turns of an OpenAI-compatible endpoint are not sampled under a "
             f"grammar: use an engine or a policy in this process (engine.name=local, a policy with path), or leave {name} out"

@@ -48,6 +48,7 @@ class Server(Subject):
         started = {
             "python": str(engine_env.python(self.name)),
             "memory_gb": self.memory_gb,
+            "grammars": "train",
             "arguments": list(self.arguments),
         }
         self.engine = self._build(started)

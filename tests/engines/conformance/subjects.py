@@ -148,7 +148,9 @@ class Local(Subject):
 
     def __init__(self) -> None:
         super().__init__()
-        self._engine = self.engine = LocalEngine(load_model(), decode=self.renderer.decode, threads=1, memory_gb=0.25)
+        self._engine = self.engine = LocalEngine(
+            load_model(), decode=self.renderer.decode, threads=1, memory_gb=0.25, masks=self.renderer.masks
+        )
 
     async def running(self) -> int:
         return len(self._engine._requests)

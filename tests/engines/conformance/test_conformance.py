@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,15 @@ import torch
 from engines.conformance.reference import assert_could_be_sampled, reference_logprobs
 from engines.conformance.servers import Server
 from engines.conformance.subjects import MODEL, SCRIPT, STOP, Adapted, Subject, change, load_model, state_of
+from turnwise.engines.engine import can_constrain
 from turnwise.environments.calculator import calculator
-from turnwise.environments.tools.toolbox import Tools
+from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import checked_answer
 from turnwise.errors import EngineError
+from turnwise.models.distribution import AllowedTokens, sampling_logits
 from turnwise.rollout.context import Limits, RolloutContext
 from turnwise.rollout.rollout import new_group, rollout_groups
-from turnwise.types import Completion, Request, Row, Sampling, Stop, Trajectory
+from turnwise.types import AnswerFormat, Completion, Request, Row, Sampling, SamplingChange, Stop, Trajectory
 
 # What a completion is: exact ids, log-probabilities of the declared kind, stop reasons, seeds, limits.
 
@@ -85,6 +88,55 @@ def test_raw_logprobs_are_those_of_the_logits(subject: Subject) -> None:
         ids = completion.token_ids
         raw = reference_logprobs(subject.model, request.token_ids, ids, request.sampling, LogprobKind.RAW)
         assert list(completion.raw_logprobs) == pytest.approx(raw, abs=1e-4)
+
+
+# grammars
+
+FORMS = {
+    "calls": SamplingChange(tool_choice="required"),
+    "an answer or a call": SamplingChange(answer_format=AnswerFormat(kind="regex", value="(yes|no|[0-9]{1,3})")),
+    "calls in free text": SamplingChange(tool_names=["calculator"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=list(FORMS))
+def test_turns_under_a_grammar_have_the_distribution_that_the_trainer_computes_again(
+    subject: Subject, form: SamplingChange
+) -> None:
+    """Under random weights, which would write no call, also at another temperature, and with tokens that end a turn."""
+    if not subject.claims.samples:
+        assert can_constrain(subject.engine)  # it stands in for engines that do
+        return
+    change(subject.model, 17)
+    version = subject.engine.version + 1
+    subject.run(subject.publish(version))
+    renderer = subject.renderer
+    found = renderer.constraint([Tool.of(calculator).schema], form, stops=renderer.stop_token_ids)
+    assert found is not None
+    prompt = question(subject)
+    constraint = replace(found, start=len(prompt))
+    requests = [
+        replace(
+            subject.request(
+                prompt, seed=seed, max_tokens=48, stop_token_ids=(STOP,), temperature=1.0 - 0.4 * (seed % 2)
+            ),
+            constraint=constraint,
+        )
+        for seed in range(8)
+    ]
+    for request, completion in zip(requests, subject.ask(*requests), strict=True):
+        ids = [*prompt, *completion.token_ids]
+        column = renderer.masks.column(ids, len(ids), [(constraint, len(ids))])  # raises if a token is not allowed
+        with torch.no_grad():
+            logits = subject.model(torch.tensor([ids])).logits[0, len(prompt) - 1 : -1].float()
+        allowed = AllowedTokens(
+            torch.from_numpy(column.words_MW.copy()), torch.from_numpy(column.index_T[len(prompt) :].copy())
+        )
+        temperature_N = torch.full((len(logits),), request.sampling.temperature)
+        masked = sampling_logits(logits, temperature_N=temperature_N, allowed=allowed).log_softmax(dim=-1)
+        expected = masked.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0].tolist()
+        assert list(completion.logprobs) == pytest.approx(expected, abs=1e-4)
+        assert set(completion.versions) == {version}
 
 
 # stop reasons

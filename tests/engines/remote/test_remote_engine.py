@@ -32,7 +32,7 @@ from turnwise.engines.remote.servers import Probe, ProbeAnswer, Replica, check_a
 from turnwise.engines.remote.weights import WeightFiles
 from turnwise.errors import EngineError
 from turnwise.training.local_learner import LocalLearner
-from turnwise.types import Completion, Request, Sampling
+from turnwise.types import Completion, Constraint, Request, Sampling
 from turnwise.user_code.calls import conversation, deadline
 
 # The shared layer of engines on servers, against a small server that fails on demand.
@@ -110,6 +110,36 @@ def test_a_request_goes_on_after_the_tokens_that_are_known(fault: str) -> None:
             assert [body["max"] for body in server.requests] == [8, 5, 3]
             assert len({body["seed"] for body in server.requests}) == 3
             assert completion.cached_tokens == 0  # of the first request: later ones find their own tokens
+
+    run(main())
+
+
+@pytest.mark.parametrize("fault", ["break_after", "abort_after"])
+def test_a_request_with_a_grammar_begins_again(fault: str) -> None:
+    """A server does not know where in its grammar a turn is that another one has begun."""
+    under = replace(request([4]), constraint=Constraint(grammar="", stops=(STOP,), start=1))
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            getattr(server, fault).extend([3, 2])
+            assert list((await engine.generate(under)).token_ids) == expected(4, 8)
+            assert [len(body["ids"]) for body in server.requests] == [1, 1, 1]
+            begun = replace(under, constraint=Constraint(grammar="", stops=(), before="It is"))
+            with pytest.raises(
+                EngineError, match="the turn begins with 'It is', which was not sampled, and has a form"
+            ):
+                await engine.generate(begun)
+
+    run(main())
+
+
+def test_a_server_whose_log_probabilities_come_before_the_mask_is_refused() -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], constrains=True) as engine:
+            with pytest.raises(
+                EngineError, match=r"-0.5 instead of 0\) without the mask of a grammar: start it otherwise"
+            ):
+                await engine.start()
 
     run(main())
 

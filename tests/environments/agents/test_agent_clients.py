@@ -17,7 +17,7 @@ from support.own_environment import interpreter
 from support.templates import SWITCHES, THINKS
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
-from turnwise.environments.agents.environment import Relation, continuation
+from turnwise.environments.agents.histories import Relation, continuation
 from turnwise.environments.agents.requests import tool_call
 from turnwise.errors import ConfigError
 from turnwise.rollout.context import Limits
@@ -683,7 +683,7 @@ def test_agents_reach_the_server_with_tls_at_a_chosen_address(tmp_path: Path) ->
             answer = client.chat.completions.create(model="m", messages=row.messages)
         return float(answer.choices[0].message.content == "Yo.")
 
-    trajectory = held(Says("Yo."), AgentFunction(function=agent, listen="127.0.0.1:0", **files))
+    trajectory = held(Says("Yo."), AgentFunction(function=agent, server={"listen": "127.0.0.1:0", **files}))
     assert (trajectory.error, trajectory.turns[0].reward) == (None, 1.0)
     assert seen[0].startswith("https://127.0.0.1:")
     assert seen[1] == "org/some-model"
@@ -697,6 +697,7 @@ def test_agents_reach_the_server_with_tls_at_a_chosen_address(tmp_path: Path) ->
         ({"listen": "0.0.0.0:80", "insecure": True}, "set public_url to the one that agents use"),
         ({"listen": "localhost:80", "insecure": True}, "insecure=true has no effect with a local address"),
         ({"listen": "8443"}, "must be HOST:PORT"),
+        ({"port": 8443}, "server: 'port' is unknown; the keys are listen"),
         ({"listen": 8443}, "listen=8443 must be HOST:PORT"),
         ({"listen": "10.1.2.3:²"}, "must be HOST:PORT"),
         ({"tls_cert": "/nowhere.pem"}, "belong together"),
@@ -709,7 +710,7 @@ def test_agents_reach_the_server_with_tls_at_a_chosen_address(tmp_path: Path) ->
 )
 def test_where_the_server_listens_is_checked(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        AgentFunction(function=lambda row, base_url, api_key: None, **arguments)
+        AgentFunction(function=lambda row, base_url, api_key: None, server=arguments)
 
 
 def test_behind_an_ingress_agents_get_its_address() -> None:
@@ -720,5 +721,5 @@ def test_behind_an_ingress_agents_get_its_address() -> None:
         raise ValueError("seen")
 
     arguments: dict[str, Any] = {"listen": "127.0.0.1:0", "public_url": "https://agents.example.org/"}
-    assert held(Says("Yo."), AgentFunction(function=agent, **arguments)).error is not None
+    assert held(Says("Yo."), AgentFunction(function=agent, server=arguments)).error is not None
     assert urls == ["https://agents.example.org/v1"]

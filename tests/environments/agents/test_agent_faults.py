@@ -20,7 +20,7 @@ import pytest
 from test_agent_clients import held, held_all, led
 
 from support import byte_tokenizer
-from support.conversations import RENDERER, Says, a_row, hold
+from support.conversations import Says, a_row, a_table, hold
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
@@ -29,6 +29,7 @@ from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
+from turnwise.rollout.prompts import RenderedPrompts
 from turnwise.rollout.rollout import new_group, rollout_group
 from turnwise.runs.sampling_only import conversation_context, prepare
 from turnwise.types import Trajectory
@@ -90,7 +91,16 @@ def test_bodies_that_are_too_long_or_no_json() -> None:
     [
         ("/chat/completions", {**CHAT, "n": 2}, "n=2 is not supported: a conversation has one answer"),
         ("/chat/completions", {**CHAT, "logprobs": True}, "logprobs=True is not supported"),
-        ("/chat/completions", {**CHAT, "response_format": {"type": "json_object"}}, "cannot be constrained"),
+        (
+            "/chat/completions",
+            {**CHAT, "response_format": {"type": "xml"}},
+            "`response_format`: {'type': 'xml'} is no form",
+        ),
+        (
+            "/chat/completions",
+            {**CHAT, "tool_choice": "required"},
+            "asks for 'any tool', and the tools of the request are []",
+        ),
         ("/chat/completions", {**CHAT, "best_idea": 1}, "best_idea=1 is not supported: the parameter is unknown"),
         ("/chat/completions", {**CHAT, "max_tokens": 0}, "an integer of at least 1"),
         ("/chat/completions", {**CHAT, "stop": [""]}, "texts that are not empty"),
@@ -107,11 +117,16 @@ def test_bodies_that_are_too_long_or_no_json() -> None:
             "must be a data URI",
         ),
         ("/chat/completions", {"messages": [{"role": "tool", "content": "3"}]}, "no tool_call_id"),
-        ("/chat/completions", {"messages": [{"role": "assistant", "content": "I"}]}, "the last message is the model's"),
+        ("/chat/completions", {"messages": [{"role": "assistant", "content": "I"}]}, "and it is the only one"),
+        ("/chat/completions", {"messages": [*CHAT["messages"], {"role": "assistant"}]}, "and it has no text"),
         ("/chat/completions", {**CHAT, "tools": [{"type": "web_search"}]}, "tools must be functions"),
         ("/chat/completions", {**CHAT, "tools": 5}, "cannot be read"),
         ("/responses", {"input": [{"type": "item_reference", "id": "x"}]}, "item 0 of `input` has the type"),
-        ("/responses", {"input": "Hi", "text": {"format": {"type": "json_schema"}}}, "cannot be constrained"),
+        (
+            "/responses",
+            {"input": "Hi", "text": {"format": {"type": "json_schema"}}},
+            "`text`: {'type': 'json_schema'} is no form",
+        ),
         ("/messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "texts and images"),
         ("/messages", {"messages": [{"role": "robot", "content": ""}]}, "the roles are user and assistant"),
     ],
@@ -144,7 +159,7 @@ def test_an_image_for_a_text_model_is_refused_and_the_conversation_goes_on() -> 
         assert post(base_url, api_key, more)[0] == 200
 
     make = AgentFunction(function=agent)
-    make.use_check(RENDERER.check_messages)
+    make.use_prompts(RenderedPrompts(a_table(Says())))
     trajectory = held(Says("a", "b"), make)
     assert trajectory.error is None, trajectory.error
     assert trajectory.assistant_texts == ["a", "b"]
@@ -167,7 +182,7 @@ def test_messages_that_the_template_refuses_are_the_requests_error() -> None:
         assert post(base_url, api_key, CHAT)[0] == 200
 
     make = AgentFunction(function=agent)
-    make.use_check(renderer.check_messages)
+    make.use_prompts(RenderedPrompts(a_table(Says(), renderer=renderer)))
     assert held(Says("a"), make).error is None
     ((status, body),) = seen
     assert (status, "no secrets here" in body["error"]["message"]) == (400, True)
@@ -605,3 +620,94 @@ def test_a_row_that_json_cannot_hold_is_a_failure_with_the_name_of_the_column() 
     assert "the column 'picture' cannot be given to an agent" in failed(
         held(Says("a"), make, row=a_row(picture=object()))
     )
+
+
+# programs in containers
+
+DOCKER = """#!{python}
+# stands in for docker: containers are processes of this machine, and a line for each call says what was asked
+import json, os, subprocess, sys
+folder, arguments = {folder!r}, sys.argv[1:]
+with open(f"{{folder}}/calls.jsonl", "a") as calls:
+    calls.write(json.dumps(arguments) + "\\n")
+if arguments[:2] == ["image", "inspect"]:
+    if arguments[2] != "agents:1":
+        sys.exit(f"Error: No such image: {{arguments[2]}}")
+elif arguments[0] == "run":
+    name = next(one for one in arguments if one.startswith("--name=")).removeprefix("--name=")
+    words = arguments[arguments.index("agents:1") + 1 :]
+    given = [one.removeprefix("--env=") for one in arguments if one.startswith("--env=")]
+    inside = subprocess.Popen(words, env={{name: os.environ[name] for name in given}}, start_new_session=True)
+    open(f"{{folder}}/{{name}}", "w").write(str(inside.pid))
+    status = inside.wait()
+    os.remove(f"{{folder}}/{{name}}")
+    sys.exit(status)
+elif arguments[0] == "rm":
+    try:
+        pid = int(open(f"{{folder}}/{{arguments[-1]}}").read())
+    except OSError:
+        sys.exit(f"Error: No such container: {{arguments[-1]}}")
+    os.killpg(pid, 9)
+    print(arguments[-1])
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what a stand-in for docker was asked (`calls.jsonl`)."""
+    (tmp_path / "docker").write_text(DOCKER.format(python=sys.executable, folder=str(tmp_path)))
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def docker_calls(folder: Path) -> list[list[str]]:
+    return [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+
+
+ASKING = (
+    "import json, os, urllib.request\n"
+    "body = json.dumps({'messages': [{'role': 'user', 'content': os.environ['WORD']}]}).encode()\n"
+    "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+    "request = urllib.request.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', body, headers)\n"
+    "print(len(json.load(urllib.request.urlopen(request))['choices'][0]['message']['content']))\n"
+)
+
+
+def test_a_program_in_a_container_reaches_the_server_and_its_container_is_removed(docker: Path) -> None:
+    command = [sys.executable, "-c", ASKING]
+    make = Program(
+        command=command, reward="json", image="agents:1", image_options=["--memory=1g"], cwd="/app", env={"WORD": "Hi"}
+    )
+    trajectory = held(Says("Yo."), make)
+    assert (trajectory.error, trajectory.turns[0].reward) == (None, 3.0)
+    inspected, run, removed = docker_calls(docker)
+    assert inspected == ["image", "inspect", "agents:1"]
+    assert run[:2] == ["run", "--rm"]
+    assert run[-len(command) - 2 :] == ["--memory=1g", "agents:1", *command]
+    assert {"--network=host", "--workdir=/app", "--env=WORD", "--env=OPENAI_API_KEY"} < set(run)
+    assert not any("tw-" in word for word in run)  # no key where other users of the machine see it
+    assert removed[:-1] == ["rm", "--force", "--volumes"]
+    assert f"--name={removed[-1]}" in run
+
+
+def test_a_container_is_removed_if_its_conversation_is_ended(docker: Path) -> None:
+    """Killing the program on this machine ends no container."""
+    late = ASKING + "import time; time.sleep(600)\n"
+    make = Program(command=[sys.executable, "-c", late], image="agents:1", env={"WORD": "Hi"})
+    trajectory = held(Says("Yo."), make, limits=Limits(turns=8, tokens_per_turn=400, seconds_per_turn=6))
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "deadline"
+    name = docker_calls(docker)[-1][-1]
+    pid = int((docker / name).read_text())
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
+
+
+def test_without_docker_or_the_image_the_recipe_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"image=agents:2 cannot be used: .*No such image: agents:2.*before the run"):
+        Program(command="agent", image="agents:2")
+    with pytest.raises(ConfigError, match="image_options has no effect without image"):
+        Program(command="ls", image_options=["--memory=1g"])
+    monkeypatch.setenv("PATH", str(docker / "nowhere"))
+    with pytest.raises(ConfigError, match="needs docker or podman, and neither is installed"):
+        Program(command="agent", image="agents:1")

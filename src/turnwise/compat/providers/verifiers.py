@@ -37,7 +37,7 @@ from turnwise.environments.agents.requests import (
     template_arguments,
     tool_call,
 )
-from turnwise.environments.environment import Environment, MessageCheck
+from turnwise.environments.environment import Environment, ModelPrompts
 from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.types import Message, Row
 from turnwise.user_code.calls import forget
@@ -83,7 +83,7 @@ class Verifiers(LibraryEnvironments):
         self.name = name
         self.loaded = _load(name, dict(arguments or {}))
         self._state_columns, self._seconds_to_finish = list(state_columns), seconds_to_finish
-        self._check: MessageCheck | None = None
+        self._prompts: ModelPrompts | None = None
         self._thread: ThreadLoop | None = None
         self._running: set[Future[Any]] = set()
 
@@ -116,12 +116,12 @@ class Verifiers(LibraryEnvironments):
         records = table if count is None else table.select(range(min(count, len(table))))
         return ProvidedRows(records=records)
 
-    def use_check(self, check: MessageCheck) -> None:
+    def use_prompts(self, prompts: ModelPrompts) -> None:
         """Refuse messages that the model cannot receive."""
-        self._check = check
+        self._prompts = prompts
 
     def __call__(self) -> Environment:
-        return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, check=self._check)
+        return AgentEnvironment(self, None, seconds_to_finish=self._seconds_to_finish, prompts=self._prompts)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """One rollout and its scores. Raises AgentError with the library's error."""

@@ -29,8 +29,8 @@ from turnwise.compat.token_prompts import TokenPrompts
 from turnwise.compat.verl.base import call, takes
 from turnwise.compat.verl.files import load_class
 from turnwise.compat.verl.names import verl_names
+from turnwise.environments.agents.histories import ReturnedSequence
 from turnwise.environments.agents.token_agent import (
-    ReturnedSequence,
     TokenAgentEnvironment,
     TokenAgentResult,
     TokenCall,

@@ -66,12 +66,15 @@ class RemoteEngine:
         context: int | None = None,
         probe: ProbeOptions | None = None,
         sleeps: bool = False,
+        constrains: bool = False,
     ) -> None:
         self.version = version
         self.probe = probe
         """How the servers are probed after an update; None: not at all."""
         self.sleeps = sleeps
         """Whether the servers free their memory while the model is trained."""
+        self.constrains = constrains
+        """Whether the servers sample under grammars."""
         self.info: ServerInfo | None = None
         """What the servers serve; None before the start."""
         self._api = api
@@ -104,18 +107,22 @@ class RemoteEngine:
         await self._replicas.start()
 
     async def generate(self, request: Request) -> Completion:
-        """See `Engine.generate`. A request whose server is lost goes on at another server, after the tokens that are known."""
+        """See `Engine.generate`. A request whose server is lost goes on at another server, after the tokens that are known; one
+        with a grammar begins again."""
         joined: JoinedCompletion | None = None
+        whole = request.constraint is not None  # a server begins a grammar with the first token that it samples
         losses = aborts = 0
         failures = Failures()
         while True:
             replica = await self._ready_replica(request.conversation)
             joined = joined or JoinedCompletion(request, self._max_tokens(request))
+            if whole:
+                joined.truncate(0)
             known = len(joined.token_ids)
             try:
                 await self._sample(replica, joined)
             except (ServerLost, ServerFailed) as error:
-                progress = len(joined.token_ids) > known
+                progress = not whole and len(joined.token_ids) > known
                 if isinstance(error, ServerFailed) and await replica.server.healthy(replica.health_path):
                     failures = Failures() if progress else failures
                     await self._wait_after(failures, replica, error)
@@ -136,7 +143,7 @@ class RemoteEngine:
                 replica.failed_starts, replica.served = 0, time.monotonic()
                 assert self.info is not None
                 return joined.completion(self.info.logprob_kind)
-            aborts = 0 if len(joined.token_ids) > known else aborts + 1
+            aborts = 0 if not whole and len(joined.token_ids) > known else aborts + 1
             if aborts > _MAX_ABORTS:
                 raise EngineError(f"{replica.name} aborted a request {aborts} times without sampling a token")
             if aborts:
@@ -294,6 +301,11 @@ class RemoteEngine:
         """The most tokens of the completion. Raises EngineError if the request can never be served."""
         assert self.info is not None
         info, length, sampling = self.info, len(request.token_ids), request.sampling
+        if request.constraint is not None and request.constraint.before:
+            raise EngineError(
+                f"the turn begins with {request.constraint.before[:80]!r}, which was not sampled, and has a form: a server "
+                f"begins a grammar with the first token that it samples. Leave one of the two out, or use engine.name=local"
+            )
         if not length:
             raise EngineError(
                 "the prompt is empty: it must have at least one token, such as the token that begins a text"
@@ -445,6 +457,8 @@ class RemoteEngine:
             if replica.process is None:  # a trainer that was killed during an update has left it paused
                 await self._api.resume(replica.server)
         info = await self._api.info(replica.server)
+        if self.constrains:
+            await self._api.check_grammar(replica.server)
         if self.info is not None and info != self.info:
             raise EngineError(
                 f"{replica.name} serves another model than the other servers, or with other options: {info} instead of "

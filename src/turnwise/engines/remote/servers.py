@@ -28,6 +28,7 @@ from turnwise.engines.remote.http import HttpServer, ServerLost
 from turnwise.engines.remote.server_process import ServerProcess
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
+from turnwise.models.grammar import PROBE
 from turnwise.models.model_config import rounding_of_logprobs
 from turnwise.types import Completion, LogprobKind, Request, Routes, Sampling
 
@@ -432,6 +433,11 @@ class ServerApi(Protocol):
         """What the server serves. Asked once, when the server is ready. Refuses a server that cannot be used."""
         ...
 
+    async def check_grammar(self, server: HttpServer) -> None:
+        """Refuse a server that does not read llguidance's grammars, or whose log-probabilities come before their masks. Asked
+        after `info`, if turns may have grammars."""
+        ...
+
     def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         """Sample a completion. The last part has `finish`. Closing the iterator cancels the request at the server.
 
@@ -562,6 +568,16 @@ _ROUNDING = 1e-3
 """How far above 0 rounding may lift a log-probability."""
 _IMPOSSIBLE = -9000.0
 """Servers report -9999 instead of NaN and minus infinity, which JSON cannot express."""
+
+
+def check_grammar_probe(server: str, token_ids: Sequence[int], logprobs: Sequence[float], fix: str) -> None:
+    """Raise EngineError if a server has sampled other tokens than `PROBE_GRAMMAR` allows, or not with the probability 1."""
+    if tuple(token_ids) != PROBE:
+        raise EngineError(f"{server} sampled {list(token_ids)} under a grammar that allows {list(PROBE)} only: {fix}")
+    if min(logprobs) < -1e-6:
+        raise EngineError(
+            f"{server} reports log-probabilities ({min(logprobs):.4g} instead of 0) without the mask of a grammar: {fix}"
+        )
 
 
 def check_part(server: str, part: Part, *, vocab_size: int, room: int) -> None:

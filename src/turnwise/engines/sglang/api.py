@@ -26,7 +26,7 @@ from typing import Any, Literal
 from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, tensor_bytes
-from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo, check_grammar_probe, expected_form
 from turnwise.engines.remote.weights import (
     BY_GLOO,
     GroupAddress,
@@ -39,6 +39,7 @@ from turnwise.engines.remote.weights import (
 )
 from turnwise.engines.sglang.images import encode_images
 from turnwise.errors import EngineError
+from turnwise.models.grammar import PROBE, PROBE_GRAMMAR, with_stops
 from turnwise.types import LogprobKind, Media, Request, Routes, Sampling
 
 # Broadcasts: weights to SGLang's workers
@@ -253,9 +254,12 @@ class SglangApi:
             "rid": rid,
             "input_ids": list(request.token_ids),
             "image_data": images,
-            "sampling_params": sampling_params(
-                request.sampling, request.seed if facts.get("enable_deterministic_inference") else None
-            ),
+            "sampling_params": {
+                **sampling_params(
+                    request.sampling, request.seed if facts.get("enable_deterministic_inference") else None
+                ),
+                **grammar_params(request),
+            },
             "return_logprob": True,
             "stream": True,
             "lora_path": self._adapters.get(server.url),
@@ -427,6 +431,18 @@ class SglangApi:
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
+    async def check_grammar(self, server: HttpServer) -> None:
+        params = {**sampling_params(Sampling(max_tokens=len(PROBE)), None), "ebnf": PROBE_GRAMMAR}
+        fix = "start the server with --grammar-backend=llguidance, or remove engine.grammars"
+        body = {"input_ids": [5, 6, 7], "sampling_params": params, "return_logprob": True}
+        try:
+            answer = await server.post("/generate", body)
+        except ServerRefused as error:
+            raise EngineError(f"{server.url} does not read the grammars of turns: {fix}: {error}") from error
+        with expected_form(server.url, self.name):
+            logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+            check_grammar_probe(server.url, answer["output_ids"], logprobs, fix)
+
     async def _logprob_kind(self, server: HttpServer) -> LogprobKind:
         """Which distribution the reported log-probabilities belong to, determined with a high temperature.
 
@@ -509,6 +525,11 @@ def with_pending_tokens(versions: Sequence[int], sent: int) -> list[int]:
     Example: 3 tokens by version 4 and 2 by version 5 are reported as 4, 4, 5, 5, 5 and become 4, 4, 4, 5, 5.
     """
     return [min(sent, number) if index == 0 else versions[index - 1] for index, number in enumerate(versions)]
+
+
+def grammar_params(request: Request) -> dict[str, str]:
+    """The sampling parameter that holds a turn to its grammar, which SGLang's backend `llguidance` reads."""
+    return {} if request.constraint is None else {"ebnf": with_stops(request.constraint)}
 
 
 def image_data(request: Request) -> list[str] | None:

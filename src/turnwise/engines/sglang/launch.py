@@ -77,6 +77,8 @@ def server_command(
         arguments.append("--enable-deterministic-inference")
     if served.experts is not None:
         arguments.append("--enable-return-routed-experts")
+    if options.constrains:
+        arguments.append("--grammar-backend=llguidance")
     if options.sleep:
         # without the copy on the CPU, the server has no weights after it has slept, and an adapter does not bring them back
         arguments += ["--enable-memory-saver", "--enable-weights-cpu-backup"]

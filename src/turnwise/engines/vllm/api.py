@@ -24,9 +24,10 @@ from typing import Any
 from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, content_hash, tensor_bytes
-from turnwise.engines.remote.servers import Owner, Part, ServerInfo, expected_form
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo, check_grammar_probe, expected_form
 from turnwise.engines.remote.weights import BY_GLOO, Sending, TrainerGroups, WeightUpdate
 from turnwise.errors import EngineError
+from turnwise.models.grammar import PROBE, PROBE_GRAMMAR, with_stops
 from turnwise.types import LogprobKind, Media, Request, Sampling
 
 # Images: hashes, positions of the placeholders, and processed tensors
@@ -272,6 +273,7 @@ class VllmApi:
             "features": features,
             "sampling_params": {
                 **sampling_params(request.sampling, request.seed),
+                **grammar_params(request),
                 "stream_interval": _STREAM_INTERVAL,
                 **routed_experts_params(self._experts, request),
             },
@@ -369,6 +371,22 @@ class VllmApi:
             )
         return LogprobKind.SAMPLED if lowest > -1e-6 else LogprobKind.RAW
 
+    async def check_grammar(self, server: HttpServer) -> None:
+        sampling = sampling_params(Sampling(max_tokens=len(PROBE)), seed=1)
+        body = {
+            "model": self._models[server.url],
+            "token_ids": [5, 6, 7],
+            "sampling_params": {**sampling, "structured_outputs": {"grammar": PROBE_GRAMMAR}},
+        }
+        fix = "start the server with --structured-outputs-config.backend guidance, or remove engine.grammars"
+        try:
+            answer = await server.post("/inference/v1/generate", body)
+        except ServerRefused as error:
+            raise EngineError(f"{server.url} does not read the grammars of turns: {fix}: {error}") from error
+        with expected_form(server.url, self.name):
+            sampled = _part(server, answer["choices"][0], self._experts)
+        check_grammar_probe(server.url, sampled.token_ids, sampled.logprobs, fix)
+
     async def _check_pixels(self, server: HttpServer, request: Request) -> None:
         """Refuse a server that expects raw pixels and normalizes them itself, which is vLLM's default. Asked once.
 
@@ -411,6 +429,11 @@ def sampling_params(sampling: Sampling, seed: int) -> dict[str, Any]:
     if sampling.stop:
         params |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
     return params
+
+
+def grammar_params(request: Request) -> dict[str, Any]:
+    """The sampling parameter that holds a turn to its grammar, which vLLM's backend `guidance` reads."""
+    return {} if request.constraint is None else {"structured_outputs": {"grammar": with_stops(request.constraint)}}
 
 
 def routed_experts_params(experts: ExpertLayers | None, request: Request) -> dict[str, int]:

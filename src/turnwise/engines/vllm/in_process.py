@@ -22,6 +22,7 @@ from turnwise.engines.vllm.api import (
     ADAPTER,
     Labels,
     WeightSender,
+    grammar_params,
     image_features,
     routed_experts_params,
     sampling_params,
@@ -105,9 +106,15 @@ class InProcessApi:
             logprob_kind=LogprobKind.SAMPLED,  # `launch.engine_arguments` has --logprobs-mode processed_logprobs
         )
 
+    async def check_grammar(self, server: HttpServer) -> None:
+        pass  # `launch.engine_arguments` has the backend that reads them
+
     async def sample(self, server: HttpServer, request: Request, version: int) -> AsyncGenerator[Part]:
         from vllm import SamplingParams  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-        from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
+        from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
+            RequestOutputKind,
+            StructuredOutputsParams,
+        )
         from vllm.v1.engine.exceptions import (  # pyright: ignore[reportMissingImports]
             EngineDeadError,
             EngineGenerateError,
@@ -116,6 +123,7 @@ class InProcessApi:
         llm = _llm(server)
         params = SamplingParams(
             **sampling_params(request.sampling, request.seed),
+            **{name: StructuredOutputsParams(**form) for name, form in grammar_params(request).items()},
             **routed_experts_params(self._experts, request),
             output_kind=RequestOutputKind.DELTA,
         )

@@ -70,6 +70,8 @@ def engine_arguments(options: VllmEngineSection, served: ServedModel) -> list[st
         arguments += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
     if served.experts is not None:
         arguments += ["--enable-return-routed-experts"]
+    if options.constrains:
+        arguments += ["--structured-outputs-config.backend", "guidance"]
     if options.sleep:
         arguments += ["--enable-sleep-mode"]
     if options.tensor_parallel > 1:

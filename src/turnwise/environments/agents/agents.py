@@ -18,9 +18,10 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from turnwise.environments.agents.containers import Container, ContainerImage
 from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
-from turnwise.environments.agents.proxy import LOCAL, Listening, ProxyLease
-from turnwise.environments.environment import Environment, MessageCheck
+from turnwise.environments.agents.proxy import Listening, ProxyLease
+from turnwise.environments.environment import Environment, ModelPrompts
 from turnwise.errors import ConfigError
 from turnwise.types import Row
 from turnwise.user_code.copies import copy_containers
@@ -34,23 +35,37 @@ from turnwise.user_code.threads import run_in_thread
 class AgentSource:
     """Makes the environments of an agent (an EnvironmentSource). Subclasses run the agent.
 
-    Raises ConfigError if `seconds_to_finish` is negative.
+    Raises ConfigError if a time is negative, or the address of the server cannot be used.
     """
 
-    def __init__(self, *, seconds_to_finish: float, listening: Listening = LOCAL) -> None:
-        if not seconds_to_finish >= 0:
-            raise ConfigError(f"seconds_to_finish={seconds_to_finish!r} must be at least 0")
+    def __init__(
+        self, *, seconds_to_finish: float, seconds_for_rewards: float, server: Mapping[str, Any] | None = None
+    ) -> None:
+        for name, value in {
+            "seconds_to_finish": seconds_to_finish,
+            "seconds_for_rewards": seconds_for_rewards,
+        }.items():
+            if not value >= 0:
+                raise ConfigError(f"{name}={value!r} must be at least 0")
         self._seconds_to_finish = seconds_to_finish
-        self._lease = ProxyLease(listening)
-        self._check: MessageCheck | None = None
+        self.seconds_for_rewards = seconds_for_rewards
+        """How long a conversation may wait for rewards at its end."""
+        self._lease = ProxyLease(Listening.of(server or {}))
+        self._prompts: ModelPrompts | None = None
 
     def __call__(self) -> AgentEnvironment:
         """The environment of one conversation."""
-        return AgentEnvironment(self, self._lease.proxy, seconds_to_finish=self._seconds_to_finish, check=self._check)
+        return AgentEnvironment(
+            self,
+            self._lease.proxy,
+            seconds_to_finish=self._seconds_to_finish,
+            seconds_for_rewards=self.seconds_for_rewards,
+            prompts=self._prompts,
+        )
 
-    def use_check(self, check: MessageCheck) -> None:
-        """Refuse requests whose messages the model cannot receive, with the status 400."""
-        self._check = check
+    def use_prompts(self, prompts: ModelPrompts) -> None:
+        """Refuse requests that the model cannot receive or follow, with the status 400."""
+        self._prompts = prompts
 
     def tools(self) -> Sequence[Any]:
         """None: an agent offers its tools in its requests."""
@@ -85,7 +100,10 @@ class Program(AgentSource):
 
     Args:
         command: The command line, or a list of the program and its arguments. It is not run in a shell.
-        cwd: The working directory; None is that of turnwise.
+        cwd: The working directory; None is that of turnwise, or with `image` that of the image.
+        image: The container image that the command runs in, with docker or podman. None: it runs on this machine.
+        image_options: Further options of `docker run`, such as `--memory=2g`. Containers share the network of this machine unless
+            there is `--network`; with another network, set `server`.
         env: Further environment variables.
         reward: Where the reward comes from. `reported`: the program sends it (`POST $TURNWISE_URL/reward`), or a reward function
             computes it; an exit status other than 0 fails the conversation. `exit_status`: 1 for the exit status 0, 0 for the
@@ -93,11 +111,8 @@ class Program(AgentSource):
             object with the key `reward`. In all three cases reported rewards are added.
         output_chars: How many characters of the ends of stdout and stderr are recorded.
         seconds_to_finish: How long the program may run on after a limit of the recipe has ended the conversation.
-        listen: `HOST:PORT` where the server for agents listens; None: a free port of 127.0.0.1.
-        tls_cert: The file of the server's TLS certificate, in PEM form.
-        tls_key: The file of its key.
-        public_url: The base URL under which agents reach the server, such as that of an ingress.
-        insecure: Whether the server may listen without TLS at an address that other machines reach.
+        seconds_for_rewards: How long rewards may still be reported after the end of the agent.
+        server: Where the server for agents listens: the arguments of `Listening.of`. None: a free port of 127.0.0.1.
 
     Raises ConfigError.
     """
@@ -108,37 +123,43 @@ class Program(AgentSource):
         command: str | Sequence[str],
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        image: str | None = None,
+        image_options: Sequence[str] = (),
         reward: ProgramReward = "reported",
         output_chars: int = 4000,
         seconds_to_finish: float = 10.0,
-        listen: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        public_url: str | None = None,
-        insecure: bool = False,
+        seconds_for_rewards: float = 0.0,
+        server: Mapping[str, Any] | None = None,
     ) -> None:
         self._command = _words(command)
-        _check_options(self._command, cwd, reward, output_chars)
+        _check_options(reward, output_chars)
+        self._image: ContainerImage | None = None
+        if image is not None:
+            self._image = ContainerImage.of(image, image_options)
+        elif image_options:
+            raise ConfigError("image_options has no effect without image: name an image, or remove it")
+        else:
+            _check_command(self._command, cwd)
         self._cwd, self._env = cwd, {name: str(value) for name, value in (env or {}).items()}
         self._reward: ProgramReward = reward
         self._output_chars = output_chars
-        super().__init__(
-            seconds_to_finish=seconds_to_finish,
-            listening=Listening.of(
-                listen, tls_cert=tls_cert, tls_key=tls_key, public_url=public_url, insecure=insecure
-            ),
-        )
+        super().__init__(seconds_to_finish=seconds_to_finish, seconds_for_rewards=seconds_for_rewards, server=server)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run the program until it ends. Raises RuntimeError if it fails."""
+        variables = {**self._env, **_variables(row_json, connection)}
+        command, cwd, container = self._command, self._cwd, None
+        if self._image is not None:
+            container = self._image.container()
+            command, cwd = container.command(command, cwd=cwd, variables=variables), None
         async with _output(self._output_chars) as out, _output(self._output_chars) as errors:
             process = await asyncio.create_subprocess_exec(
-                *self._command,
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out.writer,
                 stderr=errors.writer,
-                cwd=self._cwd,
-                env={**os.environ, **self._env, **_variables(row_json, connection)},
+                cwd=cwd,
+                env={**os.environ, **variables},
                 start_new_session=True,
             )
             out.close_writer()
@@ -146,7 +167,7 @@ class Program(AgentSource):
             try:
                 status = await process.wait()
             finally:
-                await asyncio.shield(_kill(process))
+                await asyncio.shield(_end(process, container))
             await out.finish()
             await errors.finish()
         info = {"exit_status": status, "stdout": out.text(), "stderr": errors.text()}
@@ -189,11 +210,14 @@ def _words(command: str | Sequence[str]) -> list[str]:
     return words
 
 
-def _check_options(command: Sequence[str], cwd: str | None, reward: str, output_chars: int) -> None:
+def _check_options(reward: str, output_chars: int) -> None:
     if reward not in get_args(ProgramReward):
         raise ConfigError(f"reward={reward!r} is not known; choose {', '.join(get_args(ProgramReward))}")
     if not isinstance(output_chars, int) or output_chars < 0:
         raise ConfigError(f"output_chars={output_chars!r} must be an integer of at least 0")
+
+
+def _check_command(command: Sequence[str], cwd: str | None) -> None:
     if cwd is not None and not os.path.isdir(cwd):
         raise ConfigError(f"cwd={cwd!r}: there is no such directory")
     place = os.path.join(cwd, command[0]) if cwd is not None and os.sep in command[0] else command[0]
@@ -271,11 +295,14 @@ async def _output(most: int) -> AsyncIterator[_Output]:
         transport.close()
 
 
-async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Kill what is left of the program's process group."""
+async def _end(process: asyncio.subprocess.Process, container: Container | None) -> None:
+    """Kill what is left of the program's process group, and remove its container."""
+    ended = process.returncode is not None
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
+    if container is not None:
+        await container.remove(ended=ended)
 
 
 # functions
@@ -296,11 +323,8 @@ class AgentFunction(AgentSource):
             `async` runs in a thread. It returns the reward, a dictionary with the key `reward`, or None.
         arguments: Further keyword arguments of the function.
         seconds_to_finish: How long the function may run on after a limit of the recipe has ended the conversation.
-        listen: `HOST:PORT` where the server for agents listens; None: a free port of 127.0.0.1.
-        tls_cert: The file of the server's TLS certificate, in PEM form.
-        tls_key: The file of its key.
-        public_url: The base URL under which agents reach the server, such as that of an ingress.
-        insecure: Whether the server may listen without TLS at an address that other machines reach.
+        seconds_for_rewards: How long rewards may still be reported after the end of the agent.
+        server: Where the server for agents listens: the arguments of `Listening.of`. None: a free port of 127.0.0.1.
 
     Raises ConfigError.
     """
@@ -311,11 +335,8 @@ class AgentFunction(AgentSource):
         function: str | Callable[..., Any],
         arguments: Mapping[str, Any] | None = None,
         seconds_to_finish: float = 10.0,
-        listen: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        public_url: str | None = None,
-        insecure: bool = False,
+        seconds_for_rewards: float = 0.0,
+        server: Mapping[str, Any] | None = None,
     ) -> None:
         key = "environment.arguments.function"
         target = resolve(function, key=key) if isinstance(function, str) else function
@@ -330,12 +351,7 @@ class AgentFunction(AgentSource):
         self._function: Callable[..., Any] = target
         self._arguments = arguments
         self._async = inspect.iscoroutinefunction(target)
-        super().__init__(
-            seconds_to_finish=seconds_to_finish,
-            listening=Listening.of(
-                listen, tls_cert=tls_cert, tls_key=tls_key, public_url=public_url, insecure=insecure
-            ),
-        )
+        super().__init__(seconds_to_finish=seconds_to_finish, seconds_for_rewards=seconds_for_rewards, server=server)
 
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Call the function. Raises what it raises."""

@@ -10,18 +10,22 @@ from turnwise.environments.agents.requests import (
     AgentAnswer,
     ChatRequest,
     Refused,
+    ToolChoice,
+    answer_form,
     content_text,
     forced_parameters,
     function_tool,
     image_part,
     json_object,
-    offered_tools,
     sampling_change,
     tool_call,
 )
 from turnwise.types import Message, ToolSchema
 
-_READ = ("model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences")
+_READ = (
+    "model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences", "output_config",
+    "output_format",
+)  # fmt: skip
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -44,10 +48,27 @@ class AnthropicMessages:
             messages += _messages(message, number)
         if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
             forced["disable_parallel_tool_use"] = True
+        output = dict(body.get("output_config") or {})
+        given = output.pop("format", None) or body.get("output_format")
+        if (effort := output.pop("effort", None)) is not None:
+            forced["effort"] = effort
+        if output:
+            raise Refused(
+                400, f"output_config has {min(output)!r:.40}, which is unknown here", parameter="output_config"
+            )
+        chosen = ToolChoice.of([_tool(tool) for tool in body.get("tools") or ()], choice)
+        sampling = sampling_change(
+            body,
+            max_tokens=("max_tokens",),
+            stop="stop_sequences",
+            choice=chosen,
+            answer=answer_form(given, "output_config"),
+        )
         return ChatRequest(
             messages=messages,
-            tools=offered_tools([_tool(tool) for tool in body.get("tools") or ()], choice, forced),
-            sampling=sampling_change(body, max_tokens=("max_tokens",), stop="stop_sequences"),
+            tools=chosen.tools,
+            sampling=sampling,
+            form="output_config" if sampling.answer_format else "tool_choice",
             forced=forced,
             stream=bool(body.get("stream")),
             model=str(body.get("model") or "model"),

@@ -9,10 +9,11 @@ from turnwise.environments.agents.requests import (
     AgentAnswer,
     ChatRequest,
     Refused,
+    ToolChoice,
+    answer_form,
     content_text,
     forced_parameters,
     function_tool,
-    offered_tools,
     sampling_change,
     template_arguments,
     tool_call,
@@ -21,6 +22,7 @@ from turnwise.types import Message, ToolSchema
 
 _READ = (
     "model", "messages", "tools", "tool_choice", "stream", "max_tokens", "max_completion_tokens", "stop", "chat_template_kwargs",
+    "response_format",
 )  # fmt: skip
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PIECE = 40  # characters of one chunk of a stream
@@ -37,10 +39,19 @@ class ChatCompletions:
             raise Refused(400, "`messages` must be a list of at least one message", parameter="messages")
         tools = [_tool(tool) for tool in body.get("tools") or ()]
         options = body.get("stream_options")
+        choice = ToolChoice.of(tools, body.get("tool_choice"))
+        sampling = sampling_change(
+            body,
+            max_tokens=("max_tokens", "max_completion_tokens"),
+            stop="stop",
+            choice=choice,
+            answer=answer_form(body.get("response_format"), "response_format"),
+        )
         return ChatRequest(
             messages=[_message(message, number) for number, message in enumerate(messages)],
-            tools=offered_tools(tools, body.get("tool_choice"), forced),
-            sampling=sampling_change(body, max_tokens=("max_tokens", "max_completion_tokens"), stop="stop"),
+            tools=choice.tools,
+            sampling=sampling,
+            form="response_format" if sampling.answer_format else "tool_choice",
             chat_template_kwargs=template_arguments(body),
             forced=forced,
             stream=bool(body.get("stream")),
@@ -58,7 +69,7 @@ class ChatCompletions:
         if answer.calls:
             message["tool_calls"] = answer.calls
         choice = {"index": 0, "message": message, "finish_reason": _finish(answer), "logprobs": None}
-        return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
+        return {**_head(answer, "chat.completion"), "choices": [choice], "usage": usage(answer)}
 
     def events(self, request: ChatRequest, answer: AgentAnswer) -> Iterator[tuple[str | None, Any]]:
         """The events of a stream: name (here None) and data."""
@@ -81,7 +92,7 @@ class ChatCompletions:
                 yield chunk({"tool_calls": [{"index": index, "function": {"arguments": piece}}]})
         yield chunk({}, _finish(answer))
         if request.stream_usage:
-            yield None, {**head, "choices": [], "usage": _usage(answer)}
+            yield None, {**head, "choices": [], "usage": usage(answer)}
         yield None, "[DONE]"
 
     def error(self, refused: Refused) -> dict[str, Any]:
@@ -119,7 +130,8 @@ def _finish(answer: AgentAnswer) -> str:
     return "tool_calls" if answer.calls else "stop"
 
 
-def _usage(answer: AgentAnswer) -> dict[str, Any]:
+def usage(answer: AgentAnswer) -> dict[str, Any]:
+    """The counts of tokens."""
     return {
         "prompt_tokens": answer.prompt_tokens,
         "completion_tokens": answer.completion_tokens,

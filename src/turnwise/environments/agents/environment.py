@@ -3,198 +3,47 @@
 The agent runs beside the loop. Either the agent works and the environment waits for its next request, or the model samples and
 the agent waits for its answer. The end of the agent is the end of the conversation.
 
-A request extends what is held, changes the last answer a little, or begins a new segment. Its messages are compared with those
-of the request before, and with the answer to that request. Clients write an answer in their own form when they send it back,
-so two messages also count as equal if only their form differs: white space at the ends of the content, the formatting of JSON,
-missing reasoning, ids of calls.
+`histories.py` says how a request continues the conversation. If an agent writes its prompts itself (`/v1/completions`), its texts
+are encoded behind the tokens that were sampled.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Any, Protocol
 
+from turnwise.environments.agents.histories import (
+    ContextText,
+    Continuation,
+    LiveHistories,
+    LiveHistory,
+    Relation,
+    TokenHistories,
+    continuation,
+)
 from turnwise.environments.agents.proxy import Proxy
 from turnwise.environments.agents.requests import (
     AgentAnswer,
     AgentConversation,
     AgentRequest,
+    ChatRequest,
     Refused,
     answer_message,
+    before_stop,
     log_forced,
+    template_messages,
 )
-from turnwise.environments.environment import MessageCheck
+from turnwise.environments.environment import ModelPrompts
 from turnwise.errors import Failed, TurnwiseError, boundary
-from turnwise.types import EarlierHistory, Edit, Message, Opening, Reply, Row, ToolSchema, Turn
+from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import own_context, spawn
 from turnwise.user_code.reward_number import added
-
-# how a request continues the conversation
-
-_MOST_LIVE = 64
-"""Histories that are compared with a request."""
-
-
-class Relation(StrEnum):
-    """How the messages of a request relate to the conversation that is held. The values are names in metrics."""
-
-    EXTENDED = "extended"
-    """They repeat the conversation exactly, and new messages follow."""
-    REALIGNED = "realigned"
-    """They repeat the conversation but for the last answer, which the client wrote a little differently."""
-    RETURNED = "returned"
-    """They continue an earlier history of the conversation, such as that of another agent."""
-    FORKED = "forked"
-    """They are another history. A new segment begins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Continuation:
-    """The relation of a request to the conversation, and what follows from it."""
-
-    relation: Relation
-    new: int = 0
-    """Index of the first new message; 0 with a fork."""
-    edit: Edit | None = None
-    """With REALIGNED, the change of the last turn. None if only the form of the answer differs: the sampled tokens stay."""
-    reason: str = ""
-    """What differs, for the record; empty with EXTENDED."""
-
-
-def continuation(held: Sequence[Message], messages: Sequence[Message], text: str) -> Continuation:
-    """Compare the messages of a request with the conversation `held`, whose last message is the answer of the last turn.
-
-    `text` is the sampled text of that turn.
-    """
-    last = len(held) - 1
-    for index, (before, now) in enumerate(zip(held[:last], messages, strict=False)):
-        if not _same_form(before, now):
-            return _fork(f"message {index} ({now['role']}) differs")
-    if len(messages) <= len(held):
-        return _fork(f"the request has {len(messages)} messages, and the conversation had {len(held)}")
-    answer, repeated = held[last], messages[last]
-    if repeated["role"] != "assistant":
-        return _fork(f"message {last} is not the last answer: its role is {repeated['role']}")
-    if _same(answer, repeated):
-        return Continuation(relation=Relation.EXTENDED, new=len(held))
-    if _same_form(answer, repeated):
-        return Continuation(relation=Relation.REALIGNED, new=len(held), reason="the form of the last answer differs")
-    edit = _edit(answer, repeated, text)
-    if edit is None:
-        return _fork("the last answer differs")
-    return Continuation(
-        relation=Relation.REALIGNED, new=len(held), edit=edit, reason="the text of the last answer differs"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class LiveHistory:
-    """A history of a conversation, its last answer included."""
-
-    messages: Sequence[Message]
-    tools: Sequence[ToolSchema]
-    arguments: Mapping[str, Any]
-    """The arguments of the chat template (`chat_template_kwargs`)."""
-    text: str
-    """The sampled text of the last turn."""
-
-
-class LiveHistories:
-    """The histories of a conversation that a later request may continue, besides the present one."""
-
-    def __init__(self) -> None:
-        self._replaced = 0
-        """How often the history was replaced: the index of the next history in `Trajectory.previous_histories`."""
-        self._live: dict[int, LiveHistory] = {}
-        """By their index; the latest last."""
-
-    def replace(self, present: LiveHistory, returned: int | None) -> None:
-        """The present history is replaced: by the history `returned`, or by a new history."""
-        self._live[self._replaced] = present
-        self._replaced += 1
-        if returned is not None:
-            del self._live[returned]
-        while len(self._live) > _MOST_LIVE:
-            del self._live[next(iter(self._live))]
-
-    def find(
-        self, messages: Sequence[Message], tools: Sequence[ToolSchema], arguments: Mapping[str, Any]
-    ) -> EarlierHistory | None:
-        """The latest history that these messages continue with no other text in its answers, and whose prompts were written with
-        the same tools and template arguments; None if there is none."""
-        for index, live in reversed(self._live.items()):
-            if list(live.tools) == list(tools) and live.arguments == arguments:
-                found = continuation(live.messages, messages, live.text)
-                if found.new and found.edit is None:
-                    return EarlierHistory(index=index, first_new=found.new)
-        return None
-
-
-def _fork(reason: str) -> Continuation:
-    return Continuation(relation=Relation.FORKED, reason=reason)
-
-
-def _edit(answer: Message, repeated: Message, text: str) -> Edit | None:
-    """The change of the turn's text that makes the answer the client's. None if at least half of the client's text is new, if
-    there are tool calls, or if the content is not in the sampled text."""
-    old, new = answer["content"], repeated["content"]
-    if answer.get("tool_calls") or repeated.get("tool_calls") or not isinstance(new, str) or not old:
-        return None
-    common = 0
-    while common < min(len(old), len(new)) and old[common] == new[common]:
-        common += 1
-    start = text.rfind(old)
-    if start < 0 or old == new or 2 * common <= len(new):
-        return None
-    return Edit(keep=start + common, add=new[common:])
-
-
-def _same(first: Message, second: Message) -> bool:
-    names = ("role", "content", "tool_calls", "tool_call_id")
-    return _reasoning(first) == _reasoning(second) and all(
-        (first.get(name) or "") == (second.get(name) or "") for name in names
-    )
-
-
-def _same_form(first: Message, second: Message) -> bool:
-    """Whether two messages differ in their form only."""
-    reasoning = _reasoning(second)
-    return (
-        first["role"] == second["role"]
-        and _bare(first["content"]) == _bare(second["content"])
-        and _calls(first) == _calls(second)
-        and first.get("tool_call_id") == second.get("tool_call_id")
-        and (not reasoning or not _reasoning(first) or reasoning.strip() == _reasoning(first).strip())
-    )
-
-
-def _reasoning(message: Message) -> str:
-    return str(message.get("reasoning_content") or "")
-
-
-def _bare(content: Any) -> Any:
-    return content.strip() if isinstance(content, str) else content
-
-
-def _calls(message: Message) -> list[tuple[str, Any]]:
-    """The names and arguments of a message's calls; arguments that are not JSON as text."""
-    return [
-        (call["function"]["name"], _json(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
-    ]
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
-
 
 # the environment
 
@@ -254,6 +103,9 @@ class AgentEnvironment:
 
     Without a `proxy`, the agent is code in this process: it has no server, asks `AgentConnection.conversation`, and receives the
     last turn also if a limit has cut that turn.
+
+    Rewards may arrive until `seconds_for_rewards` after the end of the agent, or until one is the last (`final`). If that time
+    passes without any reward, the conversation fails.
     """
 
     def __init__(
@@ -262,53 +114,44 @@ class AgentEnvironment:
         proxy: Callable[[], Proxy] | None,
         *,
         seconds_to_finish: float,
-        check: MessageCheck | None = None,
+        seconds_for_rewards: float = 0.0,
+        prompts: ModelPrompts | None = None,
     ) -> None:
         self._agent = agent
-        self._check = check
+        self._prompts = prompts
+        self._seconds_for_rewards = seconds_for_rewards
         self._start_proxy = proxy
         self._seconds_to_finish = seconds_to_finish
         self._run: _AgentRun | None = None
-        self._histories = LiveHistories()
+        self._way: _Way | None = None
 
     async def begin(self, row: Row) -> Opening:
-        run = self._run = _AgentRun(self._agent, row, None if self._start_proxy is None else self._start_proxy())
-        pending = await run.next_request()
-        while pending is not None and run.refuses(pending, self._check, pending.messages, opening=True):
-            pending = await run.next_request()
-        if pending is None:
-            run.result()  # raises the agent's exception, if there was one
-            raise ValueError(
-                "the agent ended before its first request: it must send its requests to the base URL that it is given"
-            )
-        request = pending.request
-        return Opening(
-            messages=pending.messages,
-            tools=request.tools,
-            sampling=request.sampling,
-            chat_template_kwargs=request.chat_template_kwargs,
-            watch_sampling=run.until_abandoned,
+        proxy = None if self._start_proxy is None else self._start_proxy()
+        run = self._run = _AgentRun(self._agent, row, proxy, self._prompts)
+        while (pending := await run.next_request()) is not None:
+            way = self._way = _ByMessages(run) if pending.request.prompt is None else _ByTexts(run)
+            if (opening := way.opening(pending)) is not None:
+                return replace(opening, sampling=pending.request.sampling, watch_sampling=run.until_abandoned)
+        run.result()  # raises the agent's exception, if there was one
+        raise ValueError(
+            "the agent ended before its first request: it must send its requests to the base URL that it is given"
         )
 
     async def step(self, turn: Turn) -> Reply:
-        run = self._run
+        run, way = self._run, self._way
         assert run is not None, "step before begin"
+        assert way is not None
         answered = run.answer(turn)
+        way.add_turn(turn)
         while (pending := await run.next_request()) is not None:
-            found, earlier = _relation(answered, pending, turn, self._histories)
-            first = found.new if earlier is None else earlier.first_new
-            if not run.refuses(pending, self._check, pending.messages[first:], opening=not first):
-                reward = run.conversation.take_reward()
-                return _reply(answered, pending, turn, reward, found, earlier, self._histories)
-        reward, result = run.conversation.take_reward(), run.result()
-        info = _info({**answered.info, **result.info})
-        return Reply(
-            done=True,
-            reward=added([reward, result.reward]),
-            rewards=result.rewards,
-            info=info,
-            metrics=answered.metrics(None),
-        )
+            reply = None if run.refuses_other_api(pending, answered) else way.reply(answered, pending, turn)
+            if reply is not None:
+                reward, of_earlier = run.conversation.take_rewards(turn.index)
+                return replace(reply, sampling=pending.request.sampling, reward=reward, earlier_rewards=of_earlier)
+        result = run.result()
+        run.conversation.end("the agent has ended, so there are no further answers")
+        reply = await self._last_reply(run, turn, result, {**answered.info, **result.info})
+        return replace(reply, metrics=answered.metrics(None))
 
     async def final_reply(self, turn: Turn) -> Reply:
         """The rewards that the agent reported, and its result if it ends in time."""
@@ -319,9 +162,27 @@ class AgentEnvironment:
             run.answer(turn)
         run.conversation.end("the conversation has ended, because it reached a limit of the recipe")
         result = await run.result_within(self._seconds_to_finish)
-        info = _info({**turn.info.get(_KEY, {}), **result.info}) if result.info else {}
-        reward = added([run.conversation.take_reward(), result.reward])
-        return Reply(done=True, reward=reward, rewards=result.rewards, info=info)
+        return await self._last_reply(
+            run, turn, result, {**turn.info.get(_KEY, {}), **result.info} if result.info else {}
+        )
+
+    async def _last_reply(self, run: _AgentRun, turn: Turn, result: AgentResult, info: Mapping[str, Any]) -> Reply:
+        """The end of the conversation, once its rewards have arrived. Raises AgentError if they do not arrive in time."""
+        if self._seconds_for_rewards:
+            await run.conversation.until_final_reward(self._seconds_for_rewards)
+            if result.reward is None and not run.conversation.rewarded:
+                raise AgentError(
+                    f"no reward arrived within seconds_for_rewards={self._seconds_for_rewards:g} after the end of the agent: "
+                    f"report it in time (POST /v1/reward), with `final: true` if it is the last one, or allow more time"
+                )
+        reward, of_earlier = run.conversation.take_rewards(turn.index)
+        return Reply(
+            done=True,
+            reward=added([reward, result.reward]),
+            rewards=result.rewards,
+            earlier_rewards=of_earlier,
+            info=_info(info),
+        )
 
     async def close(self) -> None:
         if self._run is not None:
@@ -334,7 +195,12 @@ class _Answered:
 
     pending: AgentRequest
     message: Message
-    """The answer as the client received it."""
+    """The answer as the client received it, with the beginning that the client gave."""
+
+    @property
+    def begun(self) -> str:
+        """The beginning of the answer that the client gave."""
+        return self.pending.request.prefill
 
     @property
     def info(self) -> dict[str, Any]:
@@ -350,55 +216,170 @@ class _Answered:
         }
 
 
-def _relation(
-    answered: _Answered, pending: AgentRequest, turn: Turn, histories: LiveHistories
-) -> tuple[Continuation, EarlierHistory | None]:
-    """How a request continues the conversation, and the earlier history that it returns to."""
-    before, request = answered.pending.request, pending.request
-    same_tools = list(request.tools) == list(before.tools)
-    same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
-    found = continuation([*before.conversation, answered.message], request.conversation, turn.text)
-    if not (same_tools and same_arguments) and found.relation is not Relation.FORKED:
-        # the session renders the history again, because the tools and the arguments of the template decide about the prompt
-        reason = "the arguments of the chat template differ" if same_tools else "the tools differ"
-        found = replace(found, relation=Relation.FORKED, reason=reason)
-    earlier = None
-    if found.relation is Relation.FORKED:
-        earlier = histories.find(request.conversation, request.tools, request.chat_template_kwargs)
-    if earlier is not None:
-        found = replace(found, relation=Relation.RETURNED, reason=f"it continues the history {earlier.index}")
-    return found, earlier
+class _Way(Protocol):
+    """How the requests of an agent are continued: all of them by messages, or all by texts."""
+
+    def opening(self, pending: AgentRequest) -> Opening | None:
+        """What the first request begins with; None if it was refused."""
+        ...
+
+    def add_turn(self, turn: Turn) -> None:
+        """Take a turn of the model."""
+        ...
+
+    def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
+        """What leads from the answered request to the next one; None if that was refused."""
+        ...
 
 
-def _reply(
-    answered: _Answered,
-    pending: AgentRequest,
-    turn: Turn,
-    reward: float | None,
-    found: Continuation,
-    earlier: EarlierHistory | None,
-    histories: LiveHistories,
-) -> Reply:
-    """The reply that leads from the answered request to the next one."""
-    before, request = answered.pending.request, pending.request
-    same_tools = list(request.tools) == list(before.tools)
-    same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
-    if not found.new:
+class _ByMessages:
+    """The messages of a request are rendered by the chat template."""
+
+    def __init__(self, run: _AgentRun) -> None:
+        self._run = run
+        self._histories = LiveHistories()
+
+    def opening(self, pending: AgentRequest) -> Opening | None:
+        if self._run.refuses(pending, pending.messages, opening=True):
+            return None
+        request = pending.request
+        return Opening(
+            messages=pending.messages,
+            tools=request.tools,
+            chat_template_kwargs=request.chat_template_kwargs,
+            prefill=request.prefill,
+        )
+
+    def add_turn(self, turn: Turn) -> None:
+        pass
+
+    def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
+        found, earlier = self._relation(answered, pending, turn)
+        first = found.new if earlier is None else earlier.first_new
+        if self._run.refuses(pending, pending.messages[first:], opening=not first):
+            return None
+        return self._reply(answered, pending, turn, found, earlier)
+
+    def _relation(
+        self, answered: _Answered, pending: AgentRequest, turn: Turn
+    ) -> tuple[Continuation, EarlierHistory | None]:
+        """How a request continues the conversation, and the earlier history that it returns to."""
+        before, request = answered.pending.request, pending.request
+        same_tools = list(request.tools) == list(before.tools)
+        same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
         held = [*before.conversation, answered.message]
-        asked = LiveHistory(held, before.tools, before.chat_template_kwargs, turn.text)
-        histories.replace(asked, None if earlier is None else earlier.index)
-    info = {**answered.info, **({} if found.relation is Relation.EXTENDED else _recorded(found))}
-    reply = Reply(
-        reward=reward,
-        info=_info(info),
-        metrics=answered.metrics(found.relation),
-        sampling=request.sampling,
-        tools=None if same_tools else request.tools,
-        chat_template_kwargs=None if same_arguments else request.chat_template_kwargs,
-    )
-    if not found.new:
-        return replace(reply, rewrite=pending.messages, returns_to=earlier)
-    return replace(reply, messages=pending.messages[found.new :], edit=found.edit)
+        found = continuation(held, request.conversation, turn.text, begun=answered.begun, prefill=request.prefill)
+        if not (same_tools and same_arguments) and found.relation is not Relation.FORKED:
+            # the session renders the history again, because the tools and the arguments of the template decide about the prompt
+            reason = "the arguments of the chat template differ" if same_tools else "the tools differ"
+            found = Continuation(relation=Relation.FORKED, reason=reason)
+        earlier = None
+        if found.relation is Relation.FORKED:
+            earlier = self._histories.find(request.conversation, request.tools, request.chat_template_kwargs)
+        if earlier is not None:
+            found = replace(found, relation=Relation.RETURNED, reason=f"it continues the history {earlier.index}")
+        return found, earlier
+
+    def _reply(
+        self,
+        answered: _Answered,
+        pending: AgentRequest,
+        turn: Turn,
+        found: Continuation,
+        earlier: EarlierHistory | None,
+    ) -> Reply:
+        """The reply that leads from the answered request to the next one."""
+        before, request = answered.pending.request, pending.request
+        same_tools = list(request.tools) == list(before.tools)
+        same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
+        if not found.new:
+            held = [*before.conversation, answered.message]
+            asked = LiveHistory(held, before.tools, before.chat_template_kwargs, turn.text, answered.begun)
+            self._histories.replace(asked, None if earlier is None else earlier.index)
+        reply = Reply(
+            info=_info({**answered.info, **_recorded(found.relation, found.reason)}),
+            metrics=answered.metrics(found.relation),
+            tools=None if same_tools else request.tools,
+            chat_template_kwargs=None if same_arguments else request.chat_template_kwargs,
+        )
+        if found.resume is not None:
+            return replace(reply, resume=found.resume)
+        reply = replace(reply, prefill=request.prefill)
+        if not found.new:
+            return replace(reply, rewrite=pending.messages, returns_to=earlier)
+        return replace(reply, messages=pending.messages[found.new :], edit=found.edit)
+
+
+_MOST_TEXTS = 64
+"""Prompts that are compared with a text."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Continued:
+    """A prompt that was answered: its text, its tokens, and the tokens of the answer."""
+
+    text: str
+    prompt: Sequence[int]
+    sampled: Sequence[int]
+
+
+class _ByTexts:
+    """The agent writes its prompts itself, as texts or as token ids."""
+
+    def __init__(self, run: _AgentRun) -> None:
+        self._run = run
+        self._histories = TokenHistories(self._describe)
+        self._continued: collections.deque[_Continued] = collections.deque(maxlen=_MOST_TEXTS)
+        self._text, self._prompt = "", list[int]()
+        """The prompt that is being answered."""
+
+    def opening(self, pending: AgentRequest) -> Opening | None:
+        if (prompt := self._encoded(pending)) is None:
+            return None
+        return Opening(messages=self._histories.begin(prompt).messages, prompt_ids=prompt)
+
+    def add_turn(self, turn: Turn) -> None:
+        assert turn.completion is not None, "a prompt of tokens was answered without tokens"
+        self._histories.add_turn(turn)
+        self._continued.append(_Continued(self._text, self._prompt, turn.completion.token_ids))
+
+    def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
+        if (prompt := self._encoded(pending)) is None:
+            return None
+        reply, relation = self._histories.reply(prompt)
+        info = _info({**answered.info, **_recorded(relation, "")})
+        return replace(reply, info=info, metrics=answered.metrics(relation))
+
+    def _encoded(self, pending: AgentRequest) -> list[int] | None:
+        """The tokens of a request's prompt; None if it was refused."""
+        given, prompts = pending.request.prompt, self._run.prompts
+        assert given is not None
+        try:
+            with boundary("tokens"):
+                if prompts is None:
+                    raise AgentError("the model's tokenizer is not known here: use /v1/chat/completions")
+                self._text = given if isinstance(given, str) else prompts.decode(given)
+                self._prompt = self._behind_sampled(given, prompts) if isinstance(given, str) else list(given)
+        except Failed as failed:
+            self._run.conversation.refuse(pending, Refused(400, failed.failure.message, parameter="prompt"))
+            return None
+        return self._prompt
+
+    def _behind_sampled(self, text: str, prompts: ModelPrompts) -> list[int]:
+        """The tokens of a text. Where it repeats an earlier prompt and the beginning of its answer, they are those that were
+        sampled, and only the rest is encoded."""
+        known = [one for one in self._continued if text.startswith(one.text)]
+        if not known:
+            return list(prompts.encode(text, None))
+        last = max(known, key=lambda one: len(one.text))
+        rest = text[len(last.text) :]
+        count, kept = prompts.token_prefix(last.sampled, rest)
+        tokens = [*last.prompt, *last.sampled[:count]]
+        return [*tokens, *prompts.encode(rest[len(kept) :], tokens[-1])] if len(kept) < len(rest) else tokens
+
+    def _describe(self, tokens: Sequence[int], after: Message | None) -> ContextText:
+        assert self._run.prompts is not None
+        return ContextText(messages=[{"role": "user", "content": self._run.prompts.decode(tokens)}])
 
 
 def _info(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,16 +387,20 @@ def _info(values: Mapping[str, Any]) -> dict[str, Any]:
     return {_KEY: dict(values)} if values else {}
 
 
-def _recorded(found: Continuation) -> dict[str, Any]:
-    return {"next_request": found.relation.value, "reason": found.reason}
+def _recorded(relation: Relation, reason: str) -> dict[str, Any]:
+    """What is recorded of the next request; nothing if it only goes on."""
+    if relation is Relation.EXTENDED:
+        return {}
+    return {"next_request": relation.value, **({"reason": reason} if reason else {})}
 
 
 class _AgentRun:
     """A running agent and its requests."""
 
-    def __init__(self, agent: Agent, row: Row, proxy: Proxy | None) -> None:
+    def __init__(self, agent: Agent, row: Row, proxy: Proxy | None, prompts: ModelPrompts | None) -> None:
         text = _row_json(row)
-        self.conversation = AgentConversation(text)
+        self.conversation = AgentConversation(text, self._count_tokens)
+        self.prompts = prompts
         self.last_turn: Turn | None = None
         """The last turn that the agent received."""
         self._row = row
@@ -446,20 +431,56 @@ class _AgentRun:
         log_forced(self._pending.request.forced)
         return self._pending
 
-    def refuses(
-        self, pending: AgentRequest, check: MessageCheck | None, messages: Sequence[Message], *, opening: bool
-    ) -> bool:
-        """Whether a request was answered with an error, because the model cannot receive these messages of it."""
-        if check is None:
+    def refuses(self, pending: AgentRequest, messages: Sequence[Message], *, opening: bool) -> bool:
+        """Whether a request was answered with an error, because the model cannot receive these messages of it, or not answer in
+        the form that it asks for."""
+        if (prompts := self.prompts) is None:
             return False
+        request, arguments = pending.request, self._arguments(pending.request)
+
+        def check_form() -> None:
+            prompts.check_turn(request.tools, request.sampling, prefill=request.prefill, arguments=arguments)
+
+        def check_messages() -> None:
+            prompts.check_messages(messages, request.tools, opening=opening, arguments=arguments)
+
+        for check, parameter in ((check_messages, "messages"), (check_form, request.form or "messages")):
+            try:
+                with boundary("tokens"):
+                    check()
+            except Failed as failed:
+                message = (
+                    failed.failure.message if check is check_messages else f"`{parameter}`: {failed.failure.message}"
+                )
+                self.conversation.refuse(pending, Refused(400, message, parameter=parameter))
+                return True
+        return False
+
+    def refuses_other_api(self, pending: AgentRequest, answered: _Answered) -> bool:
+        """Whether a request was answered with an error, because it has a prompt where those before had messages, or the other way
+        round."""
+        if (pending.request.prompt is None) is (answered.pending.request.prompt is None):
+            return False
+        message = "the requests of a conversation are all those of /v1/completions, or none: its prompts are written in one way"
+        self.conversation.refuse(pending, Refused(400, message))
+        return True
+
+    def _count_tokens(self, request: ChatRequest) -> int:
+        """The tokens of a request's prompt. Raises Refused."""
+        if self.prompts is None:
+            raise Refused(400, "tokens cannot be counted here, because the model's tokenizer is not known")
         try:
             with boundary("tokens"):
-                arguments = {**self._row.chat_template_kwargs, **pending.request.chat_template_kwargs}
-                check(messages, pending.request.tools, opening=opening, arguments=arguments)
+                messages = template_messages(request.conversation)
+                return self.prompts.count_tokens(
+                    messages, request.tools, prefill=request.prefill, arguments=self._arguments(request)
+                )
         except Failed as failed:
-            self.conversation.refuse(pending, Refused(400, failed.failure.message, parameter="messages"))
-            return True
-        return False
+            raise Refused(400, failed.failure.message, parameter="messages") from None
+
+    def _arguments(self, request: ChatRequest) -> dict[str, Any]:
+        """The further arguments of the chat template for a request."""
+        return {**self._row.chat_template_kwargs, **request.chat_template_kwargs}
 
     async def until_abandoned(self) -> None:
         """Wait for the end of the present request. Raises ConnectionError if the client is gone."""
@@ -473,7 +494,11 @@ class _AgentRun:
         assert pending is not None
         self.last_turn = turn
         self._refuse_abandoned(pending)
-        message = answer_message(turn, pending.request.sampling.stop)
+        begun, stop = pending.request.prefill, pending.request.sampling.stop
+        if pending.request.prompt is None:
+            message = answer_message(turn, stop, begun)
+        else:
+            message = {"role": "assistant", "content": before_stop(turn.text, stop)}
         answer = AgentAnswer(
             id=uuid.uuid4().hex,
             created=int(time.time()),
@@ -483,8 +508,8 @@ class _AgentRun:
             completion_tokens=0 if turn.completion is None else len(turn.completion.token_ids),
             cut=turn.finish_reason == "length",
         )
-        self.conversation.answer(pending, answer)
-        return _Answered(pending=pending, message=message)
+        self.conversation.answer(pending, answer, turn.index)
+        return _Answered(pending=pending, message={**message, "content": begun + str(message["content"])})
 
     def _refuse_abandoned(self, pending: AgentRequest) -> None:
         if pending.abandoned:

@@ -13,14 +13,15 @@ import json
 import os
 import ssl
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from turnwise.environments.agents.anthropic_messages import AnthropicMessages
 from turnwise.environments.agents.chat_completions import ChatCompletions, openai_error
-from turnwise.environments.agents.requests import AgentAnswer, AgentConversation, ChatRequest, Refused
+from turnwise.environments.agents.completions import Completions
+from turnwise.environments.agents.requests import AgentAnswer, AgentConversation, ChatRequest, Refused, bare_id
 from turnwise.environments.agents.responses import Responses
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.json_yaml import lone_surrogate
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+T = TypeVar("T")
 _LONGEST_BODY = 32 << 20  # bytes
 _NAME = "the server of agents"
 _REMEMBERED = 10_000  # keys of conversations that have ended
@@ -82,16 +84,20 @@ class Listening:
     """The base URL for agents, without a path such as `/v1`; None: that of `host` and the port."""
 
     @classmethod
-    def of(
-        cls,
-        listen: str | None,
-        *,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        public_url: str | None = None,
-        insecure: bool = False,
-    ) -> Listening:
-        """From the arguments of an agent. Raises ConfigError, such as for an address that others reach, without TLS."""
+    def of(cls, server: Mapping[str, Any]) -> Listening:
+        """From the argument `server` of an agent, which may have these keys:
+
+        - `listen`: `HOST:PORT`; a free port of 127.0.0.1 unless given.
+        - `tls_cert`, `tls_key`: the files of the server's TLS certificate and of its key, in PEM form.
+        - `public_url`: the base URL under which agents reach the server, such as that of an ingress.
+        - `insecure`: whether the server may listen without TLS at an address that other machines reach.
+
+        Raises ConfigError, such as for an address that others reach, without TLS.
+        """
+        names = ("listen", "tls_cert", "tls_key", "public_url", "insecure")
+        if unknown := [name for name in server if name not in names]:
+            raise ConfigError(f"server: {unknown[0]!r} is unknown; the keys are {', '.join(names)}")
+        listen, tls_cert, tls_key, public_url, insecure = (server.get(name) for name in names)
         # YAML reads `listen: 8443` as a number
         host, _, port = ("127.0.0.1:0" if listen is None else str(listen)).rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
@@ -162,7 +168,17 @@ _DIALECTS: Mapping[str, Dialect] = {
     "chat/completions": ChatCompletions(),
     "responses": Responses(),
     "messages": AnthropicMessages(),
+    "completions": Completions(),
 }
+
+
+_RETRIEVED = ("responses", "chat/completions")
+"""The APIs whose answers can be asked for again, by their id."""
+_COUNTS: Mapping[str, Mapping[str, Any]] = {
+    "messages/count_tokens": {},
+    "responses/input_tokens": {"object": "response.input_tokens"},
+}
+"""The paths that count the tokens of a prompt, with what else is in their answers."""
 
 
 class Proxy:
@@ -274,7 +290,9 @@ def _application(proxy: Proxy) -> Starlette:
         raise missing_library("starlette", server=_NAME, extra="serve") from None
     handlers = _Handlers(proxy)
     posts = {path: handlers.chat(dialect) for path, dialect in _DIALECTS.items()} | {"reward": handlers.reward}
-    gets = {"row": handlers.row, "models": handlers.models, "models/{name:path}": handlers.model}
+    posts |= {path: handlers.count(_DIALECTS[path.split("/")[0]], head) for path, head in _COUNTS.items()}
+    gets = {f"{path}/{{id}}": handlers.answered(_DIALECTS[path]) for path in _RETRIEVED}
+    gets |= {"row": handlers.row, "models": handlers.models, "models/{name:path}": handlers.model}
     # clients append their path to a base URL with or without /v1
     prefixes = ("/v1", "", "/v1/v1")
     return Starlette(
@@ -313,6 +331,35 @@ class _Handlers:
 
         return handle
 
+    def count(self, dialect: Dialect, head: Mapping[str, Any]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of an API's requests for the number of tokens of a prompt."""
+
+        async def handle(request: Request) -> Response:
+            from starlette.responses import JSONResponse
+
+            try:
+                conversation = self._proxy.find(_key(request))
+                counted = conversation.count_tokens(_read(dialect, await _body(request)))
+                return JSONResponse({**head, "input_tokens": await _in_loop(conversation, counted)})
+            except Refused as refused:
+                return _refusal(refused, dialect.error(refused))
+
+        return handle
+
+    def answered(self, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+        """The handler of an API's requests for an earlier answer, by its id."""
+
+        async def handle(request: Request) -> Response:
+            from starlette.responses import JSONResponse
+
+            try:
+                chat, answer = self._proxy.find(_key(request)).answered(bare_id(request.path_params["id"]))
+            except Refused as refused:
+                return _refusal(refused, dialect.error(refused))
+            return JSONResponse(dialect.answer(chat, answer))
+
+        return handle
+
     async def reward(self, request: Request) -> Response:
         """Take a reward from the agent."""
         from starlette.responses import JSONResponse
@@ -320,8 +367,13 @@ class _Handlers:
         try:
             conversation = self._proxy.find(_key(request))
             body = await _body(request)
-            report = conversation.report_reward(body.get("reward"))
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(report, conversation.loop))
+            if unknown := body.keys() - {"reward", "id", "final"}:
+                name = min(unknown)
+                raise Refused(
+                    400, f"{name!r:.80} is unknown: a reward has `reward`, `id` and `final`", parameter=name[:80]
+                )
+            report = conversation.report_reward(body.get("reward"), body.get("id"), body.get("final", False))
+            await _in_loop(conversation, report)
         except Refused as refused:
             return _refusal(refused, openai_error(refused))
         return JSONResponse({"status": "ok"})
@@ -351,7 +403,7 @@ class _Handlers:
 
     async def not_found(self, request: Request) -> Response:
         """All other paths."""
-        known = ", ".join(f"/v1/{path}" for path in (*_DIALECTS, "models", "reward", "row"))
+        known = ", ".join(f"/v1/{path}" for path in (*_DIALECTS, *_COUNTS, "models", "reward", "row"))
         refused = Refused(404, f"{request.method} {request.url.path:.100} does not exist; the paths are {known}")
         return _refusal(refused, openai_error(refused))
 
@@ -410,6 +462,15 @@ async def _ask(request: Request, conversation: AgentConversation, chat: ChatRequ
     finally:
         leaving.cancel()
         answering.cancel()
+
+
+async def _in_loop(conversation: AgentConversation, asked: Coroutine[Any, Any, T]) -> T:
+    """What the conversation answers in its event loop. Raises Refused."""
+    try:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, conversation.loop))
+    except RuntimeError:  # the loop of the conversation is closed
+        asked.close()
+        raise Refused(410, _ENDED) from None
 
 
 async def _until_disconnected(request: Request) -> None:

@@ -19,12 +19,14 @@ import contextlib
 import json
 import logging
 import math
+import re
 import secrets
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from turnwise.types import Message, SamplingChange, ToolSchema, Turn
+from turnwise.types import AnswerFormat, Message, SamplingChange, ToolSchema, Turn
+from turnwise.user_code.reward_number import added
 
 # requests and answers
 
@@ -60,11 +62,26 @@ class ChatRequest:
     """Responses API: the system message, which is not part of the stored conversation."""
     previous_response: str | None = None
     """Responses API: the id of the answer that `messages` continue."""
+    prompt: str | Sequence[int] | None = None
+    """The prompt that the client wrote itself, as text or as token ids (`messages` is empty); None: it is rendered from the
+    messages."""
+    form: str = ""
+    """The parameters that ask for a form of the answer (`SamplingChange.asks_for_form`), for error messages."""
 
     @property
     def conversation(self) -> list[Message]:
-        """All messages, the instructions first."""
-        return [*([self.instructions] if self.instructions is not None else []), *self.messages]
+        """All messages that the model answers, the instructions first: without the beginning of its answer (`prefill`)."""
+        messages = self.messages[:-1] if self._begins_answer else self.messages
+        return [*([self.instructions] if self.instructions is not None else []), *messages]
+
+    @property
+    def prefill(self) -> str:
+        """The text that the answer begins with: that of the last message, if it is the model's; else empty."""
+        return str(self.messages[-1]["content"]) if self._begins_answer else ""
+
+    @property
+    def _begins_answer(self) -> bool:
+        return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +116,9 @@ class AgentAnswer:
         return self.message.get("tool_calls") or ()
 
 
-def answer_message(turn: Turn, stop: Sequence[str] | None = None) -> Message:
-    """The assistant message of a turn. The content ends in front of the first of the texts `stop`.
+def answer_message(turn: Turn, stop: Sequence[str] | None = None, prefill: str = "") -> Message:
+    """The assistant message of a turn. The content ends in front of the first of the texts `stop`, and begins behind the text
+    `prefill`, which the client has given.
 
     If no tool call of the turn can be parsed, the calls are part of the content, so that the client sees them.
     """
@@ -108,14 +126,28 @@ def answer_message(turn: Turn, stop: Sequence[str] | None = None) -> Message:
     content = str(turn.message.get("content") or "")
     if turn.calls and not calls:
         content = turn.text[turn.text.find(turn.reasoning) + len(turn.reasoning) :] if turn.reasoning else turn.text
-    ends = [at for text in stop or () if (at := content.find(text)) >= 0]
-    content = content[: min(ends)] if ends else content
-    message: Message = {"role": "assistant", "content": content}
+    elif prefill:
+        content = _behind(content, prefill)
+    message: Message = {"role": "assistant", "content": before_stop(content, stop)}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning
     if calls:
         message["tool_calls"] = [tool_call(call.id, call.name, call.arguments) for call in calls]
     return message
+
+
+def before_stop(content: str, stop: Sequence[str] | None) -> str:
+    """The content in front of the first of the texts `stop`."""
+    ends = [at for text in stop or () if (at := content.find(text)) >= 0]
+    return content[: min(ends)] if ends else content
+
+
+def _behind(content: str, prefill: str) -> str:
+    """The content of a turn without the text that the client has begun it with, which may be part of its reasoning."""
+    for begun in (prefill, prefill.lstrip(), prefill.strip()):
+        if begun and content.startswith(begun):
+            return content[len(begun) :]
+    return content
 
 
 def tool_call(id: str, name: str, arguments: Mapping[str, Any] | str) -> dict[str, Any]:
@@ -214,20 +246,59 @@ def template_arguments(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments or {}
 
 
-def offered_tools(tools: Sequence[ToolSchema], choice: Any, forced: dict[str, Any]) -> Sequence[ToolSchema]:
-    """The tools that the model is offered under a `tool_choice`.
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What a client says of calls, in the words of all APIs."""
 
-    A choice that the model cannot be forced to is added to `forced`. Raises Refused if two tools have the same name.
-    """
-    names = [tool["function"]["name"] for tool in tools]
-    if len(set(names)) < len(names):
-        raise Refused(400, f"two tools have the same name; the names are {names!r:.200}", parameter="tools")
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind == "none":
-        return ()
-    if kind not in (None, "auto"):
-        forced["tool_choice"] = choice
-    return tools
+    tools: Sequence[ToolSchema]
+    """Those that the model is offered."""
+    required: bool = False
+    names: Sequence[str] | None = None
+    """The tools that may be called, if not all."""
+
+    @classmethod
+    def of(cls, tools: Sequence[ToolSchema], choice: Any) -> ToolChoice:
+        """Raises Refused if two tools have the same name, or a choice is unknown or names a tool that is not there."""
+        offered = [tool["function"]["name"] for tool in tools]
+        if len(set(offered)) < len(offered):
+            raise Refused(400, f"two tools have the same name; the names are {offered!r:.200}", parameter="tools")
+        given: Mapping[str, Any] = choice if isinstance(choice, Mapping) else {"type": choice}
+        match given.get("type"):
+            case "none":
+                return cls(())
+            case None | "auto":
+                return cls(tools)
+            case "required" | "any":
+                required, names = True, None
+            case "function" | "tool":
+                required, names = True, [_chosen_name(given)]
+            case "allowed_tools":
+                allowed = given.get("allowed_tools", given)
+                required, names = allowed.get("mode") == "required", [_chosen_name(one) for one in allowed["tools"]]
+            case _:
+                raise Refused(400, f"tool_choice={choice!r:.80} is not known", parameter="tool_choice")
+        if missing := [name for name in names or () if name not in offered] or ([] if tools else ["any tool"]):
+            raise Refused(
+                400,
+                f"tool_choice={choice!r:.80} asks for {missing[0]!r:.80}, and the tools of the request are {offered!r:.200}",
+                parameter="tool_choice",
+            )
+        return cls(tools, required, names)
+
+
+def _chosen_name(choice: Mapping[str, Any]) -> str:
+    """The name of a tool in a `tool_choice`, which OpenAI's chat completions write one level deeper than others."""
+    return str(choice.get("function", choice).get("name"))
+
+
+def answer_form(given: Any, name: str) -> AnswerFormat | None:
+    """The form of answers that the parameter `name` asks for; None: free text. Raises Refused."""
+    if given is None:
+        return None
+    try:
+        return AnswerFormat.of(given)
+    except (ValueError, AttributeError) as error:
+        raise Refused(400, f"`{name}`: {error}", parameter=name) from None
 
 
 # parameters
@@ -278,7 +349,6 @@ _DEFAULTS: Mapping[str, Any] = {
     "top_logprobs": 0,
     "echo": False,
     "background": False,
-    "response_format": {"type": "text"},
     "modalities": ["text"],
     "functions": [],
     "mcp_servers": [],
@@ -289,10 +359,6 @@ _REASONS: Mapping[str, str] = {
     "best_of": "a conversation has one answer to each request",
     "logprobs": "log-probabilities are in the record of the run, and are not sent to clients",
     "top_logprobs": "log-probabilities are in the record of the run, and are not sent to clients",
-    "response_format": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
-    "output_format": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
-    "output_config": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
-    "text": "answers cannot be constrained to a format: describe the format in the prompt, or use a tool",
     "functions": "this parameter was replaced by `tools`",
     "function_call": "this parameter was replaced by `tool_choice`",
 }
@@ -318,8 +384,15 @@ def forced_parameters(body: Mapping[str, Any], *, read: Collection[str]) -> dict
     return forced
 
 
-def sampling_change(body: Mapping[str, Any], *, max_tokens: Collection[str], stop: str) -> SamplingChange:
-    """The longest turn and the stop texts that a client asked for, which may be as short as it likes.
+def sampling_change(
+    body: Mapping[str, Any],
+    *,
+    max_tokens: Collection[str],
+    stop: str,
+    choice: ToolChoice = ToolChoice(()),
+    answer: AnswerFormat | None = None,
+) -> SamplingChange:
+    """The longest turn and the stop texts that a client asked for, which may be as short as it likes, and the form of the turn.
 
     `max_tokens` and `stop` are the names of the parameters. Raises Refused if a value has the wrong type.
     """
@@ -334,7 +407,14 @@ def sampling_change(body: Mapping[str, Any], *, max_tokens: Collection[str], sto
     if texts and len(texts) > _MOST_STOP_TEXTS:
         raise Refused(400, f"{stop} has {len(texts)} texts; at most {_MOST_STOP_TEXTS} are allowed", parameter=stop)
     # a client that asks for few tokens expects the beginning of an answer
-    return SamplingChange(max_tokens=min(most, default=None), stop=texts or None, answers_cut=True)
+    return SamplingChange(
+        max_tokens=min(most, default=None),
+        stop=texts or None,
+        answers_cut=True,
+        answer_format=answer,
+        tool_choice="required" if choice.required else None,
+        tool_names=choice.names,
+    )
 
 
 def log_forced(forced: Mapping[str, Any]) -> None:
@@ -348,6 +428,28 @@ def log_forced(forced: Mapping[str, Any]) -> None:
                 name,
                 value,
             )
+
+
+def bare_id(id: str) -> str:
+    """The id of an answer without the prefix of its API: that of `resp_0a1b` is `0a1b`."""
+    return re.split("[-_]", id)[-1]
+
+
+def _refuse_beginning(request: ChatRequest) -> None:
+    """Raises Refused for a beginning of an answer that the model cannot continue."""
+    last, why = request.messages[-1], ""
+    if last["role"] != "assistant":
+        return
+    if not request.conversation:
+        why = "is the only one: give the model something to answer"
+    elif last.get("tool_calls"):
+        why = "has a tool call, which is complete: send its result, or leave it out"
+    elif not isinstance(last["content"], str) or not last["content"]:
+        why = "has no text: leave it out"
+    if why:
+        raise Refused(
+            400, f"the last message is the model's, so its answer continues it, and it {why}", parameter="messages"
+        )
 
 
 # the requests of one agent
@@ -373,11 +475,13 @@ class AgentRequest:
 class AgentConversation:
     """The requests, the rewards and the key of one conversation."""
 
-    def __init__(self, row: str) -> None:
+    def __init__(self, row: str, count: Callable[[ChatRequest], int]) -> None:
         self.key = f"tw-{secrets.token_urlsafe(24)}"
         """The API key of the agent. It identifies the conversation."""
         self.row = row
         """The row as JSON."""
+        self._count = count
+        """The number of tokens of a request's prompt. Raises Refused."""
         self.loop = asyncio.get_running_loop()
         self._waiting: collections.deque[AgentRequest] = collections.deque()
         self._current: AgentRequest | None = None
@@ -385,25 +489,27 @@ class AgentConversation:
         self._arrived = asyncio.Event()
         self._end: str | None = None
         """Why there are no further answers; None while the conversation goes on."""
-        self._stored: dict[str, Sequence[Message]] = {}
-        """The conversation after each answer, by the id of the answer, without the instructions (Responses API)."""
-        self._reported: float | None = None
-        """Rewards that the agent has reported and that no turn has received yet."""
+        self._answered: dict[str, tuple[ChatRequest, AgentAnswer]] = {}
+        """The requests, with the messages that they continue, and their answers, by the id of the answer."""
+        self._turns: dict[str, int] = {}
+        """The index of the turn of each answer, by the id of the answer."""
+        self._reported: dict[int | None, float] = {}
+        """Rewards that were reported and that no turn has received yet, by the index of the turn; None: the last one."""
+        self.rewarded = False
+        """Whether a reward was reported."""
+        self._final = asyncio.Event()
+        """Set with the last reward."""
 
     async def ask(self, request: ChatRequest) -> AgentAnswer:
         """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
         self._refuse_after_end()
         if request.previous_response is not None:
-            if request.previous_response not in self._stored:
-                raise Refused(
-                    404, f"there is no response {request.previous_response!r:.80}", parameter="previous_response_id"
-                )
-            earlier = self._stored[request.previous_response]
+            before, answer = self.answered(request.previous_response, "previous_response_id")
+            earlier = [*before.messages, answer.message]
             request = replace(request, messages=[*earlier, *request.messages])
-        if request.messages[-1]["role"] == "assistant":
-            raise Refused(
-                400, "the last message is the model's: an answer cannot be begun for the model, so remove that message"
-            )
+        if request.prompt is None:
+            request = replace(request, messages=self._joined(request.messages))
+            _refuse_beginning(request)
         if len(self._waiting) >= _MOST_WAITING:
             raise Refused(429, f"{_MOST_WAITING} requests of this conversation are waiting already")
         pending = AgentRequest(request, template_messages(request.conversation))
@@ -422,30 +528,77 @@ class AgentConversation:
             self._arrived.clear()
             await self._arrived.wait()
 
-    def answer(self, pending: AgentRequest, answer: AgentAnswer) -> None:
-        """Answer a request."""
+    async def count_tokens(self, request: ChatRequest) -> int:
+        """The number of tokens of the prompt of a request, which is not answered. Raises Refused."""
+        self._refuse_after_end()
+        return self._count(request)
+
+    def answer(self, pending: AgentRequest, answer: AgentAnswer, turn: int) -> None:
+        """Answer a request with the turn of this index."""
         self._current = None
-        self._stored[answer.id] = [*pending.request.messages, answer.message]
+        self._answered[answer.id] = pending.request, answer
+        self._turns[answer.id] = turn
         pending.answer.set_result(answer)
 
-    async def report_reward(self, reward: object) -> None:
-        """Take a reward from the agent, also after the last answer. Raises Refused if it is not a finite number."""
+    def answered(self, id: str, parameter: str | None = None) -> tuple[ChatRequest, AgentAnswer]:
+        """The request and the answer with this id. Raises Refused if there is none."""
+        if id not in self._answered:
+            raise Refused(404, f"there is no answer with the id {id!r:.80}", parameter=parameter)
+        return self._answered[id]
+
+    def _joined(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages, with the beginning of an answer that the client gave, and the answer, as one message of the model.
+
+        Clients send both back as two messages, or as one.
+        """
+        begun = {(request.prefill, answer.text) for request, answer in self._answered.values() if request.prefill}
+        joined: list[Message] = []
+        for message in messages:
+            before = joined[-1] if joined else message
+            if before["role"] == message["role"] == "assistant" and (before["content"], message["content"]) in begun:
+                joined[-1] = {**message, "content": f"{before['content']}{message['content']}"}
+            else:
+                joined.append(message)
+        return joined
+
+    async def report_reward(self, reward: object, id: object = None, final: object = False) -> None:
+        """Take a reward of the answer with this id, or of the last one; also after the last answer. `final`: there are no more.
+
+        Raises Refused if it is not a finite number, or comes after the last one.
+        """
+        if self._final.is_set():
+            raise Refused(410, "a reward with `final` was the last one of this conversation")
+        if not isinstance(final, bool):
+            raise Refused(400, f"`final` must be true or false; it is {final!r:.80}", parameter="final")
+        turn = None if id is None else self._turns.get(bare_id(str(id)))
+        if turn is None and id is not None:
+            raise Refused(404, f"there is no answer with the id {id!r:.80} in this conversation", parameter="id")
         value = math.nan
         if isinstance(reward, int | float) and not isinstance(reward, bool):
             with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
                 value = float(reward)
-        if not math.isfinite(total := (self._reported or 0.0) + value):
+        if not math.isfinite(total := self._reported.get(turn, 0.0) + value):
             raise Refused(
                 400,
                 f"`reward` must be a finite number, also together with the rewards before it; it is {reward!r:.80}",
                 parameter="reward",
             )
-        self._reported = total
+        self._reported[turn] = total
+        self.rewarded = True
+        if final:
+            self._final.set()
 
-    def take_reward(self) -> float | None:
-        """The rewards that the agent has reported since the last call; None if it has reported none."""
-        reward, self._reported = self._reported, None
-        return reward
+    async def until_final_reward(self, seconds: float) -> None:
+        """Wait for the last reward, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._final.wait(), seconds)
+
+    def take_rewards(self, last: int) -> tuple[float | None, Mapping[int, float]]:
+        """The rewards that were reported since the last call: of the turn `last`, the last one that was answered, or None; and of
+        earlier turns, by their index."""
+        reported, self._reported = self._reported, {}
+        reward = added([reported.pop(None, None), reported.pop(last, None)])
+        return reward, {turn: value for turn, value in reported.items() if turn is not None}
 
     def refuse(self, pending: AgentRequest, refused: Refused) -> None:
         """Answer a request with an error. The agent may send another one."""

@@ -13,10 +13,11 @@ from turnwise.environments.agents.requests import (
     AgentAnswer,
     ChatRequest,
     Refused,
+    ToolChoice,
+    answer_form,
     content_text,
     forced_parameters,
     function_tool,
-    offered_tools,
     sampling_change,
     template_arguments,
     tool_call,
@@ -33,6 +34,7 @@ _READ = (
     "max_output_tokens",
     "previous_response_id",
     "chat_template_kwargs",
+    "text",
 )
 _TEXT_FORMAT = {"format": {"type": "text"}}
 
@@ -44,20 +46,24 @@ class Responses:
         """Raises Refused."""
         settings = body.get("text")
         text = dict(settings) if isinstance(settings, Mapping) else {}
-        verbosity = text.pop("verbosity", None)
-        plain = text in ({}, _TEXT_FORMAT, {"format": None})
-        forced = forced_parameters(body, read=(*_READ, "text") if plain else _READ)
-        if verbosity is not None:
+        forced = forced_parameters(body, read=_READ)
+        if (verbosity := text.pop("verbosity", None)) is not None:
             forced["verbosity"] = verbosity
+        answer = answer_form(text.pop("format", None), "text")
+        if text:
+            raise Refused(400, f"`text` has {min(text)!r:.40}, which is unknown here", parameter="text")
         tools = [_tool(tool) for tool in body.get("tools") or ()]
         items, instructions = body.get("input"), body.get("instructions")
         if instructions is not None and not isinstance(instructions, str):
             raise Refused(400, f"`instructions` must be a text; it is {instructions!r:.80}", parameter="instructions")
         previous = body.get("previous_response_id")
+        choice = ToolChoice.of(tools, body.get("tool_choice"))
+        sampling = sampling_change(body, max_tokens=("max_output_tokens",), stop="stop", choice=choice, answer=answer)
         return ChatRequest(
             messages=_messages([{"role": "user", "content": items}] if isinstance(items, str) else items),
-            tools=offered_tools(tools, body.get("tool_choice"), forced),
-            sampling=sampling_change(body, max_tokens=("max_output_tokens",), stop="stop"),
+            tools=choice.tools,
+            sampling=sampling,
+            form="text" if answer else "tool_choice",
             chat_template_kwargs=template_arguments(body),
             forced=forced,
             stream=bool(body.get("stream")),

@@ -386,7 +386,7 @@ def _validator(parameters: Mapping[str, Any], name: str) -> Validator:
     except ImportError:
         raise ConfigError(
             f"the tool {name!r} is given by a JSON Schema, and checks against a schema need jsonschema and regex: "
-            f"pip install 'turnwise[mcp]'"
+            f"pip install jsonschema regex"
         ) from None
     if not isinstance(parameters, Mapping):
         raise ConfigError(

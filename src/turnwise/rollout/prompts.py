@@ -1,0 +1,96 @@
+"""What an environment may ask about the prompts and the turns of a run's model (`environments.environment.ModelPrompts`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from turnwise.errors import GrammarError, TurnwiseError
+from turnwise.rollout.context import RolloutContext
+from turnwise.types import Message, SamplingChange, ToolSchema
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompts:
+    """Prompts that the context's renderer writes, for an engine that samples tokens."""
+
+    context: RolloutContext
+
+    def check_messages(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
+    ) -> None:
+        self.context.renderer.check_messages(messages, tools, opening=opening, arguments=arguments)
+
+    def check_turn(
+        self, tools: Sequence[ToolSchema], change: SamplingChange, *, prefill: str, arguments: Mapping[str, Any]
+    ) -> None:
+        if not change.asks_for_form:
+            return
+        if self.context.no_forms:
+            raise GrammarError(self.context.no_forms)
+        renderer = self.context.renderer.for_arguments(arguments)
+        # what a prompt opens of reasoning is known when it is written: only then is a beginning compared with the grammar
+        before = "" if renderer.profile.reasoning.supported else prefill
+        constraint = renderer.constraint(tools, change, stops=renderer.stop_token_ids, before=before)
+        if constraint is not None:
+            renderer.masks.matcher(constraint)
+
+    def count_tokens(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, prefill: str, arguments: Mapping[str, Any]
+    ) -> int:
+        renderer = self.context.renderer.for_arguments(arguments)
+        prompt = renderer.encode_opening(messages, tools).token_ids
+        return len(prompt) + (len(renderer.encode_continuation(prompt[-1], prefill)) if prefill else 0)
+
+    def encode(self, text: str, behind: int | None) -> Sequence[int]:
+        renderer = self.context.renderer
+        if behind is not None:
+            return renderer.encode_continuation(behind, text)
+        tokens, opening = list(renderer.encode(text)), renderer.tokenizer.bos_token_id
+        # as servers do: with the token that begins each text, where the tokenizer writes it
+        if opening is None or tokens[:1] == [opening] or renderer.tokenizer.encode("a")[:1] != [opening]:
+            return tokens
+        return [opening, *tokens]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        size = len(self.context.renderer.tokenizer)
+        if wrong := [token for token in token_ids if not 0 <= token < size]:
+            raise TurnwiseError(f"{wrong[0]} is no token of the model: they are 0 to {size - 1}")
+        return self.context.renderer.decode(token_ids)
+
+    def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
+        return self.context.renderer.token_prefix(token_ids, text)
+
+
+class EndpointPrompts:
+    """Prompts that the server of an OpenAI-compatible endpoint writes: there are no tokens, and turns have no form."""
+
+    def check_messages(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
+    ) -> None:
+        pass
+
+    def check_turn(
+        self, tools: Sequence[ToolSchema], change: SamplingChange, *, prefill: str, arguments: Mapping[str, Any]
+    ) -> None:
+        if prefill or change.asks_for_form:
+            raise TurnwiseError(f"the server of the model writes each turn itself: {_OTHER_ENGINE}")
+
+    def count_tokens(
+        self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, prefill: str, arguments: Mapping[str, Any]
+    ) -> int:
+        raise TurnwiseError(_NO_TOKENS)
+
+    def encode(self, text: str, behind: int | None) -> Sequence[int]:
+        raise TurnwiseError(_NO_TOKENS)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        raise TurnwiseError(_NO_TOKENS)
+
+    def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
+        raise TurnwiseError(_NO_TOKENS)
+
+
+_OTHER_ENGINE = "use an engine that samples tokens (engine.name=local)"
+_NO_TOKENS = f"the tokens of a server's prompts are not known: {_OTHER_ENGINE}"

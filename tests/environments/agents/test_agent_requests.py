@@ -1,0 +1,347 @@
+"""What real clients ask for besides a plain answer: beginnings of answers, forms, counts, earlier answers, and late rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+
+from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
+from turnwise.environments.agents import AgentFunction
+from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
+from turnwise.types import Trajectory
+
+USER = "<|im_start|>user\n{}<|im_end|>\n"
+ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """The clients take seconds to import: they are imported before a conversation begins."""
+    import anthropic  # noqa: F401
+    import openai  # noqa: F401
+
+
+def openai_client(base_url: str, api_key: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def anthropic_client(base_url: str, api_key: str) -> Any:
+    import anthropic
+
+    return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+
+
+def led(engine: Says, function: Any, **arguments: Any) -> Trajectory:
+    """The conversation that a function leads, whose requests are compared with the prompts of the model."""
+    make = AgentFunction(function=function, **arguments)
+    make.use_prompts(RenderedPrompts(a_table(engine)))
+    try:
+        (trajectory,) = hold_all(engine, make, row=a_row())
+    finally:
+        asyncio.run(make.aclose())
+    return trajectory
+
+
+def relations(trajectory: Trajectory) -> tuple[float, ...]:
+    return tuple(trajectory.metrics[f"agent/{name}"] for name in ("extended", "realigned", "forked"))
+
+
+# beginnings of answers
+
+
+@pytest.mark.parametrize("as_two", [False, True])
+def test_the_model_continues_the_beginning_of_its_answer(as_two: bool) -> None:
+    """The client sends beginning and answer back as one message, or as two."""
+    seen: list[str] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, messages = openai_client(base_url, api_key), list(row.messages)
+        begun = {"role": "assistant", "content": "It is "}
+        answer = client.chat.completions.create(model="m", messages=[*messages, begun]).choices[0].message
+        seen.append(answer.content)
+        both = [begun, answer] if as_two else [{"role": "assistant", "content": "It is " + answer.content}]
+        messages += [*both, {"role": "user", "content": "More"}, {"role": "assistant", "content": "No"}]
+        seen.append(client.chat.completions.create(model="m", messages=messages).choices[0].message.content)
+
+    trajectory = led(Says("5.", "thing."), agent)
+    assert trajectory.error is None, trajectory.error
+    assert seen == ["5.", "thing."]
+    (segment,) = trajectory.segments
+    assert spoken(segment) == [
+        (-1, f"{USER.format('Hi')}{CUE}It is "),
+        (0, "5.<|im_end|>"),
+        (-1, f"\n{USER.format('More')}{CUE}No"),
+        (1, "thing.<|im_end|>"),
+    ]
+    assert [message["content"] for message in trajectory.messages] == ["Hi", "It is 5.", "More", "Nothing."]
+    assert relations(trajectory) == (1, 0, 0)
+    assert trajectory.template_mismatch is None
+
+
+def test_an_answer_that_was_cut_is_continued_in_its_place() -> None:
+    """Anthropic's clients must leave out white space at the end of what they send back."""
+    seen: list[tuple[str, str]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, text = anthropic_client(base_url, api_key), ""
+        for most in (4, 3, 100):
+            begun = [{"role": "assistant", "content": text.rstrip()}] if text else []
+            answer = client.messages.create(model="m", max_tokens=most, messages=[*row.messages, *begun])
+            seen.append((answer.content[0].text, answer.stop_reason))
+            text = text.rstrip() + answer.content[0].text
+        messages = [*row.messages, {"role": "assistant", "content": text}, {"role": "user", "content": "More"}]
+        seen.append((client.messages.create(model="m", max_tokens=9, messages=messages).content[0].text, ""))
+
+    trajectory = led(Says("abc def", " d.efg", "f.", "Yes."), agent)
+    assert trajectory.error is None, trajectory.error
+    assert seen == [("abc ", "max_tokens"), (" d.", "max_tokens"), ("f.", "end_turn"), ("Yes.", "")]
+    (segment,) = trajectory.segments
+    assert spoken(segment) == [
+        (-1, USER.format("Hi") + CUE),
+        (0, "abc"),
+        (1, " d."),
+        (2, "f.<|im_end|>"),
+        (-1, f"\n{USER.format('More')}{CUE}"),
+        (3, "Yes.<|im_end|>"),
+    ]
+    assert trajectory.messages[1]["content"] == "abc d.f."
+    assert relations(trajectory) == (2, 1, 0)  # the space that was left out
+    assert trajectory.template_mismatch is None
+
+
+def test_a_beginning_of_another_history_begins_a_segment() -> None:
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client = openai_client(base_url, api_key)
+        for question in ("Hi", "Ho"):
+            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": "We"}]
+            client.chat.completions.create(model="m", messages=messages)
+
+    trajectory = led(Says("ll", " do"), agent)
+    assert trajectory.error is None, trajectory.error
+    assert [spoken(segment)[0][1] for segment in trajectory.segments] == [
+        f"{USER.format(question)}{CUE}We" for question in ("Hi", "Ho")
+    ]
+
+
+def test_a_call_cannot_be_continued() -> None:
+    seen: list[str] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, messages = openai_client(base_url, api_key), list(row.messages)
+        tools = [{"type": "function", "function": ADD}]
+        answer = client.chat.completions.create(model="m", messages=messages, tools=tools).choices[0].message
+        import openai
+
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="m", messages=[*messages, answer], tools=tools)
+        seen.append(refused.value.message)
+
+    assert led(Says(call("add", '{"a": 1}')), agent).error is None
+    assert "has a tool call, which is complete: send its result" in seen[0]
+
+
+# what is no turn
+
+
+def test_tokens_are_counted_and_answers_can_be_asked_for_again() -> None:
+    seen: dict[str, Any] = {}
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, other = openai_client(base_url, api_key), anthropic_client(base_url, api_key)
+        tools: Any = [{"name": "add", "input_schema": ADD["parameters"]}]
+        messages: Any = [*row.messages, {"role": "assistant", "content": "Well"}]
+        seen["counted"] = other.messages.count_tokens(model="m", messages=messages, tools=tools).input_tokens
+        answer = other.messages.create(model="m", messages=messages, tools=tools, max_tokens=9)
+        seen["used"] = answer.usage.input_tokens
+        first = client.responses.create(model="m", input="Hi", instructions="Be brief.")
+        again = client.responses.retrieve(first.id)
+        seen["again"] = (again.id, again.output_text, again.instructions)
+        seen["same"] = again == first
+        seen["input_tokens"] = client.responses.input_tokens.count(model="m", input="Hi").input_tokens
+        whole = client.chat.completions.create(model="m", messages=row.messages)
+        seen["chat"] = client.chat.completions.retrieve(whole.id).choices[0].message.content
+        import openai
+
+        with pytest.raises(openai.NotFoundError, match="no answer with the id"):
+            client.responses.retrieve("resp_0")
+        seen["id"] = first.id
+
+    trajectory = led(Says("!", "Yes.", "Yo."), agent)
+    assert trajectory.error is None, trajectory.error
+    assert len(trajectory.turns) == 3
+    assert seen["counted"] == seen["used"] > 100  # the tool is part of the prompt
+    assert seen["again"] == (seen["id"], "Yes.", "Be brief.")
+    assert seen["same"]
+    assert (seen["input_tokens"], seen["chat"]) == (21, "Yo.")
+
+
+# forms
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
+    ],
+)
+@pytest.mark.parametrize("of_server", [False, True])
+def test_a_form_is_refused_where_no_grammar_can_be_sampled(body: Any, parameter: str, of_server: bool) -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        request = {"messages": row.messages, "tools": [{"type": "function", "function": ADD}]}
+        seen.append(post(f"{base_url}/chat/completions", api_key, {**request, **body}))
+        assert post(f"{base_url}/chat/completions", api_key, request)[0] == 200
+
+    make = AgentFunction(function=agent)
+    make.use_prompts(EndpointPrompts() if of_server else RenderedPrompts(a_table(Says())))
+    try:
+        (trajectory,) = hold_all(Says("a"), make)
+    finally:
+        asyncio.run(make.aclose())
+    assert trajectory.error is None, trajectory.error
+    ((status, answer),) = seen
+    assert (status, answer["error"]["param"]) == (400, parameter)
+    assert answer["error"]["message"].startswith(f"`{parameter}`: the ")
+    assert "engine.name=local" in answer["error"]["message"]
+
+
+def post(url: str, key: str, body: Any) -> tuple[int, Any]:
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+# rewards
+
+
+def test_a_reward_belongs_to_the_answer_that_it_names() -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, messages = openai_client(base_url, api_key), list(row.messages)
+        ids: list[str] = []
+        for _ in range(3):
+            answer = client.chat.completions.create(model="m", messages=messages)
+            ids.append(answer.id)
+            messages += [answer.choices[0].message, {"role": "user", "content": "More"}]
+            if len(ids) == 2:
+                seen.append(post(f"{base_url}/reward", api_key, {"reward": 1.0, "id": ids[0]}))
+        seen.append(post(f"{base_url}/reward", api_key, {"reward": 0.25, "id": ids[0]}))
+        seen.append(post(f"{base_url}/reward", api_key, {"reward": 2, "id": ids[1]}))
+        seen.append(post(f"{base_url}/reward", api_key, {"reward": 4}))
+        seen.append(post(f"{base_url}/reward", api_key, {"reward": 4, "id": "chatcmpl-0"}))
+        seen.append(post(f"{base_url}/reward", api_key, {"reward": 4, "turn": 1}))
+
+    trajectory = led(Says("a", "b", "c"), agent)
+    assert trajectory.error is None, trajectory.error
+    assert [turn.rewards for turn in trajectory.turns] == [{"environment": value} for value in (1.25, 2.0, 4.0)]
+    assert [status for status, _ in seen] == [200] * 4 + [404, 400]
+    assert "'turn' is unknown" in seen[5][1]["error"]["message"]
+
+
+def test_rewards_may_arrive_after_the_end_until_the_last_one() -> None:
+    late: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        id = openai_client(base_url, api_key).chat.completions.create(model="m", messages=row.messages).id
+
+        def judge() -> None:
+            late.append(post(f"{base_url}/chat/completions", api_key, {"messages": row.messages}))
+            for body in ({"reward": 1.0, "id": id}, {"reward": 0.5, "final": True}):
+                late.append(post(f"{base_url}/reward", api_key, body))
+
+        threading.Timer(0.3, judge).start()
+
+    trajectory = led(Says("a"), agent, seconds_for_rewards=60)
+    assert trajectory.error is None, trajectory.error
+    assert (trajectory.turns[0].reward, trajectory.stop) == (1.5, "done")
+    assert late[0][0] == 410  # no further answers
+    assert late[1][0] == 200
+
+
+def test_a_conversation_without_a_reward_in_time_fails() -> None:
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        openai_client(base_url, api_key).chat.completions.create(model="m", messages=row.messages)
+
+    trajectory = led(Says("a"), agent, seconds_for_rewards=0.05)
+    assert trajectory.error is not None
+    assert "no reward arrived within seconds_for_rewards=0.05" in trajectory.error.message
+
+
+# prompts that the agent writes itself
+
+
+def test_texts_are_continued_behind_the_tokens_that_were_sampled() -> None:
+    """A transcript that grows, also one that leaves out the end of an answer; token ids; and another prompt."""
+    seen: list[Any] = []
+    first = "Q: 2+3?\nA:"
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client = openai_client(base_url, api_key)
+
+        def ask(prompt: Any, **body: Any) -> str:
+            answer = client.completions.create(model="m", prompt=prompt, **body)
+            seen.append((answer.choices[0].text, answer.choices[0].finish_reason, answer.usage.prompt_tokens))
+            return answer.choices[0].text
+
+        text = first + ask(first, stop=["\n"], max_tokens=20)
+        text += "\nQ: 4+4?\nA:"
+        text += ask(text, max_tokens=2)
+        ask(text + "<|im_end|>")
+        ask("Else", stream=False)
+        ask([44, 45])
+        stream = client.completions.create(model="m", prompt=text + "<|im_end|>", stream=True)
+        seen.append("".join(chunk.choices[0].text for chunk in stream))
+
+    trajectory = led(Says(" 5\n", " 89", "!", "where", "x", "again"), agent)
+    assert trajectory.error is None, trajectory.error
+    assert [one[:2] for one in seen[:5]] == [
+        (" 5", "stop"), (" 8", "length"), ("!", "stop"), ("where", "stop"), ("x", "stop"),
+    ]  # fmt: skip
+    assert seen[0][2] == len(first)
+    assert seen[5] == "again"
+    segment = trajectory.segments[0]
+    assert spoken(segment) == [
+        (-1, first),
+        (0, " 5\n"),
+        (-1, "Q: 4+4?\nA:"),
+        (1, " 8"),
+        (-1, "<|im_end|>"),
+        (2, "!<|im_end|>"),
+    ]
+    assert [spoken(one)[0][1] for one in trajectory.segments[1:]] == ["Else", "JK", spoken_text(segment, 5)]
+    assert relations(trajectory) == (1, 1, 3)
+
+
+def spoken_text(segment: Any, runs: int) -> str:
+    return "".join(text for _, text in spoken(segment)[:runs])
+
+
+def test_texts_and_messages_are_not_mixed_and_wrong_prompts_are_refused() -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        for prompt in ("", ["a", "b"], [10**9]):
+            seen.append(post(f"{base_url}/completions", api_key, {"prompt": prompt}))
+        assert post(f"{base_url}/completions", api_key, {"prompt": "a"})[0] == 200
+        seen.append(post(f"{base_url}/chat/completions", api_key, {"messages": row.messages}))
+
+    trajectory = led(Says("b"), agent)
+    assert trajectory.error is None, trajectory.error
+    assert [status for status, _ in seen] == [400] * 4
+    assert "is no token of the model" in seen[2][1]["error"]["message"]
+    assert "all those of /v1/completions, or none" in seen[3][1]["error"]["message"]
