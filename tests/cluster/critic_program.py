@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import OptimizationSection, PpoClip
-from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.options.schema import LoraSection
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.options import CriticOptions, ShardOptions
@@ -151,7 +152,8 @@ def from_other_ranks(learner: ShardedLearner, folder: Path, lora: LoraSection) -
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(ClusterSection(timeout=120.0), device="cpu")
+    mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
+    ranks = Ranks(ClusterSection(timeout=120.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()

@@ -1,4 +1,4 @@
-"""The program of each process in test_sharded.py: loads a model, and writes the peak of its memory.
+"""The program of each process in test_sharded.py: loads a model, and writes the peak of its memory and what it has read.
 
 Arguments: a small model, which is loaded first, so that modules imported on first use and the buffers of the connections
 between the ranks are not counted; the model; `complete` (one process) or `sharded` (this rank's part); the file of the result.
@@ -6,15 +6,18 @@ between the ranks are not counted; the model; `complete` (one process) or `shard
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
+import transformers.modeling_utils
 
 from turnwise.models.loading import ModelSource, load_model
-from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import load_sharded
 
@@ -22,6 +25,45 @@ from turnwise.training.sharded.sharded_model import load_sharded
 def kilobytes(name: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+class Counted:
+    """A tensor of a file; counts what is read of it."""
+
+    kilobytes = 0.0
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        found = self._part[index]
+        Counted.kilobytes += found.nbytes / 2**10
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+def counted(open_file: Any) -> Any:
+    """`safetensors.safe_open` that counts."""
+
+    class File:
+        def __init__(self, *args: Any, **options: Any) -> None:
+            self._file = open_file(*args, **options)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *args: Any) -> None:
+            pass
+
+        def get_slice(self, name: str) -> Counted:
+            return Counted(self._file.get_slice(name))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    return File
 
 
 def load(path: str, ranks: Ranks | None) -> Any:
@@ -32,14 +74,18 @@ def load(path: str, ranks: Ranks | None) -> Any:
 def main() -> None:
     torch.set_num_threads(1)
     small, path, kind, out = sys.argv[1:]
-    ranks = Ranks(ClusterSection(), device="cpu") if kind == "sharded" else None
+    mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
+    ranks = Ranks(ClusterSection(mesh=mesh), device="cpu") if kind == "sharded" else None
+    safetensors.safe_open = counted(safetensors.safe_open)
+    transformers.modeling_utils.safe_open = safetensors.safe_open
     assert load(small, ranks)
     before = kilobytes("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+    Counted.kilobytes = 0
     model = load(path, ranks)
     assert model
     peak = kilobytes("VmHWM") - before
-    Path(f"{out}{os.environ.get('RANK', '0')}").write_text(str(peak))
+    Path(f"{out}{os.environ.get('RANK', '0')}").write_text(json.dumps([peak, round(Counted.kilobytes)]))
     if ranks is not None:
         ranks.close()
 

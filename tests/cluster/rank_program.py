@@ -23,6 +23,7 @@ from turnwise.options.algorithm import (
     LossSection,
     Nll,
     OptimizationSection,
+    OptimizerSection,
     PpoClip,
     ReferenceSection,
     Reinforce,
@@ -75,6 +76,7 @@ class Case:
     teacher: TeacherSection = TeacherSection()
     """Its path is the name of a directory beside MODEL; `base`: the model under the adapter."""
     lora: bool = False
+    dora: bool = False
     checkpointing: bool = False
     dtype: str = "float32"
     share_prompts: str = "auto"
@@ -102,6 +104,7 @@ CASES = {
     "reference": Case(loss=PpoClip(kl_coef=0.5), epochs=2),
     "lora_reference": Case(loss=PpoClip(kl_coef=0.5), lora=True, epochs=2),
     "lora_copy": Case(loss=PpoClip(kl_coef=0.5), lora=True, reference=ReferenceSection(source="copy"), epochs=2),
+    "dora": Case(lora=True, dora=True),
     "checkpointing": Case(loss=PpoClip(kl_coef=0.5), checkpointing=True),
     "correction": Case(correction=CorrectionSection(action="truncate", high=1.5, normalize_weights=True)),
     "selection": Case(
@@ -113,6 +116,7 @@ CASES = {
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
+    **{name: Case(model=name) for name in ("llama", "mistral", "qwen2")},
     "teacher_sampled": Case(loss=Reinforce(), teacher=teacher(path="teacher", gamma=0.5), epochs=2),
     "teacher_divergence": Case(
         teacher=teacher(path="teacher", signal="divergence", divergence="jsd", top_k=3), epochs=2
@@ -132,7 +136,7 @@ def options_of(case: Case) -> ShardOptions:
             path=str(MODEL.parent / case.model if case.model else MODEL),
             dtype=case.dtype,
             device="cpu",
-            lora=LoraSection(rank=4, alpha=8) if case.lora else LoraSection(),
+            lora=LoraSection(rank=4, alpha=8, dora=case.dora) if case.lora else LoraSection(),
             gradient_checkpointing=case.checkpointing,
         ),
         sampling=Sampling(),
@@ -250,9 +254,20 @@ def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
     return result
 
 
-def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
+OPTIMIZERS = {
+    "eight_bits": Case(optimizer=OptimizationSection(optimizer=OptimizerSection(name="adamw_8bit"))),
+    "kahan": Case(optimizer=OptimizationSection(optimizer=OptimizerSection(master_weights="kahan")), dtype="bfloat16"),
+    "stochastic": Case(
+        optimizer=OptimizationSection(optimizer=OptimizerSection(master_weights="stochastic_rounding")),
+        dtype="bfloat16",
+    ),
+}
+
+
+def resumed(
+    ranks: Ranks, folder: Path, case: Case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
+) -> dict[str, Any]:
     """The share of the weights on rank 0, and the losses of runs that go on with the state of another number of processes."""
-    case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
     learner = ShardedLearner(ranks, options_of(case))
     batches = batches_of(case, learner)
 
@@ -261,7 +276,7 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
     part = learner.leader.run(Part())
     steps(learner, 2)
-    (folder / "shards").mkdir()
+    (folder / "shards").mkdir(parents=True)
     learner.save_shards(folder / "shards")
     learner.save(folder / "model")
     expected = steps(learner, 2)
@@ -275,7 +290,9 @@ def resumed(ranks: Ranks, folder: Path) -> dict[str, Any]:
     again.load_state(state)  # of one process
     from_one = steps(again, 2)
     in_one = steps(one, 2)
-    return {"expected": expected, "from_one": from_one, "in_one": in_one, "part": part}
+    here = ShardedLearner(ranks, replace(options_of(case), model=saved))
+    here.load_state({}, folder / "shards")
+    return {"expected": expected, "from_one": from_one, "in_one": in_one, "here": steps(here, 2), "part": part}
 
 
 def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
@@ -292,7 +309,7 @@ def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    mesh = MeshSection(replicate=int(os.environ["REPLICATE"]))
+    mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
     ranks = Ranks(ClusterSection(timeout=120.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
@@ -302,6 +319,8 @@ def main() -> None:
     if WRITTEN is not None:
         WRITTEN.mkdir()
         results["resumed"] = resumed(ranks, WRITTEN)
+        if ranks.size == 2 and ranks.mesh.tensor is None:
+            results["optimizers"] = {name: resumed(ranks, WRITTEN / name, case) for name, case in OPTIMIZERS.items()}
     if READ is not None:
         results["from_other_ranks"] = from_other_ranks(ranks, READ)
     OUT.write_text(json.dumps(results))

@@ -86,20 +86,24 @@ def test_options_of_the_recipe_reach_the_ranks(recipe: Path) -> None:
         (["cluster.launcher=none", "cluster.mesh.shard=2"], "cluster.mesh.shard has no effect in one process"),
         (
             ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh.replicate=3"],
-            "cluster.mesh.replicate=3, and there are 4 ranks: use a multiple of it",
+            "cluster.mesh.replicate=3, and there are 4 ranks: use a multiple of 3",
         ),
         (
             ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh={replicate: 2, shard: 4}"],
             "cluster.mesh.replicate=2 and cluster.mesh.shard=4, and there are 4 ranks: use 8 ranks",
         ),
+        (
+            ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh={shard: 2, tensor: 4}"],
+            "cluster.mesh.shard=2 and cluster.mesh.tensor=4, and there are 4 ranks: use a multiple of 8",
+        ),
+        (["cluster.mesh.tensor=2", "model.lora={rank: 4, dora: true}"], "needs complete weight vectors"),
         (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=torchrun"),
         (["cluster.restarts=2"], "cluster.restarts has no effect with cluster.launcher=torchrun"),
         (["cluster.fsdp.param_dtype=bfloat16", "model.dtype=bfloat16"], "has no effect with model.dtype=bfloat16"),
         (["cluster.fsdp.param_dtype=bfloat16", "model.autocast=true"], "both compute passes in bfloat16"),
         (["cluster.fsdp.offload=cpu", "model.device=cpu"], "cluster.fsdp.offload=cpu has no effect"),
         (["train.optimizer.name=adafactor"], "cannot be used with several ranks"),
-        (["train.optimizer.offload=cpu"], "set cluster.fsdp.offload=cpu"),
-        (["train.optimizer.master_weights=kahan", "model.dtype=bfloat16"], "cannot be used with several ranks"),
+        (["train.optimizer.offload=cpu", "cluster.fsdp.offload=cpu"], "has no effect with cluster.fsdp.offload=cpu"),
         (["model.device=cuda:1"], "each rank has a device of its own"),
     ],
 )

@@ -85,7 +85,7 @@ TESTED: Mapping[str, str] = {
     },
     **{
         f"cluster.mesh.{name}": "cluster/test_sharded.py::test_a_group_of_ranks_has_the_complete_model"
-        for name in ("replicate", "shard")
+        for name in ("replicate", "shard", "tensor")
     },
     **{
         f"cluster.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_workers"

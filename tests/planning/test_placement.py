@@ -57,6 +57,16 @@ def test_options_of_fsdp_change_the_memory(recipe: Path) -> None:
     assert half["gathered layers"] == kept["gathered layers"] / 2
     assert "weights" not in parts(recipe, 4, "cluster.fsdp.offload=cpu")
     assert parts(recipe, 4, "cluster.mesh.shard=2")["weights"] == 2 * plain["weights"]
+    pair = parts(recipe, 4, "cluster.mesh.tensor=2")
+    assert pair["weights"] == plain["weights"]
+    assert pair["gathered layers"] < plain["gathered layers"]
+    assert 0.5 * plain["activations"] < pair["activations"] < plain["activations"]
+
+
+def test_a_model_whose_heads_are_not_divided_is_refused(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=torchrun", "cluster.mesh.tensor=4"])
+    with pytest.raises(ConfigError, match="the model has 2 key and value heads, which 4 ranks cannot divide"):
+        refuse_impossible(config, 4, read_model_config(config.model.path))
 
 
 def test_a_mesh_needs_the_number_of_ranks_that_torchrun_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

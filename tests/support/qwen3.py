@@ -59,9 +59,32 @@ QWEN3: dict[str, dict[str, Any]] = {
     },
 }
 
+# Models for several machines
+
+LARGE: dict[str, dict[str, Any]] = {
+    "32B": _dense(5120, 25600, 64, 64, tied=False),
+    "235B-A22B": {
+        **_SAME,
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+}
+
 
 def save_config(folder: Path, size: str) -> Path:
-    """Write the config.json of Qwen3 of a size into a new directory, without weights."""
+    """Write the config.json of Qwen3 of a size of `QWEN3` or `LARGE` into a new directory, without weights."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3[size]))
+    (folder / "config.json").write_text(json.dumps((QWEN3 | LARGE)[size]))
     return folder

@@ -26,6 +26,7 @@ from turnwise.cli import main
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model, of_model
 from turnwise.models.loading import save_model as save_loaded
+from turnwise.models.lora import initialize_magnitudes
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
 from turnwise.options.schema import LoraSection
 
@@ -201,8 +202,11 @@ def filled(options: ModelSource) -> tuple[StagedModel, list[set[str]]]:
     staged = open_staged(options)
     assert staged is not None
     layers = [part for part in staged.model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
+    staged.to_meta()
     names = [set(staged.fill(part)) for part in [*layers, staged.model]]
     staged.check()
+    if staged.new_magnitudes:
+        initialize_magnitudes(staged.model.modules())
     return staged, names
 
 

@@ -241,18 +241,18 @@ def cluster_problems(config: Config, options: OptimizationSection) -> list[Probl
             "cluster.fsdp.offload=cpu has no effect, because the model is on the CPU: remove it",
         ),
         (
-            several and optimizer.name != "adamw",
-            f"optimizer.name={optimizer.name} cannot be used with several ranks, because its state depends on how weight "
-            f"matrices are divided: use adamw, whose state is divided among the ranks",
+            several and optimizer.name == "adafactor",
+            "optimizer.name=adafactor cannot be used with several ranks, because its state depends on complete weight matrices: "
+            "use adamw or adamw_8bit",
         ),
         (
-            several and optimizer.offload != "none",
-            "optimizer.offload=cpu cannot be used with several ranks: set cluster.fsdp.offload=cpu",
+            several and optimizer.offload != "none" and fsdp.offload != "none",
+            "optimizer.offload=cpu has no effect with cluster.fsdp.offload=cpu, which has the optimizer's state in the CPU's "
+            "memory, too: remove one of them",
         ),
         (
-            several and optimizer.master_weights != "float32",
-            f"optimizer.master_weights={optimizer.master_weights} cannot be used with several ranks: remove it. The float32 "
-            f"copies of the weights are divided among the ranks",
+            several and cluster.mesh.tensor > 1 and config.model.lora.dora,
+            "model.lora.dora needs complete weight vectors, which cluster.mesh.tensor divides: remove one of them",
         ),
         (
             several and config.model.device not in ("auto", "cpu", "cuda"),

@@ -87,11 +87,13 @@ def add_adapter(model: Any, lora: LoraSection, *, seed: int = 0) -> None:
     model.eval()  # the new layers are in training mode
 
 
-def initialize_magnitudes(module: Any) -> None:
-    """Give the DoRA adapters inside `module` their first magnitudes: the norms of the base weights that the layers have now."""
+def initialize_magnitudes(modules: Iterable[Any]) -> list[Any]:
+    """Give the DoRA adapters among `modules` their first magnitudes: the norms of the base weights that the layers have now.
+    Returns the modules that have them, as `weight`."""
     from peft.tuners.lora.layer import LoraLayer
 
-    for layer in module.modules():
+    changed: list[Any] = []
+    for layer in modules:
         if isinstance(layer, LoraLayer) and _NAME in layer.lora_magnitude_vector:
             base: Any = layer.get_base_layer()
             magnitude: Any = layer.lora_magnitude_vector[_NAME]
@@ -100,6 +102,8 @@ def initialize_magnitudes(module: Any) -> None:
             down, up = (factor.weight.to(base.weight.dtype) for factor in factors)
             magnitude.update_layer(base_layer=base, lora_A=down, lora_B=up, scaling=layer.scaling[_NAME])
             magnitude.weight.data = magnitude.weight.data.float()
+            changed.append(magnitude)
+    return changed
 
 
 def save_adapter(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:

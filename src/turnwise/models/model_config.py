@@ -1,7 +1,8 @@
 """Facts of a model's config.json that need no model: context length, vocabulary, bytes of the KV cache.
 
 Also the types of layers that keep a state, the size of the KV cache of a server on the CPU, which follows from the bytes of a
-token, and how far bfloat16 rounds log-probabilities. Knows the names of the entries of config.json, and imports no torch.
+token, which models tensor parallelism divides, and how far bfloat16 rounds log-probabilities. Knows the names of the entries of
+config.json, and imports no torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from typing import Any
+
+from turnwise.errors import ConfigError
 
 RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
 """Types of layers (`layer_types`) that keep a state from token to token, the last two beside keys and values."""
@@ -31,6 +34,36 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
         return config["vocab_size"]
     text = config.get("text_config")
     return vocabulary_size(text) if isinstance(text, Mapping) else None
+
+
+# Tensor parallelism: which models are divided so
+
+DIVISIBLE_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Types of models (`model_type` of the text's configuration) whose training with `cluster.mesh.tensor` was compared with one
+process."""
+
+
+def refuse_indivisible(config: Any, ranks: int) -> None:
+    """Raise ConfigError if a model with this configuration (of transformers) cannot be divided among so many ranks."""
+    text = config.get_text_config()
+    option = f"cluster.mesh.tensor={ranks}"
+    if text.model_type not in DIVISIBLE_TYPES or getattr(config, "vision_config", None) is not None:
+        kind = config.model_type if text is config else f"{config.model_type} ({text.model_type})"
+        raise ConfigError(
+            f"{option}: models of the type {kind} are not divided so. Use cluster.mesh.shard instead; types that are: "
+            f"{', '.join(DIVISIBLE_TYPES)}"
+        )
+    sizes = {
+        "attention heads": text.num_attention_heads,
+        "key and value heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
+        "features of the feed-forward layers": text.intermediate_size,
+        "experts": getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or ranks,
+    }
+    for name, size in sizes.items():
+        if size % ranks:
+            raise ConfigError(
+                f"{option}: the model has {size} {name}, which {ranks} ranks cannot divide; use a divisor of {size}"
+            )
 
 
 # Rounding

@@ -1,8 +1,8 @@
-"""Loads a model part by part, for a process that keeps only a share of each part (training on several ranks).
+"""Loads a model part by part, for a process that keeps only a share of each weight (training on several ranks).
 
-The model is first built without memory for its weights. `StagedModel.fill` then reads the weights of a module from the
-checkpoint's safetensors files, converted as `from_pretrained` converts them. The caller reduces the module to its share before it
-fills the next module, so a process never has more than its share and the weights of the largest module in memory.
+The model is first built without memory for its weights, and the caller divides its parameters among processes. `StagedModel.fill`
+then reads the weights of a module from the checkpoint's safetensors files, converted as `from_pretrained` converts them: of a
+divided parameter only what this process keeps. So a process never reads or has more than its share and that of one conversion.
 
 This is the only module that uses the parts of transformers' loader that `from_pretrained` is made of. Where they are missing, or
 where a model needs more than they do, there is no staged loading, and `load_model` loads the complete model.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from turnwise.errors import Failed, boundary
 from turnwise.models.cpu import with_fast_layers
 from turnwise.models.loading import ModelSource, adapt, model_without_weights
-from turnwise.models.lora import adapter_base, initialize_magnitudes
+from turnwise.models.lora import adapter_base
 
 
 class IncompleteWeights(Exception):
@@ -52,29 +52,47 @@ class StagedModel:
 
     def __init__(self, base: Any, reader: _WeightReader, source: ModelSource) -> None:
         self._reader = reader
-        self._new_magnitudes = source.lora.rank is not None and source.lora.dora and source.adapter is None
+        self.new_magnitudes = source.lora.rank is not None and source.lora.dora and source.adapter is None
+        """Whether the adapter has magnitudes that must be computed from the weights (`initialize_magnitudes`)."""
         self._places = _places(base)
         self._left = set(self._places)
         _without_storage(base)
         adapt(base, source)
         self.model: Any = with_fast_layers(base)
 
+    def to_meta(self) -> None:
+        """Move the parameters without the adapter to the meta device, where they can be divided without memory. Tied weights stay
+        tied."""
+        moved: dict[int, Any] = {}
+        for place in self._places.values():
+            tensor = place.get()
+            if isinstance(tensor, torch.nn.Parameter):
+                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                place.put(moved.setdefault(id(tensor), torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)))
+
     def fill(self, module: Any) -> Mapping[str, torch.Tensor]:
-        """Read the weights of a part of the model that were not read before. Adapters are no part of the checkpoint.
+        """Read the weights of a part of the model that were not read before, divided as its parameters are. Adapters are no part
+        of the checkpoint.
 
         Returns the tensors by their names in the model without its adapter. Raises IncompleteWeights if a weight is not finite,
         or is not in the checkpoint in the expected shape.
         """
         inside = set(module.modules())
-        tensors = self._reader.read({name for name in self._left if self._places[name].module in inside})
-        if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors.values() if tensor.is_floating_point()):
-            raise IncompleteWeights
+        names = sorted(name for name in self._left if self._places[name].module in inside)
+        tensors = self._reader.read({name: self._places[name].get() for name in names})
+        for tensor in {id(tensor): tensor for tensor in tensors.values()}.values():
+            own = _own_copy(tensor)
+            if own.is_floating_point() and not bool(torch.isfinite(own).all()):
+                raise IncompleteWeights
         for name, tensor in tensors.items():
             self._places[name].put(tensor)
         self._left -= tensors.keys()
-        if self._new_magnitudes:
-            initialize_magnitudes(module)
         return tensors
+
+    def base_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the model without its adapter by their names there, in the order of the names."""
+        for name in sorted(self._places):
+            yield name, self._places[name].get()
 
     def check(self) -> None:
         """Check that the checkpoint has all weights of the model, and no others. Raises IncompleteWeights."""
@@ -136,12 +154,18 @@ class _WeightReader:
         """The conversions that were used: `save_pretrained` reverts them."""
         return [entry for entry in self._mapping if entry.was_used()]
 
-    def read(self, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The tensors of these names. Tied tensors are one object. Raises IncompleteWeights if one is missing."""
+    def read(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of these names, of divided ones this process's part. Tied tensors are one object. Raises IncompleteWeights
+        if one is missing."""
         from safetensors import safe_open
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
+        from transformers.distributed.utils import is_dtensor
         from transformers.modeling_utils import LoadStateDictConfig
 
+        names = wanted.keys()
+        for name, tensor in wanted.items():
+            if is_dtensor(tensor):  # the loader then reads what is in this process's part
+                self._places[name].put(torch.nn.Parameter(tensor.detach(), requires_grad=False))
         keys = [key for name in names for key in self._keys.get(name, ())]
         opened: Any = {file: safe_open(file, framework="pt") for file in {self._files[key] for key in keys}}
         info, _ = convert_and_load_state_dict_in_model(
@@ -183,6 +207,17 @@ class _WeightReader:
         info = LoadStateDictInfo(set(), unknown, set(), [], {}, set())
         self._model._adjust_missing_and_unexpected_keys(info)
         return sorted(info.unexpected_keys)
+
+
+def _own_copy(tensor: Any) -> torch.Tensor:
+    """Give a tensor, or this process's part of it, memory of its own in place of the file's, which may change. Returns it."""
+    from transformers.distributed.utils import is_dtensor
+
+    if is_dtensor(tensor):
+        tensor._local_tensor = tensor._local_tensor.clone()
+        return tensor._local_tensor
+    tensor.data = tensor.data.clone()
+    return tensor
 
 
 def _without_weights(path: str, dtype: torch.dtype) -> Any | None:

@@ -346,25 +346,43 @@ class FsdpSection(Section):
 
 
 class MeshSection(Section):
-    """How the ranks are arranged: `replicate` groups of `shard` ranks each. Each group has one complete model, divided among its
-    ranks, so that weights are gathered inside of a group only, and gradients are added up between the groups (HSDP). With several
-    machines, let each machine be a group."""
+    """How the ranks are arranged: `replicate` groups of `shard` times `tensor` ranks each. Each group has one complete model,
+    divided among its ranks, so that weights are gathered inside of a group only, and gradients are added up between the groups
+    (HSDP). With several machines, let each machine be a group."""
 
     replicate: Positive | None = None
-    """Number of groups. Null: ranks / `shard`, or 1 without it."""
+    """Number of groups. Null: ranks / (`shard` x `tensor`), or 1 without `shard`."""
     shard: Positive | None = None
-    """Ranks of a group, with consecutive numbers, such as a machine's GPUs. Null: ranks / `replicate`; without it, all."""
+    """Ranks of a group with micro-batches of their own, such as a machine's GPUs. Null: ranks / (`replicate` x `tensor`)."""
+    tensor: Positive = 1
+    """Ranks, with consecutive numbers, that compute each micro-batch together, with a part of each layer (tensor parallelism)."""
 
-    def shape(self, ranks: int) -> tuple[int, int]:
-        """The numbers of groups and of ranks in a group. Raises ConfigError if `ranks` cannot be arranged like this."""
-        groups = self.replicate or ranks // (self.shard or ranks)
-        shard = self.shard or ranks // groups
-        if groups * shard != ranks:
-            set_options = {name: value for name, value in vars(self).items() if value is not None}
+    def shape(self, ranks: int) -> tuple[int, int, int]:
+        """`replicate`, `shard` and `tensor` for so many ranks. Raises ConfigError if `ranks` cannot be arranged like this."""
+        sets = ranks // self.tensor
+        groups = self.replicate or sets // (self.shard or max(sets, 1))
+        shard = self.shard or sets // max(groups, 1)
+        if groups * shard * self.tensor != ranks:
+            set_options = {
+                name: value
+                for name, value in vars(self).items()
+                if value is not None and (name, value) != ("tensor", 1)
+            }
             given = " and ".join(f"cluster.mesh.{name}={value}" for name, value in set_options.items())
-            need = f"{groups * shard} ranks" if len(set_options) == 2 else "a multiple of it"
+            fixed = (self.replicate or 1) * (self.shard or 1) * self.tensor
+            need = f"{fixed} ranks" if self.replicate and self.shard else f"a multiple of {fixed}"
             raise ConfigError(f"{given}, and there are {ranks} ranks: use {need}, or change the mesh")
-        return groups, shard
+        return groups, shard, self.tensor
+
+    def sets(self, ranks: int) -> int:
+        """How many of so many ranks, or sets of `tensor` ranks, have micro-batches of their own."""
+        groups, shard, _ = self.shape(ranks)
+        return groups * shard
+
+    @property
+    def of_sets(self) -> str:
+        """For messages after a number of `sets`."""
+        return "" if self.tensor == 1 else f" (each of cluster.mesh.tensor={self.tensor} together)"
 
 
 class WorkersSection(Section):

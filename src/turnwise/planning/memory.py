@@ -6,6 +6,7 @@ workers and on servers that turnwise starts; the embedded engine of one process 
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.models.model_config import context_length
+from turnwise.models.model_config import context_length, refuse_indivisible
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
@@ -82,12 +83,16 @@ def refuse_impossible(config: Config, ranks: int, model_config: Any) -> None:
         )
     conversations = config.train.batch_size * config.train.group_size
     per_step = conversations // config.train.minibatches
-    if per_step < ranks:
+    mesh, sets = config.cluster.mesh, config.cluster.mesh.sets(ranks)
+    if per_step < sets:
         raise ConfigError(
-            f"{ranks} ranks and {per_step} conversations for each optimizer step (train.batch_size={config.train.batch_size} x "
-            f"train.group_size={config.train.group_size}, train.minibatches={config.train.minibatches}): at least "
-            f"{ranks - per_step} ranks would compute nothing. Use at most {per_step} ranks, or larger batches"
+            f"{sets} ranks{mesh.of_sets} and {per_step} conversations for each optimizer step (train.batch_size="
+            f"{config.train.batch_size} x train.group_size={config.train.group_size}, train.minibatches="
+            f"{config.train.minibatches}): at least {sets - per_step} would compute nothing. Use at most {per_step}, or larger "
+            f"batches"
         )
+    if mesh.tensor > 1:
+        refuse_indivisible(model_config, mesh.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +101,8 @@ class _Units:
 
     layer: int
     """The largest layer."""
+    layers: int
+    """All layers."""
     root: int
     """All weights outside of the layers: embedding, output layer, vision part."""
 
@@ -106,14 +113,17 @@ def rank_memory(
     """The peak of a training step on the device of a rank. Rank 0 also has the embedded engine.
 
     Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
-    one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process.
+    one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process; with
+    `cluster.mesh.tensor`, those of a model with as many heads, features and experts as a rank has.
     """
     fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
-    _, shard = config.cluster.mesh.shape(ranks)
-    if fsdp.param_dtype is not None:  # passes as those of a model whose weights have this type
+    _, shard, tensor = config.cluster.mesh.shape(ranks)
+    units = _units(config, model_config)
+    if fsdp.param_dtype is not None or tensor > 1:  # passes as those of a model whose weights have this type
+        dtype = fsdp.param_dtype or config.model.dtype
         passes = _parts(
-            config.model_copy(update={"model": config.model.model_copy(update={"dtype": fsdp.param_dtype})}),
-            model_config,
+            config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})}),
+            _of_one_rank(model_config, tensor),
             workload,
             section,
         )
@@ -128,15 +138,19 @@ def rank_memory(
     )
     if not samples:
         parts = {name: size for name, size in parts.items() if name not in _OF_ENGINE}
-    units = _units(config, model_config)
     offloaded = fsdp.offload == "cpu"
     precision = 0.5 if fsdp.param_dtype == "bfloat16" else 1.0
     each = fsdp.adds_up_each(parts.get("gradients", 0))
-    gathered = parts["weights"] if not fsdp.reshard_after_forward else units.root + 2 * units.layer
+    # an adapter has nothing outside of the layers
+    outside = 0.0 if config.model.lora.rank is not None else units.root / max(1, units.root + units.layers)
+    whole = parts["gradients"] * (outside + (1 - outside) / tensor)
+    gathered = units.layers if not fsdp.reshard_after_forward else 2 * units.layer
+    gathered = units.root + gathered / tensor
+    part = shard * tensor
     found = [
-        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / shard) for name in _DIVIDED),
-        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / shard) if each else parts["gradients"]),
-        MemoryPart("gathered layers", precision * gathered + (units.layer if each else 0)),
+        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / part) for name in _DIVIDED),
+        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / part) if each else whole),
+        MemoryPart("gathered layers", precision * gathered + (units.layer / tensor if each else 0)),
         MemoryPart("copy of the engine", parts["weights"] if samples else 0),
     ]
     known = {*_DIVIDED, "gradients"}
@@ -156,7 +170,23 @@ def _units(config: Config, model_config: Any) -> _Units:
     model = empty_model(assembly.model_source(config), model_config)
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
-    return _Units(max(sizes, default=0), _bytes(model) - sum(sizes))
+    return _Units(max(sizes, default=0), sum(sizes), _bytes(model) - sum(sizes))
+
+
+def _of_one_rank(model_config: Any, tensor: int) -> Any:
+    """The configuration of a model whose layers have the sizes of a rank's part. The model's own for one rank."""
+    if tensor == 1:
+        return model_config
+    refuse_indivisible(model_config, tensor)
+    own = copy.deepcopy(model_config)
+    text = own.get_text_config()
+    text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(text, name, getattr(text, name) // tensor)
+    if getattr(text, "num_experts", None):
+        # a rank computes its experts for all tokens that chose them: on average this part of the pairs
+        text.moe_intermediate_size //= tensor
+    return own
 
 
 def _bytes(module: Any) -> int:

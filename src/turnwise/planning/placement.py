@@ -48,7 +48,7 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
         )
     )
     if ranks > 1:
-        mean = conversations / train.minibatches / ranks
+        mean = conversations / train.minibatches / config.cluster.mesh.sets(ranks)
         lines.append(
             PlanLine(
                 "conversations of a rank",
@@ -79,11 +79,14 @@ def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLi
         trainer = f"{ranks} ranks on the Ray cluster, on as few machines as possible, each with {_rank_resources(config, device)}"
     lines = [PlanLine("trainer", trainer)]
     if several:
-        groups, shard = config.cluster.mesh.shape(ranks)
-        copies = "" if groups == 1 else f"; {groups} groups of {shard} ranks have a complete model each (HSDP)"
+        groups, shard, tensor = config.cluster.mesh.shape(ranks)
+        part = shard * tensor
+        copies = "" if groups == 1 else f"; {groups} groups of {part} ranks have a complete model each (HSDP)"
+        together = "" if tensor == 1 else f"; {tensor} ranks compute each micro-batch together (tensor parallelism)"
         lines.append(
             PlanLine(
-                "model", f"each rank has 1/{shard} of weights, gradients and optimizer state (fully_shard){copies}"
+                "model",
+                f"each rank has 1/{part} of weights, gradients and optimizer state (fully_shard){copies}{together}",
             )
         )
     return lines
@@ -159,7 +162,7 @@ def fine_tuning_lines(
 ) -> list[PlanLine]:
     """The numbers of a step of fine-tuning on `rows` conversations, of which some were `counted`. `context` is the most tokens of
     a conversation."""
-    sft = config.sft
+    sft, sets = config.sft, config.cluster.mesh.sets(ranks)
     steps = sft.steps or steps_of_epochs(sft.epochs, rows, sft.batch_size)
     lines = [
         PlanLine("conversations of a step", f"sft.batch_size={sft.batch_size}, one optimizer step"),
@@ -171,7 +174,7 @@ def fine_tuning_lines(
         lines.append(
             PlanLine(
                 "conversations of a rank",
-                f"{sft.batch_size / ranks:.3g} for each step, on average: micro-batches are shared out by their tokens",
+                f"{sft.batch_size / sets:.3g} for each step, on average: micro-batches are shared out by their tokens",
             )
         )
     if counted:
@@ -204,9 +207,9 @@ def _length_lines(
 
 def refuse_idle_ranks(config: Config, ranks: int) -> None:
     """Raise ConfigError if some ranks would have no conversation."""
-    size = config.sft.batch_size
-    if size < ranks:
+    size, sets = config.sft.batch_size, config.cluster.mesh.sets(ranks)
+    if size < sets:
         raise ConfigError(
-            f"{ranks} ranks and {size} conversations for each optimizer step (sft.batch_size={size}): at least {ranks - size} "
-            f"ranks would compute nothing. Use at most {size} ranks, or larger batches"
+            f"{sets} ranks{config.cluster.mesh.of_sets} and {size} conversations for each optimizer step (sft.batch_size="
+            f"{size}): at least {sets - size} would compute nothing. Use at most {size}, or larger batches"
         )

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -203,6 +203,20 @@ _KEPT_CHUNKS = 4
 """A trained output layer runs in one piece if all logits fit into the memory of so many chunks. They are kept for the backward
 pass then, because computing them again takes time."""
 
+
+class Shares(Protocol):
+    """Processes that have the same hidden states, and share their targets out."""
+
+    def own(self, count: int) -> slice:
+        """Which of `count` targets this process computes."""
+        ...
+
+    def joined(self, value_C: torch.Tensor, count: int) -> torch.Tensor:
+        """The values of all `count` targets, from those of this process. The gradient of a value goes to the process that has
+        computed it."""
+        ...
+
+
 _CACHED_BYTES = 4 * 2**20
 """The logits whose sum a CPU computes at a time, so that they stay in its cache between the operations."""
 
@@ -212,7 +226,8 @@ class TokenLogprobs:
 
     `head` is the model's output layer: any module from hidden states [C, D] to logits [C, V], such as a linear layer with or
     without bias, with tied weights or with an adapter. `vocabulary` is V, and `chunk_bytes` the memory for the logits of a
-    chunk. The head is computed in float32, also under autocast (`models/precision.py`).
+    chunk. With `shares`, each process computes some of the targets, and gets the values of all. The head is computed in float32,
+    also under autocast (`models/precision.py`).
     """
 
     def __init__(
@@ -222,8 +237,10 @@ class TokenLogprobs:
         *,
         vocabulary: int,
         chunk_bytes: int = LOGITS_BYTES,
+        shares: Shares | None = None,
     ) -> None:
         self._head = head
+        self._shares = shares
         self._sampling = sampling
         # a linear layer needs its input for the backward pass, and not its output
         self._plain = type(head) is torch.nn.Linear
@@ -240,6 +257,25 @@ class TokenLogprobs:
     ) -> TargetValues:
         """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target; with a `comparison`,
         what it finds."""
+        if self._shares is None:
+            place_N = torch.arange(len(hidden_ND), device=hidden_ND.device)
+            return self._values(hidden_ND, place_N, token_N, entropy=entropy, comparison=comparison, allowed=allowed)
+        own, count, shares = self._shares.own(len(hidden_ND)), len(hidden_ND), self._shares
+        place_C = torch.arange(own.start, own.stop, device=hidden_ND.device)
+        found = self._values(hidden_ND[own], place_C, token_N, entropy=entropy, comparison=comparison, allowed=allowed)
+        return found.map(lambda value_C: shares.joined(value_C, count))
+
+    def _values(
+        self,
+        hidden_ND: torch.Tensor,
+        place_N: torch.Tensor,
+        token_N: torch.Tensor,
+        *,
+        entropy: bool,
+        comparison: TeacherComparison | None,
+        allowed: AllowedTokens | None,
+    ) -> TargetValues:
+        """The values of the targets in the places `place_N`, which have these hidden states."""
         measured: list[Compared] = []
 
         def values(hidden_CD: torch.Tensor, place_C: torch.Tensor) -> torch.Tensor:
@@ -265,7 +301,6 @@ class TokenLogprobs:
             count = 1
         # chunks of about the same size, so that no small chunk is left at the end
         chunk = max(1, -(-len(hidden_ND) // max(count, 1)))
-        place_N = torch.arange(len(hidden_ND), device=hidden_ND.device)
         in_one = len(hidden_ND) <= chunk and not divided
         values_KN = values(hidden_ND, place_N) if in_one else in_chunks(values, hidden_ND, place_N, parameters, chunk)
         # joined now: the backward pass computes the chunks again, and appends to the list
@@ -306,6 +341,18 @@ class TargetValues:
         """The columns that have gradients."""
         columns = (self.logprob_N, self.entropy_N, self.compared.divergence_N)
         return [value_N for value_N in columns if value_N is not None]
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TargetValues:
+        """The same with each column changed."""
+        compared = [
+            None if value_N is None else change(value_N)
+            for value_N in (self.compared.divergence_N, self.compared.agrees_N, self.compared.teacher_logprob_N)
+        ]
+        return TargetValues(
+            logprob_N=change(self.logprob_N),
+            entropy_N=None if self.entropy_N is None else change(self.entropy_N),
+            compared=Compared(*compared),
+        )
 
 
 def values_of_logits(
@@ -405,7 +452,7 @@ class Forward:
     logits are not its output layer on its body's hidden states (logits that are scaled or capped) is run in one piece, with the
     logits of all targets in memory. With `autocast`, matrix products are computed in bfloat16, and the output layer and
     log-probabilities in float32. With `router_replay`, tokens go through the experts that were recorded for them
-    (`MicroBatch.routes_TLK`).
+    (`MicroBatch.routes_TLK`). With `shares`, the output layer computes the targets of this process only.
 
     Raises ConfigError with `router_replay`, if the model is no mixture of experts, or its experts cannot be prescribed.
     """
@@ -418,6 +465,7 @@ class Forward:
         chunk_bytes: int | None = None,
         autocast: bool = False,
         router_replay: bool = False,
+        shares: Shares | None = None,
     ) -> None:
         self._model = model
         self._autocast = autocast
@@ -435,9 +483,15 @@ class Forward:
             None
             if head is None
             else TokenLogprobs(
-                head, sampling, vocabulary=vocabulary, chunk_bytes=chunk_bytes or _logits_bytes_on(model.device)
+                head,
+                sampling,
+                vocabulary=vocabulary,
+                chunk_bytes=chunk_bytes or _logits_bytes_on(model.device),
+                shares=shares,
             )
         )
+        self.shares_targets = shares is not None and self._head is not None
+        """Whether the gradient of a target is in one of the processes of `shares` only."""
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logprobs(

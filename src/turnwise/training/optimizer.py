@@ -2,6 +2,9 @@
 
 The arithmetic is float32. Parameters of lower precision would lose small steps by rounding, so by default each has a float32 copy
 (master weights). `optimizer.master_weights` has ways that need less memory.
+
+Parameters may be divided among ranks. A step then changes the parts of this rank only, which are ordinary tensors
+(`Parts.local`): what changes each value by itself (AdamW, rounding, copies on the CPU) does the same with parts.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
@@ -20,16 +23,45 @@ from turnwise.models.allocator import long_lived
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 from turnwise.training.transfer import copied, to_host
 
-__all__ = ["Optimizer"]
+__all__ = ["MOMENTS", "Optimizer", "Parts", "moments_of", "norms_of"]
 
 _log = logging.getLogger(__name__)
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The names of the moving averages of AdamW's gradients and of their squares."""
+
+
+class Parts(Protocol):
+    """How parameters are divided among ranks."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter or gradient, as an ordinary tensor that shares its memory."""
+        ...
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of all complete gradients together, computed in float32; the same number on all ranks."""
+        ...
+
+
+class _Undivided:
+    """Parameters that are not divided."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
+
+
+def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each gradient, computed in float32."""
+    if gradients[0].device.type != "cpu":
+        return list(_foreach_norm(list(gradients), 2, dtype=torch.float32))
+    return [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+
 
 class Optimizer:
-    """Changes `parameters` from the gradients that are accumulated in their `grad`.
-
-    `complete` makes one number of a norm whose parts are on several ranks, for parameters that are divided among them; None: they
-    are not.
+    """Changes `parameters` from the gradients that are accumulated in their `grad`. `parts` says how they are divided.
 
     Raises ConfigError if the optimizer's package is not installed, or if an option has no effect on these parameters.
     """
@@ -39,26 +71,26 @@ class Optimizer:
         parameters: Sequence[torch.nn.Parameter],
         options: OptimizationSection,
         *,
-        complete: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        parts: Parts | None = None,
     ) -> None:
         _refuse_without_effect(parameters, options.optimizer)
         self.parameters = list(parameters)
-        self.masters = _masters(self.parameters, options)
-        """The float32 tensors that the steps change: the parameters themselves, or copies. Without permanent copies, a tensor is
-        empty except while its parameter is changed."""
+        self._parts = parts or _Undivided()
+        self._own = [self._parts.local(parameter) for parameter in self.parameters]
+        self.masters = _masters(self._own, options)
+        """The float32 tensors that the steps change: the parameters (or this rank's parts of them) themselves, or copies. Without
+        permanent copies, a tensor is empty except while its parameter is changed."""
         self.numel = sum(parameter.numel() for parameter in self.parameters)
-        """The number of values that a step changes."""
+        """The number of values that a step changes, on all ranks together."""
         self._options = options
-        self._complete = complete
-        # torch's operations on lists of tensors take no divided parameters, and save a CPU nothing
-        self._groups = _groups(self.parameters, together=complete is None and self.parameters[0].device.type != "cpu")
+        # torch's operations on lists of tensors save a CPU nothing
+        self._groups = _groups(self._own, together=self._own[0].device.type != "cpu")
         self._steps = 0
         self._optimizer = _torch_optimizer(self.masters, options)
-        self._errors = (
-            [torch.zeros_like(parameter) for parameter in self.parameters]
-            if options.optimizer.master_weights == "kahan"
-            else []
+        self.errors = (
+            [torch.zeros_like(own) for own in self._own] if options.optimizer.master_weights == "kahan" else []
         )
+        """What `kahan` remembers of the rounding of each parameter; empty otherwise."""
 
     @property
     def steps(self) -> int:
@@ -67,7 +99,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
-        for tensor in (*self.masters, *self.parameters):
+        for tensor in (*self.masters, *self._own, *self.parameters):
             tensor.grad = None
 
     def add_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -91,11 +123,7 @@ class Optimizer:
             if parameter.grad is None:
                 # optimizers skip parameters whose gradient is None, so pass zeros: momentum must move them all the same
                 parameter.grad = torch.zeros_like(parameter)
-        if all(master is parameter for master, parameter in zip(self.masters, self.parameters, strict=True)):
-            norm = torch.nn.utils.clip_grad_norm_(self.masters, self._options.max_grad_norm)
-        else:
-            norm = _norm(self.parameters, together=len(self._groups) < len(self.parameters))
-        norm = norm if self._complete is None else self._complete(norm)
+        norm = self._parts.norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
         (norm_here,) = to_host([norm])
         number = float(norm_here)
         if not math.isfinite(number):
@@ -109,58 +137,90 @@ class Optimizer:
             self._step(norm_here if self.masters[0].device.type == "cpu" else norm)
         return number
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether the master weights are permanent float32 copies."""
+        return self._options.optimizer.master_weights == "float32" and self.masters[0] is not self._own[0]
+
     def _step(self, norm: torch.Tensor) -> None:
         """Change the parameters. `norm`: of all gradients, on the device of the masters."""
-        if self.masters[0] is self.parameters[0]:
+        scale = (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        if self.masters[0] is self._own[0]:
+            gradients = [
+                self._parts.local(parameter.grad) for parameter in self.parameters if parameter.grad is not None
+            ]
+            _foreach_mul_(gradients, scale)
+            for own, gradient in zip(self._own, gradients, strict=True):
+                own.grad = gradient
             self._optimizer.step()
             return
-        scale = (self._options.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         for indexes in self._groups:
             self._step_copies(indexes, scale)
+
+    def _take_gradients(self, indexes: Sequence[int]) -> list[torch.Tensor]:
+        """This rank's parts of the gradients of some parameters, which have none afterwards."""
+        found: list[torch.Tensor] = []
+        for parameter in (self.parameters[index] for index in indexes):
+            assert parameter.grad is not None
+            found.append(self._parts.local(parameter.grad))
+            parameter.grad = None
+        return found
 
     @torch.no_grad()
     def _step_copies(self, indexes: Sequence[int], scale: torch.Tensor) -> None:
         """Change some parameters through their float32 copies: not all, so that float32 gradients are never all in memory."""
-        parameters, masters = ([tensors[index] for index in indexes] for tensors in (self.parameters, self.masters))
+        parameters, masters = ([tensors[index] for index in indexes] for tensors in (self._own, self.masters))
         kind = self._options.optimizer.master_weights
         if kind != "float32":
             for master, parameter in zip(masters, parameters, strict=True):
                 master.data = parameter.float()
         if kind == "kahan":
             for master, index in zip(masters, indexes, strict=True):
-                master.data += self._errors[index].float()
-        found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        gradients = _scaled(found, masters, scale)
-        for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
-            parameter.grad = None
+                master.data += self.errors[index].float()
+        for master, gradient in zip(masters, _scaled(self._take_gradients(indexes), masters, scale), strict=True):
             master.grad = gradient
         _step_only(self._optimizer, masters)
         for master in masters:
             master.grad = None
         if kind == "stochastic_rounding":
+            # ranks with the same part must round it alike, so the seed does not depend on the rank
             for index, parameter, master in zip(indexes, parameters, masters, strict=True):
                 parameter.copy_(_rounded_at_random(master, seed=self._steps * len(self.parameters) + index))
         else:
             _copy_back(masters, parameters)
         if kind == "kahan":
             for index, parameter, master in zip(indexes, parameters, masters, strict=True):
-                self._errors[index].copy_(master - parameter.float())
+                self.errors[index].copy_(master - parameter.float())
         if kind != "float32":
             for master in masters:
                 master.data = master.data.new_empty(0)
 
+    def moments(self) -> list[dict[str, torch.Tensor]]:
+        """Of each parameter, what AdamW knows of this rank's part: `step` and the float32 `MOMENTS`; zeros before the first step.
+        Of AdamW in 32 bits the tensors themselves, of 8 bits copies."""
+        present = self._optimizer.state_dict()["state"]
+        return [
+            moments_of(present[index])
+            if index in present
+            else {
+                "step": torch.zeros(()),
+                **{name: torch.zeros_like(own, dtype=torch.float32, device=master.device) for name in MOMENTS},
+            }
+            for index, (own, master) in enumerate(zip(self._own, self.masters, strict=True))
+        ]
+
     def state(self) -> dict[str, Any]:
         """The state of the optimizer, and of the master weights where they are not the parameters themselves."""
-        kept = self._options.optimizer.master_weights == "float32" and self.masters[0] is not self.parameters[0]
         return {
             "optimizer": self._optimizer.state_dict(),
-            "masters": [master.detach() for master in self.masters] if kept else [],
-            "errors": self._errors,
+            "masters": [master.detach() for master in self.masters] if self.keeps_copies else [],
+            "errors": self.errors,
             "steps": self._steps,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned, with this optimizer's own configuration."""
+        """Continue from what `state` returned, with this optimizer's own configuration. With 8 bits, the state of a parameter may
+        also be that of `moments`."""
         # The groups of the state with the own options, which loading would replace. It also asks them where AdamW's number of
         # steps belongs: on the GPU if the step is fused. A state of a CPU, or of several ranks, does not say so.
         saved = state["optimizer"]
@@ -168,14 +228,19 @@ class Optimizer:
             {**own, "params": group["params"]}
             for own, group in zip(self._optimizer.param_groups, saved["param_groups"], strict=True)
         ]
+        packed = self._options.optimizer.name == "adamw_8bit"
+        of_moments = {index: one for index, one in saved["state"].items() if packed and MOMENTS[0] in one}
+        state_by_index = {index: one for index, one in saved["state"].items() if index not in of_moments}
         with long_lived():
-            self._optimizer.load_state_dict({**saved, "param_groups": groups})
+            self._optimizer.load_state_dict({**saved, "state": state_by_index, "param_groups": groups})
+            for index, one in of_moments.items():
+                self._optimizer.state[self.masters[index]] = _in_eight_bits(self._optimizer, one, self.masters[index])
         self._steps = state.get("steps", 0)
         with torch.no_grad():
             for master, saved in zip(self.masters, state["masters"] or self.masters, strict=True):
                 if master is not saved:
                     master.copy_(saved)
-            for error, saved in zip(self._errors, state.get("errors", ()), strict=True):
+            for error, saved in zip(self.errors, state.get("errors", ()), strict=True):
                 error.copy_(saved)
 
 
@@ -195,7 +260,7 @@ def _refuse_without_effect(parameters: Sequence[torch.nn.Parameter], optimizer: 
         )
 
 
-def _masters(parameters: list[torch.nn.Parameter], options: OptimizationSection) -> list[torch.Tensor]:
+def _masters(parameters: Sequence[torch.Tensor], options: OptimizationSection) -> list[torch.Tensor]:
     """The float32 tensors that the optimizer changes. float32 parameters are their own master weights."""
     if options.optimizer.offload == "cpu":
         return [parameter.detach().to("cpu", torch.float32, copy=True) for parameter in parameters]
@@ -224,7 +289,7 @@ def _torch_optimizer(masters: Sequence[torch.Tensor], options: OptimizationSecti
     )
 
 
-def _groups(parameters: Sequence[torch.nn.Parameter], *, together: bool) -> list[list[int]]:
+def _groups(parameters: Sequence[torch.Tensor], *, together: bool) -> list[list[int]]:
     """The indexes of parameters that are changed at a time: each alone, or `together` as many as have no more values than the
     largest parameter, so that temporary tensors need no more memory than those of one parameter."""
     most = max(parameter.numel() for parameter in parameters) if together else 0
@@ -274,12 +339,58 @@ def _step_only(optimizer: torch.optim.Optimizer, masters: Sequence[torch.Tensor]
         optimizer.param_groups = [group]
 
 
-def _norm(parameters: Sequence[torch.nn.Parameter], *, together: bool) -> torch.Tensor:
-    """The norm of all gradients together, computed in float32. `together`: those of all parameters in one operation."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if together:
-        return torch.linalg.vector_norm(torch.stack(_foreach_norm(gradients, 2, dtype=torch.float32)))
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad.float()) for grad in gradients]))
+_PACKED = ("1", "2")
+"""How the names of bitsandbytes end that belong to the two moments."""
+_FEWEST_PACKED, _BLOCK = 4096, 256
+"""Of bitsandbytes: tensors with fewer values keep 32 bits; values of a block have one scale."""
+
+
+def moments_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The `step` and the float32 `MOMENTS` of one parameter in the state of AdamW, which may be in 8 bits (bitsandbytes)."""
+    state = {
+        **state,
+        **state.get("__bnb_optimizer_quant_state__", {}),
+    }  # where bitsandbytes puts its own in `state_dict`
+    step = torch.as_tensor(state["step"], dtype=torch.float32)
+    if MOMENTS[0] in state:
+        return {"step": step, **{name: state[name] for name in MOMENTS}}
+    moments: dict[str, torch.Tensor] = {"step": step}
+    for name, end in zip(MOMENTS, _PACKED, strict=True):
+        packed = state[f"state{end}"]
+        moments[name] = packed
+        if packed.dtype == torch.uint8:
+            values = state[f"qmap{end}"][packed.flatten().long()]
+            scales = state[f"absmax{end}"].repeat_interleave(_BLOCK)[: len(values)]
+            moments[name] = (values * scales).view(packed.shape)
+    return moments
+
+
+def _in_eight_bits(optimizer: Any, moments: Mapping[str, torch.Tensor], master: torch.Tensor) -> dict[str, Any]:
+    """The state of bitsandbytes for one parameter. Moments that come from 8 bits with the same blocks get the same codes, and the
+    same scales up to the last bit.
+
+    bitsandbytes divides a block by its largest absolute value. Codes reach 1 above 0, but less than that below: if a block's
+    largest value is below 0, its code was the lowest one.
+    """
+    state: dict[str, Any] = {"step": int(moments["step"])}
+    for name, end in zip(MOMENTS, _PACKED, strict=True):
+        values = moments[name].to(master.device, torch.float32)
+        if values.numel() < _FEWEST_PACKED:
+            state[f"state{end}"] = values
+            continue
+        if "dynamic" not in optimizer.name2qmap:
+            optimizer.fill_qmap()
+        codes = optimizer.name2qmap["dynamic" if end == "1" else "udynamic"].to(master.device)
+        flat = values.flatten()
+        blocks = torch.nn.functional.pad(flat, (0, -len(flat) % _BLOCK)).view(-1, _BLOCK)
+        high, low = blocks.amax(dim=1), -blocks.amin(dim=1)
+        lowest = -codes[0] if codes[0] < 0 else codes[-1]
+        scales = torch.where(high >= low, high, low / lowest)
+        bounds = (codes[1:] + codes[:-1]) / 2
+        scaled = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)
+        state[f"state{end}"] = torch.bucketize(scaled, bounds).flatten()[: len(flat)].to(torch.uint8).view(values.shape)
+        state[f"qmap{end}"], state[f"absmax{end}"] = codes, scales
+    return state
 
 
 def _rounded_at_random(values: torch.Tensor, *, seed: int) -> torch.Tensor:

@@ -1000,6 +1000,10 @@ def test_a_function_of_the_reward_manager_batch_becomes_a_function_of_the_batch(
             {"launcher": "torchrun", "mesh": {"shard": 8}},
         ),
         (
+            ["trainer.n_gpus_per_node=8", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
+            {"launcher": "local", "trainers": 8, "mesh": {"tensor": 4}},
+        ),
+        (
             ["trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=8"],
             {"launcher": "local", "trainers": 4},
         ),

@@ -313,7 +313,7 @@ def convert_placement(builder: SwiftRecipeBuilder) -> None:
         )
         return
     optimizer = builder.get("train.optimizer.name", "adamw")
-    if optimizer != "adamw":
+    if optimizer == "adafactor":
         reason = f"{processes} processes cannot train with train.optimizer.name={optimizer}: use adamw, and set cluster=local"
         builder.assume("cluster.launcher", "none", reason)
         _reject(builder, reason)

@@ -255,9 +255,11 @@ _REASONS = {
     _DATA: f"{_ONE_DEVICE} engine.data_parallel",
     f"{ROLLOUT}.pipeline_model_parallel_size": f"{_ONE_DEVICE} engine.arguments=[--pipeline-parallel-size, ...]",
 }
+_TRAINED_TENSOR = f"{ACTOR}.megatron.tensor_model_parallel_size"
 _CARRIED = (
     _NODES,
     _GPUS,
+    _TRAINED_TENSOR,
     f"{_FSDP}.param_offload",
     f"{_FSDP}.optimizer_offload",
     f"{_FSDP}.reshard_after_forward",
@@ -285,7 +287,7 @@ def convert_placement(builder: VerlRecipeBuilder) -> None:
         builder.convert("nothing: one process is the default", _NODES, _GPUS)
         _in_one_process(builder)
         return
-    if (optimizer := builder.get("train.optimizer.name", "adamw")) != "adamw":
+    if (optimizer := builder.get("train.optimizer.name", "adamw")) == "adafactor":
         reason = f"several ranks cannot train with train.optimizer.name={optimizer}: use adamw, and set cluster=local"
         for key in _CARRIED:
             builder.reject(key, reason)
@@ -366,6 +368,12 @@ def _in_one_process(builder: VerlRecipeBuilder) -> None:
 
 def _mesh(builder: VerlRecipeBuilder, ranks: int | None) -> None:
     """Set `cluster.mesh`. `ranks` is None if their number is not known here."""
+    tensor = builder.value(_TRAINED_TENSOR)
+    if isinstance(tensor, int) and tensor > 1 and (ranks is None or ranks % tensor == 0):
+        builder.set("cluster.mesh.tensor", tensor, _TRAINED_TENSOR)
+        ranks = None if ranks is None else ranks // tensor
+    elif tensor not in (None, 1):
+        builder.reject(_TRAINED_TENSOR, f"a divisor of the {ranks} ranks is needed")
     key = f"{_FSDP}.fsdp_size"
     size = builder.value(key)
     if size is None:

@@ -71,8 +71,8 @@ class Rank:
 
         def count() -> None:
             nonlocal done
-            # a round has a micro-batch for each rank, the last one perhaps fewer: 5 micro-batches on 2 ranks are 2, 2 and 1
-            of_round = min(self.ranks.size, total - done)
+            # a round has a micro-batch for each set of ranks, the last one perhaps fewer: 5 on 2 sets are 2, 2 and 1
+            of_round = min(self.ranks.sets, total - done)
             done += of_round
             for _ in range(of_round):
                 self.on_micro_batch()

@@ -149,6 +149,35 @@ _PAUSE = 0.02
 """Seconds between two looks for the other ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """How a model is divided among the ranks. Of a mesh with two dimensions, the model is copied along the first."""
+
+    layers: DeviceMesh
+    """Among the ranks of its last dimension, the parameters of layers are divided."""
+    root: DeviceMesh
+    """The same for all other parameters."""
+    tensor: DeviceMesh | None
+    """The ranks that compute the same micro-batch together; None: each rank computes alone."""
+
+    @classmethod
+    def of(cls, device: str, groups: int, shard: int, tensor: int) -> Mesh:
+        """The mesh of all ranks, of which those with consecutive numbers are near. All ranks must call this."""
+        names = ("shard",) if groups == 1 else ("replicate", "shard")
+        shape = (shard,) if groups == 1 else (groups, shard)
+        if tensor == 1:
+            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+            return cls(mesh, mesh, None)
+        every = init_device_mesh(device, (*shape, tensor), mesh_dim_names=(*names, "tensor"))
+        root = init_device_mesh(device, (*shape[:-1], shard * tensor), mesh_dim_names=names)
+        return cls(every[names], root, every["tensor"])
+
+    @property
+    def together(self) -> int:
+        """How many ranks compute the same micro-batch."""
+        return 1 if self.tensor is None else self.tensor.size()
+
+
 class Ranks:
     """This process among the ranks of a training."""
 
@@ -161,7 +190,7 @@ class Ranks:
         arranged as `options.mesh` says.
         """
         self.rank, self.size, local = (_number(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-        groups, shard = options.mesh.shape(self.size)
+        shape = options.mesh.shape(self.size)
         self.device = _device(device, local)
         backend = _backend(options.backend, self.device)
         raw = _store(self.rank, self.size)
@@ -177,9 +206,7 @@ class Ranks:
         control = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         assert isinstance(control, ProcessGroup)
         self._control = control
-        # a model is divided among the ranks of the last dimension, and copied along the one before it
-        shape, names = ((shard,), ("shard",)) if groups == 1 else ((groups, shard), ("replicate", "shard"))
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+        self.mesh = Mesh.of(self.device.type, *shape)
         # a connection of its own: a connection serves one thread at a time
         own: Store = raw.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.liveness = Liveness(PrefixStore(start, own), rank=self.rank, size=self.size, limit=options.heartbeat)
@@ -189,6 +216,16 @@ class Ranks:
         """Whether this is rank 0."""
         return self.rank == 0
 
+    @property
+    def sets(self) -> int:
+        """How many sets of ranks compute micro-batches of their own."""
+        return self.size // self.mesh.together
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is the rank of its set whose results are used."""
+        return self.rank % self.mesh.together == 0
+
     def scatter(self, items: Sequence[Any] | None) -> Any:
         """The item of this rank from rank 0's list, which has an item for each rank. The other ranks give None."""
         received = [None]
@@ -196,10 +233,10 @@ class Ranks:
         return received[0]
 
     def gather(self, item: Any) -> list[Any]:
-        """The items of all ranks, in their order, on rank 0; an empty list on the other ranks."""
+        """The items of one rank of each set, in their order, on rank 0; an empty list on the other ranks."""
         items: list[Any] | None = [None] * self.size if self.leads else None
-        dist.gather_object(item, items, dst=0, group=self._control)
-        return items or []
+        dist.gather_object(item if self.counts else None, items, dst=0, group=self._control)
+        return (items or [])[:: self.mesh.together]
 
     def agree(self, flag: bool) -> bool:
         """Rank 0's flag, on all ranks."""
@@ -208,8 +245,8 @@ class Ranks:
         return bool(value.item())
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of the values over all ranks, on the CPU."""
-        values = values.cpu().clone()
+        """The sum of the values over one rank of each set, on the CPU of all ranks."""
+        values = values.cpu().clone() if self.counts else torch.zeros_like(values, device="cpu")
         dist.all_reduce(values, group=self._control)
         return values
 

@@ -113,7 +113,9 @@ class Leader:
         rounds = max(len(share) for share in shares)
         self.rank.stop, self.rank.on_micro_batch = stop, on_micro_batch
         sent = [micro.to(torch.device("cpu")) for micro in micro_batches]  # where they are, but without their sequences
-        return self.run_each([command([sent[index] for index in share], rounds) for share in shares])
+        together = self.rank.ranks.mesh.together
+        commands = [command([sent[index] for index in share], rounds) for share in shares]
+        return self.run_each([one for one in commands for _ in range(together)])
 
     def measure(
         self,
@@ -133,8 +135,8 @@ class Leader:
         return [results[index] for index in range(len(micro_batches))] if len(results) == len(micro_batches) else []
 
     def shares(self, micro_batches: Sequence[MicroBatch[Any]]) -> list[list[int]]:
-        """The indexes of the micro-batches of each rank."""
-        return share_out([micro.token_ids_BL.numel() for micro in micro_batches], self.rank.ranks.size)
+        """The indexes of the micro-batches of each set of ranks."""
+        return share_out([micro.token_ids_BL.numel() for micro in micro_batches], self.rank.ranks.sets)
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None, part: Part) -> None:
         """Resume from the directory that any number of ranks has written, or without one from the state of one process."""

@@ -3,7 +3,7 @@
 Each layer of the model is a unit: its parameters are gathered before its passes and freed after them. All other parameters
 (embedding, output layer, vision part) belong to the root. Hooks of modules gather the weights. Therefore each pass must run
 inside `ShardedModel.run`, which calls the root: the learner's forward pass calls the model's body and its output layer
-separately. While a model is loaded, each rank keeps only its part of each layer.
+separately. A model is divided before it has weights; then each rank reads its part.
 
 Gradients are added up over the ranks, and not averaged: the weights of all targets of a batch have the sum 1, whichever ranks
 compute them. Knows modules and ranks. Does not know batches, losses or commands.
@@ -13,22 +13,25 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise.errors import ConfigError
 from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelSource, load_model, of_model, of_tensors, use_complete_attention
-from turnwise.models.lora import without_adapter
+from turnwise.models.lora import initialize_magnitudes, without_adapter
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
 from turnwise.options.engines import FsdpSection
+from turnwise.training.optimizer import norms_of
+from turnwise.training.sharded.ranks import Mesh
+from turnwise.training.sharded.tensor_parallel import TargetShares, TensorParallel, as_part
 
 T = TypeVar("T")
 
@@ -46,22 +49,20 @@ class _Root(torch.nn.Module):
 
 
 class ShardedModel:
-    """Divides `model` among the ranks of the last dimension of `mesh`, in place; a dimension before it has copies.
+    """Divides `model` among the ranks of `mesh`, in place.
 
-    All ranks must have the same model, on the CPU or on their device. `fill` is called with each part of the model (a layer, or
-    at the end the model) before the part is divided; it may read the part's weights. `head` is a layer beside the model, in
-    float32, that is divided too.
+    All ranks must have the same model, on the CPU or on their device, or parameters on the meta device, which must have got their
+    values before the first pass. `head` is a layer beside the model, in float32, that is divided too.
 
-    Raises ConfigError if the model does not name its layers.
+    Raises ConfigError if the model does not name its layers, or if `mesh.tensor` cannot divide them.
     """
 
     def __init__(
         self,
         model: Any,
-        mesh: DeviceMesh,
+        mesh: Mesh,
         options: FsdpSection,
         *,
-        fill: Callable[[Any], object] = lambda part: None,
         head: torch.nn.Module | None = None,
     ) -> None:
         self.model = model
@@ -69,8 +70,11 @@ class ShardedModel:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._rounds = options.reduce_dtype == "bfloat16"
         self._sync_always = options.adds_up_each(4 * trained)
+        self._tensor = mesh.tensor
+        self.shares = None if mesh.tensor is None else TargetShares(mesh.tensor)
+        """How the ranks that compute the same micro-batch share its targets out; None: each rank computes alone."""
         arguments: dict[str, Any] = {
-            "mesh": mesh,
+            "mesh": mesh.root,
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=None if options.param_dtype is None else getattr(torch, options.param_dtype),
                 reduce_dtype=getattr(torch, options.reduce_dtype),
@@ -81,11 +85,12 @@ class ShardedModel:
             "offload_policy": CPUOffloadPolicy() if options.offload == "cpu" else OffloadPolicy(),
         }
         layers = _layers(model)
-        inside = {**arguments, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
+        inside = {**arguments, "mesh": mesh.layers, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
+        tensor = None if mesh.tensor is None else TensorParallel(model, layers, mesh.tensor)
         for layer in layers:
-            fill(layer)
+            if tensor is not None:
+                tensor.divide(layer)
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **inside)
-        fill(model)
         if head is not None:
             fully_shard(head, **{**arguments, "mp_policy": MixedPrecisionPolicy()})
         fully_shard(self._root, **arguments)
@@ -103,6 +108,10 @@ class ShardedModel:
             self.free()
         return result
 
+    def as_part(self, values: torch.Tensor) -> torch.Tensor:
+        """What the ranks of `mesh.tensor` compute alike outside of the layers (`tensor_parallel.py`)."""
+        return as_part(values, self._tensor)
+
     def probe(self, compute: Callable[[], T]) -> T:
         """Run passes without gradients, that find out something about the model. May change options of the model.
 
@@ -111,6 +120,20 @@ class ShardedModel:
         """
         with torch.no_grad():
             return self.run(compute)
+
+    def initialize_magnitudes(self) -> None:
+        """Give new DoRA adapters their magnitudes, which need complete weights: those of one layer at a time."""
+        layers = _layers(self.model)
+        inside = {module for layer in layers for module in layer.modules()}
+        units = [(layer, list(layer.modules())) for layer in layers]
+        units.append((self._root, [module for module in self.model.modules() if module not in inside]))
+        for unit, modules in units:
+            unit.unshard()
+            values = [(module, module.weight.detach().clone()) for module in initialize_magnitudes(modules)]
+            unit.reshard()
+            for module, value in values:
+                with torch.no_grad():
+                    module.weight.copy_(like(value, module.weight))
 
     def free(self) -> None:
         """Free gathered weights after passes without gradients: the weights may change before the next pass."""
@@ -142,6 +165,37 @@ def like(full: torch.Tensor, divided: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(local, divided.device_mesh, divided.placements, src_data_rank=None)
 
 
+def divided_as(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part `local` of a tensor that is divided as `parameter`; it stays where it is, also on another device."""
+    return DTensor(local, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else local  # pyright: ignore[reportCallIssue]
+
+
+class DividedParts:
+    """The `Parts` of an optimizer whose parameters are divided, perhaps on several meshes."""
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Parts.local`."""
+        tensor = tensor.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `Parts.norm`. One number for each way to divide is added up over the ranks."""
+        groups: dict[Any, tuple[Any, list[torch.Tensor]]] = {}
+        for gradient, norm in zip(gradients, norms_of([self.local(one) for one in gradients]), strict=True):
+            whole = not isinstance(gradient, DTensor)
+            divided = () if whole else tuple(one.is_replicate() for one in gradient.placements)
+            key = None if whole else (gradient.device_mesh, divided)
+            groups.setdefault(key, (divided, []))[1].append(norm)
+        totals: list[torch.Tensor] = []
+        for key, (divided, norms) in groups.items():
+            total = torch.stack(norms).square().sum()
+            if key is not None:
+                placements = [Replicate() if replicated else Partial() for replicated in divided]
+                total = DTensor.from_local(total, key[0], placements, run_check=False).full_tensor()
+            totals.append(total)
+        return torch.stack(totals).sum().sqrt()
+
+
 def _layers(model: Any) -> list[Any]:
     """The decoder's layers. The layers of a vision part are not units: a rank without images does not call them."""
     decoder = model.get_decoder()
@@ -158,7 +212,7 @@ def _without_output_dtype(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
 
 
-# Loading: each rank keeps only its part of each layer
+# Loading: each rank reads its part
 
 _log = logging.getLogger(__name__)
 
@@ -169,25 +223,26 @@ class LoadedModel:
 
     sharded: ShardedModel
     base_fingerprint: str | None
-    """SHA-256 of its weights without the adapter; None if it has no adapter, or if the fingerprint was not asked for."""
+    """SHA-256 of its weights without the adapter, on rank 0; None if it has no adapter, or if the fingerprint was not asked
+    for."""
 
 
 def load_sharded(
     source: ModelSource,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     sharding: FsdpSection,
     *,
     prepare: Callable[[Any], torch.nn.Module | None] = lambda model: None,
     fingerprint: bool = False,
 ) -> LoadedModel:
-    """Load a model and divide it. Each rank reads the layers one after the other, and keeps its part of each.
+    """Load a model and divide it. Each rank reads its part of each weight, and no more, from safetensors files.
 
     `prepare` receives the model before it is divided, perhaps without weights yet; it may freeze weights, and may return a layer
     beside the model (`head` of `ShardedModel`). `fingerprint` asks for the fingerprint of the weights without the adapter. The
     device of the source is not used: it is that of `mesh`.
 
-    A model that cannot be read layer by layer is first loaded completely, into the CPU's memory of each rank. Raises ConfigError
-    as `load_model`.
+    All ranks must ask for the same. A model that cannot be read like this is first loaded completely, into the CPU's memory of
+    each rank. Raises ConfigError as `load_model`.
     """
     source = source.model_copy(update={"device": "cpu"})
     fingerprint = fingerprint and source.lora.rank is not None
@@ -196,33 +251,53 @@ def load_sharded(
         return_freed_blocks()  # buffers of gathered weights; gloo has them in the CPU's memory
     if staged is not None:
         try:
-            return _layer_by_layer(staged, mesh, sharding, prepare, fingerprint=fingerprint)
+            return _by_parts(staged, mesh, sharding, prepare, fingerprint=fingerprint)
         except IncompleteWeights:
             pass  # what is wrong with the weights is found and reported by `load_model`
     model = load_model(source)
-    _log.warning("%s cannot be loaded layer by layer: each rank has loaded the complete model", source.path)
+    _log.warning("%s cannot be loaded in parts: each rank has loaded the complete model", source.path)
     base = of_model(without_adapter(model)) if fingerprint else None
     return LoadedModel(ShardedModel(model, mesh, sharding, head=prepare(model)), base)
 
 
-def _layer_by_layer(
+def _by_parts(
     staged: StagedModel,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     sharding: FsdpSection,
     prepare: Callable[[Any], torch.nn.Module | None],
     *,
     fingerprint: bool,
 ) -> LoadedModel:
-    lines: dict[str, str] = {}
     head = prepare(staged.model)
-
-    def fill(part: Any) -> None:
-        tensors = staged.fill(part)
-        if fingerprint:
-            lines.update(zip(tensors, of_tensors(tensors.items()), strict=True))
-
-    sharded = ShardedModel(staged.model, mesh, sharding, fill=fill, head=head)
+    staged.to_meta()
+    sharded = ShardedModel(staged.model, mesh, sharding, head=head)
+    right = True
+    for part in (*_layers(staged.model), staged.model):
+        try:
+            staged.fill(part)
+        except (
+            IncompleteWeights
+        ):  # perhaps in the part of this rank only: the others read on, and take part in what follows
+            right = False
+    if not _on_all_ranks(right, mesh):
+        raise IncompleteWeights
     staged.check()
     sharded.probe(lambda: use_complete_attention(staged.model))
-    text = "\n".join(lines[name] for name in sorted(lines))
-    return LoadedModel(sharded, hashlib.sha256(text.encode()).hexdigest() if fingerprint else None)
+    if staged.new_magnitudes:
+        sharded.initialize_magnitudes()
+    return LoadedModel(sharded, _fingerprint(staged.base_tensors()) if fingerprint else None)
+
+
+def _on_all_ranks(flag: bool, mesh: Mesh) -> bool:
+    value = torch.tensor(int(flag), device=mesh.layers.device_type)
+    dist.all_reduce(value, op=dist.ReduceOp.MIN)
+    return bool(value)
+
+
+def _fingerprint(tensors: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """See `LoadedModel.base_fingerprint`; None on other ranks than rank 0."""
+    leads, lines = dist.get_rank() == 0, []
+    for name, tensor in tensors:
+        full = complete(tensor)  # collective, so all ranks call it for each tensor
+        lines += of_tensors([(name, full)]) if leads else []
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest() if leads else None

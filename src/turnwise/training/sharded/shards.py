@@ -39,11 +39,11 @@ from turnwise.training.expert_load import (
 from turnwise.training.forward import LOGITS_BYTES, Forward, TargetValues, shares_prefixes
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
-from turnwise.training.optimizer import Optimizer
+from turnwise.training.optimizer import MOMENTS, Optimizer, moments_of
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.ranks import Ranks
-from turnwise.training.sharded.sharded_model import ShardedModel, complete, like, load_sharded
+from turnwise.training.sharded.sharded_model import DividedParts, ShardedModel, complete, divided_as, like, load_sharded
 from turnwise.training.transfer import Measured, read, to_host
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
 from turnwise.training.value_batch import StatePlaces, ValueTargets
@@ -182,7 +182,12 @@ class ShardedForward(Forward):
         self._sharded = sharded
         sharded.probe(
             lambda: super(ShardedForward, self).__init__(
-                sharded.model, sampling, chunk_bytes=LOGITS_BYTES, autocast=autocast, router_replay=router_replay
+                sharded.model,
+                sampling,
+                chunk_bytes=LOGITS_BYTES,
+                autocast=autocast,
+                router_replay=router_replay,
+                shares=sharded.shares,
             )
         )
 
@@ -194,11 +199,13 @@ class ShardedForward(Forward):
         on_choice: Callable[[Choice], None] | None = None,
         comparison: TeacherComparison | None = None,
     ) -> TargetValues:
-        return self._sharded.run(
-            lambda: super(ShardedForward, self).values(
+        def compute() -> TargetValues:
+            found = super(ShardedForward, self).values(
                 micro, entropy=entropy, on_choice=on_choice, comparison=comparison
             )
-        )
+            return found if self.shares_targets else found.map(self._sharded.as_part)
+
+        return self._sharded.run(compute)
 
     @torch.no_grad()
     def scores(self, micro: MicroBatch[Any], top_k: int, *, vocabulary: int | None = None) -> torch.Tensor:
@@ -256,7 +263,7 @@ class ModelShard:
             use_deterministic_algorithms()
         self.ranks = ranks
         self._loss = make_loss(options.loss, options.correction, options.teacher)
-        loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=ranks.leads)
+        loaded = load_sharded(options.model, ranks.mesh, options.sharding, fingerprint=True)
         self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
         self.model: Any = self._sharded.model
         shares = self._sharded.probe(
@@ -274,14 +281,14 @@ class ModelShard:
         self.reference = self._make_reference(options, shares)
         self.teachers = {name: self._make_teacher(source, options, shares) for name, source in options.teachers.items()}
         self.parameters = {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
-        self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
+        self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, parts=DividedParts())
         self.requirements = BatchRequirements(
             share_prompts=shares,
             logprob_kinds=options.sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
             measure_zero=self._loss.measures_all,
             micro_batch_tokens=default_micro_batch_tokens(ranks.device),
-            parallel=ranks.size,
+            parallel=ranks.sets,
         )
 
     def _make_reference(self, options: ShardOptions, shares: bool) -> ShardedReference | None:
@@ -470,7 +477,7 @@ class ShardedValueForward(ValueForward):
         self._sharded = sharded
 
     def values(self, micro: MicroBatch[Any]) -> torch.Tensor:
-        return self._sharded.run(lambda: super(ShardedValueForward, self).values(micro))
+        return self._sharded.run(lambda: self._sharded.as_part(super(ShardedValueForward, self).values(micro)))
 
 
 class CriticShard:
@@ -491,7 +498,7 @@ class CriticShard:
                 load_head(heads[-1], options.head)
             return heads[-1]
 
-        loaded = load_sharded(options.model, ranks.mesh, options.sharding, prepare=prepare, fingerprint=ranks.leads)
+        loaded = load_sharded(options.model, ranks.mesh, options.sharding, prepare=prepare, fingerprint=True)
         self._sharded, self.base_fingerprint = loaded.sharded, loaded.base_fingerprint
         self.model: Any = self._sharded.model
         self._head = heads[-1]
@@ -505,12 +512,12 @@ class CriticShard:
         self.trains_adapter = has_adapter(self.model)
         self._forward = ShardedValueForward(self._sharded, self._head, autocast=options.autocast)
         self.parameters = trained_parameters(self.model, self._head)
-        self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, complete=complete)
+        self.optimizer = Optimizer(list(self.parameters.values()), options.optimizer, parts=DividedParts())
         self.reference = None
         self.requirements = PackingRequirements(
             share_prompts=shares,
             micro_batch_tokens=default_micro_batch_tokens(ranks.device),
-            parallel=ranks.size,
+            parallel=ranks.sets,
         )
 
     def measure(
@@ -546,8 +553,6 @@ class CriticShard:
 
 Shard = ModelShard | CriticShard
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 def save(shard: Shard, folder: Path) -> None:
     """Write the state of all ranks into `folder`. Raises OSError or RuntimeError if it cannot be written."""
@@ -577,12 +582,15 @@ def load_complete(shard: Shard, state: Mapping[str, Any]) -> None:
     tensors: dict[str, Any] = {"steps": torch.tensor(state["steps"])}
     for index, name in enumerate(names):
         parameter, of_parameter = shard.parameters[name], state["optimizer"]["state"].get(index, {})
-        for moment in _MOMENTS:
-            if moment in of_parameter:
-                tensors[f"optimizer/{name}/{moment}"] = like(of_parameter[moment], parameter)
-        tensors[f"optimizer/{name}/step"] = of_parameter.get("step", torch.zeros(()))
+        if of_parameter:
+            moments = moments_of(of_parameter)
+            tensors[f"optimizer/{name}/step"] = moments["step"]
+            for moment in MOMENTS:
+                tensors[f"optimizer/{name}/{moment}"] = like(moments[moment], parameter)
         if state["masters"]:
             tensors[f"master/{name}"] = like(state["masters"][index], parameter)
+        if state.get("errors"):
+            tensors[f"error/{name}"] = like(state["errors"][index], parameter)
     _load_optimizer(shard.optimizer, names, tensors)
     if state.get("reference") and shard.reference is not None and shard.reference.model is not None:
         shard.reference.mixed = True
@@ -607,15 +615,17 @@ def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         warnings.simplefilter("ignore", UserWarning)
         dcp_load.load(tensors, storage_reader=reader, no_dist=True)
     state = {
-        index: {key: tensors[f"optimizer/{name}/{key}"] for key in ("step", *_MOMENTS)}
+        index: {key: tensors[f"optimizer/{name}/{key}"] for key in ("step", *MOMENTS)}
         for index, name in enumerate(names)
     }
-    masters = [tensors[f"master/{name}"] for name in names if f"master/{name}" in tensors]
+    masters, errors = (
+        [tensors[f"{kind}/{name}"] for name in names if f"{kind}/{name}" in tensors] for kind in ("master", "error")
+    )
     prefix = "reference/"
     return {
         "optimizer": {"state": state, "param_groups": [{"params": list(range(len(names)))}]},
         "masters": masters,
-        "errors": [],
+        "errors": errors,
         "steps": int(tensors["steps"]),
         "reference": {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
     }
@@ -625,15 +635,16 @@ def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
     """The state of this rank by names. Where the optimizer has none yet, zeros, which is its state before the first step."""
     optimizer = shard.optimizer
     tensors: dict[str, torch.Tensor] = {"steps": torch.tensor(optimizer.steps)}
-    present = optimizer.state()["optimizer"]["state"]
-    for index, (name, master) in enumerate(zip(shard.parameters, optimizer.masters, strict=True)):
-        of_parameter = present.get(index, {})
-        tensors[f"model/{name}"] = shard.parameters[name].detach()
-        tensors[f"optimizer/{name}/step"] = of_parameter.get("step", torch.zeros(()))
-        for moment in _MOMENTS:
-            tensors[f"optimizer/{name}/{moment}"] = of_parameter.get(moment, torch.zeros_like(master.detach()))
-        if master is not shard.parameters[name]:
-            tensors[f"master/{name}"] = master.detach()
+    of_parameters = zip(shard.parameters.items(), optimizer.moments(), optimizer.masters, strict=True)
+    for (name, parameter), moments, master in of_parameters:
+        tensors[f"model/{name}"] = parameter.detach()
+        tensors[f"optimizer/{name}/step"] = moments["step"]
+        for moment in MOMENTS:
+            tensors[f"optimizer/{name}/{moment}"] = divided_as(moments[moment], parameter)
+        if optimizer.keeps_copies:
+            tensors[f"master/{name}"] = divided_as(master.detach(), parameter)
+    for (name, parameter), error in zip(shard.parameters.items(), optimizer.errors, strict=False):
+        tensors[f"error/{name}"] = divided_as(error, parameter)
     reference = shard.reference
     if reference is not None and reference.model is not None and reference.mixed:
         for name, parameter in reference.model.model.named_parameters():
@@ -643,21 +654,21 @@ def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
 
 def _load_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
     """Give the optimizer its state. Weights and master weights in `tensors` may be its own tensors."""
+    local = DividedParts().local
+
+    def parts(kind: str) -> list[torch.Tensor]:
+        return [local(tensors[f"{kind}/{name}"]) for name in names if f"{kind}/{name}" in tensors]
+
     state = {
-        index: {
-            key: tensors[f"optimizer/{name}/{key}"]
-            for key in ("step", *_MOMENTS)
-            if f"optimizer/{name}/{key}" in tensors
-        }
+        index: {key: local(tensors[f"optimizer/{name}/{key}"]) for key in ("step", *MOMENTS)}
         for index, name in enumerate(names)
+        if f"optimizer/{name}/{MOMENTS[0]}" in tensors
     }
     optimizer.load_state(
         {
-            "optimizer": {
-                "state": {index: of_parameter for index, of_parameter in state.items() if _MOMENTS[0] in of_parameter},
-                "param_groups": [{"params": list(range(len(names)))}],
-            },
-            "masters": [tensors[f"master/{name}"] for name in names if f"master/{name}" in tensors],
+            "optimizer": {"state": state, "param_groups": [{"params": list(range(len(names)))}]},
+            "masters": parts("master"),
+            "errors": parts("error"),
             "steps": int(tensors["steps"]),
         }
     )

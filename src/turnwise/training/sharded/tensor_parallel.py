@@ -1,0 +1,255 @@
+"""Tensor parallelism: the matrices of each layer, divided among ranks that compute the same micro-batch together.
+
+Which matrices are divided, and how, is transformers' plan of the model (`base_model_tp_plan`): a column-wise layer gives each
+rank some of the heads or of the features, the row-wise layer after it adds the results up (Megatron-LM, arXiv 1909.08053). Here
+are what the plan leaves open, and what it says otherwise:
+
+- Experts: each rank has some of them, complete, and not a part of each. So the part of a rank is one range of rows, which a
+  checkpoint can describe.
+- A layer that is whole on each rank but sees only the rank's heads (`q_norm`): its gradient is added up where it is computed.
+  The plan's own way adds up `.grad`, which counts earlier micro-batches again.
+- Adapters: of a column-wise layer, the second matrix is divided, of a row-wise layer the first.
+- Layers whose input and output are complete in the plan stay whole.
+
+Invariant: inside of the decoder's layers, hidden states and their gradients are complete and equal on all ranks. Outside
+(embedding, last norm, output layer), gradients are parts, whose sum over the ranks is the gradient; there the weights are divided
+among these ranks as among all others. The output layer computes some targets on each rank (`TargetShares`); the gradient of what
+all ranks compute is divided by their number (`as_part`).
+
+Knows modules and one dimension of a mesh. Does not know FSDP, batches or losses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from turnwise.errors import ConfigError
+from turnwise.models.model_config import refuse_indivisible
+
+_DIVIDED = ("colwise", "rowwise")
+_PARTIAL = "replicated_with_grad_allreduce"
+_EXPERTS = "moe_tp_experts"
+_WHOLE = (
+    "colwise_gather_output",
+    "colwise_rep",
+    "rowwise_split_input",
+    "rowwise_rep",
+    "packed_colwise",
+    "packed_rowwise",
+)
+"""Layers that stay whole, and the matrices of experts, which are divided with their module."""
+
+# The plan of a model, and whether its sizes can be divided
+
+
+def _plan(model: Any) -> dict[str, str]:
+    # what is not in a layer (embedding, output layer) is divided as among all ranks
+    plan = {name: style for name, style in model.tp_plan.items() if ".layers.*." in name and style not in _WHOLE}
+    unknown = set(plan.values()) - {*_DIVIDED, _PARTIAL, _EXPERTS}
+    if unknown or not plan:
+        raise ConfigError(
+            f"cluster.mesh.tensor: {type(model).__name__} has {', '.join(sorted(unknown)) or 'no plan'}, which is not known"
+        )
+    return plan
+
+
+# Dividing
+
+
+class TensorParallel:
+    """Divides the layers of `model` among the ranks of `mesh`, which has one dimension. `layers` are those of the decoder, in
+    their order. Raises ConfigError if the model cannot be divided among them."""
+
+    def __init__(self, model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
+        refuse_indivisible(model.config, mesh.size())
+        self._mesh = mesh
+        self._plan = _plan(model)
+        self._names = {module: name for name, module in model.named_modules()}
+        group = mesh.get_group()
+        layers[0].register_forward_pre_hook(lambda layer, args: (as_part(args[0], mesh), *args[1:]))
+        layers[-1].register_forward_hook(lambda layer, args, output: _summed_output(output, group))
+
+    def divide(self, layer: torch.nn.Module) -> None:
+        """Divide the parameters of a layer, which may be on the meta device, and let its modules compute with their parts."""
+        modules = list(layer.modules())
+        for module in modules:
+            vars(module).pop("forward", None)  # fast layers (models/cpu.py) compute with complete weights
+        for module in modules:
+            style = self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", self._names.get(module, "")))
+            if style == _PARTIAL:
+                _sum_gradients(module, self._mesh)
+            elif style == _EXPERTS:
+                _divide_experts(module, self._mesh)
+            elif style is not None:
+                for part, own_style in _parts(module, style):
+                    _divide_linear(part, own_style, self._mesh)
+
+
+def _parts(module: Any, style: str) -> Iterator[tuple[Any, str]]:
+    """The linear layers at a place of the plan: the layer, or with an adapter the layer below it and one of its matrices."""
+    base = getattr(module, "base_layer", None)
+    if base is None:
+        yield module, style
+        return
+    yield base, style
+    for factor in (module.lora_B if style == "colwise" else module.lora_A).values():
+        yield factor, style
+
+
+def _divide_linear(module: Any, style: str, mesh: DeviceMesh) -> None:
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
+
+    if type(module) is not torch.nn.Linear:
+        raise ConfigError(
+            f"cluster.mesh.tensor: a {type(module).__name__} cannot be divided; train the model without quantization"
+        )
+    size = module.weight.shape[0 if style == "colwise" else 1]
+    if size % mesh.size():
+        raise ConfigError(
+            f"cluster.mesh.tensor={mesh.size()}: a matrix of the model has {size} features, which {mesh.size()} ranks cannot "
+            f"divide; use a divisor of {size}"
+        )
+    way: Any = ALL_PARALLEL_STYLES[style]
+    for name in list(module._parameters):
+        way.shard_param(module, name, mesh)
+    way.install_forward(module, mesh)
+
+
+def _sum_gradients(module: Any, mesh: DeviceMesh) -> None:
+    """A module whose weights are whole, and whose inputs are this rank's heads."""
+    forward, group = module.forward, mesh.get_group()
+
+    def with_summed(*args: Any, **kwargs: Any) -> Any:
+        own = dict(module._parameters)
+        module._parameters.update(
+            {name: _Summed.apply(weight, group) for name, weight in own.items() if weight is not None}
+        )
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    module.forward = with_summed
+
+
+def _divide_experts(module: Any, mesh: DeviceMesh) -> None:
+    """Give each rank some of the experts. A token's other experts have the number after the last one, which transformers' experts
+    skip, and the weight 0."""
+    from transformers.distributed.tensor_parallel import _use_local_dtensor_params
+
+    count = module.num_experts // mesh.size()
+    first, group = count * mesh.get_local_rank(), mesh.get_group()
+    for name, weight in list(module._parameters.items()):
+        whole = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[name] = torch.nn.Parameter(whole, requires_grad=weight.requires_grad)
+    module.num_experts, module._is_expert_parallel = count, True
+    forward = module.forward
+
+    def of_own(hidden_TD: torch.Tensor, index_TK: torch.Tensor, weight_TK: torch.Tensor) -> torch.Tensor:
+        hidden_TD, weight_TK = _Summed.apply(hidden_TD, group), _Summed.apply(weight_TK, group)
+        other_TK = (index_TK < first) | (index_TK >= first + count)
+        index_TK = torch.where(other_TK, count, index_TK - first)
+        with _use_local_dtensor_params(module):
+            output_TD = forward(hidden_TD, index_TK, weight_TK.masked_fill(other_TK, 0.0))
+        return _Sum.apply(output_TD, group)
+
+    module.forward = of_own
+
+
+# Between complete gradients and parts of them
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks, each of which gets the complete gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        total = values.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
+
+
+class _Summed(torch.autograd.Function):
+    """The values themselves, whose gradients on the ranks are parts: their sum is the gradient on each."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Part(torch.autograd.Function):
+    """The values themselves, with a gradient that all ranks have, divided by their number: their sum is the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, ranks: int) -> torch.Tensor:
+        ctx.ranks = ranks
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] / ctx.ranks, None
+
+
+def as_part(values: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
+    """Values that all ranks of `mesh` compute, whose gradients then are parts; None: unchanged."""
+    return values if mesh is None else _Part.apply(values, mesh.size())
+
+
+class TargetShares:
+    """The ranks of `mesh`, which have the same hidden states of a micro-batch, compute the output layer for some targets each.
+    See `forward.Shares`."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+
+    def own(self, count: int) -> slice:
+        return self._of(self._rank, count)
+
+    def joined(self, value_C: torch.Tensor, count: int) -> torch.Tensor:
+        return _Joined.apply(value_C, [self._of(rank, count) for rank in range(self._ranks)], self._rank, self._group)
+
+    def _of(self, rank: int, count: int) -> slice:
+        return slice(rank * count // self._ranks, (rank + 1) * count // self._ranks)
+
+
+class _Joined(torch.autograd.Function):
+    """The values of all ranks, of which each has those of its slice."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, slices: Sequence[slice], rank: int, group: Any) -> torch.Tensor:
+        ctx.own = slices[rank]
+        sizes = [one.stop - one.start for one in slices]
+        padded = values.new_zeros(max(sizes), dtype=torch.uint8 if values.dtype == torch.bool else values.dtype)
+        padded[: len(values)] = values
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=group)
+        return torch.cat([one[:size] for one, size in zip(gathered, sizes, strict=True)]).to(values.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return gradients[0][ctx.own], None, None, None
+
+
+def _summed_output(output: Any, group: Any) -> Any:
+    """The output of the last layer, whose gradient comes in parts."""
+    if isinstance(output, torch.Tensor):
+        return _Summed.apply(output, group)
+    return (_Summed.apply(output[0], group), *output[1:])
