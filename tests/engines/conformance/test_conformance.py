@@ -16,6 +16,7 @@ from engines.conformance.reference import assert_could_be_sampled, reference_log
 from engines.conformance.servers import Server
 from engines.conformance.subjects import MODEL, SCRIPT, STOP, Adapted, Subject, change, load_model, state_of
 from turnwise.engines.engine import can_constrain
+from turnwise.engines.remote.scoring import ScoringServer
 from turnwise.environments.calculator import calculator
 from turnwise.environments.tools.toolbox import Tool, Tools
 from turnwise.environments.users import checked_answer
@@ -632,6 +633,30 @@ def test_a_wrong_token_is_refused_with_the_option_that_has_it(subject: Subject) 
     subject.run(other.close())
     request = subject.request(prompts(1)[0], max_tokens=8)
     assert_exact(subject, request, *subject.ask(request))
+
+
+# A server as a teacher: what it says of given tokens.
+
+
+@pytest.mark.parametrize("top_k", [1, 6])
+def test_a_server_scores_given_tokens_as_the_model_does(subject: Subject, top_k: int) -> None:
+    if not isinstance(subject, Server):
+        return
+    sequences = [(ids, sorted(random.Random(len(ids)).sample(range(1, len(ids)), 4))) for ids in prompts(3, seed=50)]
+    scoring = ScoringServer(subject.server.url, "vllm" if subject.name == "vllm" else "sglang", timeout=120.0)
+    scoring._server._headers = subject.server._headers  # servers of a run have a token, teachers have none
+    found = subject.run(scoring.score(sequences, top_k))
+    for (ids, places), scored in zip(sequences, found, strict=True):
+        assert not isinstance(scored, EngineError), scored
+        with torch.no_grad():
+            logits_LV = subject.model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        for place, token in zip(places, scored, strict=True):
+            own_V = logits_LV[place - 1]
+            assert token.logprob == pytest.approx(float(own_V[ids[place]]), abs=1e-4)
+            assert [logprob for _, logprob in token.top] == pytest.approx(own_V.topk(top_k).values.tolist(), abs=1e-4)
+            assert [float(own_V[id]) for id, _ in token.top] == pytest.approx(
+                [logprob for _, logprob in token.top], abs=1e-4
+            )
 
 
 # LoRA adapters that are replaced while the engine runs. The base weights stay.
