@@ -515,7 +515,7 @@ def held(run: TrainingRun) -> list[Group]:
 
     async def hold() -> list[Group]:
         rollouts = await run.pipeline.take()
-        run.credit(rollouts.groups)
+        run.policies[0].credit(rollouts.groups)
         return list(rollouts.groups)
 
     return asyncio.run(hold())
@@ -564,7 +564,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
     reference.set_attn_implementation("eager")
     moved(run)
     groups = held(run)
-    batches = pack_groups(run, groups)
+    batches = pack_groups(run, run.policies[0], groups)
     assert [batch.trajectories for batch in batches] == [12 // minibatches] * minibatches
     part = 0
     for batch in batches:
@@ -581,7 +581,7 @@ def test_without_any_advantage_divergence_and_entropy_of_all_tokens_are_learnt_f
 
 def test_without_any_advantage_and_further_terms_a_group_is_enough(model: Path, tmp_path: Path) -> None:
     run = assembled(model, tmp_path, "indifferent")
-    (batch,) = pack_groups(run, held(run))
+    (batch,) = pack_groups(run, run.policies[0], held(run))
     assert batch.trajectories == 12
     (group,) = {id.split("/")[0] for sources in batch.sources.values() for id, _ in sources}
     assert group
@@ -597,7 +597,7 @@ def test_a_step_has_as_many_optimizer_steps_of_nearly_equal_size_as_the_recipe_s
 ) -> None:
     run = assembled(model, tmp_path, environment, minibatches=minibatches)
     groups = held(run)
-    batches = pack_groups(run, groups)
+    batches = pack_groups(run, run.policies[0], groups)
     assert len(batches) == minibatches
     assert {batch.trajectories for batch in batches} == sizes
     assert sum(batch.trajectories for batch in batches) == 12
@@ -611,7 +611,7 @@ def test_fewer_conversations_than_minibatches_are_said(
     run = assembled(model, tmp_path, "low_bytes", minibatches=12)
     groups = held(run)
     groups[0].trajectories[0].fail(Failure("environment", "it broke"))
-    assert len(pack_groups(run, groups)) == 11
+    assert len(pack_groups(run, run.policies[0], groups)) == 11
     assert "train.minibatches=12, and only 11 conversations can be trained on" in caplog.text
 
 
@@ -626,7 +626,7 @@ def test_rejection_sees_the_conversations_without_advantage(model: Path, tmp_pat
             segment.logprobs[place] -= math.log(3.0)
     for one in groups[2].trajectories:
         one.advantages = [0.0] * len(one.turns)
-    update = asyncio.run(run.learner.update(pack_groups(run, groups), lr=0.0))
+    update = asyncio.run(run.learner.update(pack_groups(run, run.policies[0], groups), lr=0.0))
     rejected = sum(turn >= 0 for one in groups[1].trajectories for s in one.segments for turn in s.turn)
     every = sum(turn >= 0 for group in groups for one in group.trajectories for s in one.segments for turn in s.turn)
     assert update.correction["correction/rejected"] == pytest.approx(rejected / every)
@@ -661,7 +661,7 @@ def test_the_alarm_for_other_tokens_depends_on_how_far_the_logits_are_rounded(
         present = float(head(body(torch.tensor([ids]))[0]).abs().amax())
         assert run.learner.largest_logit(ids) == pytest.approx(present)
         body.norm.weight.mul_(largest / present)
-    _warn_of_disagreement(run, UpdateStats(fresh_deviation=deviation), groups)
+    _warn_of_disagreement(run, run.policies[0], UpdateStats(fresh_deviation=deviation), groups)
     assert ("trainer and engine disagree" in caplog.text) is warned
 
 

@@ -135,3 +135,8 @@ def _nearest(path: Path) -> str:
         return nearest(path.name, os.listdir(path.parent))
     except OSError:
         return ""
+
+
+def saved_policy(model: str | Path, name: str) -> Path:
+    """Where a checkpoint has the adapter of the trained policy `name`. `model` is the checkpoint's model directory."""
+    return Path(model).expanduser() / "policies" / name

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from turnwise.rollout.context import ConversationContext
 from turnwise.rollout.pipeline import TakenGroups
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.runs.health import RunProblem
-from turnwise.runs.training_run import TrainingRun, assemble, frozen_start_objects, step_timeline
+from turnwise.runs.training_run import TrainedPolicy, TrainingRun, assemble, frozen_start_objects, step_timeline
 from turnwise.terminal.train_report import TrainReport
 from turnwise.training.batch import (
     Batch,
@@ -110,7 +110,8 @@ async def train(run: TrainingRun, report: TrainReport) -> None:
         frozen_start_objects(),
         run.pipeline,
     ):
-        await run.publisher.begin(run.step)
+        for policy in run.policies:
+            await policy.publisher.begin(run.step)
         while run.step < run.steps:
             if run.evaluation_due(config.eval.every):
                 await _evaluate(run, report)
@@ -157,106 +158,126 @@ def _nothing_to_train_on(run: TrainingRun, groups: Sequence[Group]) -> str:
 
 def _weigh(run: TrainingRun, groups: Sequence[Group]) -> None:
     """Set the weights of turns. Before credit: a trajectory that fails here must be in no statistics of its group."""
-    kinds, masks = run.learner.requirements.logprob_kinds, run.inputs.renderer.masks
+    main, masks = run.learner.requirements.logprob_kinds, run.inputs.renderer.masks
+    kinds = {policy.name: policy.learner.requirements.logprob_kinds for policy in run.policies}
     for group in groups:
         for trajectory in group.trajectories:
             run.weigh_turns(trajectory)
             for each in (trajectory, *trajectory.agents):
                 # without log-probabilities of the weights that sampled them, old tokens have no importance ratio
-                problem = stale_without_logprobs(each, kinds=kinds, version=run.step) or outside_of_grammar(each, masks)
+                known = kinds.get(each.policy, main)
+                problem = stale_without_logprobs(each, kinds=known, version=run.step) or outside_of_grammar(each, masks)
                 if problem is not None and not each.failed:
                     each.fail(problem)
 
 
-def pack_groups(run: TrainingRun, groups: Sequence[Group]) -> list[Batch]:
-    """Pack one batch for each optimizer step: `train.minibatches` parts whose sizes differ by at most one trajectory. The
-    trajectories of a group stay together as far as the numbers allow.
-
-    Raises RolloutError if all trajectories failed.
+def pack_groups(run: TrainingRun, policy: TrainedPolicy, groups: Sequence[Group]) -> list[Batch]:
+    """Pack one batch for each optimizer step of a policy: `train.minibatches` parts whose sizes differ by at most one trajectory.
+    The trajectories of a group stay together as far as the numbers allow. No batch if nothing of the policy can be trained on.
     """
     options = run.config.train
-    trajectories = [t for group in groups for t in group.trajectories if t.advantages]
+    trajectories = [t for group in policy.own(groups) for t in group.trajectories if t.advantages]
     if not trajectories:
-        raise RolloutError(_nothing_to_train_on(run, groups))
+        return []
     trajectories = [t for t in trajectories if any(turn.weight for turn in t.turns)] or trajectories
     # all advantages are 0: one group is computed all the same, with a gradient of 0, to compare engine and trainer
     no_gradient = not any(has_gradient(trajectory) for trajectory in trajectories)
     compared = {trajectory.id for trajectory in trajectories[: options.group_size]} if no_gradient else set()
     if len(trajectories) < options.minibatches:
         _log.warning(
-            "step %d: train.minibatches=%d, and only %d conversations can be trained on: %d optimizer steps",
+            "step %d: train.minibatches=%d, and only %d conversations%s can be trained on: %d optimizer steps",
             run.step + 1,
             options.minibatches,
             len(trajectories),
+            f" of the policy {policy.name!r}" if policy.name else "",
             len(trajectories),
         )
-    return [run.pack(part, compared=compared) for part in divide_evenly(trajectories, options.minibatches)]
+    own = {"learner": policy.learner, "loss": policy.recipe.loss}
+    return [run.pack(part, compared=compared, **own) for part in divide_evenly(trajectories, options.minibatches)]
 
 
 @dataclass(frozen=True, slots=True)
 class _StepResult:
     """What a step has changed."""
 
-    policy: UpdateStats | None
-    """None if only the critic was trained."""
+    updates: Mapping[str, UpdateStats]
+    """By the names of policies. Empty if only the critic was trained."""
     critic: CriticMetrics | None
     """None without a critic."""
     kl_reward: KlRewardMetrics | None
     """None without a KL divergence in the reward."""
     saved: float
-    """The share of the policy's tokens that were not computed."""
+    """The share of the policies' tokens that were not computed."""
 
 
 async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
     """Compute advantages, update the weights and publish them."""
-    critic_step = run.critic_step
-    await run.publisher.before_update()
+    critic_step, main = run.critic_step, run.policies[0].own(groups)
+    for policy in run.policies:
+        await policy.publisher.before_update()
     if critic_step is not None:
-        await critic_step.set_values(groups)
+        await critic_step.set_values(main)
     kl_reward = None if run.kl_reward is None else await run.kl_reward.set_penalties(groups)
     if run.teacher_step is not None:
         await run.teacher_step.set_scores(groups)
-    run.credit(groups)
+    for policy in run.policies:
+        policy.credit(policy.own(groups))
     if run.teacher_step is not None:
         await run.teacher_step.add_advantages(groups)
-    batches = pack_groups(run, groups)
-    update = critic = None
+    packed = {policy.name: pack_groups(run, policy, groups) for policy in run.policies}
+    batches = [batch for of_policy in packed.values() for batch in of_policy]
+    if not batches:
+        raise RolloutError(_nothing_to_train_on(run, groups))
+    updates, critic = dict[str, UpdateStats](), None
     if critic_step is None or critic_step.trains_policy(run.step):
-        update = await _update(run, batches)
+        updates = await _update(run, packed)
         if run.config.record.trainer_logprobs:
-            set_trainer_logprobs([t for group in groups for t in group.trajectories], batches, update.logprobs)
+            for policy in run.policies:
+                if (update := updates.get(policy.name)) is not None:
+                    own = [t for group in policy.own(groups) for t in group.trajectories]
+                    set_trainer_logprobs(own, packed[policy.name], update.logprobs)
         reference = run.config.reference
         if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
             run.learner.mix_reference(reference.sync_weight)
-            for policy in run.context.policies.values():
-                if policy.is_reference:
-                    await policy.weights_changed()
-    if critic_step is not None and run.publisher.asleep:
-        critic = await _update_critic(run, critic_step, groups, update)
+            for of_agents in run.context.policies.values():
+                if of_agents.is_reference:
+                    await of_agents.weights_changed()
+    if critic_step is not None and any(policy.publisher.asleep for policy in run.policies):
+        critic = await _update_critic(run, critic_step, main, cancellable=not updates)
     # at once, so that no further token is sampled from the old weights
-    await run.publisher.publish(run.step + 1)
+    for policy in run.policies:
+        await policy.publisher.publish(run.step + 1)
     run.pipeline.publish(run.step + 1)
     if critic_step is not None and critic is None:
-        critic = await _update_critic(run, critic_step, groups, update)
-    return _StepResult(update, critic, kl_reward, share_saved(batches))
+        critic = await _update_critic(run, critic_step, main, cancellable=not updates)
+    return _StepResult(updates, critic, kl_reward, share_saved(batches))
 
 
 async def _update_critic(
-    run: TrainingRun, critic_step: CriticStep, groups: Sequence[Group], policy: UpdateStats | None
+    run: TrainingRun, critic_step: CriticStep, groups: Sequence[Group], *, cancellable: bool
 ) -> CriticMetrics:
-    return await critic_step.update(groups, cancellable=policy is None, on_first_step=run.begin_update)
+    return await critic_step.update(groups, cancellable=cancellable, on_first_step=run.begin_update)
 
 
-async def _update(run: TrainingRun, batches: Sequence[Batch]) -> UpdateStats:
+async def _update(run: TrainingRun, packed: Mapping[str, Sequence[Batch]]) -> dict[str, UpdateStats]:
+    """Update the weights of all policies that have batches, one after the other. `packed` are the batches of each.
+
+    If it is cancelled after the first optimizer step, the step is not finished, and no checkpoint holds it.
+    """
     epochs = run.config.train.ppo_epochs
-    micro_batches = epochs * sum(len(batch.micro_batches) for batch in batches)
-    return await run.learner.update(
-        batches,
-        lr=run.learning_rate,
-        epochs=epochs,
-        on_micro_batch=run.activity.part(run.step + 1, "training, micro-batches", micro_batches),
-        on_first_step=run.begin_update,
-    )
+    micro_batches = epochs * sum(len(batch.micro_batches) for of_policy in packed.values() for batch in of_policy)
+    on_micro_batch = run.activity.part(run.step + 1, "training, micro-batches", micro_batches)
+    return {
+        policy.name: await policy.learner.update(
+            packed[policy.name],
+            lr=run.learning_rate_of(policy),
+            epochs=epochs,
+            on_micro_batch=on_micro_batch,
+            on_first_step=run.begin_update,
+        )
+        for policy in run.policies
+        if packed[policy.name]
+    }
 
 
 def _finish_step(
@@ -269,7 +290,7 @@ def _finish_step(
     started: float,
 ) -> None:
     """Write down the step, and warn of what keeps the run from learning."""
-    groups, update = taken.groups, result.policy
+    groups, update = taken.groups, result.updates.get("")
     options = run.config.train
     used = run.pipeline.state
     metrics: dict[str, Any] = {
@@ -290,6 +311,7 @@ def _finish_step(
         **(update.experts if update else {}),
         **(update.memory_metrics if update else {}),
         **(update.teacher if update else {}),
+        **_metrics_of_policies(run, result.updates),
         "tokens/prefix_saved": result.saved,
         **(result.critic.named() if result.critic else {}),
         **(result.kl_reward.named() if result.kl_reward else {}),
@@ -300,7 +322,8 @@ def _finish_step(
         metrics["groups/timed_out"] = sum(active.timed_out for active in taken.active)
     if run.pipeline.source.curriculum is not None:
         metrics["rows/skipped"] = taken.skipped
-    _warn_of_disagreement(run, update, groups)
+    for policy in run.policies:
+        _warn_of_disagreement(run, policy, result.updates.get(policy.name), groups)
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     trajectories += [group.baseline for group in groups if group.baseline is not None]
     run.directory.write_timeline(step_timeline(taken, step=run.step + 1, trained=time.time()))
@@ -312,15 +335,40 @@ def _finish_step(
     _stop_if_asked(run, problems)
 
 
-def _warn_of_disagreement(run: TrainingRun, update: UpdateStats | None, groups: Sequence[Group]) -> None:
+def _metrics_of_policies(run: TrainingRun, updates: Mapping[str, UpdateStats]) -> dict[str, float]:
+    """What the step has learnt for the policies beside that of the section `model`."""
+    return {
+        f"policies/{policy.name}/{name}": value
+        for policy in run.policies[1:]
+        if (update := updates.get(policy.name)) is not None
+        for name, value in {
+            "loss": update.loss,
+            "kl": update.kl,
+            "grad_norm": update.grad_norm,
+            "lr": run.learning_rate_of(policy),
+            "ratio/max_deviation": update.max_deviation,
+            "ratio/clip_fraction": update.clip_fraction,
+            "tokens/trained": update.tokens,
+            **update.correction,
+            **update.experts,
+            **update.memory_metrics,
+        }.items()
+    }
+
+
+def _warn_of_disagreement(
+    run: TrainingRun, policy: TrainedPolicy, update: UpdateStats | None, groups: Sequence[Group]
+) -> None:
     """Warn if the probabilities of engine and trainer differ by more than rounding explains, where both have the same weights."""
     tolerance = 0.01 if run.config.exact else 0.5
     if update is None or update.fresh_deviation <= tolerance:
         return
     if not run.config.exact:
-        turns = [turn for group in groups for one in group.trajectories for turn in one.turns]
+        conversations = [each for group in groups for one in group.trajectories for each in (one, *one.agents)]
+        turns = [turn for one in conversations if one.policy == policy.name for turn in one.turns]
         sampled = max((turn.completion.token_ids for turn in turns if turn.completion is not None), key=len)
-        largest = run.learner.largest_logit(sampled[:_MEASURED_TOKENS]) / (run.config.sampling.temperature or 1.0)
+        temperature = policy.recipe.sampling.temperature or 1.0
+        largest = policy.learner.largest_logit(sampled[:_MEASURED_TOKENS]) / temperature
         tolerance = max(tolerance, rounding_of_ratios(largest))
     if update.fresh_deviation > tolerance:
         run.warn(

@@ -638,7 +638,8 @@ class Trajectory:
     """The name of the agent that took the turns, if the environment opened it beside the conversation of the row (`agents`);
     empty for the conversation of the row."""
     policy: str = ""
-    """The name of the frozen policy that took the turns of an agent (`policies` of the recipe). Empty: the trained model."""
+    """The name of the policy that took the turns of an agent (`policies` of the recipe): a frozen one, or another trained one
+    (`trained`). Empty: the trained model of the section `model`."""
     episode: str = ""
     """Of an agent's conversation: the id of the trajectory whose environment opened it. Else empty."""
     agents: list[Trajectory] = field(default_factory=list)
@@ -811,10 +812,16 @@ class Group:
     trajectories: list[Trajectory]
     baseline: Trajectory | None = None
     """A conversation at temperature 0 on the same row, for estimators that compare with its reward (ReMax). It is scored, and not
-    trained on. A group of agents has that of the row too, and is compared with the trained agents of the same name in it."""
+    trained on. A group of agents has that of the row too, and is compared with the trained agents of the same name and policy in
+    it."""
+
+    @property
+    def policy(self) -> str:
+        """`Trajectory.policy` of the conversations, which is the same for all of a group."""
+        return self.trajectories[0].policy if self.trajectories else ""
 
     def of_agents(self) -> list[Group]:
-        """A group for each name of an agent that is trained on: its conversations in all episodes of the row.
+        """A group for each name and policy of an agent that is trained on: its conversations in all episodes of the row.
 
         Example: in each of four games on a row, the environment has opened the agent `second`: one group of four.
         """
@@ -823,7 +830,7 @@ class Group:
             for agent in trajectory.agents:
                 if agent.trained:
                     empty = Group(id=agent.group, row=self.row, trajectories=[], baseline=self.baseline)
-                    groups.setdefault(agent.agent, empty).trajectories.append(agent)
+                    groups.setdefault(agent.group, empty).trajectories.append(agent)
         return list(groups.values())
 
 

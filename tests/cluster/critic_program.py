@@ -15,9 +15,8 @@ import torch
 from cluster.tensors import difference
 from training.test_batch import group
 from turnwise.models.loading import ModelSource, load_model
-from turnwise.options.algorithm import OptimizationSection, PpoClip
+from turnwise.options.algorithm import LoraSection, OptimizationSection, PpoClip
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
-from turnwise.options.schema import LoraSection
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow

@@ -20,6 +20,7 @@ from turnwise.options.algorithm import (
     Cispo,
     CorrectionSection,
     Gspo,
+    LoraSection,
     LossSection,
     Nll,
     OptimizationSection,
@@ -30,7 +31,6 @@ from turnwise.options.algorithm import (
     Sapo,
 )
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
-from turnwise.options.schema import LoraSection
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.batch import Batch, pack
 from turnwise.training.learner import UpdateStats

@@ -55,6 +55,7 @@ _FSDP = ("param_dtype", "reduce_dtype", "reshard_after_forward", "gradient_sync"
 _WORKERS = ("count", "num_cpus", "num_gpus", "resources", "runtime_env", "max_concurrent", "start_timeout")
 _TEACHER = "runs/test_distillation.py::test_"
 _POLICIES = "runs/test_episodes.py::test_"
+_TRAINED = "runs/test_trained_policies.py::test_"
 _QUANTIZED = "training/test_quantization.py::test_"
 _LOGGED = "loggers/test_loggers.py::test_"
 TESTED: Mapping[str, str] = {
@@ -195,6 +196,11 @@ TESTED: Mapping[str, str] = {
     **{
         f"policies[].{name}": f"{_POLICIES}what_a_policy_is_made_of_is_what_the_recipe_says"
         for name in ("dtype", "bits", "memory_gb", "top_p", "top_k", "min_p")
+    },
+    "policies[].train": f"{_TRAINED}each_policy_learns_from_its_own_conversations_and_a_resumed_run_has_the_same_bits",
+    **{
+        f"policies[].{name}": f"{_TRAINED}options_of_a_policy_change_what_it_learns_and_nothing_else_in_the_first_step"
+        for name in ("lora", "lr", "loss", "credit")
     },
     "policies[].endpoint": f"{_POLICIES}a_policy_on_a_server_takes_turns_in_text",
     "critic.path": f"{_CRITIC}the_critic_starts_from_another_model_or_from_the_critic_of_a_run",

@@ -26,7 +26,7 @@ from turnwise.models import cpu
 from turnwise.models.cpu import PackedLayers, onednn_linear, packed, packed_bytes
 from turnwise.models.lora import add_adapter
 from turnwise.models.precision import autocast
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 from turnwise.types import Completion, Request, Sampling
 
 # Attention of a decode step against float64 formulas: rows with gaps, shared prefixes, rows much longer than the

@@ -23,7 +23,7 @@ from turnwise.engines.local.fused import FusedForward
 from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import EngineError
 from turnwise.models.lora import add_adapter
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 from turnwise.types import Request, Sampling
 
 QUICK = ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1", "jamba", "llama4"]

@@ -280,7 +280,7 @@ def test_what_a_policy_is_made_of_is_what_the_recipe_says(opponents: Path, model
     overrides = [f"policies={{other: {{path: '{model}', {of_policy}}}, base: '{model}'}}", "model.lora=4"]
     config, _ = load(opponents, [*overrides, "sampling.temperature=0.7"])
     whole: Any = assembly.engine_model(config, adapter=True)
-    made = assembly.frozen_policies(config, assembly.renderer(config), whole)
+    made = assembly.agent_policies(config, assembly.renderer(config), whole)
     sampled = made["other"].sampling
     assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.min_p) == (0.7, 0.5, 3, 0.1)
     engines: Any = [made[name].engine for name in ("other", "base")]
@@ -344,9 +344,9 @@ def test_without_training_the_reference_model_is_that_of_reference_path(
     evaluated: Any = assembly.engine_model(recipe)
     renderer = assembly.renderer(recipe)
     with pytest.raises(ConfigError, match="without training there is no model before training"):
-        assembly.frozen_policies(recipe, renderer, evaluated)
+        assembly.agent_policies(recipe, renderer, evaluated)
     with_path = recipe.model_copy(update={"reference": recipe.reference.model_copy(update={"path": str(other)})})
-    engine: Any = assembly.frozen_policies(with_path, renderer, evaluated)["past"].engine
+    engine: Any = assembly.agent_policies(with_path, renderer, evaluated)["past"].engine
     expected: Any = assembly.engine_model(
         recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
     )
@@ -397,7 +397,7 @@ def test_a_policy_with_another_template_has_the_recipes_options_as_far_as_it_tak
     options = ["model.chat_template_kwargs={enable_thinking: false}", "sampling.response_format={type: json_object}"]
     config, _ = load(opponents, [f"model.path={trained}", f"policies={{reads: '{reads}', other: '{other}'}}", *options])
     renderer = assembly.renderer(config)
-    made = assembly.frozen_policies(config, renderer, None)
+    made = assembly.agent_policies(config, renderer, None)
     for name, arguments in (("reads", {"enable_thinking": False}), ("other", {})):
         own = made[name].renderer
         assert own is not None

@@ -31,7 +31,7 @@ from turnwise.models.allocator import gradients_first
 from turnwise.models.cpu import TorchThreads, fewest_rows, linear, onednn_linear, weight_gradient, with_fast_layers
 from turnwise.models.loading import ModelSource, load_model, recompute_layers
 from turnwise.models.lora import add_adapter
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.update import StopFlag

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import math
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from turnwise.config.train_checks import refuse_without_effect
 from turnwise.engines.engine import SharedWeights
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.lora import add_adapter, with_second_adapter
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 from turnwise.train import assemble
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.update import StopFlag
@@ -69,7 +70,8 @@ def test_the_critic_is_trained_before_an_engine_on_the_same_gpu_wakes(tmp_path: 
         (made.learner, "update"),
     ):
         noting(owner, method)
-    made.publisher = Asleep(made.runner._engine)  # type: ignore[attr-defined]
+    (policy,) = made.policies
+    made.policies = [replace(policy, publisher=Asleep(made.runner._engine))]  # type: ignore[attr-defined]
     train_silently(made)
     assert events == ["sleeps", "LocalCritic.values", "LocalLearner.update", "LocalCritic.update", "wakes"]
 

@@ -31,8 +31,7 @@ from turnwise.errors import ConfigError, RunError
 from turnwise.models.experts import Choice, RouterPass, Routers
 from turnwise.models.loading import recompute_layers
 from turnwise.models.lora import add_adapter
-from turnwise.options.algorithm import OptimizationSection, PpoClip
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection, OptimizationSection, PpoClip
 from turnwise.record.metric_names import METRICS
 from turnwise.record.trajectory_json import MediaStore, decode_trajectory, trajectory_line
 from turnwise.training.batch import Batch, MicroBatch, pack

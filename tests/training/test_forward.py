@@ -19,8 +19,7 @@ from turnwise.engines.local import LocalEngine
 from turnwise.errors import ConfigError
 from turnwise.models.loading import recompute_layers
 from turnwise.models.lora import add_adapter, without_adapter
-from turnwise.options.algorithm import Nll, PpoClip
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection, Nll, PpoClip
 from turnwise.training.batch import pack, stale_without_logprobs
 from turnwise.training.forward import Forward, TokenLogprobs, _body_and_head, try_tree_attention
 from turnwise.training.local_learner import LocalLearner

@@ -25,8 +25,7 @@ from training.test_tree import packed_gradient, plain_gradient, random_trajector
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model, recompute_layers
 from turnwise.models.lora import add_adapter, default_targets, merged, save_adapter
-from turnwise.options.algorithm import PpoClip
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection, PpoClip
 from turnwise.training.batch import MicroBatch, pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.local_critic import LocalCritic

@@ -28,7 +28,7 @@ from turnwise.models.loading import ModelSource, load_model, of_model
 from turnwise.models.loading import save_model as save_loaded
 from turnwise.models.lora import initialize_magnitudes
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 
 # A model is loaded with all of its weights, or refused with the names of those that are wrong.
 

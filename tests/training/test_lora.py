@@ -21,8 +21,7 @@ from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.lora import add_adapter, without_adapter
-from turnwise.options.algorithm import PpoClip
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection, PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss

@@ -20,8 +20,7 @@ from turnwise.errors import EngineError
 from turnwise.models.loading import ModelSource, load_model, recompute_layers
 from turnwise.models.lora import add_adapter
 from turnwise.models.precision import Bfloat16Linears, autocast, ignored_by_sdpa, output_layer_in_float32
-from turnwise.options.algorithm import PpoClip
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection, PpoClip
 from turnwise.training.batch import pack
 from turnwise.training.forward import Forward, try_tree_attention
 from turnwise.training.local_critic import LocalCritic

@@ -13,6 +13,7 @@ from turnwise.assembly.conversations import (
     refuse_for_endpoint,
     renderer,
     rollout_context,
+    sampled_as,
     sampling,
     stand_ins,
     text_context,
@@ -34,19 +35,21 @@ from turnwise.assembly.learners import (
     critic,
     learner,
     model_source,
+    policy_learner,
     rank_device,
     reference_model,
     sampled_model,
     sft_learner,
     teacher_sources,
 )
-from turnwise.assembly.policies import frozen_policies, policy_sources
+from turnwise.assembly.policies import agent_policies, policy_sources
 from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
 from turnwise.assembly.teachers import refuse_unusable_teachers, teacher_step
 
 __all__ = [
     "Environments",
     "Scripts",
+    "agent_policies",
     "connect_engine",
     "conversation_context",
     "conversation_host",
@@ -61,11 +64,11 @@ __all__ = [
     "engine_model",
     "environment_factory",
     "evaluation_sampling",
-    "frozen_policies",
     "learner",
     "limits",
     "longest_context",
     "model_source",
+    "policy_learner",
     "policy_sources",
     "rank_device",
     "read_scripts",
@@ -78,6 +81,7 @@ __all__ = [
     "row_order",
     "rows",
     "runner",
+    "sampled_as",
     "sampled_model",
     "sampling",
     "scorer",

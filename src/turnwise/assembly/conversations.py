@@ -40,10 +40,10 @@ from turnwise.options.section import Use, changed_options
 from turnwise.rewards.judge import UsesEngine
 from turnwise.rewards.scorer import Scorer
 from turnwise.rollout.context import (
+    AgentPolicy,
     ConversationContext,
     ConversationRunner,
     EngineRunner,
-    FrozenPolicy,
     Limits,
     RolloutContext,
     TextContext,
@@ -221,8 +221,8 @@ class Environments:
     def __init__(self, make: EnvironmentFactory, *shared: McpServers | EnvironmentSource | None) -> None:
         self._make = make
         self._shared = shared
-        self.policies: Mapping[str, FrozenPolicy] = {}
-        """The frozen policies of the conversations, which are closed at the end, too."""
+        self.policies: Mapping[str, AgentPolicy] = {}
+        """The policies of the conversations' agents, which are closed at the end, too."""
 
     def __call__(self) -> Environment:
         return self._make()
@@ -431,11 +431,24 @@ def limits(config: Config, *, longest: int | None) -> Limits:
 # the context of conversations with an engine
 
 
-def stand_ins(config: Config) -> dict[str, FrozenPolicy]:
-    """The frozen policies of a recipe without their models: the engine of the conversations takes their turns."""
+def stand_ins(config: Config) -> dict[str, AgentPolicy]:
+    """The policies of a recipe without their models: the engine of the conversations takes their turns."""
     sampled = sampling(config)
     return {
-        policy.name: FrozenPolicy(sampling=dataclasses.replace(sampled, **policy.sampling))
+        policy.name: AgentPolicy(sampling=dataclasses.replace(sampled, **policy.sampling), trained=policy.train)
+        for policy in config.policies
+    }
+
+
+def sampled_as(config: Config, policies: Mapping[str, AgentPolicy], sampled: Sampling) -> Mapping[str, AgentPolicy]:
+    """The policies where the conversations sample from `sampled` (evaluations): trained ones do so, too, but for options of their
+    own. Frozen ones are opponents that do not change."""
+    return {
+        policy.name: dataclasses.replace(
+            policies[policy.name], sampling=dataclasses.replace(sampled, **policy.sampling)
+        )
+        if policy.train
+        else policies[policy.name]
         for policy in config.policies
     }
 
@@ -507,11 +520,11 @@ def conversation_context(
     *,
     longest: int | None,
     sampled: Sampling | None = None,
-    policies: Mapping[str, FrozenPolicy] | None = None,
+    policies: Mapping[str, AgentPolicy] | None = None,
 ) -> ConversationContext:
     """The shared context of the recipe's conversations, wherever `runner` runs them. `longest` is the model's longest context in
     tokens, if known; `sampled` is the distribution that the conversations sample from, if it is not that of training.
-    `policies` are the recipe's frozen policies; None: the engine of the conversations stands in for them.
+    `policies` are those of the recipe; None: the engine of the conversations stands in for them.
 
     Raises ConfigError if the recipe's limits exceed it.
     """
@@ -527,7 +540,7 @@ def rollout_context(
     environments: Environments,
     *,
     longest: int | None,
-    policies: Mapping[str, FrozenPolicy] | None = None,
+    policies: Mapping[str, AgentPolicy] | None = None,
 ) -> RolloutContext:
     """The `conversation_context` of conversations in this process, whose tokens `engine` samples."""
     shared = _shared_context(config, environments, longest, sampling(config), policies)
@@ -545,12 +558,13 @@ def _shared_context(
     environments: Environments,
     longest: int | None,
     sampled: Sampling,
-    policies: Mapping[str, FrozenPolicy] | None,
+    policies: Mapping[str, AgentPolicy] | None,
 ) -> ConversationContext:
     """What conversations share wherever they run."""
     environments.policies = policies or {}
+    policies = stand_ins(config) if policies is None else policies
     return ConversationContext(
-        policies=stand_ins(config) if policies is None else policies,
+        policies=sampled_as(config, policies, sampled) if policies else policies,
         make_environment=environments,
         sampling=sampled,
         limits=limits(config, longest=longest),
@@ -569,7 +583,7 @@ def text_context(
     options: OpenAIEngineSection,
     environments: Environments,
     sampled: Sampling,
-    policies: Mapping[str, FrozenPolicy],
+    policies: Mapping[str, AgentPolicy],
 ) -> TextContext:
     """The shared context of the recipe's conversations with the endpoint `options`.
 

@@ -25,10 +25,10 @@ from typing import Any
 from turnwise.assembly.conversations import environment_factory, rollout_context
 from turnwise.assembly.conversations import renderer as build_renderer
 from turnwise.assembly.learners import model_source
-from turnwise.assembly.policies import frozen_policies
+from turnwise.assembly.policies import agent_policies
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine, refuse_experts_of_servers
-from turnwise.config.policy_checks import refuse_reference
+from turnwise.config.policy_checks import refuse_changing
 from turnwise.data.images import media_kind, media_value
 from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
@@ -43,8 +43,9 @@ from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
+from turnwise.options.algorithm import LoraSection
 from turnwise.options.engines import ClusterSection, ServerEngineSection, local_ranks
-from turnwise.options.schema import Config, LoraSection
+from turnwise.options.schema import Config
 from turnwise.ray_workers.ray_api import RAY_ADDRESS
 from turnwise.ray_workers.rollout_worker import RolloutWorker, WorkerInfo
 from turnwise.ray_workers.rollouts import RayOptions, RayRollouts
@@ -494,14 +495,14 @@ async def conversation_host(
 ) -> AsyncIterator[ConversationHost]:
     """The engine and the environments of a recipe, for conversations whose weights a trainer sends. `owner` is this process,
     as the engine's servers know it; None: under a new name. Raises TurnwiseError."""
-    refuse_reference(config)
+    refuse_changing(config)
     async with contextlib.aclosing(environment_factory(config, encode=renderer.encode)) as environments:
         model = engine_model(config, adapter=True)
         if config.deterministic:
             from turnwise.models.precision import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
-        policies = frozen_policies(config, renderer, model)
+        policies = agent_policies(config, renderer, model)
         sampling = engine(config, renderer, model, updated=True, owner=owner or Owner())
         try:
             await sampling.start()

@@ -15,15 +15,17 @@ from turnwise.config.train_checks import needs_reference
 from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import (
     CorrectionSection,
+    LoraSection,
     LossSection,
     Nll,
     OptimizationSection,
     OwnLoss,
     ReferenceSection,
 )
-from turnwise.options.schema import Config, LoraSection, QuantizationSection
+from turnwise.options.schema import Config, QuantizationSection
 from turnwise.options.teacher import TeacherSection
 from turnwise.ray_workers.ranks import RayRanks
+from turnwise.rollout.context import seed_of
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.types import Sampling
 
@@ -94,6 +96,35 @@ def _reference(config: Config, before_training: str | Path | None) -> ReferenceS
     adapter_off = config.model.lora.rank is not None and section.path is None  # on the trained model's own weights
     path = section.path or (None if adapter_off else before_training)
     return section.model_copy(update={"path": path})
+
+
+def policy_learner(config: Config, name: str, main: Learner, saved: Path | None) -> Learner:
+    """The learner of the trained policy `name`: an adapter of its own on the base weights of the learner `main`. `config` is the
+    recipe as the policy reads it (`Config.of_policy`), and `saved` the directory of a saved adapter, for a run that is resumed.
+
+    The first values of its adapter are others than those of `main`, whose seed is the recipe's. Raises ConfigError.
+    """
+    from turnwise.models.lora import with_second_adapter  # torch
+    from turnwise.training.local_learner import LocalLearner
+    from turnwise.training.losses import make_loss
+
+    assert isinstance(main, LocalLearner)
+    if isinstance(config.loss, OwnLoss):
+        from turnwise.training.own_loss import try_own_loss
+
+        try_own_loss(config.loss)
+    loss = make_loss(config.loss, config.correction, TeacherSection())
+    return LocalLearner(
+        with_second_adapter(main.model, config.model.lora, saved, seed=seed_of(f"{config.seed}:{name}")),
+        sampling=sampling(config),
+        loss=loss,
+        optimizer=config.train,
+        reference_model=main.reference_model if loss.needs_reference else None,
+        share_prompts=config.train.share_prompts,
+        threads=1 if config.deterministic else 0,
+        autocast=config.model.autocast,
+        router_replay=config.model.router_replay,
+    )
 
 
 def frozen_source(

@@ -1,7 +1,8 @@
-"""Builds the frozen policies of a recipe, which take the turns of agents: local models with an engine each, and endpoints.
+"""Builds the policies of a recipe, which take the turns of agents: local models with an engine each, and endpoints.
 
-A local policy is loaded as every model, or shares the weights of the trained model where an adapter is trained on them. Its
-engine is the embedded one, whatever samples the trained model, because its tokens are not trained on.
+A frozen local policy is loaded as every model, or shares the weights of the trained model where an adapter is trained on them.
+A trained policy is an adapter that its learner holds; without training, it is the adapter in the checkpoint. The engine of both
+is the embedded one, whatever samples the trained model.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from turnwise.assembly.conversations import constrained, stand_ins, tool_format
@@ -19,10 +21,11 @@ from turnwise.chat.template_arguments import reads_argument
 from turnwise.chat.template_profile import TemplateProblem
 from turnwise.config.policy_checks import refuse_unknown_reference, refuse_unusable_policies
 from turnwise.errors import ConfigError
+from turnwise.local_paths import saved_policy
 from turnwise.models.model_config import context_length
-from turnwise.options.policies import FrozenPolicySection
+from turnwise.options.policies import PolicySection
 from turnwise.options.schema import Config
-from turnwise.rollout.context import FrozenPolicy
+from turnwise.rollout.context import AgentPolicy
 from turnwise.services.chat import ChatEndpoint
 from turnwise.training import fingerprint
 from turnwise.types import Sampling
@@ -30,48 +33,67 @@ from turnwise.types import Sampling
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelSource
 
-__all__ = ["frozen_policies", "policy_sources"]
+__all__ = ["agent_policies", "policy_sources"]
 
 _log = logging.getLogger(__name__)
 
 
-def frozen_policies(
+def agent_policies(
     config: Config,
     renderer: Renderer | None,
     model: Any | None,
     *,
     reference: Any | None = None,
-) -> dict[str, FrozenPolicy]:
+    trained: Mapping[str, Any] | None = None,
+    version: int = 0,
+) -> dict[str, AgentPolicy]:
     """The policies of a recipe by their names, with their models loaded.
 
     `renderer` is that of the trained model, and `model` the model that the embedded engine samples from, if there is one.
-    `reference` is the reference model of a training run; without training, it is the model of `reference.path`. Raises
-    ConfigError if a policy cannot be used, or its model not be loaded.
+    `reference` is the reference model of a training run; without training, it is the model of `reference.path`. `trained` are
+    the models of the trained policies in a training run, whose weights have the number `version`; without training, they are
+    those of the checkpoint `model.path`, or its model if it has none. Raises ConfigError if a policy cannot be used, or its
+    model not be loaded.
     """
     refuse_unusable_policies(config)
     if reference is None:
         refuse_unknown_reference(config)
     sources = policy_sources(config)
     sampled = stand_ins(config)
-    made: dict[str, FrozenPolicy] = {}
+    made: dict[str, AgentPolicy] = {}
     for policy in config.policies:
         own = sampled[policy.name].sampling
         if policy.endpoint is not None:
-            made[policy.name] = FrozenPolicy(sampling=own, chat=_endpoint(policy, config))
+            made[policy.name] = AgentPolicy(sampling=own, chat=_endpoint(policy, config))
             continue
         loaded = reference
-        if not policy.reference:
+        if policy.train:
+            loaded = _checkpoint(policy, config, model) if trained is None else trained[policy.name]
+        elif not policy.reference:
             loaded = _loaded(sources[policy.name], config, model)
         elif reference is None:
             assert config.reference.path is not None
             loaded = _loaded(model_source(config).of_base(config.reference.path), config, model)
-        made[policy.name] = _local(policy, loaded, own, config, renderer)
+        # frozen weights have no number
+        made[policy.name] = _local(policy, loaded, own, config, renderer, version=version if policy.train else 0)
     return made
 
 
+def _checkpoint(policy: PolicySection, config: Config, model: Any | None) -> Any:
+    """The model of a trained policy without training: with its adapter in the checkpoint `model.path`; the model itself, where
+    that has none, as at the start of training. `model` is that of the embedded engine."""
+    from turnwise.models.loading import load_model  # torch
+
+    saved = saved_policy(config.model.path, policy.name)
+    if not saved.is_dir():
+        return _loaded(None, config, model)
+    source = frozen_copy(config, str(saved), dtype=None, bits=config.model.quantization.bits)
+    return load_model(source).requires_grad_(False)
+
+
 def policy_sources(config: Config) -> dict[str, ModelSource | None]:
-    """The local policies of the recipe by their names, to be loaded. None: the model of `model.path`, without an adapter, or the
-    reference model of a training run, whose weights are in memory already."""
+    """The local policies of the recipe by their names, to be loaded. None: the model of `model.path`, without an adapter, the
+    reference model of a training run, or a trained policy, whose base weights are in memory already."""
     sources: dict[str, ModelSource | None] = {}
     for policy in config.policies:
         if policy.endpoint is not None:
@@ -97,12 +119,18 @@ def _loaded(source: ModelSource | None, config: Config, model: Any | None) -> An
 
 
 def _local(
-    policy: FrozenPolicySection, model: Any, sampled: Sampling, config: Config, renderer: Renderer | None
-) -> FrozenPolicy:
+    policy: PolicySection,
+    model: Any,
+    sampled: Sampling,
+    config: Config,
+    renderer: Renderer | None,
+    *,
+    version: int,
+) -> AgentPolicy:
     """A policy in this process, with an embedded engine of its own."""
     from turnwise.engines.local import LocalEngine  # torch
 
-    own = _renderer(policy, config, renderer)
+    own = renderer if policy.train and renderer is not None else _renderer(policy, config, renderer)
     known = context_length(model.config.to_dict()) is not None
     engine = LocalEngine(
         model,
@@ -111,14 +139,21 @@ def _local(
         threads=1 if config.deterministic else 0,
         decode=own.decode,
         masks=own.masks,
+        version=version,
         autocast=config.model.autocast and policy.dtype is None,
+        record_routes=config.model.router_replay and policy.train,
     )
-    return FrozenPolicy(
-        sampling=sampled, engine=engine, renderer=own, thinking=config.thinking, is_reference=policy.reference
+    return AgentPolicy(
+        sampling=sampled,
+        engine=engine,
+        renderer=own,
+        thinking=config.thinking,
+        trained=policy.train,
+        is_reference=policy.reference,
     )
 
 
-def _renderer(policy: FrozenPolicySection, config: Config, renderer: Renderer | None) -> Renderer:
+def _renderer(policy: PolicySection, config: Config, renderer: Renderer | None) -> Renderer:
     """How messages become the tokens of a policy: as of the trained model, if both have the same tokenizer and template."""
     from turnwise.models.lora import adapter_base  # torch
 
@@ -163,7 +198,7 @@ def _of_path(name: str, path: str, config: Config, form: Constrained) -> Rendere
     return load(**options) if options else plain
 
 
-def _endpoint(policy: FrozenPolicySection, config: Config) -> ChatEndpoint:
+def _endpoint(policy: PolicySection, config: Config) -> ChatEndpoint:
     """The server of a policy. Raises ConfigError if `endpoint` has other arguments than `ChatEndpoint`."""
     assert policy.endpoint is not None
     arguments = {"max_concurrent": config.max_concurrent, **policy.endpoint}

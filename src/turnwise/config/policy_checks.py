@@ -1,4 +1,4 @@
-"""Refuses, at start-up, frozen policies that a command cannot use, or that contradict other sections."""
+"""Refuses, at start-up, policies that a command cannot use, or that contradict other sections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 
-__all__ = ["refuse_reference", "refuse_unknown_reference", "refuse_unusable_policies"]
+__all__ = ["refuse_changing", "refuse_unknown_reference", "refuse_unusable_policies", "trained_policy_problems"]
 
 
 def refuse_unusable_policies(config: Config) -> None:
@@ -58,8 +58,49 @@ def _server_is_free(asked: bool, endpoint: Mapping[str, Any] | None, field: str)
     return asked and endpoint is not None and not (isinstance(request, Mapping) and field in request)
 
 
-def refuse_reference(config: Config) -> None:
-    """Raise ConfigError for a policy that is the reference model, where a trainer elsewhere changes the model in this process."""
+def trained_policy_problems(config: Config) -> list[tuple[bool, str]]:
+    """Problems of policies that are trained, in a training run: whether the recipe has the problem, and the error message."""
+    trained, elsewhere = config.trained_policies, config.runs_conversations_elsewhere
+    if not trained:
+        return []
+    which = f"the policy {trained[0].name!r} is trained"
+    return [
+        (
+            config.model.lora.rank is None,
+            f"{which}, as an adapter on the weights of model.path={config.model.path}, and without model.lora the run changes "
+            f"these weights: set model.lora.rank (16 is common), so that the trained model is an adapter on them, too",
+        ),
+        (
+            elsewhere is not None,
+            f"{which}, and the recipe has {elsewhere or ''}, by which conversations run in processes that receive the weights of "
+            f"one policy: remove it, or give the policy a path, which is never trained",
+        ),
+        (
+            config.cluster.distributed,
+            f"{which}, and the recipe has several ranks (cluster.launcher={config.cluster.launcher}), which divide the weights "
+            f"of one policy: train in one process",
+        ),
+        (
+            config.teacher.on,
+            f"{which}, and the recipe has a teacher, which scores the turns of one policy only: remove the section teacher, or "
+            f"train=true",
+        ),
+        (
+            config.reward.kl.coef > 0,
+            f"{which}, and reward.kl.coef={config.reward.kl.coef:g} is the divergence of one policy only: set loss.kl_coef, "
+            f"which each policy has of its own, or remove it",
+        ),
+    ]
+
+
+def refuse_changing(config: Config) -> None:
+    """Raise ConfigError for a policy whose weights a trainer in another process changes: that is the reference model, or is
+    trained."""
+    for policy in config.trained_policies:
+        raise ConfigError(
+            f"the policy {policy.name!r} is trained, and a trainer in another process sends the weights of one policy: remove "
+            f"train=true, or train in the process that samples"
+        )
     for policy in config.policies:
         if policy.reference:
             raise ConfigError(

@@ -8,6 +8,7 @@ ms-swift, or one that was renamed, and the most similar names otherwise.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -20,8 +21,9 @@ from turnwise.json_yaml import parse_yaml, read_text
 from turnwise.local_paths import no_file
 from turnwise.models.device import known_dtype
 from turnwise.models.gguf import dequantized
+from turnwise.options.algorithm import LoraSection
 from turnwise.options.environment_values import insert_values
-from turnwise.options.schema import Config, LoraSection
+from turnwise.options.schema import Config
 from turnwise.options.section import OWN, Section, name_of, named, named_sections, shared_options
 
 # names of other systems, and names that have changed
@@ -673,13 +675,16 @@ def _explain(error: ValidationError, source: str) -> str:
         elif problem["type"] == "union_tag_invalid":
             tag = problem.get("ctx", {}).get("tag")
             hint = value_hint(f"{key}.name", str(tag))
-            own = f" ({key}: path/to/file.py:function)" if key in _OWN else ""
-            lines.append(f"{key}.name: there is no {key} {tag!r}{hint}; there are: {', '.join(_NAMED[key])}{own}")
+            section = key.rpartition(".")[2]  # also that of a policy: policies.0.loss
+            own = f" ({section}: path/to/file.py:function)" if section in _OWN else ""
+            names = ", ".join(_NAMED[section])
+            lines.append(f"{key}.name: there is no {section} {tag!r}{hint}; there are: {names}{own}")
         elif problem["type"] == "union_tag_not_found":
-            example = f"{{name: {next(iter(_NAMED[key]))}}}"
+            example = f"{{name: {next(iter(_NAMED[key.rpartition('.')[2]]))}}}"
             lines.append(f"{key} must be a mapping of options, such as {example}; got {problem['input']!r:.200}")
         else:
-            lines.append(f"{key}: {problem['msg'].lower()}; got {problem['input']!r:.200}")
+            said = problem["msg"]
+            lines.append(f"{key}: {said[:1].lower()}{said[1:]}; got {problem['input']!r:.200}")
     return f"{source}: " + "\n".join(lines)
 
 
@@ -719,16 +724,18 @@ def _in_other_sections(name: str) -> str:
 
 def _without_names(location: Sequence[Any]) -> list[Any]:
     """A location without the name that pydantic adds for a section that is chosen by name: `loss.ppo_clip.clip_low`."""
-    named = len(location) > 1 and location[1] in _NAMED.get(str(location[0]), {})
-    return [location[0], *location[2:]] if named else list(location)
+    place = 2 if location and location[0] == "policies" else 0  # policies.0.loss
+    named = len(location) > place + 1 and location[place + 1] in _NAMED.get(str(location[place]), {})
+    return [*location[: place + 1], *location[place + 2 :]] if named else list(location)
 
 
 def _section_at(location: Sequence[Any]) -> type[Section] | None:
     """The section of the schema for a location in the recipe."""
     section: type[Section] | None = Config
-    if len(location) > 1 and (named := _NAMED.get(str(location[0]), {}).get(str(location[1]))) is not None:
-        section, location = named, location[2:]
-    for step in location:
+    for before, step in itertools.pairwise(("", *location)):
+        if (chosen := _NAMED.get(str(before), {}).get(str(step))) is not None:  # the name of a section's class
+            section = chosen
+            continue
         if section is None or isinstance(step, int):
             continue
         field = section.model_fields.get(str(step))

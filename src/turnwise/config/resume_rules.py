@@ -68,8 +68,9 @@ RULES: Mapping[str, Rule] = {
         "tool_calls.",
         "describe constrain choice max_parallel_calls max_tool_response_length tool_response_truncate_side tool_response_unit",
     ),
-    # frozen policies
+    # policies of agents
     **_all("named", "policies[].", "name path dtype bits endpoint reference temperature top_p top_k min_p"),
+    **_all("named", "policies[].", "train lora lr loss credit"),
     **_all("free", "policies[].", "memory_gb"),
     # sampling
     **_all("named", "engine.", "name script"),

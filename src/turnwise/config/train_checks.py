@@ -8,7 +8,7 @@ a run would not read is refused here.
 from __future__ import annotations
 
 from turnwise.config.engine_checks import cluster_problems, refuse_engine
-from turnwise.config.policy_checks import refuse_unusable_policies
+from turnwise.config.policy_checks import refuse_unusable_policies, trained_policy_problems
 from turnwise.config.teacher_checks import teacher_problems
 from turnwise.data.rows import FILES
 from turnwise.errors import ConfigError
@@ -23,6 +23,7 @@ from turnwise.options.algorithm import (
     OwnLoss,
     TurnReturn,
 )
+from turnwise.options.policies import PolicySection
 from turnwise.options.schema import Config, DataSection, QuantizationSection
 from turnwise.options.section import changed_options
 from turnwise.user_code.algorithms import Needs, declared_needs
@@ -166,10 +167,11 @@ def loss_needs(config: Config) -> Needs:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether the recipe has a reference model: for the KL divergence in the loss or in the reward, for a loss of the user, or as
-    a frozen policy."""
-    of_loss = config.loss.kl_coef > 0 or config.reward.kl.coef > 0 or loss_needs(config).reference
-    return of_loss or any(policy.reference for policy in config.policies)
+    """Whether the recipe has a reference model: for the KL divergence in the loss or in the reward, for a loss of the user, as a
+    frozen policy, or for the loss of a trained policy."""
+    recipes = (config, *map(config.of_policy, config.trained_policies))
+    of_loss = any(recipe.loss.kl_coef > 0 or loss_needs(recipe).reference for recipe in recipes)
+    return of_loss or config.reward.kl.coef > 0 or any(policy.reference for policy in config.policies)
 
 
 def kl_problems(config: Config) -> list[tuple[bool, str]]:
@@ -320,6 +322,7 @@ def refuse_without_effect(config: Config) -> None:
     refuse_unusable_policies(config)
     problems = [
         *_engine_problems(config),
+        *trained_policy_problems(config),
         *_row_problems(config),
         *_loss_problems(config),
         *_selection_problems(config),
@@ -339,10 +342,29 @@ def refuse_without_effect(config: Config) -> None:
         *record_problems(config),
         *file_problems(config.data),
         *weight_problems(config.data),
+        *(problem for policy in config.trained_policies for problem in _problems_of_policy(config, policy)),
     ]
     for holds, message in problems:
         if holds:
             raise ConfigError(message)
+
+
+def _problems_of_policy(config: Config, policy: PolicySection) -> list[Problem]:
+    """Problems of the options that a trained policy has of its own, or that it cannot take from the recipe."""
+    recipe = config.of_policy(policy)
+    credit = chosen_estimator(recipe)
+    problems = [
+        (
+            credit.needs_values is not None or loss_needs(recipe).values,
+            f"its credit.name={credit.name} or its loss needs a critic, and only the model of the section `model` has one: "
+            f"give the policy another credit or loss, such as credit={{name: grpo}}",
+        ),
+        *_loss_problems(recipe),
+        *kl_problems(recipe),
+        *credit_problems(recipe),
+        *run_problems(recipe),
+    ]
+    return [(holds, f"the policy {policy.name!r}: {message}") for holds, message in problems]
 
 
 def training_warnings(config: Config) -> list[str]:

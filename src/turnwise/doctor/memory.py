@@ -44,8 +44,8 @@ from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
 from turnwise.models.quantization import linear_layers, stored_bytes
-from turnwise.options.algorithm import OptimizationSection, OptimizerSection
-from turnwise.options.schema import Config, LoraSection
+from turnwise.options.algorithm import LoraSection, OptimizationSection, OptimizerSection
+from turnwise.options.schema import Config
 from turnwise.training.batch import default_micro_batch_tokens
 from turnwise.training.forward import LOGITS_BYTES, TokenLogprobs, logits_bytes
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
@@ -550,7 +550,8 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
         MemoryPart("weights", trace.weights),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("teachers", _loaded_bytes(assembly.teacher_sources(config), trace) if section == "train" else 0),
-        MemoryPart("frozen policies", _policy_bytes(config, trace) if section == "train" else 0),
+        MemoryPart("policies of agents", _policy_bytes(config, trace) if section == "train" else 0),
+        MemoryPart("further adapters", _adapter_bytes(config, trace, on_cpu) if section == "train" else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
         MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
@@ -559,14 +560,32 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
 
 
 def _policy_bytes(config: Config, trace: TracedPass) -> float:
-    """The weights of local frozen policies, and the most that their KV caches take. 0 where the conversations run in other
-    processes."""
+    """The weights of local policies of agents that are loaded for them, and the most that their KV caches and copies of weights
+    take. 0 where the conversations run in other processes."""
     if config.runs_conversations_elsewhere is not None:
         return 0.0
     sources = assembly.policy_sources(config)
     own = [policy.memory_gb for policy in config.policies if policy.name in sources]
     caches = sum(DEFAULT_CACHE_GB if memory_gb is None else memory_gb for memory_gb in own) * 2**30
-    return _loaded_bytes(sources, trace) + caches
+    copied = trace.copied * sum(source is None for source in sources.values())
+    return _loaded_bytes(sources, trace) + caches + (copied if config.model.autocast or not on_gpu(config) else 0)
+
+
+def _adapter_bytes(config: Config, trace: TracedPass, on_cpu: float) -> float:
+    """Weights, gradients and optimizer of the adapters of further trained policies, which are on the policy's base weights."""
+    total = 0.0
+    for policy in config.trained_policies:
+        of_adapter = trace
+        if policy.lora not in (None, config.model.lora):
+            source = assembly.model_source(config.of_policy(policy))
+            try:
+                with boundary("model"):
+                    of_adapter = _without_pass_of(empty_model(source, read_model_config(source.path)), source)
+            except Failed:
+                of_adapter = trace
+        # its weights and its gradients have the same size
+        total += 2 * of_adapter.trained + on_cpu * _optimizer_bytes(of_adapter, config.train.optimizer)
+    return total
 
 
 def _loaded_bytes(sources: Mapping[str, ModelSource | None], trace: TracedPass) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, get_origin
+from typing import Any, get_args, get_origin
 
 from turnwise import assembly
 from turnwise.config.sft_checks import refuse_sft_without_effect
@@ -228,7 +228,8 @@ EFFECTS: Mapping[str, Callable[[Config], Any]] = {
 def schema(part: type[Section] = Config, prefix: str = "") -> Iterator[str]:
     """Every option, dotted; `tools[].timeout` is that of each tool. A reference is one option, whatever is in it."""
     for name, field in part.model_fields.items():
-        parts = [section for section in section_classes(field) if section is not Use]
+        absent = type(None) in get_args(field.annotation)  # a section that may be missing is one option
+        parts = [section for section in ([] if absent else section_classes(field)) if section is not Use]
         many = "[]" if get_origin(field.annotation) is list else ""
         for section in parts:
             yield from schema(section, f"{prefix}{name}{many}.")

@@ -276,7 +276,7 @@ class Batched(_Forwards):
         """The last batch. The event loop keeps only weak references to tasks."""
 
     def beside(self, engine: Engine) -> BesideBatched:
-        """Another engine for some of the conversations, such as that of a frozen policy: its requests are in the batches."""
+        """Another engine for some of the conversations, such as that of a policy of agents: its requests are in the batches."""
         return BesideBatched(self, engine)
 
     async def generate(self, request: Request) -> Completion:
@@ -350,7 +350,7 @@ class Batched(_Forwards):
 
 
 class BesideBatched(_Forwards):
-    """An engine whose requests are parts of the batches of another one. Its weights do not change."""
+    """An engine whose requests are parts of the batches of another one."""
 
     def __init__(self, batched: Batched, engine: Engine) -> None:
         self._batched = batched

@@ -209,8 +209,8 @@ class CurrentEpisode(Protocol):
         `name` is the role of the agent: those with the same name in the episodes of a row are one group, whose rewards are
         compared. `tools` are functions and classes, which are called as those of a recipe, or schemas, whose calls the caller
         answers with messages. Its turns are trained on, unless `train` is False. Its reward is what the environment gives it;
-        with `shares_reward`, the reward of the row's conversation is added. `policy` is the name of a frozen policy of the recipe
-        (`policies`), which takes the turns instead of the trained model; they are not trained on.
+        with `shares_reward`, the reward of the row's conversation is added. `policy` is the name of a policy of the recipe
+        (`policies`), which takes the turns instead of the trained model; those of a frozen policy are not trained on.
 
         Raises ValueError for a name that is not allowed, and for a frozen policy with `train=True`; Failed, of the kind `agent`,
         if the episode has `limits.agents`, or the recipe has no such policy.

@@ -47,7 +47,8 @@ from turnwise.models.lora import (
 )
 from turnwise.models.precision import ignored_by_sdpa, set_text_attention
 from turnwise.models.quantization import dequantized, saved_quantization, transformers_config
-from turnwise.options.schema import LoraSection, ModelSection
+from turnwise.options.algorithm import LoraSection
+from turnwise.options.schema import ModelSection
 
 # Recomputation of layers in the backward pass
 

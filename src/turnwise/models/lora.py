@@ -22,7 +22,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _NAME = "default"

@@ -1,4 +1,4 @@
-"""The sections of a recipe about learning: credit, critic, loss, correction, reference, train and sft.
+"""The sections of a recipe about learning: credit, critic, loss, correction, reference, adapters, train and sft.
 
 Each estimator of advantages and each loss has a class with its own options; `credit.name` and `loss.name` choose the class.
 The options of the optimizer are declared once, for `train` and `sft`. A section checks only its own values; combinations with
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -659,6 +659,37 @@ class ReferenceSection(Section):
     """Steps after which it moves towards the trained model, again and again. Null: never."""
     sync_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
     """New weights: this times the trained model's plus 1 - this times its own. 1: it becomes the trained model."""
+
+
+# adapters
+
+_USUAL_RANK = 16
+"""The rank of `model.lora: true`."""
+
+
+class LoraSection(Section):
+    """A LoRA adapter: small matrices that are added to the layers of the model are trained, and the model's own weights are
+    frozen."""
+
+    rank: Positive | None = None
+    """Rank of the adapter that is trained instead of the weights (docs/memory.md); 16 is common. Null: no adapter."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale: the adapter's product is multiplied by alpha / rank."""
+    target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
+    """Linear layers with an adapter: names or their ends, such as `[q_proj, v_proj]`. Null: all but the output layer, routers
+    and gates of experts, and those whose weight a kernel reads (docs/memory.md)."""
+    rslora: bool = False
+    """Scale by alpha / the square root of rank (rank-stabilised LoRA)."""
+    dora: bool = False
+    """Also train the length of each weight vector (DoRA); slower."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """`lora: true` is an adapter with the usual rank, and `lora: 8` one with this rank."""
+        if isinstance(value, bool):
+            return {"rank": _USUAL_RANK} if value else {}
+        return {"rank": value} if isinstance(value, int) else value
 
 
 # train and sft

@@ -1,7 +1,8 @@
-"""The section of a recipe about frozen policies: models that take the turns of agents, and that are never trained.
+"""The section of a recipe about policies: models that take the turns of agents in the place of the trained model.
 
-A policy is a local model or a model on an OpenAI-compatible server. A section checks only its own values; combinations with
-other sections are the subject of `config/policy_checks.py`.
+A frozen policy is a local model or a model on an OpenAI-compatible server. A trained policy is an adapter of its own on the
+trained model's base weights. A section checks only its own values; combinations with other sections are the subject of
+`config/policy_checks.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,28 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from turnwise.options.section import NonEmpty, NotNegative, PathText, Section
+from turnwise.options.algorithm import ESTIMATORS, LOSSES, CreditSection, LoraSection, LossSection
+from turnwise.options.section import NonEmpty, NotNegative, OneOf, PathText, Section, named
 
-__all__ = ["FrozenPolicySection", "expand_policies"]
+__all__ = ["PolicySection", "expand_policies"]
 
 
-class FrozenPolicySection(Section):
-    """A frozen policy: `current_episode().agent(..., policy=NAME)` opens an agent that it plays (docs/agents_in_episodes.md)."""
+class PolicySection(Section):
+    """A policy: `current_episode().agent(..., policy=NAME)` opens an agent that it plays (docs/agents_in_episodes.md)."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Its name, which environments give to `agent`."""
+    train: bool = False
+    """Train it on the conversations of the agents that it plays: another adapter on the base weights of `model.lora`. False: it
+    is frozen, and needs `path`, `endpoint` or `reference`."""
+    lora: LoraSection | None = None
+    """Adapter of a trained policy. Null: the options of `model.lora`."""
+    lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of a trained policy, with the schedule of `train`. Null: `train.lr`."""
+    loss: Annotated[LossSection, OneOf(LOSSES, default="ppo_clip")] | None = None
+    """Loss of a trained policy. Null: `loss`."""
+    credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] | None = None
+    """How the rewards of a trained policy's conversations become advantages. Null: `credit`."""
     path: PathText | None = None
     """Model directory, checkpoint, adapter or hub name. With `model.lora` and the embedded engine, `model.path` itself takes
     no further memory. Null: on a server, or the reference model."""
@@ -52,29 +65,64 @@ class FrozenPolicySection(Section):
         own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         return {name: value for name, value in own.items() if value is not None}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_names(cls, value: Any) -> Any:
+        """`loss: gspo` is short for `loss: {name: gspo}`, as in a recipe."""
+        if not isinstance(value, Mapping):
+            return value
+        return {**value, **{key: named(value[key]) for key in ("loss", "credit") if value.get(key) is not None}}
+
     @model_validator(mode="after")
-    def _one_place(self) -> Self:
+    def _of_its_kind(self) -> Self:
+        problem = self._problem_of_trained() if self.train else self._problem_of_frozen()
+        if problem is not None:
+            raise PydanticCustomError("policy", "{message}", {"message": problem})
+        return self
+
+    def _problem_of_trained(self) -> str | None:
+        """What a trained policy cannot have."""
+        frozen = [name for name in ("path", "dtype", "bits", "endpoint") if getattr(self, name) is not None]
+        frozen += ["reference"] * self.reference
+        if frozen:
+            return (
+                f"{frozen[0]} is an option of frozen policies, and train=true makes this policy an adapter on the model of "
+                f"model.path: remove one of them"
+            )
+        if self.lora is not None and self.lora.rank is None:
+            return (
+                "lora needs rank: a trained policy is an adapter. Set lora.rank, or remove lora for that of model.lora"
+            )
+        if self.temperature == 0:
+            return "temperature=0 makes all conversations of a row identical: set a temperature above 0"
+        return None
+
+    def _problem_of_frozen(self) -> str | None:
+        """What a frozen policy lacks, or cannot have."""
+        of_trained = next((name for name in ("lora", "lr", "loss", "credit") if getattr(self, name) is not None), None)
         places = [name for name, given in (("path", self.path), ("endpoint", self.endpoint)) if given is not None] + [
             "reference"
         ] * self.reference
         of_path = next((name for name in ("dtype", "bits") if getattr(self, name) is not None), None)
-        problem = None
+        if of_trained is not None:
+            return f"{of_trained} has no effect on a frozen policy: set train=true, or remove {of_trained}"
         if len(places) > 1:
-            problem = f"{places[0]} and {places[1]} are two policies: remove one, or write two policies"
-        elif not places:
-            problem = "a policy needs path (a local model), endpoint (a server) or reference=true (the reference model)"
-        elif self.path is None and of_path is not None:
-            problem = f"{of_path} has no effect without path: set path, or remove {of_path}"
-        elif self.endpoint is not None and self.memory_gb is not None:
-            problem = "memory_gb has no effect on a policy on a server: remove it"
-        elif self.endpoint is not None and (self.top_k or self.min_p):
-            problem = (
+            return f"{places[0]} and {places[1]} are two policies: remove one, or write two policies"
+        if not places:
+            return (
+                "a policy needs path (a local model), endpoint (a server) or reference=true (the reference model); with "
+                "train=true, it is a trained adapter"
+            )
+        if self.path is None and of_path is not None:
+            return f"{of_path} has no effect without path: set path, or remove {of_path}"
+        if self.endpoint is not None and self.memory_gb is not None:
+            return "memory_gb has no effect on a policy on a server: remove it"
+        if self.endpoint is not None and (self.top_k or self.min_p):
+            return (
                 f"{'top_k' if self.top_k else 'min_p'} is not in the OpenAI protocol: write it into endpoint.request, if the "
                 f"server knows it"
             )
-        if problem is not None:
-            raise PydanticCustomError("policy", "{message}", {"message": problem})
-        return self
+        return None
 
 
 def expand_policies(value: Any) -> Any:
@@ -86,7 +134,8 @@ def expand_policies(value: Any) -> Any:
     for name, entry in entries.items():
         if not isinstance(entry, Mapping):
             message = (
-                f"the policy {name!r} is {entry!r:.80}: write {{path: DIR}} or {{endpoint: {{url: ..., model: ...}}}}"
+                f"the policy {name!r} is {entry!r:.80}: write {{path: DIR}}, {{endpoint: {{url: ..., model: ...}}}} or "
+                f"{{train: true}}"
             )
             raise PydanticCustomError("policies", "{message}", {"message": message})
     return [{"name": name, **entry} for name, entry in entries.items()]

@@ -21,6 +21,7 @@ from turnwise.options.algorithm import (
     CorrectionSection,
     CreditSection,
     CriticSection,
+    LoraSection,
     LossSection,
     PpoClip,
     ReferenceSection,
@@ -38,7 +39,7 @@ from turnwise.options.engines import (
     SamplingSection,
 )
 from turnwise.options.environment_values import Origins, with_references
-from turnwise.options.policies import FrozenPolicySection, expand_policies
+from turnwise.options.policies import PolicySection, expand_policies
 from turnwise.options.section import (
     NonEmpty,
     NotNegative,
@@ -57,34 +58,6 @@ from turnwise.options.section import (
 from turnwise.options.teacher import TeacherSection
 
 # model and data
-
-_USUAL_RANK = 16
-"""The rank of `model.lora: true`."""
-
-
-class LoraSection(Section):
-    """A LoRA adapter: small matrices that are added to the layers of the model are trained, and the model's own weights are
-    frozen."""
-
-    rank: Positive | None = None
-    """Rank of the adapter that is trained instead of the weights (docs/memory.md); 16 is common. Null: no adapter."""
-    alpha: Annotated[float, Field(gt=0)] = 32.0
-    """Scale: the adapter's product is multiplied by alpha / rank."""
-    target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """Linear layers with an adapter: names or their ends, such as `[q_proj, v_proj]`. Null: all but the output layer, routers
-    and gates of experts, and those whose weight a kernel reads (docs/memory.md)."""
-    rslora: bool = False
-    """Scale by alpha / the square root of rank (rank-stabilised LoRA)."""
-    dora: bool = False
-    """Also train the length of each weight vector (DoRA); slower."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        """`lora: true` is an adapter with the usual rank, and `lora: 8` one with this rank."""
-        if isinstance(value, bool):
-            return {"rank": _USUAL_RANK} if value else {}
-        return {"rank": value} if isinstance(value, int) else value
 
 
 class QuantizationSection(Section):
@@ -538,9 +511,10 @@ class Config(Section):
     """References to typed functions and classes that the model may call (docs/tools.md)."""
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
-    policies: Annotated[list[FrozenPolicySection], BeforeValidator(expand_policies)] = []
-    """Frozen policies, for agents that an environment opens (docs/agents_in_episodes.md), by name: `{opponent:
-    runs/first/checkpoint, strong: {endpoint: {url: "http://host:8000/v1", model: NAME}}}`."""
+    policies: Annotated[list[PolicySection], BeforeValidator(expand_policies)] = []
+    """Policies of agents that an environment opens (docs/agents_in_episodes.md), by name: frozen ones, `{opponent:
+    runs/first/checkpoint, strong: {endpoint: {url: "http://host:8000/v1", model: NAME}}}`, and trained ones, `{searcher: {train:
+    true, lr: 1.0e-5}}`."""
     engine: Annotated[AnyEngine, by_name("local")] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
@@ -623,6 +597,23 @@ class Config(Section):
         return self.model_copy(update={"train": train.model_copy(update={"steps": steps, "epochs": None})})
 
     @property
+    def trained_policies(self) -> list[PolicySection]:
+        """The policies that are trained beside the model of the section `model`."""
+        return [policy for policy in self.policies if policy.train]
+
+    def of_policy(self, policy: PolicySection) -> Config:
+        """The recipe as a trained policy reads it: with its adapter, loss, credit, learning rate and sampling."""
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={} if policy.lora is None else {"lora": policy.lora}),
+                "loss": self.loss if policy.loss is None else policy.loss,
+                "credit": self.credit if policy.credit is None else policy.credit,
+                "train": self.train.model_copy(update={} if policy.lr is None else {"lr": policy.lr}),
+                "sampling": self.sampling.model_copy(update=policy.sampling),
+            }
+        )
+
+    @property
     def exact(self) -> bool:
         """Whether trainer and engine give the same log-probabilities up to the rounding of float32."""
         return self.model.exact and self.cluster.fsdp.param_dtype is None
@@ -660,10 +651,18 @@ class Config(Section):
 
     @field_validator("policies")
     @classmethod
-    def _names_of_policies(cls, policies: list[FrozenPolicySection]) -> list[FrozenPolicySection]:
+    def _names_of_policies(cls, policies: list[PolicySection]) -> list[PolicySection]:
         names = [policy.name for policy in policies]
         if (double := next((name for name in names if names.count(name) > 1), None)) is not None:
             message = f"two policies have the name {double!r}: give each a name of its own"
+            raise PydanticCustomError("policies", "{message}", {"message": message})
+        trained = [policy.name for policy in policies if policy.train]
+        folders = [name.lower() for name in trained]
+        if alike := [name for name in trained if folders.count(name.lower()) > 1]:
+            message = (
+                f"the trained policies {' and '.join(map(repr, alike[:2]))} would write one adapter where file names ignore "
+                f"case: give them different names"
+            )
             raise PydanticCustomError("policies", "{message}", {"message": message})
         return policies
 

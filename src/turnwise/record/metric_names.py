@@ -158,6 +158,12 @@ METRICS = (
         "agents/<name>/failed", "fraction", _ALL, "Share of these agents' conversations that failed.",
     ),
     Metric(
+        "policies/<policy>/<metric>", "as of the metric", "as of the metric",
+        "What the step has learnt for a further trained policy: its `loss`, `kl`, `grad_norm`, `lr`, `ratio/...`, "
+        "`tokens/trained` and `correction/...`. Missing in a step without conversations of the policy. Without this prefix: "
+        "of the model of the section `model` (docs/agents_in_episodes.md).", lines=_TRAIN,
+    ),
+    Metric(
         "segments/mean", "segments", _FINISHED,
         "Token sequences of a conversation: more than 1 if the history was rewritten, tools changed or reasoning was removed.",
     ),

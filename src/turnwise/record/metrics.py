@@ -113,7 +113,7 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
 
 def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | int | None]:
     """What the conversations of agents were like that the environments of these conversations have opened, by their names; those
-    that a frozen policy has played are apart, as `name@policy`."""
+    that a policy of the recipe has played are apart, as `name@policy`."""
     agents = [agent for trajectory in trajectories for agent in trajectory.agents]
     metrics: dict[str, float | int | None] = {}
     names = [f"{agent.agent}@{agent.policy}" if agent.policy else agent.agent for agent in agents]

@@ -119,7 +119,7 @@ class ConversationContext:
     """Asked before each turn of the model, after `limits`: None lets it begin, a reason ends the conversation."""
     runner_supports_lockstep: bool = False
     """Whether the results of `make_runner`'s runners do not depend on timing if `lockstep` is set."""
-    policies: Mapping[str, FrozenPolicy] = field(default_factory=dict)
+    policies: Mapping[str, AgentPolicy] = field(default_factory=dict)
     """What takes the turns of agents in the place of the trained model, by the names of the recipe."""
 
     def __post_init__(self) -> None:
@@ -167,8 +167,8 @@ class TextContext(ConversationContext):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenPolicy:
-    """A policy that is never trained and that takes the turns of agents: a model in this process (`engine` and `renderer`) or on
+class AgentPolicy:
+    """What takes the turns of agents in the place of the trained model: a model in this process (`engine` and `renderer`), or on
     a server (`chat`). Without either, the engine of the conversation: replays, and checks without a model."""
 
     sampling: Sampling
@@ -177,6 +177,8 @@ class FrozenPolicy:
     renderer: Renderer | None = None
     thinking: Thinking = "keep"
     chat: ChatService | None = None
+    trained: bool = False
+    """Whether its turns are trained on, with weights of their own; else it is frozen."""
     is_reference: bool = False
     """Whether it is the reference model of the run, whose weights may change (`reference.sync_every`)."""
 

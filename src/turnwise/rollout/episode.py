@@ -87,7 +87,7 @@ class RunningEpisode:
             agent=name,
             policy=policy or "",
             episode=root.id,
-            trained=policy is None and train is not False,
+            trained=train is not False and (policy is None or self.context.policies[policy].trained),
             shares_reward=shares_reward,
         )
         opening = Opening(
@@ -98,7 +98,7 @@ class RunningEpisode:
         return agent
 
     def _refuse_policy(self, name: str, policy: str, train: bool | None) -> None:
-        """Raises Failed if the recipe has no such policy, and ValueError if it is to be trained."""
+        """Raises Failed if the recipe has no such policy, and ValueError if it is frozen and to be trained."""
         policies = self.context.policies
         if policy not in policies:
             known = ", ".join(map(repr, policies)) or "none"
@@ -106,7 +106,7 @@ class RunningEpisode:
                 f"the agent {name!r} names the policy {policy!r}, and the recipe has {known}{nearest(policy, policies)}: add it "
                 f"to `policies`"
             )
-        if train:
+        if train and not policies[policy].trained:
             raise ValueError(
                 f"train=True has no effect on the agent {name!r}, which the frozen policy {policy!r} plays: remove one of the two"
             )

@@ -256,6 +256,10 @@ def _mean(lines: Iterable[Line], value: Callable[[Line], float | None]) -> float
 # signs that a run cannot learn
 
 
+_STEPS_OF_USE = 3
+"""Steps in which a trained policy that the environment uses takes a turn, however seldom it chooses it."""
+
+
 @dataclass(slots=True)
 class LearningWatch:
     """Checks each finished step of one run."""
@@ -265,6 +269,8 @@ class LearningWatch:
     """The metrics of the steps before the run was resumed."""
     _monitors: HealthMonitors = field(init=False)
     _reported: set[str] = field(default_factory=set)
+    _played: set[str] = field(default_factory=set)
+    """The trained policies whose agents had a conversation in this run, as far as this process has seen it."""
     _equal: int = 0
     """Number of steps so far in which the rewards within each group were equal."""
 
@@ -281,6 +287,7 @@ class LearningWatch:
     def _of_step(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
         """Problems that keep the run from learning."""
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
+        self._played |= {agent.policy for trajectory in finished for agent in trajectory.agents if agent.trained}
         if not finished:
             return []
         noisy = self._noisy_rewards(groups)
@@ -289,8 +296,20 @@ class LearningWatch:
             "constant_reward": self._without_difference(metrics, groups, finished),
             "noisy_reward": noisy,
             "gradient": None if noisy else self._without_gradient(metrics, finished),
+            "unused_policy": self._unused_policy(metrics),
         }
         return [RunProblem(name, text) for name, text in findings.items() if text is not None]
+
+    def _unused_policy(self, metrics: Mapping[str, Any]) -> str | None:
+        """A trained policy took no turn in the first steps."""
+        unused = [policy.name for policy in self.config.trained_policies if policy.name not in self._played]
+        if not unused or metrics["step"] < _STEPS_OF_USE:
+            return None
+        names = " and ".join(map(repr, unused))
+        return (
+            f"the trained policy {names} took no turn in {metrics['step']} steps, so it is not trained: let the environment open "
+            f"an agent with it (episode.agent(..., policy={unused[0]!r})), or remove it from `policies`"
+        )
 
     def _without_difference(
         self, metrics: Mapping[str, Any], groups: Sequence[Group], trajectories: Sequence[Trajectory]

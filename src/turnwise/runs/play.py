@@ -474,7 +474,7 @@ async def play(config: Config, number: int, console: Console, lines: Lines, *, t
             engine,
             environments,
             longest=known_context(config.model.path),
-            policies=assembly.frozen_policies(config, conversations.renderer, None),
+            policies=assembly.agent_policies(config, conversations.renderer, None),
         )
         while True:
             group = new_group(row, size=1, seed=config.seed)

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from turnwise.chat.renderer import Renderer
 from turnwise.config.resume_rules import check_options, named_changes, option_values, refuse_unknown_names
 from turnwise.errors import RunError, TemplateError
+from turnwise.local_paths import saved_policy
 from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunDirectory
 from turnwise.training import fingerprint
@@ -174,8 +175,16 @@ class OpenedRun:
                 f"run in {self.directory.shown} started: restore them"
             )
 
-    def begin(self, learner: Learner, critic: Critic | None = None) -> None:
-        """Prepare the directory and load the states of the optimizers. Called just before the first step.
+    def saved_policy(self, name: str) -> Path | None:
+        """The directory of the saved adapter of a further trained policy; None if the run is new, or had no such policy."""
+        folder = None if self.saved is None else saved_policy(self.saved.model, name)
+        return folder if folder is not None and folder.is_dir() else None
+
+    def begin(
+        self, learner: Learner, critic: Critic | None = None, others: Mapping[str, Learner] | None = None
+    ) -> None:
+        """Prepare the directory and load the states of the optimizers. Called just before the first step. `others` are the
+        learners of further trained policies.
 
         Raises RunError.
         """
@@ -185,6 +194,11 @@ class OpenedRun:
             learner.load_state(state["policy"], self.saved.shards)
             if critic is not None and "critic" in state:
                 critic.load_state(state["critic"], self.saved.critic_shards)
+            for name, other in (others or {}).items():
+                if name in state.get("policies", {}):
+                    other.load_state(state["policies"][name])
+                else:
+                    self.notes.append(f"the policy {name!r} begins now: the checkpoint has no adapter of it")
             self.notes += self.directory.cut_back(self.saved.about["marks"])
             self.directory.cut_warnings(self.step)
         self.notes += self.directory.prepare(self.config, resuming=resuming)

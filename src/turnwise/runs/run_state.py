@@ -22,6 +22,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.data.order import RowOrder
 from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.errors import HealthError, RunError, TurnwiseError, text_of
+from turnwise.local_paths import saved_policy
 from turnwise.loggers.logger import Loggers
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
@@ -142,6 +143,8 @@ class RunState:
     """How the loss of a batch is averaged."""
     critic: Critic | None = None
     """The critic, where credit needs one."""
+    others: Mapping[str, Learner] = field(default_factory=dict)
+    """The learners of further policies that the run trains, by the names of the policies."""
     loggers: Loggers = field(default_factory=Loggers)
     """The experiment trackers and traces of the recipe."""
     retention: Retention = field(init=False)
@@ -202,13 +205,20 @@ class RunState:
         """The learning rate of the step that comes next."""
         return self.options.lr_at(self.step, steps=self.steps)
 
-    def pack(self, trajectories: Sequence[Trajectory], *, compared: Collection[str] = ()) -> Batch:
+    def pack(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        compared: Collection[str] = (),
+        learner: Learner | None = None,
+        loss: LossSection | None = None,
+    ) -> Batch:
         """Pack trajectories into a batch, as the recipe and the learner require. Those with the ids `compared` are in the pass
-        with gradients also if their advantages are 0."""
-        options, required = self.options, self.learner.requirements
+        with gradients also if their advantages are 0. `learner` and `loss` are those of another trained policy."""
+        options, required = self.options, (learner or self.learner).requirements
         return pack(
             trajectories,
-            loss=self.loss,
+            loss=loss or self.loss,
             micro_batch_tokens=required.tokens(options.micro_batch_tokens),
             parallel=required.parallel,
             share_prompts=required.share_prompts,
@@ -338,17 +348,26 @@ class RunState:
         renderer = self.inputs.renderer
         return self.checkpoints.write(
             step,
-            save_model=self.learner.save,
+            save_model=self._save_models,
             tokenizer=renderer.tokenizer,
             state={
                 "policy": self.learner.state(),
                 **({} if self.critic is None else {"critic": self.critic.state()}),
+                **({"policies": {name: one.state() for name, one in self.others.items()}} if self.others else {}),
             },
             processor=renderer.vision,
             save_critic=None if self.critic is None else self.critic.save,
             save_shards=self.learner.save_shards,
             save_critic_shards=lambda folder: None if self.critic is None else self.critic.save_shards(folder),
         )
+
+    def _save_models(self, folder: Path) -> None:
+        """Write the model, and the adapters of further trained policies beside it."""
+        self.learner.save(folder)
+        for name, learner in self.others.items():
+            own = saved_policy(folder, name)
+            own.mkdir(parents=True)
+            learner.save(own)
 
     def _finish_checkpoint(self, pending: PendingCheckpoint, seconds: float) -> None:
         self.checkpoints.finish(pending, self.inputs.opened.about(self.data_position(), seconds))
@@ -404,7 +423,8 @@ class RunState:
             # a callback ends a run by a smaller number of steps
             self._note_end("finished" if self.step >= planned else "stopped", None)
         finally:
-            self.learner.close()
+            for learner in (self.learner, *self.others.values()):
+                learner.close()
             self.loggers.close()
             self.directory.release()
 

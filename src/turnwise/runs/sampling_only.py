@@ -102,14 +102,14 @@ async def conversation_context(
     encode = None if renderer is None else renderer.encode
     async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
         if (endpoint := config.engine.endpoint) is not None:
-            policies = assembly.frozen_policies(config, None, None)
+            policies = assembly.agent_policies(config, None, None)
             yield assembly.text_context(config, endpoint, environments, conversations.sampling, policies)
             return
         assert renderer is not None
         model = assembly.engine_model(config)
         policies = None
         if scripts is None and config.runs_conversations_elsewhere is None:
-            policies = assembly.frozen_policies(config, renderer, model)
+            policies = assembly.agent_policies(config, renderer, model)
         runner = assembly.runner(config, renderer, model, scripts=scripts)
         assembly.connect_engine(conversations.scorer, runner.sampler, renderer)
         if config.engine.servers is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from statistics import fmean
@@ -26,7 +26,7 @@ from turnwise.record.reader import read_lines
 from turnwise.rewards.credit import Credit
 from turnwise.rewards.scorer import Scorer
 from turnwise.rewards.turn_weights import of_all_agents
-from turnwise.rollout.context import ConversationContext, ConversationRunner, FrozenPolicy
+from turnwise.rollout.context import AgentPolicy, ConversationContext, ConversationRunner
 from turnwise.rollout.pipeline import ActiveGroup, Pipeline, TakenGroups
 from turnwise.runs.health import LearningWatch
 from turnwise.runs.resuming import OpenedRun
@@ -35,7 +35,7 @@ from turnwise.training.critic_step import CriticStep
 from turnwise.training.kl_reward import KlReward
 from turnwise.training.learner import Critic, Learner
 from turnwise.training.teacher import TeacherStep
-from turnwise.types import NOT_SAMPLED, Row, Trajectory
+from turnwise.types import NOT_SAMPLED, Group, Row, Trajectory
 
 __all__ = [
     "MAX_GROUPS",
@@ -52,17 +52,34 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedPolicy:
+    """A policy that the run trains: who owns its weights, how they reach what samples with them, and what it learns from."""
+
+    name: str
+    """Its name in the recipe; empty for the model of the section `model`."""
+    recipe: Config
+    """The recipe as the policy reads it (`Config.of_policy`)."""
+    learner: Learner
+    publisher: WeightPublisher
+    credit: Credit
+    """Advantages from the rewards of its own conversations."""
+
+    def own(self, groups: Iterable[Group]) -> list[Group]:
+        """Those of the groups whose turns it took."""
+        return [group for group in groups if group.policy == self.name]
+
+
 @dataclass(slots=True, kw_only=True)
 class TrainingRun(RunState):
     """A training run, ready to continue after `step` steps."""
 
     environments: assembly.Environments
     """The factory in `context`, which is closed at the end of the run."""
-    credit: Credit
+    policies: Sequence[TrainedPolicy]
+    """All policies that are trained: first the model of the recipe, and then those of `policies`."""
     runner: ConversationRunner
     """Runs the conversations of `pipeline`; it is closed at the end of the run."""
-    publisher: WeightPublisher
-    """Hands new weights to what samples the conversations."""
     watch: LearningWatch
     critic_step: CriticStep | None
     """The values of the critic and its update; None without a critic."""
@@ -89,6 +106,10 @@ class TrainingRun(RunState):
     def scorer(self) -> Scorer:
         return self.pipeline.scorer
 
+    def learning_rate_of(self, policy: TrainedPolicy) -> float:
+        """The learning rate of a policy in the step that comes next."""
+        return policy.recipe.train.lr_at(self.step, steps=self.steps)
+
     def advance_data(self) -> None:
         self.data = self.pipeline.state
 
@@ -103,7 +124,8 @@ def assemble(config: Config) -> TrainingRun:
     for text in training_warnings(config):
         _log.warning("%s", text)
     scorer, weigh_turns = assembly.scorer(config), assembly.turn_weighting(config)
-    credit = assembly.credit(config, scorer)
+    credits = {name: assembly.credit(recipe, scorer) for name, recipe in _recipes(config).items()}
+    credit = credits[_MAIN]
     inputs = read_inputs(config, "train", _read_rows)
     if inputs.config is not config:
         _refuse_with_known_steps(config, inputs)
@@ -121,37 +143,49 @@ def assemble(config: Config) -> TrainingRun:
         opened.compare_critic(critic)
     runner = assembly.runner(config, renderer, model, updated=True, version=opened.step)
     assembly.connect_engine(scorer, runner.sampler, renderer)
-    policies, longest = _policies(config, renderer, model, learner), learner.context_length
-    context = assembly.conversation_context(config, renderer, runner, environments, longest=longest, policies=policies)
+    others = _further_learners(config, learner, opened)
+    of_agents = _of_agents(config, renderer, model, learner, others, opened.step)
+    longest = learner.context_length
+    context = assembly.conversation_context(config, renderer, runner, environments, longest=longest, policies=of_agents)
     data = _data_state(opened, inputs.rows, config)
-    opened.begin(learner, critic)
+    opened.begin(learner, critic, others)
+    policies = list(_trained_policies(config, {_MAIN: learner, **others}, runner, of_agents, credits))
     return TrainingRun(
         inputs=inputs,
         learner=learner,
         critic=critic,
+        others=others,
         options=config.train,
         steps=config.train.total_steps,
         weigh_turns=of_all_agents(weigh_turns),
         loggers=loggers(config, step=opened.step),
         loss=config.loss,
         environments=environments,
-        credit=credit,
+        policies=policies,
         runner=runner,
-        publisher=runner.publisher(learner),
         watch=LearningWatch(config, _finished_steps(opened)),
         critic_step=_critic_step(config, critic, credit.needs_values),
         kl_reward=_kl_reward(config, learner, opened),
         teacher_step=assembly.teacher_step(config, learner, renderer),
-        pipeline=Pipeline(
-            context=context,
-            scorer=scorer,
-            source=RowSource(inputs.rows, assembly.row_order(config, inputs.rows), assembly.curriculum(config), data),
-            options=config.train,
-            seed=config.seed,
-            baselines=credit.needs_baseline,
-            version=opened.step,
+        pipeline=_pipeline(
+            inputs, context, scorer, data, baselines=any(one.needs_baseline for one in credits.values())
         ),
         data=data,
+    )
+
+
+def _pipeline(
+    inputs: RunInputs, context: ConversationContext, scorer: Scorer, data: DataState, *, baselines: bool
+) -> Pipeline:
+    config = inputs.config
+    return Pipeline(
+        context=context,
+        scorer=scorer,
+        source=RowSource(inputs.rows, assembly.row_order(config, inputs.rows), assembly.curriculum(config), data),
+        options=config.train,
+        seed=config.seed,
+        baselines=baselines,
+        version=inputs.opened.step,
     )
 
 
@@ -178,13 +212,55 @@ def _refuse_unusable_rows(config: Config, scorer: Scorer, inputs: RunInputs) -> 
     assembly.refuse_unusable_teachers(config, inputs.rows, inputs.renderer)
 
 
-def _policies(config: Config, renderer: Renderer, model: Any | None, learner: Learner) -> dict[str, FrozenPolicy]:
-    """The frozen policies that take turns in this process; empty where the conversations run in others. `model` is that of the
-    embedded engine."""
+def _of_agents(
+    config: Config,
+    renderer: Renderer,
+    model: Any | None,
+    learner: Learner,
+    others: Mapping[str, Learner],
+    version: int,
+) -> dict[str, AgentPolicy]:
+    """What takes turns of agents in this process; empty where the conversations run in others. `model` is that of the embedded
+    engine, and `others` are the learners of trained policies, whose weights have the number `version`."""
     if config.runs_conversations_elsewhere is not None:
         return {}
+    trained = {name: assembly.sampled_model(config, other, config.model.path) for name, other in others.items()}
     reference = assembly.reference_model(config, learner)
-    return assembly.frozen_policies(config, renderer, model, reference=reference)
+    return assembly.agent_policies(config, renderer, model, reference=reference, trained=trained, version=version)
+
+
+_MAIN = ""
+"""The name of the model of the section `model` among the policies that are trained."""
+
+
+def _recipes(config: Config) -> dict[str, Config]:
+    """The recipe as each policy reads it that is trained."""
+    return {_MAIN: config, **{policy.name: config.of_policy(policy) for policy in config.trained_policies}}
+
+
+def _further_learners(config: Config, learner: Learner, opened: OpenedRun) -> dict[str, Learner]:
+    """The learners of the trained policies beside that of the section `model`, whose learner is `learner`."""
+    return {
+        policy.name: assembly.policy_learner(
+            config.of_policy(policy), policy.name, learner, opened.saved_policy(policy.name)
+        )
+        for policy in config.trained_policies
+    }
+
+
+def _trained_policies(
+    config: Config,
+    learners: Mapping[str, Learner],
+    runner: ConversationRunner,
+    of_agents: Mapping[str, AgentPolicy],
+    credits: Mapping[str, Credit],
+) -> Iterator[TrainedPolicy]:
+    """All policies that are trained, by their learners and estimators. `runner` has the engine of the first one, and `of_agents`
+    those of the others."""
+    for name, recipe in _recipes(config).items():
+        engine, learner = of_agents[name].engine if name else None, learners[name]
+        publisher = runner.publisher(learner) if engine is None else engine.publisher(learner)
+        yield TrainedPolicy(name=name, recipe=recipe, learner=learner, publisher=publisher, credit=credits[name])
 
 
 def _critic_step(config: Config, critic: Critic | None, level: Literal["turn", "token"] | None) -> CriticStep | None:

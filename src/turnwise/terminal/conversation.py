@@ -60,7 +60,7 @@ def _about(trajectory: Trajectory) -> Iterator[RenderableType]:
     if trajectory.episode:
         trained = "" if trajectory.trained else ", not trained on"
         if trajectory.policy:
-            trained = f", played by the frozen policy {trajectory.policy}"
+            trained = f", played by the policy {trajectory.policy}{trained}"
         yield Text(f"agent  {trajectory.agent} of the episode {trajectory.episode}{trained}", style="dim")
     columns = trajectory.row.fields
     if columns:

@@ -4,6 +4,7 @@
     runs/x/best -> checkpoints/step-000002/model           link to the one with the best evaluation, if the recipe asks for it
     runs/x/checkpoints/step-000004/
         model/             weights, tokenizer and processor, written by `save_pretrained`
+            policies/<name>/   the adapter of a further trained policy
         critic/            weights of the critic, if there is one: a model directory, and value_head.safetensors
         trainer.pt         the state of the optimizers
         shards/            of a learner on several ranks: its weights and the state of its optimizer, a part from each rank
@@ -183,11 +184,7 @@ class Checkpoints:
             (temporary / _ABOUT).write_text(text, encoding="utf-8")
             sums = {**unfinished.sums, _ABOUT: _sync(temporary / _ABOUT)}
             (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
-            folders = [
-                path
-                for path in (temporary / name for name in (_MODEL, _CRITIC, _SHARDS, f"{_SHARDS}/{_CRITIC}"))
-                if path.is_dir()
-            ]
+            folders = [path for path in temporary.rglob("*") if path.is_dir()]
             for path in (temporary / _SUMS, *folders, temporary):
                 _flush(path)
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced

@@ -369,7 +369,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _agent(record: Mapping[str, Any]) -> str | None:
-    """The name of an agent, as in the names of metrics: `second`, or `second@opponent` if a frozen policy has played it."""
+    """The name of an agent, as in the names of metrics: `second`, or `second@opponent` if a policy has played it."""
     name, policy = _scalar(record.get("agent") or None), _scalar(record.get("policy") or None)
     return name if policy is None else f"{name}@{policy}"
 

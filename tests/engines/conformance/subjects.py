@@ -22,7 +22,7 @@ from turnwise.engines.engine import Engine
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.models.lora import add_adapter
-from turnwise.options.schema import LoraSection
+from turnwise.options.algorithm import LoraSection
 from turnwise.types import Completion, LogprobKind, Request, Sampling
 
 T = TypeVar("T")

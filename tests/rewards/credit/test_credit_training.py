@@ -97,9 +97,9 @@ def test_remax_compares_with_one_greedy_conversation_of_each_group(
     packed: list[str] = []
     pack_groups = training.pack_groups
 
-    def packing(run: Any, groups: Sequence[Group]) -> list[Batch]:
+    def packing(run: Any, policy: Any, groups: Sequence[Group]) -> list[Batch]:
         packed.extend(t.id for group in groups for t in group.trajectories)
-        return pack_groups(run, groups)
+        return pack_groups(run, policy, groups)
 
     monkeypatch.setattr(training, "pack_groups", packing)
     metrics, trajectories = run(recipe, "credit.name=remax")

@@ -207,7 +207,7 @@ class Credit:
 
     def _read(self, group: Group) -> list[tuple[Trajectory, Episode]]:
         """The trajectories of a group that have a reward and did not fail. If its numbers cannot be read, it fails."""
-        baseline = _baseline(group)
+        baseline = _baseline(group) if self.needs_baseline else None
         if self.needs_baseline and baseline is None:
             return []
         read: list[tuple[Trajectory, Episode]] = []
@@ -224,13 +224,14 @@ class Credit:
 def _baseline(group: Group) -> float | None:
     """The reward of the greedy conversation of a group; None if it has none, or if the conversation failed.
 
-    Of a group of agents: the mean reward of the agents of that name that the trained model played in the greedy episode, without
-    those that failed. Those of a frozen policy, and with `train=False`, are no conversations of the group.
+    Of a group of agents: the mean reward of the agents of that name that the same policy played in the greedy episode, without
+    those that failed. Those of another policy, and with `train=False`, are no conversations of the group.
     """
     if group.baseline is None:
         return None
     name = group.trajectories[0].agent if group.trajectories else ""
-    played = [agent for agent in group.baseline.agents if agent.agent == name and agent.trained]
+    agents = [agent for agent in group.baseline.agents if agent.agent == name and agent.policy == group.policy]
+    played = [agent for agent in agents if agent.trained]
     greedy = played if name else [group.baseline]
     rewards = [one.reward for one in greedy if not one.failed and one.reward is not None]
     if name and not rewards:

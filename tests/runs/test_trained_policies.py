@@ -1,0 +1,308 @@
+"""Runs that train several policies: an adapter for each on one base, with rewards, credit, loss and learning rate of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from support.recipes import save_recipe
+from support.tiny import save_rows
+from support.training import Silent, train_run
+from turnwise import assembly
+from turnwise.cli import main
+from turnwise.config.recipe import load
+from turnwise.config.train_checks import refuse_without_effect
+from turnwise.doctor.memory import always_bytes, read_model_config
+from turnwise.errors import ConfigError
+from turnwise.record.metric_names import metric_of
+from turnwise.record.reader import read
+from turnwise.runs.replay import replay
+from turnwise.train import _learn, _take, _weigh, assemble, train
+
+GAME = """
+from turnwise import Opening, Reply, SamplingChange, current_episode, environment
+
+CUT = SamplingChange(max_tokens=4, answers_cut=True)
+
+def liking(turn):
+    ids = turn.completion.token_ids if turn.completion else turn.text.encode()
+    return sum((n + 1) * token for n, token in enumerate(ids)) % 97 / 97
+
+@environment
+async def game(row, opponent="second", train=None):
+    episode = current_episode()
+    first = yield Opening(messages=row.messages, sampling=CUT)
+    async with episode.agent("other", messages=row.messages, policy=opponent, sampling=CUT, train=train) as second:
+        other = await second.turn()
+        second.add_reward(liking(other))
+    yield Reply(reward=liking(first), done=True)
+"""
+"""Two sides that do not see each other: what one learns does not change what the other samples in the same step."""
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path) -> Path:
+    (tmp_path / "game.py").write_text(GAME, encoding="utf-8")
+    path = save_recipe(
+        tmp_path,
+        model,
+        policies={"second": {"train": True}},
+        environment=f"{tmp_path}/game.py:game",
+        data={"train": str(save_rows(tmp_path / "train.jsonl", 4)), "eval": str(save_rows(tmp_path / "eval.jsonl", 2))},
+        limits={"turns": 2, "tokens_per_turn": 5},
+        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.01},
+        checkpoint={"every": 1},
+        deterministic=True,
+    )
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tree["model"]["lora"] = {"rank": 4}
+    path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+    return path
+
+
+def timeless(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            name: timeless(item) for name, item in value.items() if not name.startswith("seconds") and name != "started"
+        }
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def adapter(out: Path, name: str = "") -> dict[str, torch.Tensor]:
+    folder = out / "checkpoint" / "policies" / name if name else out / "checkpoint"
+    return load_file(folder / "adapter_model.safetensors")
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_each_policy_learns_from_its_own_conversations_and_a_resumed_run_has_the_same_bits(
+    recipe: Path, tmp_path: Path
+) -> None:
+    policies = "policies={second: {train: true, lr: 0.02, lora: {rank: 2, target_modules: [q_proj, v_proj]}}}"
+    trajectories, metrics, _ = train_run(recipe, tmp_path / "whole", policies)
+    first = [one for one in trajectories if one["step"] == 1]
+    played = [one for one in first if one.get("policy") == "second"]
+    assert len(played) == 8
+    for one in played:
+        assert (one.get("trained", True), one["turns"][0]["weight"]) == (True, 1.0)
+        assert one["group"].endswith("/other@second")
+    for group in {one["group"] for one in played}:
+        advantages = [one["turns"][0]["advantage"] for one in played if one["group"] == group]
+        assert sum(advantages) == pytest.approx(0, abs=1e-6)
+        assert any(advantages)
+    for prefix in ("", "policies/second/"):
+        assert metrics[0][f"{prefix}grad_norm"] > 0
+        assert metrics[0][f"{prefix}ratio/max_deviation"] < 1e-4  # its engine sampled with the weights that it trains
+    assert (metrics[0]["lr"], metrics[0]["policies/second/lr"]) == (0.01, 0.02)
+    for prefix, policy in (("", ""), ("policies/second/", "second")):  # equal conversations are computed once
+        of_policy = {
+            (one["group"], tuple(segment["token_ids"])): sum(turn >= 0 for turn in segment["turn"])
+            for one in first
+            if one.get("policy", "") == policy and one["turns"][0]["advantage"]
+            for segment in one["segments"]
+        }
+        assert metrics[0][f"{prefix}tokens/trained"] == sum(of_policy.values())
+    assert metrics[0]["agents/other@second/reward/mean"] is not None
+    assert all(metric_of(name) is not None for name in metrics[0])
+    own = adapter(tmp_path / "whole", "second")
+    assert {tensor.shape[0] for name, tensor in own.items() if "lora_A" in name} == {2}
+    assert all("q_proj" in name or "v_proj" in name for name in own)
+    assert any(tensor.any() for name, tensor in own.items() if "lora_B" in name)
+    train_run(recipe, tmp_path / "resumed", policies, "train.steps=2")
+    resumed, lines, _ = train_run(recipe, tmp_path / "resumed", policies, "resume=auto")
+    assert timeless(resumed) == timeless(trajectories)
+    assert timeless(lines) == timeless(metrics)
+    for name in ("", "second"):
+        assert same(adapter(tmp_path / "whole", name), adapter(tmp_path / "resumed", name))
+    assert [one for one in asyncio.run(replay(tmp_path / "whole")) if one.differences or one.skipped] == []
+
+
+def test_the_gradients_of_each_adapter_are_those_of_a_run_in_which_only_it_is_trained(
+    recipe: Path, tmp_path: Path
+) -> None:
+    """In one step: with both trained, with the second one not trained on, and with the first one masked out of the loss."""
+
+    def gradients(out: str, *overrides: str) -> dict[str, list[torch.Tensor]]:
+        run = assemble(load(recipe, ["train.max_grad_norm=1e9", f"output={tmp_path / out}", *overrides])[0])
+        found: dict[str, list[torch.Tensor]] = {}
+
+        async def step() -> None:
+            async with run.pipeline:
+                for policy in run.policies:
+                    await policy.publisher.begin(0)
+                taken = await _take(run)
+                _weigh(run, taken.groups)
+                if out == "second":
+                    for group in run.policies[0].own(taken.trained):
+                        for trajectory in group.trajectories:
+                            for turn in trajectory.turns:
+                                turn.weight = 0.0
+                await _learn(run, taken.trained)
+
+        def keep(policy: Any) -> Any:
+            def kept(lr: float) -> float:
+                parameters = [p for p in policy.learner.model.parameters() if p.requires_grad]
+                found[policy.name] = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in parameters]
+                return 0.0
+
+            return kept
+
+        for policy in run.policies:
+            policy.learner.step = keep(policy)  # type: ignore[attr-defined]
+        asyncio.run(step())
+        run.directory.release()
+        return found
+
+    both = gradients("both")
+    first, second = gradients("first", "environment.arguments.train=false"), gradients("second")
+    assert any(gradient.any() for gradient in both[""])
+    assert any(gradient.any() for gradient in both["second"])
+    assert all(map(torch.equal, both[""], first[""]))
+    assert "second" not in first
+    assert all(map(torch.equal, both["second"], second["second"]))
+    assert not any(gradient.any() for gradient in second[""])
+
+
+def test_options_of_a_policy_change_what_it_learns_and_nothing_else_in_the_first_step(
+    recipe: Path, tmp_path: Path
+) -> None:
+    def first_step(out: str, options: str) -> tuple[dict[str, Any], list[dict[str, Any]], Path]:
+        overrides = [f"policies={{second: {{train: true{options}}}}}", "train.steps=1", "train.minibatches=2"]
+        trajectories, metrics, _ = train_run(recipe, tmp_path / out, *overrides)
+        return metrics[0], trajectories, tmp_path / out
+
+    plain, trajectories, whole = first_step("plain", "")
+    for number, options in enumerate(
+        (
+            ", lr: 0.05",
+            ", loss: {name: ppo_clip, kl_coef: 0.5}",
+            ", credit: {name: grpo, scale: none}",
+            ", temperature: 0.5",
+            ", lora: 8",
+        )
+    ):
+        changed, others, out = first_step(str(number), options)
+        assert same(adapter(out), adapter(whole))
+        assert not same(adapter(out, "second"), adapter(whole, "second"))
+        assert (changed["loss"], changed["grad_norm"]) == (plain["loss"], plain["grad_norm"])
+        sampled = [[timeless(one["messages"]) for one in of if one.get("policy")] for of in (trajectories, others)]
+        assert (sampled[0] == sampled[1]) is (options != ", temperature: 0.5")
+
+
+def test_an_evaluation_of_the_checkpoint_plays_with_all_its_adapters(recipe: Path, tmp_path: Path) -> None:
+    trajectories, _, _ = train_run(recipe, tmp_path / "run", "train.lr=0.3")
+    checkpoint = tmp_path / "run" / "checkpoint"
+    greedy = ["eval.sampling.temperature=0", "eval.samples_per_row=1"]
+    said: dict[str, list[tuple[str, str]]] = {}
+    for name, options in {
+        "trained": [f"model.path={checkpoint}", "model.lora.rank=null"],
+        "before": ["model.lora.rank=null"],
+    }.items():
+        assert main(["eval", str(recipe), "--out", str(tmp_path / name), *greedy, *options]) == 0
+        (file,) = (tmp_path / name).glob("*/trajectories.jsonl")
+        said[name] = [(one.policy, one.turns[0].text) for one in read(file.parent)]
+    assert [policy for policy, _ in said["trained"]] == [policy for policy, _ in said["before"]] == ["second", ""] * 2
+    for policy in ("", "second"):
+        assert [text for own, text in said["trained"] if own == policy] != [
+            text for own, text in said["before"] if own == policy
+        ]
+    # before training both are the same model
+    assert [text for own, text in said["before"] if own] == [text for own, text in said["before"] if not own]
+    assert trajectories
+
+
+def test_memory_counts_the_adapters_of_further_policies(recipe: Path, model: Path) -> None:
+    config = read_model_config(str(model))
+
+    def needed(policies: str) -> float:
+        return always_bytes(load(recipe, [f"policies={policies}"])[0], config, "train")
+
+    cache = 2**20
+    one = needed("{second: {train: true, memory_gb: 0.0009765625}}") - needed("{}") - cache
+    assert one > 0
+    assert needed("{second: {train: true, memory_gb: 0.0009765625, lora: 8}}") - needed("{}") - cache == pytest.approx(
+        2 * one
+    )
+
+
+def test_a_policy_that_no_agent_uses_is_warned_of_once(recipe: Path, tmp_path: Path) -> None:
+    policies = "policies={second: {train: true}, third: {train: true}}"
+    _, metrics, run = train_run(recipe, tmp_path / "run", policies, "train.steps=4")
+    warnings = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
+    (unused,) = [one for one in warnings if one["name"] == "unused_policy"]
+    assert unused["step"] == 3
+    assert "the trained policy 'third' took no turn in 3 steps" in unused["text"]
+    assert "policies/second/loss" in metrics[0]
+    assert "policies/third/loss" not in metrics[0]
+    assert run.step == 4
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["policies={a: {train: true, path: m}}"], "path is an option of frozen policies, and train=true"),
+        (["policies={a: {path: m, lr: 1}}"], "lr has no effect on a frozen policy: set train=true"),
+        (["policies={a: {path: m, credit: rloo}}"], "credit has no effect on a frozen policy"),
+        (["policies={a: {train: true, lora: {alpha: 3}}}"], "lora needs rank"),
+        (["policies={a: {train: true, temperature: 0}}"], "temperature=0 makes all conversations of a row identical"),
+        (["policies={a: {train: true}, A: {train: true}}"], "'a' and 'A' would write one adapter"),
+        (["policies={a: {train: true, loss: {name: gspo, alpha: 3}}}"], "policies.0.loss.alpha"),
+        (["policies={a: {train: true, loss: nothing}}"], "policies.0.loss.name: there is no loss 'nothing'"),
+        (["model.lora.rank=null"], "set model.lora.rank"),
+        (["reward.kl.coef=0.1"], "reward.kl.coef=0.1 is the divergence of one policy only: set loss.kl_coef"),
+        (["teacher.path=m"], "the recipe has a teacher, which scores the turns of one policy only"),
+        (
+            ["policies={a: {train: true, credit: gae}}"],
+            "the policy 'a': its credit.name=gae or its loss needs a critic",
+        ),
+        (["credit=gae"], "the policy 'second': its credit.name=gae"),
+        (
+            ["policies={a: {train: true, loss: {clip_low: 0.1}}}"],
+            "the policy 'a': loss.clip_low has no effect with one",
+        ),
+        (
+            ["policies={a: {train: true, loss: {kl_estimator: k2}}}"],
+            "the policy 'a': loss.kl_estimator=k2 has no effect",
+        ),
+        (["cluster.launcher=torchrun", "deterministic=false"], "divide the weights of one policy"),
+        (["rollout_server.url=http://h", "deterministic=false"], "processes that receive the weights of one policy"),
+    ],
+)
+def test_what_does_not_apply_to_trained_policies_is_refused_at_the_start(
+    recipe: Path, overrides: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        refuse_without_effect(load(recipe, overrides)[0])
+
+
+def test_a_process_whose_weights_a_trainer_elsewhere_sends_refuses_trained_policies(recipe: Path) -> None:
+    config, _ = load(recipe)
+
+    async def serve() -> None:
+        async with assembly.conversation_host(config, assembly.renderer(config)):
+            pass
+
+    with pytest.raises(ConfigError, match="a trainer in another process sends the weights of one policy"):
+        asyncio.run(serve())
+
+
+def test_a_policy_that_joins_a_resumed_run_begins_with_a_new_adapter(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train_run(recipe, out, "policies={}", "environment.arguments.opponent=null", "train.steps=1")
+    names = ["policies[].name", "policies[].train", "environment.arguments"]
+    every = ["path", "dtype", "bits", "endpoint", "reference", "temperature", "top_p", "top_k", "min_p", "lora", "lr"]
+    named = [*names, *(f"policies[].{name}" for name in (*every, "loss", "credit"))]
+    run = assemble(load(recipe, [f"output={out}", "resume=auto", f"resume_changes={json.dumps(named)}"])[0])
+    assert "the policy 'second' begins now: the checkpoint has no adapter of it" in run.notes
+    asyncio.run(train(run, Silent()))
+    assert run.step == 3
+    assert any(tensor.any() for name, tensor in adapter(out, "second").items() if "lora_B" in name)
