@@ -170,6 +170,8 @@ DIFFERENT: dict[str, tuple[str, ...]] = {
     "a constant coefficient is reward.kl.coef; an adaptive one also has reward.kl.target and reward.kl.horizon": ("kl_ctrl",),
     "with an adapter, the reference model is the model without it: write reference.source=adapter_off": ("disable_adapter",),
     "there is a reference model if loss.kl_coef or reward.kl.coef is above 0: leave it out": ("create_reference_model",),
+    "a policy of agents is trained with policies: {NAME: {train: true}}": ("policies_to_train",),
+    "the environment chooses the policy of an agent: episode.agent(..., policy=NAME)": ("policy_mapping_fn",),
     "the reference model follows the policy if reference.sync_every is a number of steps": ("sync_ref_model",),
     "it is both bounds of PPO clipping: write loss.clip_low and loss.clip_high": ("epsilon", "clip_ratio", "cliprange"),
     "write loss.kl_estimator=k3_corrected": ("use_bias_correction_kl",),
