@@ -350,6 +350,7 @@ def _metrics_of_policies(run: TrainingRun, updates: Mapping[str, UpdateStats]) -
             "ratio/clip_fraction": update.clip_fraction,
             "tokens/trained": update.tokens,
             **update.correction,
+            **update.selection,
             **update.experts,
             **update.memory_metrics,
         }.items()
