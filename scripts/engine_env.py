@@ -156,7 +156,10 @@ def _complete(recipe: Recipe) -> str:
         _say(f"{recipe.name}: {len(missing)} packages to install")
         # torch first, with its dependencies: its build decides which they are
         # without --no-compile, pip compiles 60,000 modules one after the other, of which a tenth is ever imported
-        commands = [["install", "--no-compile", TORCH], ["install", "--no-compile", "--no-deps", "-r", str(recipe.lock)]]
+        commands = [
+            ["install", "--no-compile", TORCH],
+            ["install", "--no-compile", "--no-deps", "-r", str(recipe.lock)],
+        ]
         for command in commands:
             if _pip(recipe.name, *command) != 0:
                 return f"`pip {' '.join(command)}` failed"
