@@ -275,6 +275,31 @@ def test_frozen_policies_take_turns_with_their_own_weights_and_sampling_and_are_
     assert [one for one in asyncio.run(replay(tmp_path / "whole")) if one.differences or one.skipped] == []
 
 
+def test_a_replay_writes_the_conversations_of_a_policy_with_its_own_tokenizer_and_template(
+    opponents: Path, tmp_path: Path
+) -> None:
+    """The policy's vocabulary has two letters exchanged, and its template another beginning."""
+    other = save_model(tmp_path / "other")
+    file = other / "tokenizer.json"
+    written = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = written["model"]["vocab"]
+    vocabulary["e"], vocabulary["o"] = vocabulary["o"], vocabulary["e"]
+    file.write_text(json.dumps(written), encoding="utf-8")
+    template = other / "chat_template.jinja"
+    template.write_text("oe " + template.read_text(encoding="utf-8"), encoding="utf-8")
+    overrides = [f"policies={{other: '{other}'}}", "environment.arguments.policies=[other]", "train.steps=1"]
+    trajectories, _, _ = train_run(opponents, tmp_path / "run", *overrides)
+    (played,) = {tuple(one["segments"][0]["token_ids"][:2]) for one in trajectories if one.get("policy") == "other"}
+    assert played == (vocabulary["o"], vocabulary["e"])
+    replayed = asyncio.run(replay(tmp_path / "run"))
+    assert len(replayed) == len(trajectories)
+    assert [one for one in replayed if one.differences or one.notes or one.skipped] == []
+    template.write_text("o" + template.read_text(encoding="utf-8"), encoding="utf-8")
+    changed = [one for one in asyncio.run(replay(tmp_path / "run")) if one.differences]
+    assert {one.id for one in changed} == {one["id"] for one in trajectories if one.get("policy") == "other"}
+    assert all(one.differences[0].startswith("segments[0].token_ids") for one in changed)
+
+
 def test_what_a_policy_is_made_of_is_what_the_recipe_says(opponents: Path, model: Path) -> None:
     of_policy = "dtype: bfloat16, memory_gb: 0.25, top_p: 0.5, top_k: 3, min_p: 0.1"
     overrides = [f"policies={{other: {{path: '{model}', {of_policy}}}, base: '{model}'}}", "model.lora=4"]

@@ -42,7 +42,7 @@ from turnwise.assembly.learners import (
     sft_learner,
     teacher_sources,
 )
-from turnwise.assembly.policies import agent_policies, policy_sources
+from turnwise.assembly.policies import agent_policies, policy_renderers, policy_sources
 from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
 from turnwise.assembly.teachers import refuse_unusable_teachers, teacher_step
 
@@ -69,6 +69,7 @@ __all__ = [
     "longest_context",
     "model_source",
     "policy_learner",
+    "policy_renderers",
     "policy_sources",
     "rank_device",
     "read_scripts",

@@ -33,7 +33,7 @@ from turnwise.types import Sampling
 if TYPE_CHECKING:
     from turnwise.models.loading import ModelSource
 
-__all__ = ["agent_policies", "policy_sources"]
+__all__ = ["agent_policies", "policy_renderers", "policy_sources"]
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def _local(
     """A policy in this process, with an embedded engine of its own."""
     from turnwise.engines.local import LocalEngine  # torch
 
-    own = renderer if policy.train and renderer is not None else _renderer(policy, config, renderer)
+    own = _renderer(policy, config, renderer)
     known = context_length(model.config.to_dict()) is not None
     engine = LocalEngine(
         model,
@@ -153,8 +153,16 @@ def _local(
     )
 
 
+def policy_renderers(config: Config, renderer: Renderer) -> dict[str, Renderer]:
+    """How messages become the tokens of the recipe's policies in this process, by their names; no model is loaded. `renderer` is
+    that of the trained model, and of each policy with the same tokenizer and template."""
+    return {policy.name: _renderer(policy, config, renderer) for policy in config.policies if policy.endpoint is None}
+
+
 def _renderer(policy: PolicySection, config: Config, renderer: Renderer | None) -> Renderer:
     """How messages become the tokens of a policy: as of the trained model, if both have the same tokenizer and template."""
+    if policy.train and renderer is not None:
+        return renderer
     from turnwise.models.lora import adapter_base  # torch
 
     path = policy.path or (config.reference.path if policy.reference else None) or config.model.path

@@ -1,7 +1,8 @@
 """`turnwise replay`: the environment and the rewards of recorded conversations run again, and what differs from the record.
 
 The turns of the model are taken from the record, token by token. The loop, the session, the renderer and the scorer are those of
-a run, so the replay also checks that the chat template still writes the recorded tokens between the turns.
+a run, so the replay also checks that the chat template still writes the recorded tokens between the turns. The conversations of
+a policy with another tokenizer are written by its own renderer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,19 +95,34 @@ async def replay(
     needed = _scored_with(scorer, selected, recorded)
     renderer = assembly.renderer(config, _source(run, config)) if config.engine.samples_tokens else None
     held_out = evaluation or (run / "evaluation.json").is_file()
+    renderers = _Renderers(renderer, {} if renderer is None else assembly.policy_renderers(config, renderer))
     new = _empty_copies(needed, _rows(config, renderer, held_out=held_out))
     encode = None if renderer is None else renderer.encode
     async with contextlib.aclosing(assembly.environment_factory(config, encode=encode)) as environments:
-        context_of = _contexts(config, renderer, environments, needed, run)
+        context_of = _contexts(config, renderers, environments, needed, run)
         await _run_all(config, scorer, needed, new, context_of)
     chosen = {id_of(trajectory) for trajectory in selected}
     compared: list[Replayed] = []
     for old, now in zip(needed, new, strict=True):
         if id_of(old) in chosen:
             of_now = {agent.id: agent for agent in now.agents}
-            compared.append(_compared(old, now, renderer))
-            compared += [_compared(agent, of_now.get(agent.id), renderer) for agent in old.agents]
+            compared.append(_compared(old, now, renderers.of(old)))
+            compared += [_compared(agent, of_now.get(agent.id), renderers.of(agent)) for agent in old.agents]
     return compared
+
+
+@dataclass(frozen=True, slots=True)
+class _Renderers:
+    """How messages become tokens in the conversations of a record."""
+
+    main: Renderer | None
+    """That of the trained model; None in the record of an endpoint, which has no tokens."""
+    of_policies: Mapping[str, Renderer]
+    """Those of policies in the process of the run, by their names."""
+
+    def of(self, trajectory: Trajectory) -> Renderer | None:
+        """That of a conversation. The turns of a policy on a server are recorded as text, and written as the model's."""
+        return self.of_policies.get(trajectory.policy, self.main)
 
 
 def id_of(trajectory: Trajectory) -> tuple[int | None, str]:
@@ -188,13 +204,13 @@ def _empty_copies(recorded: Sequence[Trajectory], rows: Mapping[str, Row]) -> li
 
 def _contexts(
     config: Config,
-    renderer: Renderer | None,
+    renderers: _Renderers,
     environments: assembly.Environments,
     recorded: Sequence[Trajectory],
     run: Path,
 ) -> Callable[[Trajectory], ConversationContext]:
     """The context of the replay of a recorded trajectory, and of its agents."""
-    if renderer is None:
+    if (main := renderers.main) is None:
         by_id = {id_of(t): t for t in recorded}
         return lambda trajectory: TextContext(
             chat=_RecordedChat(by_id[id_of(trajectory)]),
@@ -203,24 +219,38 @@ def _contexts(
             limits=assembly.limits(config, longest=None),
             policies=assembly.stand_ins(config),
         )
-    turns = {
-        id_of(t): {each.id: [_completion(turn, each, renderer) for turn in each.turns] for each in (t, *t.agents)}
-        for t in recorded
-    }
+    turns = {id_of(t): {each.id: _recorded_turns(each, renderers) for each in (t, *t.agents)} for t in recorded}
     longest = known_context(_source(run, config))
 
     def of(trajectory: Trajectory) -> ConversationContext:
-        engine = RecordedEngine(
-            turns[id_of(trajectory)],
-            encode=renderer.encode,
-            encode_behind=renderer.encode_continuation,
-            stop_token_id=renderer.stop_token_ids[0],
-        )
+        def engine(renderer: Renderer) -> RecordedEngine:
+            return RecordedEngine(
+                turns[id_of(trajectory)],
+                encode=renderer.encode,
+                encode_behind=renderer.encode_continuation,
+                stop_token_id=renderer.stop_token_ids[0],
+            )
+
+        policies = assembly.stand_ins(config)
+        for name, own in renderers.of_policies.items():
+            if own is not main:
+                policies[name] = replace(policies[name], engine=engine(own), renderer=own, thinking=config.thinking)
         return assembly.rollout_context(
-            config.model_copy(update={"deterministic": False}), renderer, engine, environments, longest=longest
+            config.model_copy(update={"deterministic": False}),
+            main,
+            engine(main),
+            environments,
+            longest=longest,
+            policies=policies,
         )
 
     return of
+
+
+def _recorded_turns(trajectory: Trajectory, renderers: _Renderers) -> list[Completion | RecordedText]:
+    renderer = renderers.of(trajectory)
+    assert renderer is not None
+    return [_completion(turn, trajectory, renderer) for turn in trajectory.turns]
 
 
 def known_context(source: str | Path) -> int | None:
