@@ -153,6 +153,31 @@ _INTERPOLATION = re.compile(r"\$\{([^${}]*)\}")
 _DEEPEST = 20  # nested interpolations
 
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab")
+"""The names of `loggers[].name`."""
+_WRITTEN = frozenset({"console", "file", "none", "all"})
+"""Names in lists of loggers that name no tracker: what they stand for is always written, or depends on installed packages."""
+
+
+def convert_loggers(builder: RecipeBuilder, key: str, *, project: str | None, run: str | None) -> None:
+    """Set `loggers` to the experiment trackers that `key` names, such as `["console", "wandb"]`. `project` and `run` are the keys
+    of their names, if the configuration has them."""
+    if not builder.has(key):
+        return
+    given = builder.value(key)
+    names = [str(name) for name in given] if isinstance(given, list) else [] if given is None else [str(given)]
+    known = [name for name in names if name in TRACKERS]
+    called = {option: named for option, named in (("project", project), ("run", run)) if named is not None}
+    if known:
+        about = {option: str(builder.value(named)) for option, named in called.items()}
+        builder.set("loggers", [{"name": name, **about} for name in known], key, *called.values())
+    if others := [name for name in names if name not in TRACKERS and name not in _WRITTEN]:
+        reason = f"there is no logger {', '.join(others)}; loggers can be {', '.join(TRACKERS)} (docs/loggers.md)"
+        builder.reject_value(key, given, reason)
+    elif not known:
+        builder.reject(key, "metrics.jsonl, the curve and all conversations are always written (docs/record.md)")
+
+
 class _Yaml(PlainLoader):
     """YAML as OmegaConf reads it: `1e-6` is a number, a date is a text, and a repeated key is an error."""
 

@@ -219,12 +219,18 @@ def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> 
 
     To be printed with `soft_wrap=True`, so that a path longer than the terminal stays in one piece.
     """
+    adapter = (checkpoint / "adapter_config.json").is_file()
     files = [
         (directory.metrics, "the metrics of each step"),
         (directory.trajectories, f"{conversations}, token by token"),
         (directory.curve, "the curve"),
         (directory.config, "the recipe as it was run"),
-        (checkpoint, "the model; loads with AutoModelForCausalLM"),
+        (
+            checkpoint,
+            "the adapter; `turnwise merge` writes the model"
+            if adapter
+            else "the model; loads with AutoModelForCausalLM",
+        ),
     ]
     files = [(directory.shown / file.relative_to(directory.path), description) for file, description in files]
     width = max(len(str(file)) for file, _ in files)

@@ -138,17 +138,19 @@ def test_a_script_with_both_commands_becomes_one_recipe(tmp_path: Path) -> None:
 
 def test_every_argument_is_either_carried_or_left_with_a_reason() -> None:
     words = FULL + (
-        "--vllm_mode colocate --deepspeed zero3 --report_to wandb swanlab --lora_rank 8 --made_up 3 --kl_in_reward true "
+        "--vllm_mode colocate --deepspeed zero3 --report_to wandb swanlab clearml --run_name first --lora_rank 8 "
+        "--made_up 3 --kl_in_reward true "
         "--loss_type cispo --advantage_estimator rloo --epsilon 0.2 --truncation_strategy left --seed 7 --data_seed 8"
     )
     found = converted(words)
     given = set(read_arguments(shlex.split(words)).values)
     assert given == set(found.converted) | {one.key for one in found.unsupported}
-    assert not set(found.converted) & {one.key for one in found.unsupported}
+    assert set(found.converted) & {one.key for one in found.unsupported} == {"report_to"}
     assert all(one.reason for one in found.unsupported)
+    assert found.recipe["loggers"] == [{"name": "wandb", "run": "first"}, {"name": "swanlab", "run": "first"}]
     assert left(found) == {
         "deepspeed": False,
-        "report_to": False,
+        "report_to": False,  # clearml
         "lora_rank": False,  # no effect with tuner_type full
         "made_up": True,
         "loss_type": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -15,13 +15,13 @@ from rewards.credit.test_credit_invariance import source
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.commands.convert import converted as convert_command
-from turnwise.compat.conversion import ConversionReport
+from turnwise.compat.conversion import TRACKERS, ConversionReport
 from turnwise.compat.verl.convert import from_verl_arguments
 from turnwise.compat.verl.keys import DEFAULTS, FIXED, HANDLED, PLAIN
 from turnwise.config.recipe import checked
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
-from turnwise.options.schema import Config
+from turnwise.options.schema import Config, LoggerSection
 
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 
@@ -691,7 +691,7 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
     ("key", "told"),
     [
         ("trainer.balance_batch=True", "turnwise uses one process"),
-        ("trainer.logger=[console,wandb]", "metrics.jsonl, the curve and all conversations are always written"),
+        ("trainer.logger=[console]", "metrics.jsonl, the curve and all conversations are always written"),
         ("actor_rollout_ref.rollout.name=sglang", "the embedded engine has other options"),
         ("actor_rollout_ref.rollout.agent.num_workers=4", "set cluster=ray and cluster.workers.count"),
         ("ray_kwargs.ray_init.num_cpus=8", "turnwise uses Ray only for rollout workers: set cluster=ray"),
@@ -956,6 +956,7 @@ def test_a_shell_script_is_read_and_never_run(
     )
     assert (config.limits.response_tokens, config.limits.context) == (3072, 3572)
     assert (config.train.steps, matters(found)) == (2, {})  # what is given behind the script counts
+    assert found.recipe["loggers"] == [{"name": "wandb", "run": "run_$(now)"}]
     (guessed,) = found.assumptions
     assert (guessed.key, guessed.value) == ("trainer.experiment_name", "run_$(now)")
     assert not (tmp_path / "log.txt").exists()
@@ -963,6 +964,10 @@ def test_a_shell_script_is_read_and_never_run(
     told = capsys.readouterr().out
     assert "# assumed: trainer.experiment_name='run_$(now)': its value needs a shell" in told
     assert yaml.safe_load(told)["train"]["batch_size"] == 4
+
+
+def test_every_tracker_can_be_converted_to() -> None:
+    assert get_args(LoggerSection.model_fields["name"].annotation) == TRACKERS
 
 
 @pytest.mark.parametrize(

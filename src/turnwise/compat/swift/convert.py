@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.conversion import ConversionReport
+from turnwise.compat.conversion import ConversionReport, convert_loggers
 from turnwise.compat.swift.convert_teacher import TEACHER_ARGUMENTS, convert_gkd, convert_opd
 from turnwise.compat.swift.convert_training import (
     convert_batches,
@@ -519,7 +519,7 @@ COMPUTED = (
     "max_completion_length", "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "max_turns",
     "external_plugins", "use_gym_env", "gym_env", "context_manager", "reward_funcs", "reward_weights", "eval_steps",
     "tuner_type", "lora_rank", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "use_dora",
-    "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff", *_QUANTIZATION,
+    "report_to", "gradient_checkpointing", "router_replay_mode", "router_aux_loss_coef", "moe_aux_loss_coeff", *_QUANTIZATION,
     *REWARD_ARGUMENTS, *ENGINE_ARGUMENTS, *PLACEMENT_ARGUMENTS, *TEACHER_ARGUMENTS,
 )  # fmt: skip
 """Arguments that are not mapped one to one: several arguments give one option, or one argument gives several options."""
@@ -545,6 +545,11 @@ def from_swift_arguments(
     minibatches = convert_batches(builder)
     convert_steps(builder, minibatches)
     convert_adapter(builder)
+    project, run = (
+        next((key for key in keys if builder.values.get(key)), None)
+        for keys in (("wandb_project", "swanlab_project"), ("run_name", "swanlab_exp_name", "wandb_exp_name"))
+    )
+    convert_loggers(builder, "report_to", project=project, run=run)
     if builder.values.get("rlhf_type") == "gkd":
         convert_gkd(builder)
         for key in REWARD_ARGUMENTS:

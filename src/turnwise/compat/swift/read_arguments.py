@@ -200,7 +200,7 @@ MACHINERY: tuple[tuple[str, str], ...] = (
      r"average_tokens_across_devices|ddp|local_rank|attention_backend|recompute_.*|sequence_parallel|.*_fusion|"
      r"optimizer_cpu_offload|use_precision_aware_optimizer|colocate_groups|gpus",
      "about memory and devices: train.micro_batch_tokens and model.device"),
-    (r"logging_.*|report_to|log_.*|run_name|wandb_.*|swanlab_.*|tensorboard.*|num_completions_to_print|"
+    (r"logging_.*|log_.*|run_name|wandb_.*|swanlab_.*|tensorboard.*|num_completions_to_print|"
      r"disable_tqdm|add_version|create_checkpoint_symlink|push_to_hub|hub_.*|use_hf|check_model|ignore_args_error|"
      r"save_only_model|save_strategy|save_safetensors|safe_serialization|eval_strategy|eval_on_start|metric.*|"
      r"load_best_model_at_end|no_save_(optim|rng)|no_load_(optim|rng)|finetune|logging_dir|overwrite_output_dir|include_.*|task_type|per_device_eval_batch_size",
@@ -369,7 +369,7 @@ ARGUMENT_TYPES: Mapping[str, ArgumentType] = {
             "model", "system", "output_dir", "dataset", "val_dataset", "external_plugins", "reward_funcs", "stop_words",
             "completion_length_limit_scope", "loss_scale", "multi_turn_scheduler", "gym_env", "context_manager", "vllm_mode",
             "vllm_quantization", "vllm_server_base_url", "vllm_server_host", "router_replay_mode", "quant_method",
-            "bnb_4bit_quant_type", "teacher_model", "teacher_tag_key", "advantage_reweight",
+            "bnb_4bit_quant_type", "teacher_model", "teacher_tag_key", "advantage_reweight", "report_to",
         ),
         _text,
     ),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from turnwise.compat.conversion import convert_loggers
 from turnwise.compat.verl.keys import ACTOR, ROLLOUT, VerlRecipeBuilder
 
 _WEIGHTS, _HIGH, _NORMALIZE, _RULE, _BOUNDS, _BYPASS, _LOSS = (
@@ -656,6 +657,8 @@ def trainer(builder: VerlRecipeBuilder, steps: int | None) -> None:
             builder.reject(key, "default_local_dir names the directory of the run")
     elif any(map(builder.is_set, folder)):
         builder.set("output", f"checkpoints/{builder.value(folder[1])}/{builder.value(folder[2])}", *folder)
+    project, run = (key if builder.is_set(key) else None for key in folder[1:])
+    convert_loggers(builder, "trainer.logger", project=project, run=run)
     builder.choice("trainer.resume_mode", "resume", {"auto": "auto", "disable": "never"})
     save_steps = builder.count("trainer.save_freq") or steps
     if save_steps:

@@ -164,7 +164,7 @@ HANDLED: tuple[str, ...] = (
     ),
     "rollout.multiturn.enabled", "rollout.multiturn.max_turns", "rollout.multiturn.stop_tokens",
     "rollout.multiturn.environment.tools", "rollout.multiturn.environment.type",
-    "trainer.default_local_dir", "trainer.device", "trainer.experiment_name", "trainer.max_actor_ckpt_to_keep",
+    "trainer.default_local_dir", "trainer.device", "trainer.experiment_name", "trainer.logger", "trainer.max_actor_ckpt_to_keep",
     "trainer.project_name", "trainer.resume_mode", "trainer.save_freq", "trainer.test_freq", "trainer.total_epochs",
     "trainer.total_training_steps",
 )  # fmt: skip
@@ -359,7 +359,6 @@ MACHINERY: dict[str, str] = {
     "trainer.esi_redundant_time": _WORK,
     "trainer.del_local_ckpt_after_load": "checkpoint.keep sets how many checkpoints are kept",
     "trainer.default_hdfs_dir": "runs are written to a local directory",
-    "trainer.logger": _WATCH,
     "trainer.log_val_generations": _WATCH,
     "trainer.rollout_data_dir": _WATCH,
     "trainer.validation_data_dir": _WATCH,
