@@ -429,18 +429,20 @@ def test_a_restarted_server_gets_the_weights_again(recipe: Path) -> None:
     assert {version for segment in after.segments for version in segment.version} == {-1, 4}
 
 
-def test_weights_change_in_mid_conversation_and_every_token_has_its_version(recipe: Path) -> None:
-    with running(recipe, f"environment={{use: '{PLACES}:waits_between', arguments: {{seconds: 0.5}}}}") as server:
+def test_weights_change_in_mid_conversation_and_every_token_has_its_version(recipe: Path, tmp_path: Path) -> None:
+    waits = f"environment={{use: '{PLACES}:waits_between', arguments: {{folder: '{tmp_path}'}}}}"
+    with running(recipe, waits) as server:
         events: list[Any] = []
         stream = threading.Thread(target=lambda: events.extend(server.rollouts("a/0")))
         stream.start()
 
         async def update() -> None:
             client = client_of(server)
-            while not server.ask("GET", "/health")[1]["running"]:
+            while not (tmp_path / "waiting").exists():
+                assert stream.is_alive()
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.2)
             await client.load_weights(1, weights_of(7))
+            (tmp_path / "go").touch()
             await client.close()
 
         asyncio.run(update())

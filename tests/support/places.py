@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 from turnwise.environments.environment import environment, user_message
@@ -155,10 +156,12 @@ async def blocks(row: Row) -> AsyncGenerator[Opening | Reply, Turn]:
 
 
 @environment
-async def waits_between(row: Row, seconds: float = 0.5) -> AsyncGenerator[Opening | Reply, Turn]:
-    """Two turns with a pause between them."""
+async def waits_between(row: Row, folder: str) -> AsyncGenerator[Opening | Reply, Turn]:
+    """Two turns. Between them, makes the file `waiting` in the folder, and waits for the file `go`."""
     yield Opening(messages=row.messages)
-    await asyncio.sleep(seconds)
+    Path(folder, "waiting").touch()
+    while not Path(folder, "go").exists():
+        await asyncio.sleep(0.01)
     turn = yield user_message("And?")
     yield Reply(reward=_liking(turn), done=True)
 

@@ -273,6 +273,7 @@ def _delta_rule_of_transformers(
     )
 
 
+@torch.autocast("cpu", enabled=False)  # the system is solved in float32
 def _chunked_delta_rule(
     query_NTHD: torch.Tensor,
     key_NTHD: torch.Tensor,
