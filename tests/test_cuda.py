@@ -16,6 +16,7 @@ import test_train
 import test_vision
 from support.tiny import save_model, save_rows
 from support.vision import picture, save_vision_model
+from turnwise.training.flash_tree import problem_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -107,6 +108,11 @@ def test_the_generic_pass_of_the_engine(words: Path, tmp_path: Path, monkeypatch
 def test_prompts_are_shared(words: Path, dtype: str) -> None:
     made = test_train.run(words, f"model.dtype={dtype}", "train.steps=1")
     assert made.learner.requirements.share_prompts
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(16, 8, 128), (14, 2, 64), (9, 3, 64), (8, 1, 256)])
+def test_the_flash_kernel_computes_trees(heads: int, key_heads: int, size: int) -> None:
+    assert problem_of(torch.device("cuda", 0), torch.bfloat16, heads, key_heads, size) is None
 
 
 def test_images_are_learnt_from(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_attention_of_a_tree_keeps_no_keys_of_each_run(dtype: torch.dtype) -> No
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        output = _TreeMask(tree, [bucket.mask(None) for bucket in tree.buckets]).attend(query, key, value, None)
+        output = _TreeMask(tree, None, False).attend(query, key, value, None)
     # queries, keys, values, the output, and a number for each query; the keys of the runs would be 8 x 60 x 2 x 2 x 16 more
     rows = sum(bucket.query_NR.numel() for bucket in tree.buckets)
     assert sum(kept.values()) == tokens * 16 * (4 + 2 + 2 + 4) + rows * 4
@@ -403,7 +403,7 @@ def test_sinks_have_the_same_results_and_gradients_on_an_accelerator_and_a_cpu(w
     """A sink is one more key with a score of its own and the value 0: four heads, two heads of keys."""
     row = FlatRow.of([np.array(one) for one in ([1, 2, 3, 4, 5], [1, 2, 3, 6], [1, 2, 7, 8, 9, 10])])
     tree, count = Tree.of(row.runs), len(row.token_ids)
-    mask = _TreeMask(tree, [bucket.mask(window) for bucket in tree.buckets])
+    mask = _TreeMask(tree, window, False)
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -417,7 +417,7 @@ def test_sinks_have_the_same_results_and_gradients_on_an_accelerator_and_a_cpu(w
         query_THD, key_THD, value_THD = heads
         results = [
             bucket.attend(query_THD, key_THD, value_THD, seen, None, sink)
-            for bucket, seen in zip(tree.buckets, mask.masks, strict=True)
+            for bucket, seen in zip(tree.buckets, [one.mask(window) for one in tree.buckets], strict=True)
         ]
         return torch.cat(results)[tree.place_T]
 

@@ -428,8 +428,9 @@ class _TargetLogprobs(torch.autograd.Function):
     def forward(ctx: Any, logits_NV: torch.Tensor, token_N: torch.Tensor, overwrite: bool) -> torch.Tensor:
         # tensors without contents (doctor/memory.py) are of another class: they have nothing to keep in a cache
         in_cache = logits_NV.device.type == "cpu" and type(logits_NV) is torch.Tensor
-        cached = _CACHED_BYTES // (4 * logits_NV.shape[1]) if in_cache else len(logits_NV)
-        total_N = torch.cat([block.logsumexp(dim=-1) for block in logits_NV.split(max(1, cached))])
+        # logsumexp makes a tensor of the size of its input
+        block = (_CACHED_BYTES if in_cache else LOGITS_BYTES) // (4 * logits_NV.shape[1])
+        total_N = torch.cat([part.logsumexp(dim=-1) for part in logits_NV.split(max(1, block))])
         ctx.save_for_backward(logits_NV, token_N, total_N)
         ctx.overwrite = overwrite
         return logits_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1) - total_N

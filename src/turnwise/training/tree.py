@@ -34,6 +34,8 @@ from turnwise.models.precision import (
     set_text_attention,
     unsupported,
 )
+from turnwise.training import flash_tree
+from turnwise.training.flash_tree import JoinPlan
 from turnwise.training.transfer import Move, to_device
 
 _NAME = "turnwise_tree"
@@ -238,6 +240,13 @@ class Tree:
         buckets, place_T = [bucket.moved(move) for bucket in self.buckets], move(self.place_T)
         return replace(self, buckets=buckets, place_T=place_T, accelerated=place_T.device.type != "cpu")
 
+    def join_plan(self, device: torch.device) -> JoinPlan:
+        """The calls of the flash kernel, made once for all layers."""
+        if "join_plan" not in self.memo:
+            lengths, contexts = [run.length for run in self.runs], [run.context for run in self.runs]
+            self.memo["join_plan"] = JoinPlan.of(lengths, contexts, device)
+        return self.memo["join_plan"]
+
 
 def _by_size(runs: Sequence[FlatRun]) -> Iterator[list[FlatRun]]:
     """Divide runs into buckets: few, and with little padding. Roots without a context, which need no mask, are separate."""
@@ -262,22 +271,29 @@ def _keys(run: FlatRun) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _TreeMask:
-    """What layers of one kind receive as their attention mask: the tree, and a mask for each of its buckets.
+    """What layers of one kind receive as their attention mask: the tree, and which keys before a token they see.
 
     Layers pass their mask on to the attention function unread. It therefore also arrives there when gradient checkpointing
     computes a layer again, in the backward pass.
     """
 
     tree: Tree
-    masks: Sequence[torch.Tensor | None]
+    window: int | None
+    """The sliding window, or the length of a chunk if attention is `chunked`; None: all keys are seen."""
+    chunked: bool
     _additive: dict[torch.dtype, Sequence[torch.Tensor | None]] = field(default_factory=dict)
     """The masks as summands of the scores, by dtype: all layers use the same in both passes."""
 
     def additive(self, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
         """The mask of each bucket as a summand of the scores: -inf where a token does not see a key, else 0."""
         if dtype not in self._additive:
-            self._additive[dtype] = [None if seen is None else additive_mask(~seen, dtype) for seen in self.masks]
+            masks = [bucket.mask(self.window, chunked=self.chunked) for bucket in self.tree.buckets]
+            self._additive[dtype] = [None if seen is None else additive_mask(~seen, dtype) for seen in masks]
         return self._additive[dtype]
+
+    def _sees_all(self) -> bool:
+        """Whether each token sees all tokens before it in its sequence."""
+        return self.window is None or all(_keys(run) <= self.window for run in self.tree.runs)
 
     def attend(
         self,
@@ -305,6 +321,12 @@ class _TreeMask:
                 heads.to(product_dtype(heads)) for heads in (query_THD, key_THD, value_THD)
             )
             return _GatheredAttention.apply(query_THD, key_THD, value_THD, sink_H, self, scaling)
+        if sink_H is None and softcap is None and self._sees_all():
+            dtype = product_dtype(query_THD)
+            if flash_tree.computes(query_THD, key_THD, dtype):
+                query_THD, key_THD, value_THD = (heads.to(dtype) for heads in (query_THD, key_THD, value_THD))
+                plan = self.tree.join_plan(query_THD.device)
+                return flash_tree.FlashTreeAttention.apply(query_THD, key_THD, value_THD, plan, scaling)
         results = [
             bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H, softcap)
             # one tensor for all layers: of a mask of booleans, each layer would make such a summand and keep it
@@ -524,4 +546,4 @@ def _mask(*arguments: Any, local_size: int | None = None, **options: Any) -> tor
         return sdpa_mask(*arguments, local_size=local_size, **options)
     config = options.get("config")
     chunked = getattr(config, "attention_chunk_size", None) is not None and not getattr(config, "sliding_window", None)
-    return _TreeMask(tree, [bucket.mask(local_size, chunked=chunked) for bucket in tree.buckets])
+    return _TreeMask(tree, local_size, chunked)
