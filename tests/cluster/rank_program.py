@@ -33,6 +33,7 @@ from turnwise.options.algorithm import (
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.batch import Batch, pack
+from turnwise.training.fingerprint import of_file
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import Targets, make_loss
@@ -277,7 +278,9 @@ def resumed(
     part = learner.leader.run(Part())
     steps(learner, 2)
     (folder / "shards").mkdir(parents=True)
-    learner.save_shards(folder / "shards")
+    sums = learner.save_shards(folder / "shards")
+    assert sums == {file.name: of_file(file) for file in (folder / "shards").iterdir()}
+    assert len(sums) == ranks.size + 1  # one of each rank, and the list of the parts
     learner.save(folder / "model")
     expected = steps(learner, 2)
     saved = options_of(case).model.model_copy(update={"path": str(folder / "model")})

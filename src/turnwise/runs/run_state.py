@@ -358,7 +358,7 @@ class RunState:
             processor=renderer.vision,
             save_critic=None if self.critic is None else self.critic.save,
             save_shards=self.learner.save_shards,
-            save_critic_shards=lambda folder: None if self.critic is None else self.critic.save_shards(folder),
+            save_critic_shards=lambda folder: {} if self.critic is None else self.critic.save_shards(folder),
         )
 
     def _save_models(self, folder: Path) -> None:

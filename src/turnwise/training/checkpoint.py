@@ -34,7 +34,7 @@ import torch
 
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
-from turnwise.training.fingerprint import of_file
+from turnwise.training.fingerprint import flush, of_file, sync_file
 
 _MODEL, _CRITIC, _SHARDS = "model", "critic", "shards"
 _STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
@@ -128,13 +128,13 @@ class Checkpoints:
         state: Mapping[str, Any],
         processor: Any = None,
         save_critic: Callable[[Path], None] | None = None,
-        save_shards: Callable[[Path], None] = lambda folder: None,
-        save_critic_shards: Callable[[Path], None] = lambda folder: None,
+        save_shards: Callable[[Path], Mapping[str, str]] = lambda folder: {},
+        save_critic_shards: Callable[[Path], Mapping[str, str]] = lambda folder: {},
     ) -> PendingCheckpoint:
         """Write the large files of a step's checkpoint. `processor` is that of a vision model (`chat.media.Vision`).
 
         `save_critic` writes the critic's weights into a directory; None: there is no critic. `save_shards` and
-        `save_critic_shards` write the parts of a learner and of a critic on several ranks.
+        `save_critic_shards` write the parts of a learner and of a critic on several ranks, and return the SHA-256 of each file.
 
         Raises RunError if they cannot be written; the previous checkpoint is unchanged.
         """
@@ -153,15 +153,17 @@ class Checkpoints:
                 if save_critic is not None:
                     (temporary / _CRITIC).mkdir()
                     save_critic(temporary / _CRITIC)
+                sums: dict[str, str] = {}
                 for part, write in ((_SHARDS, save_shards), (f"{_SHARDS}/{_CRITIC}", save_critic_shards)):
                     (temporary / part).mkdir(parents=True)
-                    write(temporary / part)
+                    sums |= {f"{part}/{name}": digest for name, digest in write(temporary / part).items()}
                 for part in (f"{_SHARDS}/{_CRITIC}", _SHARDS):
                     if not any((temporary / part).iterdir()):
                         (temporary / part).rmdir()
-                files = [path for path in temporary.rglob("*") if path.is_file() and path != temporary / _STATE]
-                names = [path.relative_to(temporary).as_posix() for path in files]
-                sums = dict(zip(names, workers.map(_sync, files), strict=True)) | {_STATE: state_sum.result()}
+                names = [path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()]
+                names = [name for name in names if name not in sums and name != _STATE]
+                own = workers.map(sync_file, (temporary / name for name in names))
+                sums |= dict(zip(names, own, strict=True)) | {_STATE: state_sum.result()}
         except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError if the disk is full
             raise self._failed(step, temporary, error) from error
         return PendingCheckpoint(step, temporary, {name: sums[name] for name in sorted(sums)})
@@ -182,14 +184,14 @@ class Checkpoints:
         try:
             text = json.dumps({"step": step, **about}, indent=1)
             (temporary / _ABOUT).write_text(text, encoding="utf-8")
-            sums = {**unfinished.sums, _ABOUT: _sync(temporary / _ABOUT)}
+            sums = {**unfinished.sums, _ABOUT: sync_file(temporary / _ABOUT)}
             (temporary / _SUMS).write_text("".join(f"{sums[name]}  {name}\n" for name in sums), encoding="utf-8")
             folders = [path for path in temporary.rglob("*") if path.is_dir()]
             for path in (temporary / _SUMS, *folders, temporary):
-                _flush(path)
+                flush(path)
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced
             os.replace(temporary, target)
-            _flush(self._folder)
+            flush(self._folder)
             _replace_link(self.newest, target / _MODEL)
         except (OSError, RuntimeError) as error:
             raise self._failed(step, temporary, error) from error
@@ -322,7 +324,7 @@ def _replace_link(link: Path, target: Path) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(target.relative_to(link.parent))
     os.replace(new, link)
-    _flush(link.parent)
+    flush(link.parent)
 
 
 def _target(link: Path) -> Path:
@@ -368,19 +370,4 @@ def _differs(path: Path, digest: str, name: str) -> str | None:
 def _write_state(state: Mapping[str, Any], path: Path) -> str:
     """Write the state of the optimizers, and flush it to disk. Returns the file's SHA-256."""
     torch.save(state, path)
-    return _sync(path)
-
-
-def _sync(path: Path) -> str:
-    """Flush the file to disk, so that it is complete before the link names it. Returns its SHA-256."""
-    digest = of_file(path)
-    _flush(path)
-    return digest
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return sync_file(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,22 @@ def of_model_files(folder: Path) -> str | None:
     files = sorted({file for pattern in _OF_MODEL for file in folder.glob(pattern) if file.is_file()})
     lines = [f"{file.name} {of_file(file)}" for file in files]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else None
+
+
+def sync_file(path: Path) -> str:
+    """Flush a file to disk. Returns its SHA-256."""
+    digest = of_file(path)
+    flush(path)
+    return digest
+
+
+def flush(path: Path) -> None:
+    """Flush a file or a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def of_rows(rows: Iterable[Row]) -> str:

@@ -202,9 +202,10 @@ class Learner(Protocol):
         weights are loaded with the model; options are the learner's own."""
         ...
 
-    def save_shards(self, folder: Path) -> None:
+    def save_shards(self, folder: Path) -> Mapping[str, str]:
         """Write what `state` leaves out, because it is divided among several ranks: each rank writes its own files into the
-        directory. A learner in one process writes nothing."""
+        directory, and flushes them to disk. Returns the SHA-256 of each file by its name; a learner in one process writes
+        nothing."""
         ...
 
     def close(self) -> None:
@@ -284,8 +285,8 @@ class Critic(Protocol):
         weights are loaded with the model."""
         ...
 
-    def save_shards(self, folder: Path) -> None:
-        """Write what `state` leaves out, because it is divided among several ranks. A critic in one process writes nothing."""
+    def save_shards(self, folder: Path) -> Mapping[str, str]:
+        """See `Learner.save_shards`."""
         ...
 
     def base_fingerprint(self) -> str | None:

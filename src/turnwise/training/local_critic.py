@@ -137,8 +137,8 @@ class LocalCritic(CriticBase):
     def state(self) -> dict[str, Any]:
         return {**self._optimizer.state(), **self.bound.state()}
 
-    def save_shards(self, folder: Path) -> None:
-        pass
+    def save_shards(self, folder: Path) -> Mapping[str, str]:
+        return {}
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         self.bound.load_state(state)

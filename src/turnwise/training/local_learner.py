@@ -302,8 +302,8 @@ class LocalLearner(LearnerBase):
         reference = {} if self._reference is None else self._reference.state()
         return {**self._optimizer.state(), "reference": reference, **self.bound.state()}
 
-    def save_shards(self, folder: Path) -> None:
-        pass
+    def save_shards(self, folder: Path) -> Mapping[str, str]:
+        return {}
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         self.bound.load_state(state)

@@ -283,13 +283,15 @@ class TeacherFingerprints:
 
 @dataclass(frozen=True, slots=True)
 class SaveShards:
-    """Write the state of this rank into a directory that all ranks share."""
+    """Write the state of this rank into a directory that all ranks share. The result: the SHA-256 of each file, computed by the
+    rank that wrote it."""
 
     folder: Path
     part: Part = "policy"
 
-    def run(self, rank: Rank) -> None:
-        shards.save(rank.part(self.part), self.folder)
+    def run(self, rank: Rank) -> dict[str, str]:
+        sums = shards.save(rank.part(self.part), self.folder)
+        return {name: digest for of_rank in rank.ranks.gather_each(sums) for name, digest in of_rank.items()}
 
 
 @dataclass(frozen=True, slots=True)

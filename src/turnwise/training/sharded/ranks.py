@@ -234,9 +234,13 @@ class Ranks:
 
     def gather(self, item: Any) -> list[Any]:
         """The items of one rank of each set, in their order, on rank 0; an empty list on the other ranks."""
+        return self.gather_each(item if self.counts else None)[:: self.mesh.together]
+
+    def gather_each(self, item: Any) -> list[Any]:
+        """The items of all ranks, in their order, on rank 0; an empty list on the other ranks."""
         items: list[Any] | None = [None] * self.size if self.leads else None
-        dist.gather_object(item if self.counts else None, items, dst=0, group=self._control)
-        return (items or [])[:: self.mesh.together]
+        dist.gather_object(item, items, dst=0, group=self._control)
+        return items or []
 
     def agree(self, flag: bool) -> bool:
         """Rank 0's flag, on all ranks."""

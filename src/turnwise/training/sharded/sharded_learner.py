@@ -264,8 +264,8 @@ class ShardedLearner(LearnerBase):
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         self.leader.load_state(state, shards, "policy")
 
-    def save_shards(self, folder: Path) -> None:
-        self.leader.run(SaveShards(folder.absolute()))
+    def save_shards(self, folder: Path) -> Mapping[str, str]:
+        return self.leader.run(SaveShards(folder.absolute()))
 
     def fingerprint(self) -> str:
         return self.leader.run(Fingerprint())
@@ -331,8 +331,8 @@ class ShardedCritic(CriticBase):
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         self._leader.load_state(state, shards, "critic")
 
-    def save_shards(self, folder: Path) -> None:
-        self._leader.run(SaveShards(folder.absolute(), "critic"))
+    def save_shards(self, folder: Path) -> Mapping[str, str]:
+        return self._leader.run(SaveShards(folder.absolute(), "critic"))
 
     def base_fingerprint(self) -> str | None:
         return self._leader.rank.critic.base_fingerprint

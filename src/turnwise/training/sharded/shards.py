@@ -36,6 +36,7 @@ from turnwise.training.expert_load import (
     recorded_load,
     refuse_aux_loss_without_experts,
 )
+from turnwise.training.fingerprint import sync_file
 from turnwise.training.forward import LOGITS_BYTES, Forward, TargetValues, shares_prefixes
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
@@ -554,12 +555,15 @@ class CriticShard:
 Shard = ModelShard | CriticShard
 
 
-def save(shard: Shard, folder: Path) -> None:
-    """Write the state of all ranks into `folder`. Raises OSError or RuntimeError if it cannot be written."""
+def save(shard: Shard, folder: Path) -> dict[str, str]:
+    """Write the state of all ranks into `folder`, and flush it to disk. Returns the SHA-256 of the files of this rank by their
+    names. Raises OSError or RuntimeError if it cannot be written."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         warnings.simplefilter("ignore", FutureWarning)
         dcp_save.save(_tensors(shard), storage_writer=FileSystemWriter(folder, thread_count=1))
+    own = [*folder.glob(f"__{shard.ranks.rank}_*"), *(folder.glob(".metadata") if shard.ranks.leads else ())]
+    return {path.name: sync_file(path) for path in own}
 
 
 def load(shard: Shard, folder: Path) -> None:
