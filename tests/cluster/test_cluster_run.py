@@ -19,6 +19,7 @@ from turnwise.cli import main
 pytestmark = pytest.mark.cluster
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
+FAULTS = Path(__file__).parent.parent / "support" / "writing_faults.py"
 COMPARED = ("loss", "kl", "grad_norm", "reward/mean", "tokens/trained", "ratio/max_deviation")
 
 
@@ -38,7 +39,7 @@ def start(recipe: Path, *words: str, torchrun: bool = False, restarts: int = 0) 
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     launcher = several if torchrun else []
     command = [sys.executable, *launcher, "-m", "turnwise", "train", str(recipe), *words]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -103,7 +104,8 @@ def test_a_killed_rank_is_named_and_the_run_resumes_in_one_process(
     recipe: Path, tmp_path: Path, in_one_process: Path
 ) -> None:
     folder = tmp_path / "run"
-    process = start(recipe, f"output={folder}", "cluster=local", "cluster.trainers=2", "train.steps=5000")
+    words = ["cluster=local", "cluster.trainers=2", "train.steps=5000", "checkpoint.background=true"]
+    process = start(recipe, f"output={folder}", *words)
     wait_for_steps(folder, 2, process)
     os.kill(rank_process(process, 1), signal.SIGKILL)
     output = finish(process)
@@ -137,10 +139,31 @@ def test_a_run_of_one_process_goes_on_with_two_ranks_which_start_again_after_a_l
     assert compared(folder, steps) == pytest.approx(compared(in_one_process, steps), abs=1e-5, rel=1e-4)
 
 
+@pytest.mark.parametrize("fault", ["kill-other:3", "full:3"])
+def test_a_rank_that_is_lost_or_cannot_write_leaves_the_checkpoint_before(
+    recipe: Path, tmp_path: Path, in_one_process: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    words = [f"output={folder}", f"environment={FAULTS}:low_bytes"]
+    monkeypatch.setenv("TURNWISE_TEST_WRITING", fault)
+    beside = ["cluster=local", "cluster.trainers=2", "train.steps=5000", "checkpoint.background=true"]
+    process = start(recipe, *words, *beside)
+    output = finish(process)
+    assert process.returncode == 1, output
+    monkeypatch.delenv("TURNWISE_TEST_WRITING")
+    reason = "trainer rank 1" if fault == "kill-other:3" else "(rank 0: [Errno 28] No space left on device)"
+    assert reason in output
+    saved = json.loads((folder / "checkpoint" / ".." / "checkpoint.json").read_text())["step"]
+    assert saved == 2
+    run(recipe, *words, "resume=auto", "train.steps=5")
+    assert compared(folder, 5) == pytest.approx(compared(in_one_process, 5), abs=1e-5, rel=1e-4)
+
+
 def test_a_critic_on_two_ranks_has_the_metrics_of_one_process_and_goes_on_there(recipe: Path, tmp_path: Path) -> None:
     words = ["credit.name=gae", "critic.lr=1e-3", "credit.lam=0.9"]
     run(recipe, f"output={tmp_path / 'one'}", *words)
-    run(recipe, f"output={tmp_path / 'two'}", *words, "cluster=local", "cluster.trainers=2", "train.steps=2")
+    ranks = ["cluster=local", "cluster.trainers=2", "checkpoint.background=true"]
+    run(recipe, f"output={tmp_path / 'two'}", *words, *ranks, "train.steps=2")
     checkpoint = (tmp_path / "two" / "checkpoint").resolve().parent
     assert (checkpoint / "shards" / "critic" / ".metadata").is_file()
     assert (checkpoint / "critic" / "value_head.safetensors").is_file()

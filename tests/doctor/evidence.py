@@ -262,6 +262,7 @@ TESTED: Mapping[str, str] = {
     "health.constant_reward": "runs/test_health.py::test_the_number_of_first_steps_is_that_of_the_recipe",
     "health.stop": "runs/test_health.py::test_a_monitor_stops_the_run_with_a_checkpoint",
     **{f"checkpoint.{name}": _CHECKPOINTS for name in ("every", "keep")},
+    "checkpoint.background": "runs/test_resuming.py::test_a_checkpoint_that_is_written_in_the_background_is_that_of_its_step",
     "checkpoint.best": _effects("the_checkpoint_with_the_best_evaluation_is_kept"),
     **{
         f"record.{name}": "runs/test_replay.py::test_a_run_records_what_the_recipe_says"

@@ -26,6 +26,7 @@ from support.training import train_silently
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.resume_rules import RULES, check_options, named_changes, option_values
+from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError, RunError
 from turnwise.options.schema import Config
@@ -35,6 +36,7 @@ from turnwise.runs.run_state import checkpoint_due
 from turnwise.training.checkpoint import Checkpoints
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
+FAULTS = PLACES.with_name("writing_faults.py")
 
 
 def write_recipe(folder: Path, model: Path) -> Path:
@@ -659,6 +661,119 @@ def test_the_default_writes_the_first_and_the_last_and_few_between(recipe: Path,
     assert steps[0] == 1
     assert steps[-1] == 8
     assert len(steps) < 8
+
+
+def test_a_checkpoint_that_is_written_in_the_background_is_that_of_its_step(recipe: Path, tmp_path: Path) -> None:
+    options = ["deterministic=true", "train.steps=4", "checkpoint.keep=4", f"output={tmp_path / 'plain'}"]
+    run(recipe, *options)
+    made = run(recipe, *options, "checkpoint.background=true", f"output={tmp_path / 'beside'}")
+    assert made.saved == 4
+    for step in range(1, 5):
+        plain, beside = (tmp_path / name / "checkpoints" / f"step-{step:06d}" for name in ("plain", "beside"))
+        assert contents(plain / "model") == contents(beside / "model")
+        states = [torch.load(folder / "trainer.pt")["policy"]["optimizer"]["state"][0] for folder in (plain, beside)]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    # as a run that was killed while it wrote the last
+    shutil.rmtree(tmp_path / "beside" / "checkpoints" / "step-000004")
+    (tmp_path / "beside" / "checkpoint").unlink()
+    resume(recipe, *options, "checkpoint.background=true", f"output={tmp_path / 'beside'}")
+    last = [contents(tmp_path / name / "checkpoint") for name in ("plain", "beside")]
+    assert last[0] == last[1]
+
+
+def in_a_process(
+    recipe: Path, *overrides: str, fault: str = "", file_limit: int | None = None
+) -> subprocess.Popen[str]:
+    """Start a run with checkpoints in the background, whose writing goes wrong (`support/writing_faults.py`)."""
+    words = [f"environment={FAULTS}:low_bytes", "deterministic=true", "checkpoint.background=true", *overrides]
+    folders = os.pathsep.join(str(FAULTS.parents[2] / name) for name in ("src", "tests"))
+    size = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2); "
+    start = "from turnwise.cli import main; sys.exit(main(sys.argv[1:]))"
+    limited = ["import sys; " + start] if file_limit is None else [size + start, str(file_limit)]
+    return subprocess.Popen(
+        [sys.executable, "-c", *limited, "train", str(recipe), *words],
+        env={**os.environ, "PYTHONPATH": folders, "TURNWISE_TEST_WRITING": fault, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def names(run: Path) -> set[str]:
+    return {path.name for path in (run / "checkpoints").iterdir()}
+
+
+def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before_bit_by_bit(
+    recipe: Path, tmp_path: Path
+) -> None:
+    options = [f"environment={FAULTS}:low_bytes", "deterministic=true", "train.steps=5", "checkpoint.best=null"]
+    run(recipe, *options, f"output={tmp_path / 'straight'}")
+    process = in_a_process(recipe, "train.steps=5", fault="kill:3")
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == -signal.SIGKILL, output
+    assert "writing-000003" in names(tmp_path / "run")  # half of it
+    assert (tmp_path / "run" / "checkpoint").resolve() == tmp_path / "run" / "checkpoints" / "step-000002" / "model"
+    found = Checkpoints(tmp_path / "run").find()
+    assert found is not None
+    assert found.step == 2
+    resume(recipe, *options, "checkpoint.background=true")
+    assert names(tmp_path / "run") == {"step-000004", "step-000005"}
+    assert contents(tmp_path / "run" / "checkpoint") == contents(tmp_path / "straight" / "checkpoint")
+    assert timeless(tmp_path / "run" / "metrics.jsonl") == timeless(tmp_path / "straight" / "metrics.jsonl")
+
+
+def test_a_signal_waits_until_the_checkpoint_is_written(recipe: Path, tmp_path: Path) -> None:
+    process = in_a_process(recipe, "train.steps=500", fault="slow:2")
+    deadline = time.monotonic() + 600
+    while not (tmp_path / "run" / "checkpoints" / "writing-000002").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 143, output
+    last = len(lines(tmp_path / "run" / "metrics.jsonl"))
+    assert last >= 2
+    assert {f"step-{last:06d}", f"step-{last - 1:06d}"} == names(tmp_path / "run")
+    assert f"the newest checkpoint is that of step {last}: " in output
+
+
+def test_after_a_failed_writing_the_last_finished_step_is_saved_with_its_own_weights(
+    recipe: Path, tmp_path: Path
+) -> None:
+    options = [f"environment={FAULTS}:low_bytes", "deterministic=true", "train.steps=4", "checkpoint.keep=4"]
+    run(recipe, *options, f"output={tmp_path / 'plain'}")
+    process = in_a_process(recipe, "train.steps=4", "checkpoint.keep=4", fault="fail-once:2")
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, output
+    assert "the checkpoint of step 2 could not be written ([Errno 28] No space left on device)" in output
+    newest = (tmp_path / "run" / "checkpoint").resolve().parent
+    assert newest.name in ("step-000001", "step-000002")  # the failure may be noticed in the middle of step 3
+    assert contents(newest / "model") == contents(tmp_path / "plain" / "checkpoints" / newest.name / "model")
+
+
+def test_checkpoints_in_the_background_are_refused_where_the_only_one_is_the_last(recipe: Path) -> None:
+    for words in (["train.steps=3", "checkpoint.every=3"], ["train.steps=1", "checkpoint.every=null"]):
+        config = load(recipe, [*words, "checkpoint.background=true"])[0]
+        with pytest.raises(
+            ConfigError, match=r"checkpoint\.background has no effect: the only checkpoint is that of the last"
+        ):
+            refuse_without_effect(config)
+    refuse_without_effect(load(recipe, ["train.steps=3", "checkpoint.every=2", "checkpoint.background=true"])[0])
+
+
+def test_a_file_that_cannot_be_written_is_the_reason_of_the_end(recipe: Path, tmp_path: Path) -> None:
+    run(recipe, f"environment={FAULTS}:low_bytes", "deterministic=true", "train.steps=1")
+    before = contents(tmp_path / "run" / "checkpoint")
+    size = max(len(content) for content in before.values())
+    process = in_a_process(recipe, "resume=auto", "train.steps=9", file_limit=size - 1)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 1, output
+    assert "could not be written" in output
+    assert "File too large" in output
+    assert names(tmp_path / "run") == {"step-000001"}
+    assert contents(tmp_path / "run" / "checkpoint") == before
 
 
 def weights(path: Path) -> Sequence[torch.Tensor]:

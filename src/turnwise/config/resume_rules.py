@@ -134,7 +134,7 @@ RULES: Mapping[str, Rule] = {
     **_all("named", "sft.", "lr lr_schedule warmup_steps weight_decay betas max_grad_norm normalizer too_long"),
     "sft.batch_size": "fixed",  # the position in the data is counted in steps
     # the run itself
-    **_all("free", "checkpoint.", "every keep best"),
+    **_all("free", "checkpoint.", "every keep background best"),
     **_all("free", "cluster.", "launcher address trainers backend timeout heartbeat restarts"),
     **_all("free", "cluster.workers.", "count num_cpus num_gpus resources runtime_env max_concurrent start_timeout"),
     **_all("free", "cluster.ranks.", "num_cpus num_gpus resources runtime_env start_timeout"),

@@ -597,6 +597,16 @@ def _evaluation_problems(config: Config) -> list[Problem]:
     ]
 
 
+def _background_problem(config: Config) -> Problem:
+    """checkpoint.background in a run that would wait for each of its checkpoints."""
+    steps, every = config.train.steps or config.sft.steps, config.checkpoint.every
+    return (
+        config.checkpoint.background and steps is not None and (every or 1) >= steps,
+        f"checkpoint.background has no effect: the only checkpoint is that of the last of {steps} steps "
+        f"(checkpoint.every={every}), for which the run waits. Remove it, or write checkpoints more often",
+    )
+
+
 def best_problem(config: Config) -> Problem:
     """checkpoint.best without held-out rows."""
     best = config.checkpoint.best
@@ -658,6 +668,7 @@ def run_problems(config: Config) -> list[Problem]:
             lora.rank is None and of_adapter is not None,
             f"model.lora.{of_adapter} has no effect without an adapter: set model.lora.rank, or remove it",
         ),
+        _background_problem(config),
         *_quantization_problems(config),
         (
             config.resume == "auto" and config.replace,

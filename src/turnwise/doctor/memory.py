@@ -546,15 +546,18 @@ def _always(config: Config, trace: TracedPass, section: str) -> list[MemoryPart]
     lora = assembly.model_source(config).lora.rank is not None
     references = section == "train" and needs_reference(config)
     adapter_off = lora and config.reference.path is None and config.reference.source != "copy"
+    optimizer_bytes = _optimizer_bytes(trace, optimizer)
+    copied = config.checkpoint.background and not on_gpu(config)  # of a model on a GPU, they are in the CPU's memory
     return [
         MemoryPart("weights", trace.weights),
+        MemoryPart("copies for a checkpoint", copied * (trace.trained + optimizer_bytes)),
         MemoryPart("reference model", trace.weights if references and not adapter_off else 0),
         MemoryPart("teachers", _loaded_bytes(assembly.teacher_sources(config), trace) if section == "train" else 0),
         MemoryPart("policies of agents", _policy_bytes(config, trace) if section == "train" else 0),
         MemoryPart("further adapters", _adapter_bytes(config, trace, on_cpu) if section == "train" else 0),
         MemoryPart("critic", _critic_bytes(config, trace, optimizer, on_cpu) if section == "train" else 0),
         MemoryPart("gradients", trace.trained),
-        MemoryPart("optimizer", on_cpu * _optimizer_bytes(trace, optimizer)),
+        MemoryPart("optimizer", on_cpu * optimizer_bytes),
         MemoryPart("program", PROGRAM_BYTES + (_PEFT if lora else 0)),
     ]
 

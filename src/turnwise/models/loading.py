@@ -304,6 +304,11 @@ def use_complete_attention(model: Any) -> None:
 # Saving
 
 
+def saved_weights(model: Any) -> Mapping[str, torch.Tensor]:
+    """The weights that `save_model` writes: all by the names of the state dict, or those of the adapter by peft's names."""
+    return adapter_weights(model) if has_adapter(model) else model.state_dict()
+
+
 def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write a model into a directory as transformers loads it; of a model with an adapter, the adapter. `weights` are those to
     write, if the model's own tensors are not complete."""

@@ -495,6 +495,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints. Null: as often as takes at most 3 % of the time (docs/record.md)."""
     keep: Positive = 2
     """Checkpoints kept; older ones are removed."""
+    background: bool = False
+    """Whether checkpoints are written while training goes on, from copies in the CPU's memory (docs/record.md)."""
     best: NonEmpty | None = None
     """A metric of evaluations, such as `reward/mean`: the checkpoint with its highest value (of losses and failures: lowest)
     is kept, too, and the link `best` names it. Needs `data.eval`."""

@@ -43,7 +43,7 @@ _OF_ENGINE = ("KV cache", "copied weights of the engine", "policies of agents")
 _OF_PASSES = ("activations", "logits and other temporary tensors")
 _RANK_PROGRAM_BYTES, _RANK_PEFT_BYTES = 400 * 2**20, 60 * 2**20
 """Bytes of the program of a rank without conversations, and of peft in a rank."""
-_DIVIDED = ("weights", "reference model", "teachers", "critic", "optimizer")
+_DIVIDED = ("weights", "reference model", "teachers", "critic", "optimizer", "copies for a checkpoint")
 
 
 def number_of_ranks(config: Config, given: int | None) -> int:

@@ -7,11 +7,13 @@ when one is due, and what the loggers of the recipe (experiment trackers and tra
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import time
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -38,8 +40,8 @@ from turnwise.rewards.turn_weights import TurnWeighting
 from turnwise.runs.resuming import OpenedRun, open_run
 from turnwise.terminal.report import Activity
 from turnwise.training.batch import Batch, pack
-from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint
-from turnwise.training.learner import Critic, Learner
+from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint, WritingThread, copied_to_cpu
+from turnwise.training.learner import Critic, Learner, Writers, no_shards
 from turnwise.types import Row, Trajectory
 
 # inputs
@@ -116,15 +118,24 @@ _CHECKPOINT_SHARE = 0.03
 _log = logging.getLogger(__name__)
 
 
-def checkpoint_due(step: int, *, every: int | None, since: float, cost: float | None) -> bool:
+def checkpoint_due(step: int, *, every: int | None, since: float, cost: float | None, writing: bool = False) -> bool:
     """Whether a checkpoint is written after a finished step.
 
     `every` is the number of steps between checkpoints. None: the first step has one (`cost` is None then), and later steps when
-    `since`, the seconds since the last checkpoint, is so long that its `cost`, also in seconds, is at most 3 % of the time.
+    `since`, the seconds since the last checkpoint, is so long that its `cost`, also in seconds, is at most 3 % of the time, and
+    none is being written (`writing`), for which training would wait.
     """
     if every is not None:
         return step % every == 0
-    return cost is None or cost <= _CHECKPOINT_SHARE * (since + cost)
+    return cost is None or (not writing and cost <= _CHECKPOINT_SHARE * (since + cost))
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A checkpoint whose large files are written, or are being written in a thread."""
+
+    pending: Future[PendingCheckpoint]
+    thread: WritingThread
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,6 +180,8 @@ class RunState:
     """The seconds that the last checkpoint took; None before the first."""
     saved_at: float = field(default_factory=time.monotonic, init=False)
     """When the last checkpoint was written, by `time.monotonic`."""
+    _completed: Future[int] | None = field(default=None, init=False)
+    """The step of the checkpoint that is being written beside the training; None if there is none."""
 
     def __post_init__(self) -> None:
         inputs, opened = self.inputs, self.inputs.opened
@@ -262,6 +275,7 @@ class RunState:
             self.warn(self.step, "best", f"checkpoint.best={name}: the evaluation has no value of {name}{hint}")
         # the weights of the start are the model of the recipe, and need no checkpoint
         if self.step > 0 and not math.isnan(last) and not any(last <= value for value in before):
+            self.settle()
             if self.saved != self.step:
                 self.save()
             self.checkpoints.keep_best()
@@ -282,7 +296,12 @@ class RunState:
         log_conversation(trajectories, decode=self.inputs.renderer.decode, step=self.step + 1)
 
     def begin_update(self) -> None:
-        """Called before the first optimizer step of a step: until the step is finished, no checkpoint can be written."""
+        """Called before the first optimizer step of a step: until the step is finished, no checkpoint can be written.
+
+        Raises RunError if the one in the background could not be written: now the last finished step can still be saved.
+        """
+        if self._completed is not None and self._completed.done():
+            self.settle()
         self.updating = True
 
     def finish_step(
@@ -323,8 +342,9 @@ class RunState:
             every=self.config.checkpoint.every,
             since=time.monotonic() - self.saved_at,
             cost=self.checkpoint_seconds,
+            writing=self._completed is not None and not self._completed.done(),
         )
-        pending = self._write_checkpoint(self.step + 1) if due else None
+        pending = self._write_checkpoint(self.step + 1, background=self.config.checkpoint.background) if due else None
         now = time.perf_counter()
         line["seconds/checkpoint"] = round(now - before, 4) if due else 0.0
         line["seconds/step"] = round(now - started, 4)
@@ -335,44 +355,69 @@ class RunState:
         self.updating = False
         if pending is not None:
             self._finish_checkpoint(pending, now - before)
+        if self.step >= self.steps:
+            self.settle()
         return line
 
     def save(self) -> None:
         """Write a checkpoint of the finished steps. Raises RunError if it cannot be written."""
         started = time.perf_counter()
-        pending = self._write_checkpoint(self.step)
+        pending = self._write_checkpoint(self.step, background=False)
         self._finish_checkpoint(pending, time.perf_counter() - started)
 
-    def _write_checkpoint(self, step: int) -> PendingCheckpoint:
+    def settle(self) -> None:
+        """Wait until the checkpoint is complete that is written in the background, if there is one. Raises RunError if it cannot
+        be written."""
+        if (completed := self._completed) is not None:
+            self._completed = None
+            self.saved = completed.result()
+            self.directory.note_checkpoint(self.saved)
+
+    def _write_checkpoint(self, step: int, *, background: bool) -> _Written:
+        self.settle()
         self.activity.part(step, "writing a checkpoint")
-        renderer = self.inputs.renderer
-        return self.checkpoints.write(
-            step,
-            save_model=self._save_models,
-            tokenizer=renderer.tokenizer,
-            state={
-                "policy": self.learner.state(),
-                **({} if self.critic is None else {"critic": self.critic.state()}),
-                **({"policies": {name: one.state() for name, one in self.others.items()}} if self.others else {}),
-            },
-            processor=renderer.vision,
-            save_critic=None if self.critic is None else self.critic.save,
-            save_shards=self.learner.save_shards,
-            save_critic_shards=lambda folder: {} if self.critic is None else self.critic.save_shards(folder),
+        state = {
+            "policy": self.learner.state(),
+            **({} if self.critic is None else {"critic": self.critic.state()}),
+            **({"policies": {name: one.state() for name, one in self.others.items()}} if self.others else {}),
+        }
+        parts = {"": self.learner, **self.others}
+        writers = {
+            name: part.hold() if background else Writers(part.save, part.save_shards) for name, part in parts.items()
+        }
+        critic = None
+        if self.critic is not None:
+            critic = self.critic.hold() if background else Writers(self.critic.save, self.critic.save_shards)
+        main, renderer = writers.pop(""), self.inputs.renderer
+        thread = WritingThread(background)
+        written = thread.submit(
+            functools.partial(
+                self.checkpoints.write,
+                step,
+                save_model=functools.partial(_save_models, main, writers),
+                tokenizer=renderer.tokenizer,
+                state=copied_to_cpu(state) if background else state,
+                processor=renderer.vision,
+                save_critic=None if critic is None else critic.save,
+                save_shards=main.save_shards,
+                save_critic_shards=no_shards if critic is None else critic.save_shards,
+            )
         )
+        return _Written(written, thread)
 
-    def _save_models(self, folder: Path) -> None:
-        """Write the model, and the adapters of further trained policies beside it."""
-        self.learner.save(folder)
-        for name, learner in self.others.items():
-            own = saved_policy(folder, name)
-            own.mkdir(parents=True)
-            learner.save(own)
+    def _finish_checkpoint(self, checkpoint: _Written, seconds: float) -> None:
+        about = self.inputs.opened.about(self.data_position(), seconds)
+        self.checkpoint_seconds, self.saved_at = seconds, time.monotonic()
 
-    def _finish_checkpoint(self, pending: PendingCheckpoint, seconds: float) -> None:
-        self.checkpoints.finish(pending, self.inputs.opened.about(self.data_position(), seconds))
-        self.directory.note_checkpoint(pending.step)
-        self.saved, self.checkpoint_seconds, self.saved_at = pending.step, seconds, time.monotonic()
+        def complete() -> int:
+            pending = checkpoint.pending.result()
+            self.checkpoints.finish(pending, about)
+            return pending.step
+
+        self._completed = checkpoint.thread.submit(complete)
+        checkpoint.thread.close()
+        if self._completed.done():
+            self.settle()
 
     def _warn_template_mismatch(self, trajectories: Sequence[Trajectory]) -> None:
         """Log once in a run that tokens differ from the chat template's."""
@@ -408,14 +453,16 @@ class RunState:
             if self.evaluated == self.step:  # resumed: it may have been killed before the best checkpoint was noted
                 self.keep_best()
             yield
+            self.settle()
         except KeyboardInterrupt:
             raise
         except BaseException as problem:  # a signal stopped the run, or there is an error that a person can put right
-            if not self.updating and self.step > self.saved:
-                try:
+            try:
+                self.settle()
+                if not self.updating and self.step > self.saved:
                     self.save()
-                except RunError as error:
-                    _log.error("%s", error)
+            except RunError as error:
+                _log.error("%s", error)
             how = "stopped" if isinstance(problem, CancelledError | HealthError) else "failed"
             self._note_end(how, None if isinstance(problem, CancelledError) else reason_of(problem))
             raise
@@ -433,6 +480,15 @@ class RunState:
             self.directory.note_end(how, step=self.step, reason=reason)
         except RunError as error:
             _log.error("%s", error)
+
+
+def _save_models(main: Writers, others: Mapping[str, Writers], folder: Path) -> None:
+    """Write the model, and the adapters of further trained policies beside it."""
+    main.save(folder)
+    for name, writers in others.items():
+        own = saved_policy(folder, name)
+        own.mkdir(parents=True)
+        writers.save(own)
 
 
 def reason_of(problem: BaseException) -> str:

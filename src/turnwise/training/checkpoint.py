@@ -25,19 +25,24 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
+from torch.utils._pytree import tree_map
 
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.training.fingerprint import flush, of_file, sync_file
+from turnwise.training.learner import no_shards
 
 _MODEL, _CRITIC, _SHARDS = "model", "critic", "shards"
 _STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
+_UNWRITABLE = (OSError, RuntimeError, SafetensorError)
+"""What is raised if the disk is full: torch raises a RuntimeError."""
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"writing-\d{6,}")
 
@@ -128,8 +133,8 @@ class Checkpoints:
         state: Mapping[str, Any],
         processor: Any = None,
         save_critic: Callable[[Path], None] | None = None,
-        save_shards: Callable[[Path], Mapping[str, str]] = lambda folder: {},
-        save_critic_shards: Callable[[Path], Mapping[str, str]] = lambda folder: {},
+        save_shards: Callable[[Path], Mapping[str, str]] = no_shards,
+        save_critic_shards: Callable[[Path], Mapping[str, str]] = no_shards,
     ) -> PendingCheckpoint:
         """Write the large files of a step's checkpoint. `processor` is that of a vision model (`chat.media.Vision`).
 
@@ -164,7 +169,7 @@ class Checkpoints:
                 names = [name for name in names if name not in sums and name != _STATE]
                 own = workers.map(sync_file, (temporary / name for name in names))
                 sums |= dict(zip(names, own, strict=True)) | {_STATE: state_sum.result()}
-        except (OSError, RuntimeError) as error:  # torch and safetensors raise RuntimeError if the disk is full
+        except _UNWRITABLE as error:
             raise self._failed(step, temporary, error) from error
         return PendingCheckpoint(step, temporary, {name: sums[name] for name in sorted(sums)})
 
@@ -193,7 +198,7 @@ class Checkpoints:
             os.replace(temporary, target)
             flush(self._folder)
             _replace_link(self.newest, target / _MODEL)
-        except (OSError, RuntimeError) as error:
+        except _UNWRITABLE as error:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
 
@@ -317,6 +322,44 @@ class Checkpoints:
             else "there is no earlier checkpoint"
         )
         return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+
+
+T = TypeVar("T")
+
+
+class WritingThread:
+    """Runs functions one after the other: in a thread beside the caller, or each at once."""
+
+    def __init__(self, beside: bool) -> None:
+        self._pool = ThreadPoolExecutor(1, "checkpoint") if beside else None
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Run a function after the former ones. One that is run at once raises its errors here."""
+        if self._pool is not None:
+            return self._pool.submit(function)
+        done: Future[T] = Future()
+        done.set_result(function())
+        return done
+
+    def close(self) -> None:
+        """Let the thread end after the last function. Does not wait."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+def copied_to_cpu(values: Any) -> Any:
+    """The same with copies of all tensors in the CPU's memory. Tensors that share memory (tied weights) have one copy."""
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if key not in copies or not value.numel():
+            copies[key] = value.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return tree_map(copied, values)
 
 
 def _replace_link(link: Path, target: Path) -> None:

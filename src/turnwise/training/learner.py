@@ -24,6 +24,19 @@ if TYPE_CHECKING:
     from turnwise.training.value_batch import StateBatch, ValueBatch
 
 
+def no_shards(folder: Path) -> Mapping[str, str]:
+    """`save_shards` of one process, which writes nothing."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """The functions that write a learner or a critic into a checkpoint: `save`, then `save_shards`, each once."""
+
+    save: Callable[[Path], None]
+    save_shards: Callable[[Path], Mapping[str, str]] = no_shards
+
+
 # Learner: the weights of the policy
 
 
@@ -202,6 +215,11 @@ class Learner(Protocol):
         weights are loaded with the model; options are the learner's own."""
         ...
 
+    def hold(self) -> Writers:
+        """Copy to the CPU's memory what `save` and `save_shards` write. The result writes the copies, in any thread, while other
+        methods change the weights."""
+        ...
+
     def save_shards(self, folder: Path) -> Mapping[str, str]:
         """Write what `state` leaves out, because it is divided among several ranks: each rank writes its own files into the
         directory, and flushes them to disk. Returns the SHA-256 of each file by its name; a learner in one process writes
@@ -283,6 +301,10 @@ class Critic(Protocol):
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         """Resume from what `state` returned, or from the directory that `save_shards` of any number of ranks has written. The
         weights are loaded with the model."""
+        ...
+
+    def hold(self) -> Writers:
+        """See `Learner.hold`."""
         ...
 
     def save_shards(self, folder: Path) -> Mapping[str, str]:

@@ -5,6 +5,7 @@ Knows how packed states become values and optimizer steps. Does not know how ret
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,14 @@ import torch
 
 from turnwise.models.allocator import free_device_blocks, is_large
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.loading import of_model, save_model
+from turnwise.models.loading import of_model, saved_weights
 from turnwise.models.lora import has_adapter, without_adapter
 from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.checkpoint import copied_to_cpu
 from turnwise.training.forward import shares_prefixes
-from turnwise.training.learner import PackingRequirements
+from turnwise.training.learner import PackingRequirements, Writers, no_shards
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.update import Gradients, StopFlag
@@ -32,7 +34,7 @@ from turnwise.training.value_model import (
     critic_loss,
     load_head,
     new_value_head,
-    save_head,
+    save_critic,
     trained_parameters,
 )
 
@@ -131,14 +133,17 @@ class LocalCritic(CriticBase):
         )
 
     def save(self, folder: Path) -> None:
-        save_model(self._model, folder)
-        save_head(self._head.state_dict(), folder)
+        save_critic(self._model, folder, head=self._head.state_dict())
+
+    def hold(self) -> Writers:
+        weights, head = copied_to_cpu((dict(saved_weights(self._model)), self._head.state_dict()))
+        return Writers(functools.partial(save_critic, self._model, weights=weights, head=head))
 
     def state(self) -> dict[str, Any]:
         return {**self._optimizer.state(), **self.bound.state()}
 
     def save_shards(self, folder: Path) -> Mapping[str, str]:
-        return {}
+        return no_shards(folder)
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         self.bound.load_state(state)

@@ -22,6 +22,7 @@ from turnwise.models.loading import (
     of_model,
     published_weights,
     save_model,
+    saved_weights,
     token_logprobs,
 )
 from turnwise.models.lora import has_adapter, without_adapter
@@ -29,9 +30,10 @@ from turnwise.models.model_config import context_length
 from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection, PpoClip, ReferenceSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.checkpoint import copied_to_cpu
 from turnwise.training.expert_load import Balance, balance_of, refuse_aux_loss_without_experts
 from turnwise.training.forward import Forward, shares_prefixes
-from turnwise.training.learner import BatchRequirements
+from turnwise.training.learner import BatchRequirements, Writers, no_shards
 from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
@@ -294,6 +296,9 @@ class LocalLearner(LearnerBase):
     def save(self, folder: Path) -> None:
         save_model(self._model, folder)
 
+    def hold(self) -> Writers:
+        return Writers(functools.partial(save_model, self._model, weights=copied_to_cpu(saved_weights(self._model))))
+
     def free_memory(self) -> None:
         self._optimizer.zero_grad()
         free_device_blocks()
@@ -303,7 +308,7 @@ class LocalLearner(LearnerBase):
         return {**self._optimizer.state(), "reference": reference, **self.bound.state()}
 
     def save_shards(self, folder: Path) -> Mapping[str, str]:
-        return {}
+        return no_shards(folder)
 
     def load_state(self, state: Mapping[str, Any], shards: Path | None = None) -> None:
         self.bound.load_state(state)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.models.loading import save_model
 from turnwise.models.precision import autocast
 from turnwise.training.batch import MicroBatch
 from turnwise.training.forward import ModelInputs
@@ -91,6 +92,14 @@ def trained_parameters(model: Any, head: torch.nn.Linear) -> dict[str, torch.nn.
 def save_head(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     """Write the weights of a value head into the directory of a critic."""
     save_file({name: tensor.detach().cpu() for name, tensor in weights.items()}, folder / HEAD_FILE)
+
+
+def save_critic(
+    model: Any, folder: Path, *, head: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write a critic into a directory: its model, as `save_model`, and the weights `head` of its value head."""
+    save_model(model, folder, weights)
+    save_head(head, folder)
 
 
 def load_head(head: torch.nn.Linear, folder: Path) -> None:

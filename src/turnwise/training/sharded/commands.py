@@ -44,6 +44,8 @@ class Rank:
         self.ranks = ranks
         self.shard: ModelShard | None = None
         self.critic_shard: CriticShard | None = None
+        self.saving: dict[Part, shards.Saving] = {}
+        """What is being written while other commands run."""
         # of rank 0 only
         self.stop = StopFlag()
         self.on_micro_batch: Callable[[], None] = lambda: None
@@ -208,7 +210,10 @@ class GatherWeights:
             if rank.ranks.leads:  # tied weights stay one tensor
                 local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
                 first = names.setdefault((local.data_ptr(), tensor.shape), name)
-                gathered[name] = gathered[first] if first in gathered else full.cpu()
+                # a tensor that is not divided is the model's own, which changes while the copy is written
+                gathered[name] = (
+                    gathered[first] if first in gathered else full.to("cpu", copy=full.data_ptr() == local.data_ptr())
+                )
         return gathered
 
 
@@ -284,14 +289,44 @@ class TeacherFingerprints:
 @dataclass(frozen=True, slots=True)
 class SaveShards:
     """Write the state of this rank into a directory that all ranks share. The result: the SHA-256 of each file, computed by the
-    rank that wrote it."""
+    rank that wrote it. Raises OSError, on rank 0 only, if a rank could not write."""
 
     folder: Path
     part: Part = "policy"
 
     def run(self, rank: Rank) -> dict[str, str]:
-        sums = shards.save(rank.part(self.part), self.folder)
-        return {name: digest for of_rank in rank.ranks.gather_each(sums) for name, digest in of_rank.items()}
+        return shards.of_all(shards.save(rank.part(self.part), self.folder), rank.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class HoldShards:
+    """Copy what `SaveShards` would write to the CPU's memory."""
+
+    part: Part = "policy"
+
+    def run(self, rank: Rank) -> None:
+        rank.saving[self.part] = shards.Saving(rank.part(self.part))
+
+
+@dataclass(frozen=True, slots=True)
+class StartShards:
+    """Begin to write the copies."""
+
+    folder: Path
+    part: Part = "policy"
+
+    def run(self, rank: Rank) -> None:
+        rank.saving[self.part].start(self.folder)
+
+
+@dataclass(frozen=True, slots=True)
+class FinishShards:
+    """Wait until they are written. The result is that of `SaveShards`."""
+
+    part: Part = "policy"
+
+    def run(self, rank: Rank) -> dict[str, str]:
+        return shards.of_all(rank.saving.pop(self.part).finish(), rank.ranks)
 
 
 @dataclass(frozen=True, slots=True)

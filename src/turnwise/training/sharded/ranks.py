@@ -206,6 +206,10 @@ class Ranks:
         control = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
         assert isinstance(control, ProcessGroup)
         self._control = control
+        saving = dist.new_group(backend="gloo", timeout=_NO_LIMIT)
+        assert isinstance(saving, ProcessGroup)
+        self.saving = saving
+        """For what ranks tell each other while they write a checkpoint, also beside other commands."""
         self.mesh = Mesh.of(self.device.type, *shape)
         # a connection of its own: a connection serves one thread at a time
         own: Store = raw.clone()  # pyright: ignore[reportAttributeAccessIssue]
@@ -256,7 +260,7 @@ class Ranks:
 
     def abort(self) -> None:
         """End all operations that run, with an error on this rank."""
-        for group in (dist.group.WORLD, self._control):
+        for group in (dist.group.WORLD, self._control, self.saving):
             if isinstance(group, ProcessGroup):
                 group.abort()
 

@@ -7,6 +7,7 @@ parts of the ranks (`shards.py`).
 
 from __future__ import annotations
 
+import functools
 import posix
 import sys
 import threading
@@ -19,7 +20,7 @@ import torch
 from turnwise.errors import RunError
 from turnwise.models.loading import published_weights, save_model
 from turnwise.training.batch import MicroBatch
-from turnwise.training.learner import BatchRequirements, PackingRequirements
+from turnwise.training.learner import BatchRequirements, PackingRequirements, Writers
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.commands import (
@@ -30,8 +31,10 @@ from turnwise.training.sharded.commands import (
     FindLargestLogit,
     Fingerprint,
     Finish,
+    FinishShards,
     FreeMemory,
     GatherWeights,
+    HoldShards,
     LoadComplete,
     LoadShards,
     MeasureEntropies,
@@ -44,6 +47,7 @@ from turnwise.training.sharded.commands import (
     Rank,
     RankCommand,
     SaveShards,
+    StartShards,
     StreamWeights,
     TeacherFingerprints,
 )
@@ -51,7 +55,7 @@ from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
 from turnwise.training.update import LearnerBase, StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces, ValueTargets
-from turnwise.training.value_model import CriticBase, CriticSums, save_head
+from turnwise.training.value_model import CriticBase, CriticSums, save_critic
 
 # Leader: sends commands to all ranks
 
@@ -141,6 +145,16 @@ class Leader:
     def load_state(self, state: Mapping[str, Any], shards: Path | None, part: Part) -> None:
         """Resume from the directory that any number of ranks has written, or without one from the state of one process."""
         self.run(LoadComplete(dict(state), part) if shards is None else LoadShards(shards.absolute(), part))
+
+    def save_shards(self, folder: Path, part: Part) -> Mapping[str, str]:
+        """Write the parts of all ranks."""
+        return self.run(SaveShards(folder.absolute(), part))
+
+    def save_held(self, folder: Path, part: Part) -> Mapping[str, str]:
+        """Write the copies that `HoldShards` has made, beside other commands: only start and end of the writing are commands."""
+        self.run(StartShards(folder.absolute(), part))
+        self.rank.saving[part].join()  # ends on all ranks at about the same time
+        return self.run(FinishShards(part))
 
     def close(self) -> None:
         """End the other ranks. Nothing is done if a rank was lost."""
@@ -251,8 +265,16 @@ class ShardedLearner(LearnerBase):
         self.leader.run(MixReference(share))
 
     def save(self, folder: Path) -> None:
-        model, gathered = self.leader.rank.built.model, self.leader.run(GatherWeights())
-        save_model(model, folder, gathered)
+        save_model(self.leader.rank.built.model, folder, self.leader.run(GatherWeights()))
+
+    def hold(self) -> Writers:
+        gathered = self.leader.run(GatherWeights())
+        self.leader.run(HoldShards())
+        model = self.leader.rank.built.model
+        return Writers(
+            functools.partial(save_model, model, weights=gathered),
+            functools.partial(self.leader.save_held, part="policy"),
+        )
 
     def free_memory(self) -> None:
         self.leader.run(FreeMemory())
@@ -265,7 +287,7 @@ class ShardedLearner(LearnerBase):
         self.leader.load_state(state, shards, "policy")
 
     def save_shards(self, folder: Path) -> Mapping[str, str]:
-        return self.leader.run(SaveShards(folder.absolute()))
+        return self.leader.save_shards(folder, "policy")
 
     def fingerprint(self) -> str:
         return self.leader.run(Fingerprint())
@@ -318,11 +340,18 @@ class ShardedCritic(CriticBase):
         return self._leader.run(OptimizerStep(lr, "critic"))
 
     def save(self, folder: Path) -> None:
+        self._gathered()(folder)
+
+    def hold(self) -> Writers:
+        save = self._gathered()
+        self._leader.run(HoldShards("critic"))
+        return Writers(save, functools.partial(self._leader.save_held, part="critic"))
+
+    def _gathered(self) -> Callable[[Path], None]:
         shard, gathered = self._leader.rank.critic, self._leader.run(GatherWeights(part="critic"))
         weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
         head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
-        save_model(shard.model, folder, weights)
-        save_head(head, folder)
+        return functools.partial(save_critic, shard.model, weights=weights, head=head)
 
     def state(self) -> dict[str, Any]:
         """Nothing: `save_shards` writes it."""
@@ -332,7 +361,7 @@ class ShardedCritic(CriticBase):
         self._leader.load_state(state, shards, "critic")
 
     def save_shards(self, folder: Path) -> Mapping[str, str]:
-        return self._leader.run(SaveShards(folder.absolute(), "critic"))
+        return self._leader.save_shards(folder, "critic")
 
     def base_fingerprint(self) -> str | None:
         return self._leader.rank.critic.base_fingerprint

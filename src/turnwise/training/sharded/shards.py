@@ -14,13 +14,16 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader as dcp_load
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from turnwise.models.experts import Choice
@@ -29,6 +32,7 @@ from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import use_deterministic_algorithms
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
+from turnwise.training.checkpoint import copied_to_cpu
 from turnwise.training.divergence import TeacherComparison
 from turnwise.training.expert_load import (
     Balance,
@@ -555,15 +559,73 @@ class CriticShard:
 Shard = ModelShard | CriticShard
 
 
-def save(shard: Shard, folder: Path) -> dict[str, str]:
-    """Write the state of all ranks into `folder`, and flush it to disk. Returns the SHA-256 of the files of this rank by their
-    names. Raises OSError or RuntimeError if it cannot be written."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        dcp_save.save(_tensors(shard), storage_writer=FileSystemWriter(folder, thread_count=1))
-    own = [*folder.glob(f"__{shard.ranks.rank}_*"), *(folder.glob(".metadata") if shard.ranks.leads else ())]
-    return {path.name: sync_file(path) for path in own}
+@dataclass(frozen=True, slots=True)
+class WrittenParts:
+    """What a rank has written."""
+
+    sums: Mapping[str, str]
+    """The SHA-256 of its files by their names."""
+    problem: str | None = None
+    """Why it could not."""
+
+
+def save(shard: Shard, folder: Path) -> WrittenParts:
+    """Write the state of all ranks into `folder`, and flush it to disk."""
+    return _write(_tensors(shard), folder, shard.ranks)
+
+
+def of_all(written: WrittenParts, ranks: Ranks) -> dict[str, str]:
+    """The sums of all ranks, on rank 0. Raises OSError there if a rank could not write: the others go on."""
+    parts: Sequence[WrittenParts] = ranks.gather_each(written)
+    problems = [f"rank {rank}: {part.problem}" for rank, part in enumerate(parts) if part.problem is not None]
+    if problems:
+        raise OSError("; ".join(problems))
+    return {name: digest for part in parts for name, digest in part.sums.items()}
+
+
+def _write(tensors: Mapping[str, torch.Tensor], folder: Path, ranks: Ranks) -> WrittenParts:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            writer = FileSystemWriter(folder, thread_count=1)
+            dcp_save.save(dict(tensors), storage_writer=writer, process_group=ranks.saving)
+        own = [*folder.glob(f"__{ranks.rank}_*"), *(folder.glob(".metadata") if ranks.leads else ())]
+        return WrittenParts({path.name: sync_file(path) for path in own})
+    except CheckpointException as error:  # all ranks have it
+        return WrittenParts(
+            {}, next((str(cause) for rank, (cause, _) in error.failures.items() if rank == ranks.rank), None)
+        )
+    except (OSError, RuntimeError) as error:  # a rank that was lost is the error of the next operation of all ranks
+        return WrittenParts({}, str(error))
+
+
+class Saving:
+    """Writes a copy of the state of a rank in a thread. `start` and `finish` are called once, in this order, on all ranks."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._ranks = shard.ranks
+        tensors = _tensors(shard)
+        local = DividedParts().local
+        copies = copied_to_cpu({name: local(tensor) for name, tensor in tensors.items()})
+        self._tensors = {name: divided_as(copies[name], tensor) for name, tensor in tensors.items()}
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[WrittenParts] | None = None
+
+    def start(self, folder: Path) -> None:
+        """Begin to write into `folder`."""
+        self._written = self._thread.submit(_write, self._tensors, folder, self._ranks)
+        self._thread.shutdown(wait=False)
+
+    def join(self) -> None:
+        """Wait until this rank has written, or could not."""
+        assert self._written is not None
+        wait([self._written])
+
+    def finish(self) -> WrittenParts:
+        """Wait for the result, which is that of `save`."""
+        assert self._written is not None
+        return self._written.result()
 
 
 def load(shard: Shard, folder: Path) -> None:
