@@ -15,7 +15,7 @@ import torch
 
 from turnwise.models.allocator import free_device_blocks, is_large
 from turnwise.models.cpu import TorchThreads
-from turnwise.models.loading import of_model, saved_weights
+from turnwise.models.loading import of_model, save_model, saved_weights
 from turnwise.models.lora import has_adapter, without_adapter
 from turnwise.models.precision import log_overflow
 from turnwise.options.algorithm import OptimizationSection
@@ -133,11 +133,12 @@ class LocalCritic(CriticBase):
         )
 
     def save(self, folder: Path) -> None:
-        save_critic(self._model, folder, head=self._head.state_dict())
+        save_critic(folder, save_body=functools.partial(save_model, self._model), head=self._head.state_dict())
 
     def hold(self) -> Writers:
         weights, head = copied_to_cpu((dict(saved_weights(self._model)), self._head.state_dict()))
-        return Writers(functools.partial(save_critic, self._model, weights=weights, head=head))
+        save_body = functools.partial(save_model, self._model, weights=weights)
+        return Writers(functools.partial(save_critic, save_body=save_body, head=head))
 
     def state(self) -> dict[str, Any]:
         return {**self._optimizer.state(), **self.bound.state()}

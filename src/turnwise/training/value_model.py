@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.models.loading import save_model
 from turnwise.models.precision import autocast
 from turnwise.training.batch import MicroBatch
 from turnwise.training.forward import ModelInputs
@@ -94,11 +93,9 @@ def save_head(weights: Mapping[str, torch.Tensor], folder: Path) -> None:
     save_file({name: tensor.detach().cpu() for name, tensor in weights.items()}, folder / HEAD_FILE)
 
 
-def save_critic(
-    model: Any, folder: Path, *, head: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor] | None = None
-) -> None:
-    """Write a critic into a directory: its model, as `save_model`, and the weights `head` of its value head."""
-    save_model(model, folder, weights)
+def save_critic(folder: Path, *, save_body: Callable[[Path], None], head: Mapping[str, torch.Tensor]) -> None:
+    """Write a critic into a directory: its model with `save_body`, and the weights `head` of its value head."""
+    save_body(folder)
     save_head(head, folder)
 
 

@@ -351,7 +351,8 @@ class ShardedCritic(CriticBase):
         shard, gathered = self._leader.rank.critic, self._leader.run(GatherWeights(part="critic"))
         weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
         head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
-        return functools.partial(save_critic, shard.model, weights=weights, head=head)
+        save_body = functools.partial(save_model, shard.model, weights=weights)
+        return functools.partial(save_critic, save_body=save_body, head=head)
 
     def state(self) -> dict[str, Any]:
         """Nothing: `save_shards` writes it."""
