@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from pathlib import Path
@@ -12,19 +13,22 @@ from rich.console import Console
 
 from support import byte_tokenizer
 from support.conversations import Says, a_row, call, hold, hold_all
+from turnwise import current_episode
 from turnwise.commands.show import Selection, show
 from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
+from turnwise.record.metrics import conversation_metrics
 from turnwise.record.reader import RecordedTrajectories, read, read_lines
 from turnwise.record.run_directory import RunDirectory
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
+from turnwise.rewards.scorer import Scorer
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places
 from turnwise.terminal.tables import evaluations_table, number, sparkline
-from turnwise.types import LogprobKind, MismatchKind, Opening, Reply, TemplateMismatch, Trajectory
+from turnwise.types import Group, LogprobKind, MismatchKind, Opening, Reply, TemplateMismatch, Trajectory
 
 
 def text(what: Any) -> str:
@@ -392,3 +396,29 @@ def test_a_damaged_line_of_metrics_is_left_out_and_named(run: Path) -> None:
         show_metric(console, run, "loss")
     assert f"left out: {path}:2" in captured.get()
     assert [line.split() for line in captured.get().splitlines()[-2:]] == [["1", "0.5"], ["3", "0.25"]]
+
+
+@environment
+async def asks_a_critic(row: Any) -> Any:
+    """Names two parts of its reward, and opens an agent twice."""
+    turn = yield Opening(messages=row.messages)
+    for _ in range(2):
+        async with current_episode().agent("critic", messages=row.messages) as critic:
+            await critic.turn()
+    yield Reply(rewards={"right": 1.0, "short": 0.125}, info={"said": turn.text}, done=True)
+
+
+def test_a_conversation_names_its_agents_and_the_parts_of_its_reward(run: Path) -> None:
+    one = hold(Says("a", "b", "c"), asks_a_critic, row=a_row(id="talk"))
+    asyncio.run(Scorer().score([Group(id="talk", row=one.row, trajectories=[one])]))
+    write_trajectories(run / "trajectories.jsonl", [one], step=1)
+    told = shown(run, id=one.id)
+    assert f"agents  critic ({one.id}/critic), critic ({one.id}/critic/2)" in told
+    assert "rewards  turns 1.125, right 1.000, short 0.125" in told
+    assert "reward 1.12 (right 1, short 0.125)" in told
+    summary = shown(run)
+    assert "1 conversations; done 1" in summary
+    assert "and of agents: critic 2" in summary
+    metrics = conversation_metrics([Group(id="talk", row=one.row, trajectories=[one])])
+    assert (metrics["rewards/right/mean"], metrics["rewards/short/mean"]) == (1.0, 0.125)
+    assert "rewards/environment/mean" not in metrics

@@ -78,7 +78,7 @@ def test_a_run_that_failed_in_its_first_step_says_why(runs: Path, capsys: pytest
     RunDirectory(run).write_warning(step=1, name="kl", text="too far. Lower train.lr")
     one = printed(capsys, run)
     assert one.startswith(f"{run}: failed after step 0 of 5, ")
-    assert "\n  no space left\n  warning in step 1: kl: too far\n" in one
+    assert "\n  no space left\n  warning in step 1: kl: too far. Lower train.lr\n" in one
     assert "  train.steps  5  (default null)\nno conversations are recorded\n" in one
     assert f"{run}: failed: no space left\n" in printed(capsys, runs)
     assert main(["show", str(run), "--last", "1"]) == 1
@@ -132,7 +132,10 @@ def test_a_run_says_first_how_it_ended_what_it_warned_of_and_what_was_changed(
     (model / "trajectories.jsonl").write_text("")
     lines = printed(capsys, run.path).splitlines()
     assert lines[0].startswith(f"{run.path}: failed after step 4 of 5, ")
-    assert lines[1:3] == ["  no space left", "  warning in step 3: kl: the KL divergence of the policy is 4"]
+    assert lines[1:3] == [
+        "  no space left",
+        "  warning in step 3: kl: the KL divergence of the policy is 4. Lower train.lr",
+    ]
     assert [line.split() for line in lines[4:6]] == [
         ["train.steps", "5", "(default", "null)"],
         ["train.lr", "0.0001", "(default", "1e-06)"],

@@ -140,6 +140,19 @@ def test_an_override_may_reach_into_an_environment_in_short(tmp_path: Path) -> N
     assert loaded(path, "environment=c:d").environment.use == "c:d"
 
 
+def test_an_override_may_reach_into_an_item_of_a_list(tmp_path: Path) -> None:
+    functions = ["a:b", {"use": "a:c", "weight": 0.5}]
+    lists = {"tools": ["a:t"], "loggers": ["tensorboard"]}
+    for reward in (functions, {"trajectory": functions}):
+        path = write(tmp_path, {**LEAST, **lists, "reward": reward})
+        overrides = ("reward.trajectory.0.weight=2", "reward.trajectory.1.weight=0.05", "tools.0.timeout=5")
+        config = loaded(path, *overrides, "loggers.0.arguments.project=x", "loggers.0.name=wandb")
+        assert [(one.use, one.weight) for one in config.reward.trajectory] == [("a:b", 2.0), ("a:c", 0.05)]
+        assert (config.tools[0].use, config.tools[0].timeout) == ("a:t", 5.0)
+        assert (config.loggers[0].name, config.loggers[0].arguments) == ("wandb", {"project": "x"})
+    assert [one.use for one in loaded(path, "reward.trajectory.0=x:y").reward.trajectory] == ["x:y", "a:c"]
+
+
 def test_of_two_overrides_of_one_option_the_last_holds(recipe: Path) -> None:
     assert loaded(recipe, "seed=1", "seed=2").seed == 2
 
@@ -151,7 +164,10 @@ def test_of_two_overrides_of_one_option_the_last_holds(recipe: Path) -> None:
         ("=3", "'=3' is not an override; write key=value"),
         ("train.lr=[1", "'train.lr=[1': the value is not YAML: "),
         ("seed.x=1", "seed is not a mapping of options"),
-        ("tools.0.timeout=5", "tools is not a mapping of options"),
+        ("tools.1.timeout=5", "tools is a list and has no item 1: write tools.0"),
+        ("tools.-1.timeout=5", "tools is a list and has no item -1"),
+        ("tools.timeout=5", "tools is a list and has no item timeout"),
+        ("loggers.0.name=wandb", "loggers is a list and has no item 0: it is empty"),
         ("train..lr=5", "'train..lr' contains an empty name; write one dot between two names"),
     ],
 )
@@ -560,6 +576,10 @@ def test_unequal_minibatches_and_reinforce_on_tokens_of_other_weights_are_warned
         return training_warnings(loaded(recipe, "train.batch_size=2", "train.group_size=6", *overrides))
 
     assert warnings() == warnings("train.minibatches=4") == warnings("loss.name=reinforce") == []
+    for name in ("gspo", "gmpo", "cispo", "sapo"):
+        (same,) = warnings(f"loss.name={name}")
+        assert f"so loss.name={name} has the gradient of loss.name=ppo_clip" in same
+        assert warnings(f"loss.name={name}", "train.ppo_epochs=2") == warnings(f"loss.name={name}", "credit=none") == []
     (unequal,) = warnings("train.minibatches=5")
     assert "does not divide the 12 conversations of a step" in unequal
     assert "on 2 or 3 conversations" in unequal

@@ -27,7 +27,7 @@ from support.servers import Answer, serving
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
-from turnwise.config.recipe import RENAMED
+from turnwise.config.recipe import RENAMED, load
 from turnwise.config.resume_rules import RULES
 from turnwise.data.conversations import read_conversations
 from turnwise.doctor.examine import examine
@@ -107,12 +107,14 @@ def test_the_environment_of_the_readme_answers_as_the_readme_says(tmp_path: Path
     exec(compile(code, "README.md", "exec"), names)
     assert len([line for line in code.splitlines() if line.strip() and not line.startswith(("#", "from"))]) <= 10
     row = a_row("Guess.", secret="42")
-    one = hold(["50", "no idea", "41", " 42\n"], names["guess"], row=row)
+    one = hold(["50", "forty-two", "41", " 42\n"], names["guess"], row=row)
     said = [message["content"] for message in one.messages if message["role"] == "user"]
-    assert said == ["Guess.", "Lower!", "Lower!", "Higher!"]
+    assert said == ["Guess.", "Lower!", "Write a number.", "Higher!"]
     assert (one.stop, [turn.reward for turn in one.turns]) == ("done", [0.0, 0.0, 0.0, pytest.approx(0.4)])
-    one = hold(["1"] * 5, lambda: names["guess"](tries=2), row=row)
-    assert (one.stop, one.reward, len(one.turns)) == ("done", None, 3)
+    one = hold(["1", "²", "42"], lambda: names["guess"](tries=2), row=row)  # ends after the last try
+    assert (one.stop, [turn.reward for turn in one.turns]) == ("done", [0.0, 0.0])
+    one = hold(["1", "42"], lambda: names["guess"](tries=2), row=row)
+    assert (one.stop, [turn.reward for turn in one.turns]) == ("done", [0.0, 0.5])
 
 
 def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
@@ -127,6 +129,16 @@ def test_the_recipe_of_the_readme_is_valid_and_its_commands_exist(
     for line in commands:  # known commands and options, which miss nothing but their files
         assert main(line.partition("#")[0].split()[1:]) == 1
         assert "guess" in capsys.readouterr().err
+
+
+def test_the_commands_in_the_text_of_pages_have_options_that_exist() -> None:
+    found = []
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("demo/*.md")):
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        found += re.findall(r"`turnwise (?:train|rollout|play) (recipes/\S+\.yaml)((?: [\w.]+=\S+?)+)`", text)
+    assert ("recipes/composite_reward.yaml", " reward.trajectory.1.weight=0.05") in found
+    for recipe, overrides in found:
+        load(ROOT / recipe, overrides.split())
 
 
 def test_the_changelog_lists_every_renamed_option_and_names_references_that_exist() -> None:
@@ -228,6 +240,8 @@ def test_an_interaction(recipe: Callable[[str], Any]) -> None:
     assert (trajectory.turns[2].info, trajectory.stop) == ({"price": 60}, "done")
     told = [message["content"] for message in trajectory.messages if message["role"] == "user"]
     assert told[1:] == ["What is your price?", "100 is too much for me."]
+    trajectory = hold(Says("90", "90", "90", "90", "60"), recipe("market.py"), row=a_row(limit=80))
+    assert (trajectory.stop, len(trajectory.turns)) == ("done", 4)  # rounds: 4, so a fifth price is not asked for
 
 
 def test_a_scripted_user() -> None:

@@ -411,6 +411,19 @@ def test_rewards_of_the_recipe_are_followed_to_the_loss(model: Path, tmp_path: P
 
 
 @pytest.mark.slow
+def test_rewards_that_are_all_equal_are_a_note_with_the_values_of_each_function(model: Path, tmp_path: Path) -> None:
+    recipe = write_recipe(
+        tmp_path,
+        environment={"use": f"{PLACES}:indifferent", "arguments": {"reward": 0.5}},
+        reward={"trajectory": [{"use": f"{PLACES}:length", "weight": 0.0, "name": "short"}]},
+    )
+    found = asked(model, recipe)["rewards"]
+    assert (found.status, "The rewards are all equal" in found.text) == ("note", True)
+    assert f"environment={PLACES}:indifferent 0.5, 0.5, 0.5, 0.5; short " in found.text
+    assert asked(model, recipe, weights="never")["rewards"].status == "ok"  # scripted: the values mean nothing
+
+
+@pytest.mark.slow
 def test_failed_conversations_are_a_note_if_others_succeed(model: Path, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, environment=f"{PLACES}:raises_now_and_then")
     found = asked(model, recipe, weights="never")["rewards"]

@@ -369,6 +369,7 @@ def test_rewards_that_never_differ_are_told_once_after_three_steps(
     assert told.startswith("step 3: in each of the first 3 steps, all conversations of a row had the same reward")
     assert "Every reward of the last step was 0.25. Either the task is too hard or too easy" in told
     assert f"call {PLACES}:indifferent on an answer" in told
+    assert re.search(r"Look at `turnwise show (\S+) --worst 3`; .* `turnwise replay \1 --all` compares them", told)
 
 
 def test_an_environment_that_gives_0_is_told_from_one_that_gives_nothing(

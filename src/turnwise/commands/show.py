@@ -261,7 +261,9 @@ def show(
         raise RunError(f"no conversation in {path} matches; `turnwise show {run}` prints a summary of the run")
     policies = {trajectory.policy for trajectory in trajectories} if tokens else set()
     decode = {policy: token_texts(run, policy) for policy in policies}
+    recorded = RecordedTrajectories(path, damaged=[])
     for trajectory in trajectories:
+        trajectory.agents = recorded.agents_of(trajectory)
         console.print(conversation(trajectory, tokens=tokens, decode=decode.get(trajectory.policy)))
 
 
@@ -356,12 +358,18 @@ def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
     stops: Counter[str] = Counter()
     failed: list[tuple[int | None, str, str, str]] = []
     last = ""
+    agents: Counter[str] = Counter()
     for trajectory in read(path, damaged=damaged):
-        last = trajectory.id
-        stops[str(trajectory.stop)] += 1
+        if trajectory.episode:
+            agents[trajectory.agent] += 1
+        else:
+            last = trajectory.id
+            stops[str(trajectory.stop)] += 1
         if (error := trajectory.error) is not None:
             failed.append((trajectory.step, trajectory.id, str(error.kind), error.message))
     yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {times}" for stop, times in stops.most_common()))
+    if agents:
+        yield Text(f"  and of agents: {', '.join(f'{name} {times}' for name, times in agents.most_common())}")
     if dropped := sum(line.get("record/dropped") or 0 for line in read_lines(run / "metrics.jsonl", damaged=[])):
         yield Text(
             f"  {dropped} conversations are not recorded (record.every, record.best_and_worst); metrics are of all"

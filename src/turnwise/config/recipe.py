@@ -454,6 +454,12 @@ _SHORT = {
 }
 """For each section that may be a text: the option that the text is."""
 
+_ITEMS = {
+    **dict.fromkeys(("tools", "reward.trajectory", "reward.turns", "reward.group", "reward.batch"), "use"),
+    "loggers": "name",
+}
+"""The same for the items of lists."""
+
 _OTHER_SYSTEMS = {
     "verl": (
         {"actor_rollout_ref"},
@@ -572,18 +578,10 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         *parents, last = key.split(".")
         if not all([*parents, last]):
             raise ConfigError(f"{shown}: {key!r} contains an empty name; write one dot between two names")
-        node: dict[str, Any] = tree
-        for depth, parent in enumerate(parents):
-            child = node.setdefault(parent, {})
-            if isinstance(child, str) and (key_of_text := _SHORT.get(".".join(parents[: depth + 1]))) is not None:
-                child = node[parent] = named(child) if parent in _OWN else {key_of_text: child}
-            elif child is True and parents[: depth + 1] == ["model", "lora"]:
-                child = node[parent] = LoraSection.model_validate(child).model_dump(include={"rank"})
-            elif isinstance(child, int) and parents[: depth + 1] == ["model", "quantization"]:
-                child = node[parent] = {"bits": child}
-            if not isinstance(child, dict):
-                raise ConfigError(f"{shown}: {'.'.join(parents[: depth + 1])} is not a mapping of options")
-            node = child
+        node = _section(tree, parents, shown)
+        if isinstance(node, list):
+            node[_index(node, parents, last, shown)] = value
+            continue
         if key == "data.eval" and value is None:
             notes += _without_held_out_rows(tree, overrides)
         if value is not None and (other := _LENGTHS.get(key)) is not None:
@@ -592,6 +590,44 @@ def _override(tree: dict[str, Any], overrides: Sequence[str]) -> list[str]:
             notes += _rename(node, parents[0], value, override)
         node[last] = value
     return notes
+
+
+def _section(tree: dict[str, Any], parents: Sequence[str], shown: str) -> dict[str, Any] | list[Any]:
+    """The mapping or list at `parents`, with short forms written out: `reward.trajectory.0` is the first item of a list, and its
+    text `f.py:g` becomes `{use: f.py:g}`. A section that is not there is added, an item of a list is not. Raises ConfigError."""
+    node: dict[str, Any] | list[Any] = tree
+    for depth, parent in enumerate(parents):
+        path = ".".join(parents[: depth + 1])
+        child: Any
+        if isinstance(node, list):
+            index = _index(node, parents[:depth], parent, shown)
+            key_of_text = _ITEMS.get(".".join(parents[:depth]))
+            child = node[index]
+            if isinstance(child, str) and key_of_text is not None:
+                child = node[index] = {key_of_text: child}
+        else:
+            child = node.setdefault(parent, [] if path in _ITEMS else {})
+            if isinstance(child, str) and (key_of_text := _SHORT.get(path)) is not None:
+                child = node[parent] = named(child) if parent in _OWN else {key_of_text: child}
+            elif isinstance(child, str | list) and path == "reward":
+                child = node[parent] = {"trajectory": [child] if isinstance(child, str) else child}
+            elif child is True and path == "model.lora":
+                child = node[parent] = LoraSection.model_validate(child).model_dump(include={"rank"})
+            elif isinstance(child, int) and path == "model.quantization":
+                child = node[parent] = {"bits": child}
+        if not isinstance(child, dict | list):
+            raise ConfigError(f"{shown}: {path} is not a mapping of options")
+        node = child
+    return node
+
+
+def _index(items: Sequence[Any], parents: Sequence[str], text: str, shown: str) -> int:
+    """The number of an item of the list at `parents`, counted from 0. Raises ConfigError."""
+    if text.isascii() and text.isdecimal() and len(text) < 9 and int(text) < len(items):
+        return int(text)
+    path, count = ".".join(parents), len(items)
+    numbers = f"write {path}.0" + (f" to {path}.{count - 1}" if count > 1 else "") if count else "it is empty"
+    raise ConfigError(f"{shown}: {path} is a list and has no item {text}: {numbers}")
 
 
 def _own_function(tree: dict[str, Any], section: str, reference: str, override: str) -> list[str]:

@@ -21,6 +21,7 @@ from turnwise.options.algorithm import (
     OptimizerSection,
     OwnCredit,
     OwnLoss,
+    PpoClip,
     TurnReturn,
 )
 from turnwise.options.policies import PolicySection
@@ -394,8 +395,27 @@ def training_warnings(config: Config) -> list[str]:
             f"{', or importance weights (correction.action=truncate)' if stale else ''}"
             f"{', or one optimizer step for each batch' if later else ''}",
         ),
+        (
+            _same_as_ppo_clip(config),
+            f"with one optimizer step a batch, all probability ratios are 1, so loss.name={config.loss.name} has the gradient of "
+            f"loss.name=ppo_clip (with loss.normalizer={config.loss.normalizer}). They differ with train.minibatches, "
+            f"train.ppo_epochs or train.max_staleness",
+        ),
     ]
     return [text for holds, text in warnings if holds]
+
+
+def _on_policy(config: Config) -> bool:
+    """Whether a batch has one optimizer step, before which the policy is the one that sampled it."""
+    train = config.train
+    return train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
+
+
+def _same_as_ppo_clip(config: Config) -> bool:
+    """Whether another loss of the ratio was chosen, and the ratio is always 1."""
+    of_trainer = config.correction.action is None or config.correction.decoupled  # else the ratio to the engine
+    chosen = config.loss.has_ratio and not isinstance(config.loss, PpoClip | OwnLoss)
+    return chosen and of_trainer and _on_policy(config) and config.credit.name != "none"
 
 
 def _engine_problems(config: Config) -> list[Problem]:
@@ -464,7 +484,7 @@ def _optimization_problems(config: Config) -> list[Problem]:
 def _loss_problems(config: Config) -> list[Problem]:
     """Problems of the section loss."""
     train, loss = config.train, config.loss
-    on_policy = train.minibatches == 1 and train.ppo_epochs == 1 and train.max_staleness == 0
+    on_policy = _on_policy(config)
     of_ratio = [name for name in changed_options(loss) if name in (*loss.of_ratio, "kl_cov_ratio")]
     options = " and ".join(f"loss.{name}" for name in of_ratio)
     same_weights = config.engine.embedded is not None and train.max_staleness == 0 and config.exact

@@ -22,6 +22,7 @@ from turnwise.rewards.credit.credit import episode_of
 from turnwise.rollout.context import ConversationRunner
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Group, Row, Trajectory
+from turnwise.user_code.reward_number import equal_rewards
 
 _ROWS, _EACH, _TURNS, _TOKENS = 2, 2, 4, 32
 """The conversations are few and short: the check is about sums of rewards, and needs no good completions."""
@@ -97,6 +98,12 @@ def rewards(config: Config, rows: Sequence[Row], renderer: Renderer, model: Any 
         return Check(name, "note", text)
     if failed:
         return Check(name, "note", f"{text}; other conversations failed ({failed}): {'; '.join(failures(groups)[:2])}")
+    if model is not None and config.credit.name != "none" and len(scored) > 1 and _all_equal(scored):
+        text += (
+            f". The rewards are all equal, and nothing can be learned from equal rewards of a row. The parts are "
+            f"{_values(scored, config)}: call what should tell these conversations apart on an answer that is right"
+        )
+        return Check(name, "note", text)
     return Check(name, "ok", text)
 
 
@@ -205,6 +212,22 @@ def _wrong_sum(scored: Sequence[Trajectory], config: Config) -> str | None:
                 f"functions of trajectories, groups and the batch add up to {summed}"
             )
     return None
+
+
+def _all_equal(scored: Sequence[Trajectory]) -> bool:
+    return equal_rewards(trajectory.reward for trajectory in scored if trajectory.reward is not None)
+
+
+def _values(scored: Sequence[Trajectory], config: Config) -> str:
+    """The parts of the rewards with their values in each conversation: `right 0, 0, 0, 0; short 1, 1, 1, 1`."""
+    names = list(dict.fromkeys(name for trajectory in scored for name in trajectory.rewards))
+    if not any(turn.rewards for trajectory in scored for turn in trajectory.turns):
+        names.remove("turns")  # the environment gave none
+    shown = {name: f"environment={config.environment.use}" if name == "turns" else name for name in names}
+    return "; ".join(
+        f"{shown[name]} {', '.join(f'{one.rewards[name]:g}' for one in scored if name in one.rewards)}"
+        for name in names
+    )
 
 
 def _close(value: float | None, other: float) -> bool:

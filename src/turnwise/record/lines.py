@@ -254,6 +254,11 @@ class LineFile:
         wanted = json.dumps(id, ensure_ascii=False).encode("utf-8", "backslashreplace")
         return [number for number, other in enumerate(self._places.ids) if other == wanted]
 
+    def numbers_of_ids_below(self, id: str) -> list[int]:
+        """The numbers of the lines whose id is `<id>/...`, such as those of an episode's agents, in ascending order."""
+        prefix = json.dumps(f"{id}/", ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
+        return [number for number, other in enumerate(self._places.ids) if other.startswith(prefix)]
+
     def numbers_of_step(self, step: int) -> list[int]:
         """The numbers of the lines of this step, in ascending order."""
         return [number for number, other in enumerate(self._places.steps) if other == step]

@@ -77,7 +77,8 @@ METRICS = (
     ),
     Metric(
         "rewards/<function>/mean", "reward", "those that the function applies to",
-        "Result of one reward function, multiplied by its weight.", same=("rewards/<function>", "reward/<function>"),
+        "Result of one reward function, multiplied by its weight, or a part named in `Reply.rewards`.",
+        same=("rewards/<function>", "reward/<function>"),
     ),
     Metric(
         "rewards/<function>/std", "reward", "those that the function applies to",

@@ -94,9 +94,10 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     }
     metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
-    for name in sorted({name for trajectory in finished for name in trajectory.rewards} - {"turns"}):
+    parts = [reward_parts(trajectory) for trajectory in finished]
+    for name in sorted({name for of_one in parts for name in of_one}):
         # of those that the function applies to
-        values = [trajectory.rewards[name] for trajectory in finished if name in trajectory.rewards]
+        values = [of_one[name] for of_one in parts if name in of_one]
         metrics[f"rewards/{name}/mean"] = mean(values)
         metrics[f"rewards/{name}/std"] = _deviation(values)
     for name in sorted({name for trajectory in finished for name in trajectory.metrics}):
@@ -109,6 +110,21 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     for stop in Stop:
         metrics[f"stop/{stop}"] = share(trajectory.stop is stop for trajectory in trajectories)
     return {**metrics, **_agent_metrics(trajectories)}
+
+
+def reward_parts(trajectory: Trajectory) -> dict[str, float]:
+    """The named parts of a reward: those of reward functions, and those that the environment named (`Reply.rewards`), summed over
+    the turns. The rest of the environment's reward has no name."""
+    parts = {name: value for name, value in trajectory.rewards.items() if name != "turns"}
+    for turn in trajectory.turns:
+        for name, value in turn.rewards.items():
+            if name not in trajectory.rewards and name not in _UNNAMED:
+                parts[name] = parts.get(name, 0.0) + value
+    return parts
+
+
+_UNNAMED = ("environment", "final_reward")
+"""The sources of rewards of turns that were given without a name."""
 
 
 def _agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float | int | None]:

@@ -115,6 +115,11 @@ class RecordedTrajectories(Sequence[Trajectory]):
         """The trajectories with this id. In a file of several evaluations, each evaluation has one."""
         return self._read_all(self._lines.numbers_of_id(id))
 
+    def agents_of(self, trajectory: Trajectory) -> list[Trajectory]:
+        """The conversations of the agents that the environment of a row's conversation opened."""
+        found = self._read_all(self._lines.numbers_of_ids_below(trajectory.id))
+        return [agent for agent in found if (agent.episode, agent.step) == (trajectory.id, trajectory.step)]
+
     def of_step(self, step: int) -> list[Trajectory]:
         """The trajectories of a training step."""
         return self._read_all(self._lines.numbers_of_step(step))

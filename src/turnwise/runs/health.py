@@ -322,9 +322,11 @@ class LearningWatch:
         self._equal += metrics["reward/std"] == 0.0 if alone else metrics["groups/zero_std"] == 1.0
         if self._equal < min(first_steps, self.config.train.total_steps):
             return None
+        run = self.config.output
         return (
             f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "
-            f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}"
+            f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}. Look at `turnwise show "
+            f"{run} --worst 3`; after a change of the rewards, `turnwise replay {run} --all` compares them"
         )
 
     def _cause(self, groups: Sequence[Group], finished: Sequence[Trajectory]) -> str:
@@ -356,7 +358,7 @@ class LearningWatch:
             source = f"the reward functions ({', '.join(names)})" if names else environment
             return (
                 f"Every reward of the last step was {rewards[0]:g}. Either the task is too hard or too easy for this model, "
-                f"or the rewards are wrong: call {source} on an answer from trajectories.jsonl that should get another reward"
+                f"or the rewards are wrong: call {source} on an answer that should get another reward"
             )
         return (
             "The rewards differ between rows but not within a row: the rows are too easy or too hard for this model. Choose "
@@ -369,14 +371,13 @@ class LearningWatch:
         if any(turn.rewards for trajectory in finished for turn in trajectory.turns):
             return (
                 f"All rewards are 0: environment={environment} gave no other number to the {count} conversations of the last "
-                f"step. If it gives a reward for right answers, all answers were wrong: look at them (`turnwise show "
-                f"{self.config.output} --worst 3`), and choose easier rows or another model"
+                f"step. If it gives a reward for right answers, all answers were wrong: choose easier rows or another model"
             )
         return (
             f"All rewards are 0: the recipe has no reward function, and environment={environment} gave none of the {count} "
             f"conversations of the last step a reward, not even 0. If it gives one for right answers only, all answers were "
-            f"wrong: look at them (`turnwise show {self.config.output} --worst 3`), and choose easier rows or another model. If "
-            f"it gives none, return one (Reply.reward), or add a reward function (reward.trajectory)"
+            f"wrong: choose easier rows or another model. If it gives none, return one (Reply.reward), or add a reward function "
+            f"(reward.trajectory)"
         )
 
     def _noisy_rewards(self, groups: Sequence[Group]) -> str | None:

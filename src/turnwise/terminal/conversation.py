@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from turnwise.record.metrics import reward_parts
 from turnwise.record.reader import turns_of_messages
 from turnwise.terminal.report import printable
 from turnwise.terminal.tables import number
@@ -68,9 +69,13 @@ def _about(trajectory: Trajectory) -> Iterator[RenderableType]:
     names = [_tool_name(tool) for tool in trajectory.tools]
     if names:
         yield Text("tools  " + ", ".join(names), style="dim")
-    parts = trajectory.rewards
-    if parts.keys() - {"turns"}:
-        yield Text("rewards  " + ", ".join(f"{name} {number(value)}" for name, value in parts.items()), style="dim")
+    if trajectory.agents:
+        agents = ", ".join(f"{agent.agent} ({agent.id})" for agent in trajectory.agents)
+        yield Text(f"agents  {agents}", style="dim")
+    if named := reward_parts(trajectory):
+        rest = {"turns": trajectory.rewards["turns"]} if "turns" in trajectory.rewards else {}
+        shown = ", ".join(f"{name} {number(value)}" for name, value in {**rest, **named}.items())
+        yield Text(f"rewards  {shown}", style="dim")
 
 
 def _tool_name(tool: ToolSchema) -> str:
@@ -89,7 +94,8 @@ def _heading(message: Message, turn: Turn | None, advantages: Sequence[float | S
         return f"tool {message.get('name', '')} ({message.get('tool_call_id', '')})"
     if turn is None:
         return role
-    heading = f"{role}  reward {turn.reward:.3g}"
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in turn.rewards.items()) if len(turn.rewards) > 1 else ""
+    heading = f"{role}  reward {turn.reward:.3g}" + (f" ({parts})" if parts else "")
     if advantages:
         advantage = advantages[turn.index]
         heading += ", advantage " + (f"{advantage:+.2f}" if isinstance(advantage, int | float) else "per token")

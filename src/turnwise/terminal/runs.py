@@ -49,10 +49,10 @@ def state_line(run: RunSummary) -> Text:
 
 
 def warning_lines(run: RunSummary) -> Iterator[Text]:
-    """The warnings of the health monitors and checks, each with its step and its first sentence."""
+    """The warnings of the health monitors and checks, each with its step."""
     for warning in run.warnings[:_MOST_WARNINGS]:
-        problem = warning.text.partition(". ")[0]
-        yield Text(f"  warning in step {warning.step}: {warning.name}: {_short(problem)}", style="yellow")
+        text = " ".join(warning.text.split())
+        yield Text(f"  warning in step {warning.step}: {warning.name}: {text}", style="yellow")
     if (more := len(run.warnings) - _MOST_WARNINGS) > 0:
         yield Text(f"  and {more} more warnings: {run.path / 'warnings.jsonl'}", style="yellow")
 
