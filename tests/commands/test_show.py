@@ -417,7 +417,7 @@ def test_a_conversation_names_its_agents_and_the_parts_of_its_reward(run: Path) 
     assert "rewards  turns 1.125, right 1.000, short 0.125" in told
     assert "reward 1.12 (right 1, short 0.125)" in told
     summary = shown(run)
-    assert "1 conversations; done 1" in summary
+    assert "\n5 conversations; " in summary  # without those of agents
     assert "and of agents: critic 2" in summary
     metrics = conversation_metrics([Group(id="talk", row=one.row, trajectories=[one])])
     assert (metrics["rewards/right/mean"], metrics["rewards/short/mean"]) == (1.0, 0.125)

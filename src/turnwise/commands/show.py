@@ -334,7 +334,9 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
         # fine-tuning has a loss and no reward
         curve = "reward/mean" if "reward/mean" in metrics[0] else "loss"
         values = [line[curve] for line in metrics if isinstance(line.get(curve), int | float)]
-        yield Text(f"{len(metrics)} steps, {curve.partition('/')[0]} {sparkline(values)}")
+        yield Text(
+            f"{len(metrics)} {'step' if len(metrics) == 1 else 'steps'}, {curve.partition('/')[0]} {sparkline(values)}"
+        )
         yield steps_table(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS)
     evaluations = list(read_lines(run / "evaluations.jsonl", damaged=damaged))
     if evaluations:
@@ -442,7 +444,10 @@ def _run_view(options: argparse.Namespace, context: Context) -> int:
             runs, port=access.port if options.port is None else options.port, token=access.token, paths=options.runs
         )
         keep_access(Access(access.token, server.port))
-        print_lines(context.console, [f"{len(runs)} runs at {server.address}", "stop with Ctrl-C"])
+        print_lines(
+            context.console,
+            [f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} at {server.address}", "stop with Ctrl-C"],
+        )
         if not options.no_browser:
             webbrowser.open(server.address)
         server.serve_forever()

@@ -11,6 +11,7 @@ import copy
 import functools
 import inspect
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -419,6 +420,8 @@ def _absolute(path: str) -> str:
 
 
 def _peft() -> Any:
+    # peft imports bitsandbytes, whose 4-bit kernels of the CPU are missing without the package `kernels`: no message about that
+    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "4bit" not in str(record.msg))
     try:
         import peft
     except ImportError:

@@ -38,7 +38,11 @@ def state_line(run: RunSummary) -> Text:
     line = Text(f"{run.path}: ").append(run.state, style=_STYLES.get(run.state, ""))
     if run.step is not None:
         of = "" if run.steps in (None, run.step) else f" of {run.steps}"
-        line.append(f", {run.step} steps" if run.state == "finished" else f" after step {run.step}{of}")
+        line.append(
+            f", {run.step} {'step' if run.step == 1 else 'steps'}"
+            if run.state == "finished"
+            else f" after step {run.step}{of}"
+        )
     if run.ended is not None:
         line.append(f", {time.strftime('%Y-%m-%d %H:%M', time.localtime(run.ended))}")
     if run.state == "killed" and run.step is not None:

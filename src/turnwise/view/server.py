@@ -518,7 +518,11 @@ def _guard(token: str) -> Any:
                 return answer
             held = request.cookies.get(_COOKIE, "")
             if not (equal_secrets(held, token) or equal_secrets(bearer_token(request), token)):
-                return PlainTextResponse("the token is missing; open the address that turnwise view printed", 401)
+                return PlainTextResponse(
+                    "the token is missing: open the address that turnwise view printed, with cookies "
+                    "(curl -sL -b jar -c jar 'ADDRESS')",
+                    401,
+                )
             return await call_next(request)
 
     return Guard
