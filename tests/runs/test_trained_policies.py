@@ -46,6 +46,28 @@ async def game(row, opponent="second", train=None):
 """
 """Two sides that do not see each other: what one learns does not change what the other samples in the same step."""
 
+QUARTERS = """
+from turnwise import Opening, Reply, SamplingChange, current_episode, environment
+
+ONE = SamplingChange(max_tokens=1, answers_cut=True)
+
+def quarter(turn, part):
+    return float(turn.completion.token_ids[0] % 4 == part)
+
+@environment
+async def quarters(row, first=0, second=2, policy="second"):
+    mine = yield Opening(messages=row.messages, sampling=ONE)
+    async with current_episode().agent("other", messages=row.messages, policy=policy, sampling=ONE) as agent:
+        other = await agent.turn()
+        agent.add_reward(quarter(other, second))
+    yield Reply(reward=quarter(mine, first), done=True)
+"""
+"""Both sides answer the same prompt with one token, and each is rewarded for a quarter of the vocabulary of its own."""
+
+DEMO = Path(__file__).parents[2] / "demo" / "model"
+"""An adapter on tests/support's tiny model cannot learn this: the embedding of small random weights, which is also the output
+layer and is frozen, keeps each logit within 0.9 of 0, so that no answer becomes likely."""
+
 
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path) -> Path:
@@ -240,10 +262,20 @@ def test_a_policy_that_no_agent_uses_is_warned_of_once(recipe: Path, tmp_path: P
     warnings = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
     (unused,) = [one for one in warnings if one["name"] == "unused_policy"]
     assert unused["step"] == 3
-    assert "the trained policy 'third' took no turn in 3 steps" in unused["text"]
+    assert "the trained policy 'third' took no turn to train on in 3 steps" in unused["text"]
     assert "policies/second/loss" in metrics[0]
     assert "policies/third/loss" not in metrics[0]
     assert run.step == 4
+
+
+def test_a_policy_whose_rewards_never_differ_is_warned_of_once(recipe: Path, tmp_path: Path) -> None:
+    game = tmp_path / "game.py"
+    game.write_text(game.read_text(encoding="utf-8").replace("add_reward(liking(other))", "add_reward(1.0)"))
+    train_run(recipe, tmp_path / "run", "train.steps=4")
+    warnings = [json.loads(line) for line in (tmp_path / "run" / "warnings.jsonl").read_text().splitlines()]
+    (equal,) = [one for one in warnings if one["name"] == "constant_reward_of_policy"]
+    assert equal["step"] == 3
+    assert "a group of the trained policy 'second' had the same reward" in equal["text"]
 
 
 @pytest.mark.parametrize(
@@ -306,3 +338,38 @@ def test_a_policy_that_joins_a_resumed_run_begins_with_a_new_adapter(recipe: Pat
     asyncio.run(train(run, Silent()))
     assert run.step == 3
     assert any(tensor.any() for name, tensor in adapter(out, "second").items() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_two_policies_learn_what_one_policy_cannot_and_a_frozen_one_does_not(tmp_path: Path) -> None:
+    """By the mean rewards of the last 5 of 20 steps of 16 conversations (docs/agents_in_episodes.md has values)."""
+    (tmp_path / "quarters.py").write_text(QUARTERS, encoding="utf-8")
+    recipe = save_recipe(
+        tmp_path,
+        DEMO,
+        environment=f"{tmp_path}/quarters.py:quarters",
+        data={"train": str(save_rows(tmp_path / "train.jsonl", 4))},
+        limits={"turns": 2, "tokens_per_turn": 5},
+        train={"steps": 20, "batch_size": 2, "group_size": 8, "lr": 0.003},
+        checkpoint={"every": 100},
+        deterministic=True,
+        seed=0,
+    )
+
+    def last_rewards(name: str, *overrides: str) -> tuple[float, float]:
+        trajectories, metrics, _ = train_run(recipe, tmp_path / name, "model.lora.rank=4", *overrides)
+        for line in metrics:  # after each update, the engine of each policy samples with the new weights of that policy
+            assert (line["ratio/max_deviation"] or 0) < 1e-3
+            assert line.get("policies/second/ratio/max_deviation", 0) < 1e-3
+        main, other = (
+            [one["reward"] for one in trajectories if bool(one.get("agent")) is agent and one["step"] > 15]
+            for agent in (False, True)
+        )
+        assert len(main) == len(other) == 80
+        return sum(main) / 80, sum(other) / 80
+
+    assert min(last_rewards("two", "policies={second: {train: true}}")) > 0.8
+    assert sum(last_rewards("one", "environment.arguments.policy=null")) < 1.3
+    main, other = last_rewards("frozen", f"policies={{second: {DEMO}}}")
+    assert main > 0.8
+    assert other < 0.5

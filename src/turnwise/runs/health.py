@@ -270,7 +270,11 @@ class LearningWatch:
     _monitors: HealthMonitors = field(init=False)
     _reported: set[str] = field(default_factory=set)
     _played: set[str] = field(default_factory=set)
-    """The trained policies whose agents had a conversation in this run, as far as this process has seen it."""
+    """The trained policies whose agents had a conversation to train on, in the steps that this process has seen."""
+    _compared: set[str] = field(default_factory=set)
+    """Those of them that had an advantage other than 0."""
+    _seen: int = 0
+    """Number of steps that this process has seen."""
     _equal: int = 0
     """Number of steps so far in which the rewards within each group were equal."""
 
@@ -287,7 +291,10 @@ class LearningWatch:
     def _of_step(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
         """Problems that keep the run from learning."""
         finished = [trajectory for group in groups for trajectory in group.trajectories if not trajectory.failed]
-        self._played |= {agent.policy for trajectory in finished for agent in trajectory.agents if agent.trained}
+        agents = [agent for trajectory in finished for agent in trajectory.agents if agent.trained]
+        self._seen += 1
+        self._played |= {agent.policy for agent in agents}
+        self._compared |= {one.policy for one in agents if any(one.has_advantage(turn.index) for turn in one.turns)}
         if not finished:
             return []
         noisy = self._noisy_rewards(groups)
@@ -297,18 +304,38 @@ class LearningWatch:
             "noisy_reward": noisy,
             "gradient": None if noisy else self._without_gradient(metrics, finished),
             "unused_policy": self._unused_policy(metrics),
+            "constant_reward_of_policy": self._policy_without_difference(metrics),
         }
         return [RunProblem(name, text) for name, text in findings.items() if text is not None]
 
     def _unused_policy(self, metrics: Mapping[str, Any]) -> str | None:
-        """A trained policy took no turn in the first steps."""
+        """A trained policy took no turn to train on in the first steps."""
         unused = [policy.name for policy in self.config.trained_policies if policy.name not in self._played]
-        if not unused or metrics["step"] < _STEPS_OF_USE:
+        if not unused or self._seen < _STEPS_OF_USE:
             return None
         names = " and ".join(map(repr, unused))
         return (
-            f"the trained policy {names} took no turn in {metrics['step']} steps, so it is not trained: let the environment open "
-            f"an agent with it (episode.agent(..., policy={unused[0]!r})), or remove it from `policies`"
+            f"the trained policy {names} took no turn to train on in {self._seen} steps (up to step {metrics['step']}), so it is "
+            f"not trained: let the environment open an agent with it (episode.agent(..., policy={unused[0]!r}), without "
+            f"train=False), or remove it from `policies`"
+        )
+
+    def _policy_without_difference(self, metrics: Mapping[str, Any]) -> str | None:
+        """In the first steps, no conversation of a trained policy had an advantage."""
+        equal = [
+            policy.name
+            for policy in self.config.trained_policies
+            if policy.name in self._played - self._compared and self.config.of_policy(policy).credit.name != "none"
+        ]
+        first_steps = self.config.health.constant_reward
+        if not equal or first_steps is None or self._seen < min(first_steps, self.config.train.total_steps):
+            return None
+        names = " and ".join(map(repr, equal))
+        return (
+            f"in {self._seen} steps (up to step {metrics['step']}), all conversations of a group of the trained policy {names} "
+            f"had the same reward, so all advantages are 0 and it does not learn from rewards. An agent's reward is what the "
+            f"environment adds to it (agent.add_reward), or that of the row's conversation (episode.agent(..., "
+            f"shares_reward=True)); reward functions score the row's conversation only"
         )
 
     def _without_difference(
