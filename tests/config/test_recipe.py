@@ -514,6 +514,12 @@ def test_every_name_that_a_hint_gives_is_an_option_and_no_hint_is_for_one() -> N
     assert not {name for name in others if name in Config.model_fields}
 
 
+def test_options_of_trl_without_a_counterpart_are_refused_with_the_reason(recipe: Path) -> None:
+    assert "leave it out" in refused(recipe, "train.torch_compile=true")
+    assert "turnwise push RUN" in refused(recipe, "train.push_to_hub=true")
+    assert "sampling has no penalties" in refused(recipe, "sampling.repetition_penalty=1.1")
+
+
 def test_every_option_that_a_conversion_names_is_an_option() -> None:
     """A hint that names an option which does not exist, or a value that the option refuses, sends the reader in a circle."""
     options = {*RULES, *schema(), *Config.model_fields, "model.lora"}

@@ -115,6 +115,19 @@ def test_the_exit_status_is_1_where_something_is_wrong(tmp_path: Path, capsys: p
     assert out.endswith("not ready for training: 0 ok, notes: 0, failures: 1\n")
 
 
+def test_the_model_of_a_recipe_need_not_be_given(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path)
+    words = ["--recipe", str(recipe), "--weights", "never", "--json"]
+    main(["doctor", f"model.path={model}", "loss_mask=last_turn", *words])
+    one = json.loads(capsys.readouterr().out)
+    main(["doctor", str(model), "loss_mask=last_turn", *words])
+    assert (one["model"], one) == (str(model), json.loads(capsys.readouterr().out))
+    assert main(["doctor"]) == 1
+    assert "there is no model to check: give MODEL" in capsys.readouterr().err
+
+
 def test_overrides_need_a_recipe(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(model), "train.lr=1"]) == 1
     assert "train.lr=1 is an option of a recipe, and no recipe is given: add --recipe FILE" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 # `turnwise doctor`
 
 _TEMPLATE_ARGUMENTS = "model.chat_template_kwargs"
+_OVERRIDE = re.compile(r"[\w.]+=")
+"""How `key=value` begins, which stands in the place of MODEL if that is left out."""
 
 
 def register_doctor(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,10 @@ def register_doctor(parser: argparse.ArgumentParser) -> None:
         "status is 1 if a check fails."
     )
     parser.add_argument(
-        "model", metavar="MODEL", help="a model directory or a hub name; used instead of the recipe's model"
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a model directory or a hub name; used instead of the recipe's model, and needed without --recipe",
     )
     add_overrides(
         parser, help="options of the recipe to change; without one, model.chat_template_kwargs.enable_thinking=false"
@@ -61,7 +67,12 @@ def register_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_doctor(options: argparse.Namespace, context: Context) -> int:
-    other = next((one for one in options.overrides if not one.startswith(_TEMPLATE_ARGUMENTS)), None)
+    model, overrides = options.model, list(options.overrides)
+    if options.recipe is not None and model is not None and _OVERRIDE.match(model):  # MODEL is left out
+        model, overrides = None, [model, *overrides]
+    if model is None and options.recipe is None:
+        raise ConfigError("there is no model to check: give MODEL (a directory or a hub name), or --recipe FILE")
+    other = next((one for one in overrides if not one.startswith(_TEMPLATE_ARGUMENTS)), None)
     if other is not None and options.recipe is None:
         raise ConfigError(
             f"{other} is an option of a recipe, and no recipe is given: add --recipe FILE. Without a recipe, only "
@@ -75,17 +86,21 @@ def _run_doctor(options: argparse.Namespace, context: Context) -> int:
 
     config = None
     if options.recipe is not None:
-        config, _ = load(options.recipe, [*options.overrides, f"model.path={json.dumps(options.model)}"])
+        if model is not None:
+            overrides.append(f"model.path={json.dumps(model)}")
+        config, _ = load(options.recipe, overrides)
+        model = config.model.path
         arguments = config.model.chat_template_kwargs
     else:
-        least = {"model": {"path": options.model}, "data": {"train": "none"}}
-        given, _ = with_overrides(least, options.overrides, source="the command line")
+        assert model is not None
+        least = {"model": {"path": model}, "data": {"train": "none"}}
+        given, _ = with_overrides(least, overrides, source="the command line")
         arguments = given.model.chat_template_kwargs
     checks = examine(
-        options.model, config, weights=options.weights, memory_gb=options.memory_gb, chat_template_kwargs=arguments
+        model, config, weights=options.weights, memory_gb=options.memory_gb, chat_template_kwargs=arguments
     )
     if options.json:
-        context.console.out(as_json(options.model, checks), highlight=False)
+        context.console.out(as_json(model, checks), highlight=False)
     else:
         show(checks, context.console)
     return int(worst([check.status for check in checks]) == "fail")

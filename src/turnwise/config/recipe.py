@@ -304,6 +304,14 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
         "deepspeed", "nnodes", "n_gpus_per_node", "num_processes",
     ),
+    "all columns of a row are kept, for reward functions and environments: leave it out": ("remove_unused_columns",),
+    "a run is uploaded after its end: `turnwise push RUN`": ("push_to_hub", "hub_model_id", "hub_strategy"),
+    "turnwise has no such option: leave it out": (
+        "use_liger_kernel", "torch_compile", "attn_implementation", "dataloader_num_workers",
+    ),
+    "the distribution that is sampled from must be the one that is trained, so sampling has no penalties: leave it out": (
+        "repetition_penalty", "frequency_penalty", "presence_penalty",
+    ),
     "the critic is a model of its own with its own optimizer, so its loss has no coefficient: set critic.lr": (
         "vf_coef", "value_loss_coef", "value_loss_coeff",
     ),
