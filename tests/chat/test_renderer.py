@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from support import CHATML, byte_tokenizer, merging_tokenizer, templates
-from support.conversations import RENDERER, STOP, Says, a_row, call, completion, hold, spoken
+from support.conversations import RENDERER, STOP, Says, a_row, a_table, call, completion, hold, spoken
 from support.families import family_renderer, template_files
+from turnwise.chat.constraints import _grammar
 from turnwise.chat.probes import PLACEHOLDER, TOOL, probe_call
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
@@ -22,7 +24,19 @@ from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import TemplateError
-from turnwise.types import Message, MismatchKind, Opening, Reply, Row, Segment, TemplateMismatch, Turn
+from turnwise.rollout.prompts import RenderedPrompts
+from turnwise.types import (
+    AnswerFormat,
+    Message,
+    MismatchKind,
+    Opening,
+    Reply,
+    Row,
+    SamplingChange,
+    Segment,
+    TemplateMismatch,
+    Turn,
+)
 
 # Tokens of a conversation: what is appended turn by turn is what the template says of the whole.
 
@@ -75,6 +89,35 @@ def test_the_opening_is_the_rendered_messages_and_the_cue() -> None:
     assert list(ids) == one_pass([HI])
     assert list(RENDERER.encode_opening([HI], [WEATHER]).token_ids) == one_pass([HI], [WEATHER])
     assert RENDERER.decode(RENDERER.encode_opening([HI], [WEATHER]).token_ids).startswith("<|im_start|>system\nTools:")
+
+
+def test_long_texts_and_schemas_of_requests_are_not_kept_in_caches() -> None:
+    renderer, long = Renderer(byte_tokenizer()), "word " * 20_000
+    kept, grammars = renderer._encode.cache_info().currsize, _grammar.cache_info().currsize
+    prompts = RenderedPrompts(replace(a_table(Says()), renderer=renderer))
+    assert len(prompts.encode(long, None)) == len(prompts.encode(long, 70)) == len(long)
+    schema = {"type": "object", "properties": {}, "description": long}
+    form = AnswerFormat.of({"type": "json_schema", "schema": schema})
+    assert renderer.constraint([], SamplingChange(answer_format=form)) is not None
+    assert (renderer._encode.cache_info().currsize, _grammar.cache_info().currsize) == (kept, grammars)
+
+
+def test_the_tokens_whose_text_begins_another_text_are_found_without_reading_them_again_and_again() -> None:
+    """Also if nothing of them does: decoding is in proportion to their number, times the steps of a bisection."""
+    decoded: list[int] = []
+
+    class Counting(Renderer):
+        def decode(self, token_ids: Sequence[int]) -> str:
+            decoded.append(len(token_ids))
+            return super().decode(token_ids)
+
+    renderer = Counting(byte_tokenizer())
+    ids = renderer.encode("a" * 1000)
+    decoded.clear()
+    assert renderer.token_prefix(ids, "b" * 1000) == (0, "")
+    assert renderer.token_prefix(ids, "a" * 700 + "b" * 1000) == (700, "a" * 700)
+    assert renderer.token_prefix(renderer.encode("aä"), "aö") == (1, "a")
+    assert sum(decoded) < 20 * 1000
 
 
 @pytest.mark.parametrize(

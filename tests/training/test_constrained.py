@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from support import CHATML, byte_tokenizer
-from support.conversations import Says, hold_all
+from support.conversations import Says, a_table, hold_all
 from support.tiny import tiny_model
 from turnwise import assembly
 from turnwise.assembly.conversations import constrained
@@ -31,6 +31,7 @@ from turnwise.models.distribution import AllowedTokens, sampling_logits
 from turnwise.record.reader import read_lines
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.rollout.context import Limits, RolloutContext
+from turnwise.rollout.prompts import RenderedPrompts
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.train import _weigh
 from turnwise.training.batch import pack
@@ -101,6 +102,8 @@ def sampled(
         skip_forms=skip_forms,
         limits=Limits(turns=turns, tokens_per_turn=tokens, seconds=None, seconds_per_turn=None),
     )
+    if isinstance(environment, AgentFunction):
+        environment.use_prompts(RenderedPrompts(context))
     groups: Sequence[Group] = [new_group(Row(id="0", messages=[{"role": "user", "content": "Hi"}]), size=size, seed=3)]
 
     async def run() -> None:
@@ -250,6 +253,36 @@ def test_the_requests_of_an_agent_ask_for_forms() -> None:
     assert largest_difference(model, renderer, trajectories, Sampling()) < 1e-6
 
 
+def test_a_beginning_that_the_recipes_form_does_not_allow_is_the_requests_error() -> None:
+    import openai
+
+    seen: list[str] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="does not allow it: begin it otherwise"):
+            client.chat.completions.create(model="m", messages=[*row.messages, says("No")])
+        seen.append(str(client.chat.completions.create(model="m", messages=[*row.messages, says("1")]).choices[0]))
+
+    def says(text: str) -> Any:
+        return {"role": "assistant", "content": text}
+
+    make, form = AgentFunction(function=agent), AnswerFormat(kind="regex", value="[0-9]{1,4}")
+    try:
+        _, renderer, (one,) = sampled(Constrained(answer=form), environment=make, size=1)
+    finally:
+        asyncio.run(make.aclose())
+    assert (one.error, len(one.turns), len(seen)) == (None, 1, 1)
+
+    class Server(Says):
+        constrains = True
+
+    context = replace(a_table(Server()), renderer=renderer)
+    RenderedPrompts(context).check_turn([], SamplingChange(), prefill="", arguments={})
+    with pytest.raises(GrammarError, match="a server begins a grammar with the first token"):
+        RenderedPrompts(context).check_turn([], SamplingChange(), prefill="1", arguments={})
+
+
 def test_an_engine_without_grammars_refuses_the_form_that_an_environment_asks_for() -> None:
     (one,) = hold_all(Says("a"), InJson, size=1)
     assert one.error is not None
@@ -360,12 +393,11 @@ def test_a_format_without_json_arguments_is_refused_by_its_name() -> None:
         renderer.constraint([SEARCH])
 
 
-def fits(renderer: Renderer, text: str, *, opened: str = "", choice: Any = None) -> str:
+def fits(renderer: Renderer, text: str, *, opened: str = "", choice: Any = None, answer: Any = None) -> str:
     """The beginning of a text that the grammar allows; with "$" if the turn may end there."""
     stop = renderer.encode("<|im_end|>")[0]
-    constraint = renderer.constraint(
-        [SEARCH], SamplingChange(tool_choice=choice), stops=[stop], reasoning_opening=opened
-    )
+    change = SamplingChange(tool_choice=choice, answer_format=answer)
+    constraint = renderer.constraint([SEARCH], change, stops=[stop], reasoning_opening=opened)
     assert constraint is not None
     matcher = renderer.masks.matcher(constraint)
     for passed, token in enumerate(renderer.encode(text)):
@@ -404,6 +436,25 @@ def test_reasoning_is_free_also_of_calls() -> None:
     assert fits(renderer, f"hm</think>{CALL}", opened="<think>\n", choice="required") == f"hm</think>{CALL}$"
     assert fits(renderer, "hm</think>no", opened="<think>\n", choice="required") == "hm</think>"
     assert fits(renderer, "never closed", opened="<think>\n") == "never closed$"
+
+
+def test_no_text_is_in_front_of_reasoning_where_the_turn_has_a_form() -> None:
+    renderer = Renderer(byte_tokenizer(THINKS))
+    digits = AnswerFormat(kind="regex", value="[0-9]+")
+    assert fits(renderer, "<think>hm <th</think>\n12", answer=digits) == "<think>hm <th</think>\n12$"
+    assert fits(renderer, "12", answer=digits) == "12$"
+    assert fits(renderer, f"\n<think>hm</think>{CALL}", choice="required") == f"\n<think>hm</think>{CALL}$"
+    assert fits(renderer, f"<think>hm</think>{CALL}", answer=digits) == f"<think>hm</think>{CALL}$"
+    for choice, answer in ((None, digits), ("required", None)):
+        assert fits(renderer, "Free text. <think>x</think>", choice=choice, answer=answer) == ""
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), ("[/]", "/"), ("a\nb", "a\nb"), ("a\\\nb", "a\nb")],
+)
+def test_a_pattern_may_have_slashes(pattern: str, text: str) -> None:
+    assert fits(Renderer(byte_tokenizer()), text, answer=AnswerFormat(kind="regex", value=pattern)) == f"{text}$"
 
 
 def test_a_constrained_run_passes_its_checks_and_can_be_replayed(

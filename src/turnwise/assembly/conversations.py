@@ -205,16 +205,6 @@ class AsksAboutPrompts(Protocol):
         ...
 
 
-@runtime_checkable
-class WaitsForRewards(Protocol):
-    """An `EnvironmentSource` whose environments may wait for rewards at the end of a conversation."""
-
-    @property
-    def seconds_for_rewards(self) -> float:
-        """The longest time."""
-        ...
-
-
 class Environments:
     """Makes the environment of each conversation. Holds shared resources, such as MCP servers, until `aclose`."""
 
@@ -276,12 +266,7 @@ def environment_factory(config: Config, *, encode: Callable[[str], Sequence[int]
         return Tools(all_tools, then=then, max_parallel_calls=max_parallel_calls, truncation=cut) if all_tools else then
 
     if source is not None:
-        ways, most = _ways(source, config), config.limits.seconds_per_turn
-        if isinstance(source, WaitsForRewards) and most is not None and source.seconds_for_rewards >= most:
-            raise ConfigError(
-                f"environment.arguments.seconds_for_rewards={source.seconds_for_rewards:g} must be less than "
-                f"limits.seconds_per_turn={most:g}, which also holds for the end of a conversation: raise that limit"
-            )
+        ways = _ways(source, config)
         return Environments(lambda: _with_ways(ways, lambda: source.make(in_front)), servers, source)
     if config.environment.thread:
         return Environments(lambda: in_front((), ThreadedEnvironment(constructor)), servers)

@@ -2,7 +2,8 @@
 
 Reasoning stays free. Outside of reasoning, text is free up to the opening mark of a call, and from there on only a complete call
 of an offered tool is possible, whose arguments follow the tool's schema. With `choice=required`, the turn is reasoning and calls;
-with a form of the answer, it is reasoning and an answer in this form, or calls where tools are on offer:
+with a form of the answer, it is reasoning and an answer in this form, or calls where tools are on offer. In both cases reasoning
+begins with its mark, and no text is in front of it:
 
     auto        (text call)* text        required    call+        answer    call+ | answer
 
@@ -176,7 +177,8 @@ def turn_constraint(
 
     Raises GrammarError, with the place in the schema, if a schema cannot be compiled.
     """
-    grammar = _grammar(
+    size = sum(len(str(tool)) for tool in tools) + (0 if wanted.answer is None else len(wanted.answer.value))
+    grammar = (_grammar if size <= _LONGEST_KEPT else _grammar.__wrapped__)(
         wanted,
         json.dumps(list(tools)),
         calls,
@@ -186,6 +188,10 @@ def turn_constraint(
         masks,
     )
     return Constraint(grammar=grammar, stops=tuple(sorted(set(stops) & set(special.values()))), before=before)
+
+
+_LONGEST_KEPT = 1 << 16
+"""Characters of schemas up to which a grammar is kept in the cache, which all conversations share."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -201,10 +207,12 @@ def _grammar(
     tools = _callable(json.loads(tools_json), wanted.names)
     writer = _Writer(dict(special))
     rules = ["%llguidance {}", "TEXT: /(.|\\n)*/", "WS: /[ \\t\\n]{0,8}/"]
+    forced = wanted.answer is not None or wanted.choice == "required"
     thoughts = [f"thought_{number}" for number in range(len(marks))]
     for name, (opening, closing) in zip(thoughts, marks, strict=True):
-        rules += [writer.up_to(f"{name}_open", opening), writer.up_to(f"{name}_close", closing)]
-        rules.append(f"{name}: {name}_open {name}_close")
+        # text in front of reasoning is part of the answer
+        begin = f"{name}_open: {writer.sequence(opening)}" if forced else writer.up_to(f"{name}_open", opening)
+        rules += [begin, writer.up_to(f"{name}_close", closing), f"{name}: {name}_open {name}_close"]
     if tools and calls is not None:
         rules += _call_rules(tools, calls, writer, masks)
     if wanted.answer is not None:
@@ -212,7 +220,7 @@ def _grammar(
     first = " | ".join(f"{name}_close" for name in thoughts) if opened else ""
     head = f"({first}) " if first else ""
     maybe = f"WS ({' | '.join(thoughts)})? " if thoughts and not opened else ""
-    if wanted.answer is not None or wanted.choice == "required":
+    if forced:
         ends = [*(["calls"] if tools else []), *(["answer"] if wanted.answer and wanted.choice == "auto" else [])]
         start = f"start: {head}{maybe}WS ({' | '.join(ends)}) WS"
     else:
@@ -263,7 +271,7 @@ def _arguments_schema(parameters: Any) -> dict[str, Any]:
 
 def _answer_rule(answer: AnswerFormat, masks: TokenMasks) -> str:
     if answer.kind == "regex":
-        pattern = re.sub(r"(?<!\\)/", r"\\/", answer.value).replace("\n", "\\n")
+        pattern = re.sub(r"\\.|/|\n", _in_slashes, answer.value, flags=re.DOTALL)
         rule = f"answer: ANSWER\nANSWER: /{pattern}/"
         if (problem := masks.problem(f"start: answer\n{rule}")) is not None:
             raise GrammarError(
@@ -273,6 +281,11 @@ def _answer_rule(answer: AnswerFormat, masks: TokenMasks) -> str:
     schema = json.loads(answer.value) if answer.kind == "json_schema" else {"type": "object"}
     _refuse_schema(schema, masks, "response_format: schema")
     return f"answer: %json {json.dumps(schema)}"
+
+
+def _in_slashes(found: re.Match[str]) -> str:
+    """A part of a pattern as it stands between slashes on one line: escaped characters stay escaped."""
+    return {"/": "\\/", "\n": "\\n", "\\\n": "\\n"}.get(found[0], found[0])
 
 
 class _Writer:

@@ -61,7 +61,7 @@ from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.local_paths import model_advice, refuse_other_than_model
 from turnwise.models.grammar import TokenMasks
-from turnwise.types import Constraint, Media, Message, SamplingChange, ToolCall, ToolSchema
+from turnwise.types import Constraint, Media, Message, SamplingChange, ToolCall, ToolSchema, common_length
 
 __all__ = [
     "EncodedMessages",
@@ -613,11 +613,13 @@ class Renderer:
     # tokens
 
     def encode_continuation(self, last_token: int | None, text: str) -> Sequence[int]:
-        """Token ids of a text that continues the model's turn after `last_token`."""
-        return self._encode(text, last_token)
+        """Token ids of a text that continues the model's turn after `last_token`. The cache keeps none of a long text."""
+        return (self._encode if len(text) <= LONGEST_TEXT else self._encode_text)(text, last_token)
 
     def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
         """The most tokens whose text is a prefix of `text`: their number, and their text."""
+        # what follows the common part cannot be kept; without it, the search ends next to the answer
+        text = text[: common_length(self.decode(token_ids), text)]
         low, high = 0, len(token_ids)
         while low < high:
             middle = (low + high + 1) // 2

@@ -99,6 +99,21 @@ def can_constrain(engine: Engine) -> bool:
     return isinstance(engine, Constrains) and engine.constrains
 
 
+@runtime_checkable
+class ContinuesForms(Protocol):
+    """An engine that samples under grammars, and may do so behind a beginning of the turn (`Constraint.before`)."""
+
+    @property
+    def continues_forms(self) -> bool:
+        """Whether it does."""
+        ...
+
+
+def can_continue_forms(engine: Engine) -> bool:
+    """Whether an engine samples under a grammar behind a beginning of the turn, which it has not sampled."""
+    return isinstance(engine, ContinuesForms) and engine.continues_forms
+
+
 class Closes(Protocol):
     """What has resources to free at the end of a run."""
 
@@ -245,6 +260,10 @@ class _Forwards:
     @property
     def constrains(self) -> bool:
         return can_constrain(self._engine)
+
+    @property
+    def continues_forms(self) -> bool:
+        return can_continue_forms(self._engine)
 
     async def start(self) -> None:
         await self._engine.start()

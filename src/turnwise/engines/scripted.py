@@ -45,7 +45,7 @@ class ScriptedEngine:
         self._encode_behind = encode_behind
         self._stop_token_id = stop_token_id
         self.version = 0
-        self.constrains = True
+        self.constrains = self.continues_forms = True
         """It stands in for engines that sample under grammars; its texts are taken as they are."""
 
     async def start(self) -> None:

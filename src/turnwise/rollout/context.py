@@ -11,7 +11,15 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.engines.engine import Batched, Engine, TokenSampler, WeightPublisher, WeightSource, can_constrain
+from turnwise.engines.engine import (
+    Batched,
+    Engine,
+    TokenSampler,
+    WeightPublisher,
+    WeightSource,
+    can_constrain,
+    can_continue_forms,
+)
 from turnwise.environments.environment import EnvironmentFactory
 from turnwise.errors import ConfigError
 from turnwise.options.engines import LimitsSection
@@ -144,6 +152,16 @@ class RolloutContext(ConversationContext):
 
     skip_forms: bool = False
     """Whether turns that were sampled under a grammar are not trained on (`engine.grammars: skip`)."""
+
+    @property
+    def no_begun_forms(self) -> str:
+        """Why a turn that has a form cannot begin with a text of the environment, and what to do; empty if it can."""
+        if can_continue_forms(self.engine):
+            return ""
+        return (
+            "the turn begins with a text that was not sampled, and has a form: a server begins a grammar with the first token "
+            "that it samples. Leave one of the two out, or use engine.name=local"
+        )
 
     @property
     def no_forms(self) -> str:

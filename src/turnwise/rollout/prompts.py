@@ -25,11 +25,11 @@ class RenderedPrompts:
     def check_turn(
         self, tools: Sequence[ToolSchema], change: SamplingChange, *, prefill: str, arguments: Mapping[str, Any]
     ) -> None:
-        if not change.asks_for_form:
-            return
-        if self.context.no_forms:
-            raise GrammarError(self.context.no_forms)
         renderer = self.context.renderer.for_arguments(arguments)
+        if not renderer.constrained.changed(change).anything(tools):  # the recipe may ask for a form, too
+            return
+        if reason := self.context.no_forms or (prefill and self.context.no_begun_forms):
+            raise GrammarError(reason)
         # what a prompt opens of reasoning is known when it is written: only then is a beginning compared with the grammar
         before = "" if renderer.profile.reasoning.supported else prefill
         constraint = renderer.constraint(tools, change, stops=renderer.stop_token_ids, before=before)
@@ -47,7 +47,7 @@ class RenderedPrompts:
         renderer = self.context.renderer
         if behind is not None:
             return renderer.encode_continuation(behind, text)
-        tokens, opening = list(renderer.encode(text)), renderer.tokenizer.bos_token_id
+        tokens, opening = list(renderer.encode_conversation(text)), renderer.tokenizer.bos_token_id
         # as servers do: with the token that begins each text, where the tokenizer writes it
         if opening is None or tokens[:1] == [opening] or renderer.tokenizer.encode("a")[:1] != [opening]:
             return tokens

@@ -27,6 +27,7 @@ LIMITS = Limits(turns=8, tokens_per_turn=400)
 GAMES = '''
 from typing import Any, Literal
 from openenv.core.env_server import Action, Environment, Observation, State
+from pydantic import field_validator
 
 OPEN = []
 
@@ -86,6 +87,20 @@ class Walk(Environment[Move, Place, State]):
     def state(self):
         return State()
 
+class Weighing(Action):
+    grams: float
+
+    @field_validator("grams")
+    @classmethod
+    def light(cls, grams):
+        if grams > 9:
+            raise ValueError("at most 9")
+        return grams
+
+class Scales(Guessing):
+    def step(self, action: Weighing, timeout_s=None, **kwargs):
+        return Hint(text="Right.", done=True, reward=1.0)
+
 class Untyped(Guessing):
     def step(self, action, timeout_s=None, **kwargs):
         return super().step(action)
@@ -137,6 +152,19 @@ def test_an_action_with_several_fields_is_a_tool(games: Path) -> None:
     ]  # fmt: skip
     assert json.loads(str(one.turns[2].outcomes[0].content)) == {"at": 2, "seen": ["a"]}
     assert [turn.rewards for turn in one.turns] == [{}, {}, {}, {"environment": 1.0}]
+
+
+def test_what_only_the_class_of_the_actions_refuses_is_told_to_the_model(games: Path) -> None:
+    (one,) = played(recipe(f"{games}:Scales"), ["12", "nan", "inf", "2"])
+    assert one.error is None, one.error
+    assert [message["content"] for message in one.messages if message["role"] == "user"][1:] == [
+        "Error: grams: Value error, at most 9", *["Error: numbers must be finite"] * 2, "Right.",
+    ]  # fmt: skip
+    (one,) = played(
+        recipe(f"{games}:Scales", action_as="tool"), [call("act", '{"grams": 12}'), call("act", '{"grams": 2}')]
+    )
+    assert [[outcome.error for outcome in turn.outcomes] for turn in one.turns] == [["arguments"], [None]]
+    assert one.turns[1].reward == 1.0
 
 
 def test_conversations_have_objects_of_their_own_which_are_closed(games: Path) -> None:

@@ -441,6 +441,12 @@ def test_an_edit_is_made_where_the_content_is_in_the_sampled_text() -> None:
         ).relation
         is Relation.FORKED
     )
+    # the answer again, behind the text that stopped it, and in the reasoning
+    for text, reasoning in (("go! go", {}), ("go?</think>go! go", {"reasoning_content": "go?"})):
+        found = continuation(
+            [CONTINUATIONS_USER, says("go", **reasoning)], [CONTINUATIONS_USER, says("gox"), MORE], text
+        )
+        assert found.edit == Edit(keep=text.index("!"), add="x")
 
 
 def conversation(*requests: list[Message], said: list[str], tools: Any = None) -> Trajectory:

@@ -708,6 +708,13 @@ def test_without_docker_or_the_image_the_recipe_is_refused(docker: Path, monkeyp
         Program(command="agent", image="agents:2")
     with pytest.raises(ConfigError, match="image_options has no effect without image"):
         Program(command="ls", image_options=["--memory=1g"])
+    for options in (["--name=mine"], ["--memory=1g", "--rm=false"], ["-d"], ["-itd"], ["--cidfile", "x"], ["agents:2"]):
+        with pytest.raises(ConfigError, match=r"image_options has .*: they must be options of `docker run`"):
+            Program(command="agent", image="agents:1", image_options=options)
+    Program(command="agent", image="agents:1", image_options=["-v", "data:/d", "--name-prefix=x", "-edebug=1"])
+    for name in ("HOME", "DOCKER_HOST", "CONTAINER_HOST"):
+        with pytest.raises(ConfigError, match=f"env has {name}, which docker and podman read themselves"):
+            Program(command="agent", image="agents:1", env={name: "x"})
     monkeypatch.setenv("PATH", str(docker / "nowhere"))
     with pytest.raises(ConfigError, match="needs docker or podman, and neither is installed"):
         Program(command="agent", image="agents:1")

@@ -13,6 +13,7 @@ import pytest
 
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
 from turnwise.environments.agents import AgentFunction
+from turnwise.rollout.context import Limits
 from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
 from turnwise.types import Trajectory
 
@@ -39,12 +40,15 @@ def anthropic_client(base_url: str, api_key: str) -> Any:
     return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
 
 
-def led(engine: Says, function: Any, **arguments: Any) -> Trajectory:
+def led(engine: Says, function: Any, *, limits: Limits | None = None, **arguments: Any) -> Trajectory:
     """The conversation that a function leads, whose requests are compared with the prompts of the model."""
-    make = AgentFunction(function=function, **arguments)
-    make.use_prompts(RenderedPrompts(a_table(engine)))
+    make, table = (
+        AgentFunction(function=function, **arguments),
+        dict[str, Any]({} if limits is None else {"limits": limits}),
+    )
+    make.use_prompts(RenderedPrompts(a_table(engine, **table)))
     try:
-        (trajectory,) = hold_all(engine, make, row=a_row())
+        (trajectory,) = hold_all(engine, make, row=a_row(), **table)
     finally:
         asyncio.run(make.aclose())
     return trajectory
@@ -162,6 +166,8 @@ def test_tokens_are_counted_and_answers_can_be_asked_for_again() -> None:
         answer = other.messages.create(model="m", messages=messages, tools=tools, max_tokens=9)
         seen["used"] = answer.usage.input_tokens
         first = client.responses.create(model="m", input="Hi", instructions="Be brief.")
+        more: Any = {"model": "m", "input": "More", "previous_response_id": first.id}
+        seen["behind"] = client.responses.input_tokens.count(**more).input_tokens
         again = client.responses.retrieve(first.id)
         seen["again"] = (again.id, again.output_text, again.instructions)
         seen["same"] = again == first
@@ -181,9 +187,26 @@ def test_tokens_are_counted_and_answers_can_be_asked_for_again() -> None:
     assert seen["again"] == (seen["id"], "Yes.", "Be brief.")
     assert seen["same"]
     assert (seen["input_tokens"], seen["chat"]) == (21, "Yo.")
+    assert seen["behind"] > 21 + len("Yes.More")
 
 
 # forms
+
+
+def test_a_choice_of_no_tools() -> None:
+    seen: list[tuple[int, Any]] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        for mode in ("required", "auto"):
+            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": []}}
+            body = {"messages": row.messages, "tools": [{"type": "function", "function": ADD}], "tool_choice": choice}
+            seen.append(post(f"{base_url}/chat/completions", api_key, body))
+
+    trajectory = led(Says("a"), agent)
+    assert trajectory.error is None, trajectory.error
+    assert [status for status, _ in seen] == [400, 200]
+    assert seen[0][1]["error"]["param"] == "tool_choice"
+    assert trajectory.turns[0].tools == ()
 
 
 @pytest.mark.parametrize(
@@ -253,20 +276,57 @@ def test_a_reward_belongs_to_the_answer_that_it_names() -> None:
     assert "'turn' is unknown" in seen[5][1]["error"]["message"]
 
 
+def test_a_reward_without_an_id_belongs_to_the_last_answer_that_the_agent_has_received() -> None:
+    """Also if the model is sampling the next turn already, and if a limit cuts that turn; so does the agent's own reward."""
+    engine, asked, reported = Says("a", "b" * 50), threading.Event(), threading.Event()
+    generate = engine.generate
+
+    async def slow(request: Any) -> Any:
+        if len(engine.requests) == 1:
+            asked.set()
+            assert await asyncio.to_thread(reported.wait, 60)
+        return await generate(request)
+
+    engine.generate = slow  # type: ignore[method-assign]
+
+    def agent(row: Any, base_url: str, api_key: str) -> float:
+        client, messages = openai_client(base_url, api_key), list(row.messages)
+        answer = client.chat.completions.create(model="m", messages=messages).choices[0].message
+        messages += [answer, {"role": "user", "content": "More"}]
+
+        def judge() -> None:
+            assert asked.wait(60)
+            assert post(f"{base_url}/reward", api_key, {"reward": 1.0})[0] == 200
+            reported.set()
+
+        judging = threading.Thread(target=judge)
+        judging.start()
+        with pytest.raises(Exception, match="reached a limit"):
+            client.chat.completions.create(model="m", messages=messages)
+        judging.join()
+        return 0.5
+
+    trajectory = led(engine, agent, limits=Limits(turns=8, tokens_per_turn=10))
+    assert (trajectory.error, trajectory.stop) == (None, "length")
+    assert [turn.rewards for turn in trajectory.turns] == [{"final_reward": 1.5}, {}]
+
+
 def test_rewards_may_arrive_after_the_end_until_the_last_one() -> None:
     late: list[tuple[int, Any]] = []
 
     def agent(row: Any, base_url: str, api_key: str) -> None:
-        id = openai_client(base_url, api_key).chat.completions.create(model="m", messages=row.messages).id
+        id = post(f"{base_url}/chat/completions", api_key, {"messages": row.messages})[1]["id"]
 
         def judge() -> None:
             late.append(post(f"{base_url}/chat/completions", api_key, {"messages": row.messages}))
             for body in ({"reward": 1.0, "id": id}, {"reward": 0.5, "final": True}):
                 late.append(post(f"{base_url}/reward", api_key, body))
 
-        threading.Timer(0.3, judge).start()
+        threading.Timer(2.3, judge).start()
 
-    trajectory = led(Says("a"), agent, seconds_for_rewards=60)
+    # the time for rewards counts for no limit
+    limits = Limits(turns=8, tokens_per_turn=50, seconds_per_turn=2.0, seconds=2.0)
+    trajectory = led(Says("a"), agent, seconds_for_rewards=60, limits=limits)
     assert trajectory.error is None, trajectory.error
     assert (trajectory.turns[0].reward, trajectory.stop) == (1.5, "done")
     assert late[0][0] == 410  # no further answers

@@ -16,6 +16,8 @@ from functools import partial
 from typing import Any
 from urllib.error import URLError
 
+from pydantic import ValidationError
+
 from turnwise.compat.object_factory import ObjectFactory, number, opened, plain, referred
 from turnwise.compat.providers.provider import About, LibraryEnvironments
 from turnwise.data.rows import ProvidedRows, seed_rows
@@ -188,17 +190,13 @@ class _Episode:
         total: float | None = None
         done = False
         for call in turn.calls:
-            problem = "the environment is over" if done else None
-            if problem is None:
-                problem, kind = self._problem(call)
-            else:
-                kind = "raised"
+            action, problem, kind = (None, "the environment is over", "raised") if done else self._read(call)
             if problem is not None:
                 answer = failed(call, kind, problem)
                 messages.append(answer.message)
                 outcomes.append(answer.outcome)
                 continue
-            text, reward, done = await self._act(call.arguments)
+            text, reward, done = await self._act(action)
             total = total if reward is None else reward + (total or 0.0)
             messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": text})
             outcomes.append(ToolOutcome(id=call.id, name=call.name, arguments=call.arguments, content=text))
@@ -212,30 +210,40 @@ class _Episode:
         assert name is not None
         kind = self._source.parameters["properties"][name]["type"]
         try:
-            action = {name: _PLAIN[kind](text)}
-            self._arguments.check(action)
+            action = self._action({name: _PLAIN[kind](text)})
         except (ValueError, WrongArguments) as error:
             problem = str(error) if isinstance(error, WrongArguments) else f"{text!r:.80} is no {kind}"
             return Reply(messages=[{"role": "user", "content": f"Error: {problem}"}])
         shown, reward, done = await self._act(action)
         return Reply(messages=[{"role": "user", "content": shown}], reward=reward, done=done)
 
-    def _problem(self, call: ToolCall) -> tuple[str | None, str]:
-        """Why a call cannot be an action, and the kind of the error."""
+    def _read(self, call: ToolCall) -> tuple[Any, str | None, str]:
+        """The action of a call; or why it cannot be one, and the kind of the error."""
         if call.error is not None:
-            return call.error, "malformed"
+            return None, call.error, "malformed"
         if call.name != "act":
-            return f"there is no tool {call.name!r:.80}; the tool is act", "unknown_tool"
+            return None, f"there is no tool {call.name!r:.80}; the tool is act", "unknown_tool"
         try:
-            self._arguments.check(call.arguments)
+            return self._action(call.arguments), None, ""
         except WrongArguments as wrong:
-            return str(wrong), "arguments"
-        return None, ""
+            return None, str(wrong), "arguments"
 
-    async def _act(self, fields: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-        action: Any = copy_containers(dict(fields))
-        if self._source.action_class is not None:
-            action = self._source.action_class(**action)
+    def _action(self, given: Mapping[str, Any]) -> Any:
+        """The action with these fields. Raises WrongArguments, also for what only the class of the actions refuses."""
+        fields = self._arguments.check(given)
+        try:
+            json.dumps(fields, allow_nan=False)
+        except ValueError:
+            raise WrongArguments("numbers must be finite") from None
+        if self._source.action_class is None:
+            return fields
+        try:
+            return self._source.action_class(**fields)
+        except ValidationError as error:
+            lines = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)]
+            raise WrongArguments("; ".join(lines)) from None
+
+    async def _act(self, action: Any) -> tuple[str, float | None, bool]:
         return await self._ask(partial(self._made.step, action))
 
     async def _ask(self, function: Callable[[], Any]) -> tuple[str, float | None, bool]:

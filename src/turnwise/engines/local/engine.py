@@ -127,6 +127,11 @@ class LocalEngine:
         return self._masks is not None
 
     @property
+    def continues_forms(self) -> bool:
+        """Whether it does so behind the beginning of a turn."""
+        return self.constrains
+
+    @property
     def stats(self) -> Stats:
         """Counters since the engine was created."""
         self._core.stats.evictions = self._core.cache.evictions

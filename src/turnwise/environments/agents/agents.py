@@ -135,7 +135,7 @@ class Program(AgentSource):
         _check_options(reward, output_chars)
         self._image: ContainerImage | None = None
         if image is not None:
-            self._image = ContainerImage.of(image, image_options)
+            self._image = ContainerImage.of(image, image_options, variables=env or {})
         elif image_options:
             raise ConfigError("image_options has no effect without image: name an image, or remove it")
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import subprocess
 import uuid
@@ -20,6 +21,10 @@ _TOOLS = ("docker", "podman")
 _START_SECONDS = 60.0  # for a question to the daemon
 _REMOVE_SECONDS = 20.0
 _TRIES = 4
+_OURS = ("--name", "--rm", "--detach", "--cidfile")
+_DETACHED = re.compile(r"-[itPq]*d[ditPq]*(=.*)?")
+_OF_CLIENT = re.compile(r"HOME|PATH|TMPDIR|USER|(DOCKER|CONTAINER|CONTAINERS|REGISTRY|BUILDKIT|XDG|LD|SSL|SSH)_.*")
+"""Variables of the client, which would use another daemon or configuration than for the removal."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,15 +39,27 @@ class ContainerImage:
     """Further options of `docker run`."""
 
     @classmethod
-    def of(cls, image: str, options: Sequence[str]) -> ContainerImage:
-        """With the first of docker and podman that is installed.
+    def of(cls, image: str, options: Sequence[str], *, variables: Collection[str] = ()) -> ContainerImage:
+        """With the first of docker and podman that is installed. `variables` are those that the recipe gives its containers.
 
-        Raises ConfigError if there is none, if it does not answer, or if the image is not on this machine.
+        Raises ConfigError if an option or a variable is not for the container, if neither is installed, if it does not answer, or
+        if the image is not on this machine.
         """
         if not isinstance(image, str) or not image or image.startswith("-"):
             raise ConfigError(f"image={image!r:.80} must be the name of a container image")
         if isinstance(options, str) or not all(isinstance(option, str) for option in options):
             raise ConfigError(f"image_options={options!r:.80} must be a list of options of `docker run`")
+        wrong = [option for option in options if option.split("=")[0] in _OURS or _DETACHED.fullmatch(option)]
+        if wrong or (options and not options[0].startswith("-")):
+            raise ConfigError(
+                f"image_options has {(wrong or options)[0]!r:.80}: they must be options of `docker run`, and those that decide "
+                f"about the name, the removal and the end of a container are turnwise's ({', '.join(_OURS)}, -d)"
+            )
+        if read := [name for name in variables if _OF_CLIENT.fullmatch(name)]:
+            raise ConfigError(
+                f"env has {read[0]}, which docker and podman read themselves: values reach a container through their "
+                f"environment. Set it in the image, or with image_options: [--env={read[0]}=...]"
+            )
         if (tool := next(filter(None, map(shutil.which, _TOOLS)), None)) is None:
             raise ConfigError(
                 f"image={image} needs docker or podman, and neither is installed: install one of them, or remove `image` to run "

@@ -42,7 +42,7 @@ from turnwise.environments.agents.requests import (
 from turnwise.environments.environment import ModelPrompts
 from turnwise.errors import Failed, TurnwiseError, boundary
 from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, Turn
-from turnwise.user_code.calls import own_context, spawn
+from turnwise.user_code.calls import own_context, spawn, waiting_for_others
 from turnwise.user_code.reward_number import added
 
 # the environment
@@ -77,7 +77,7 @@ class AgentResult:
     """How an agent ended."""
 
     reward: float | None = None
-    """Added to the reward of the last turn. None: the agent gave no reward, which is not the reward 0."""
+    """Added to the reward of the last turn that the agent received. None: the agent gave no reward, which is not the reward 0."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Further parts of that reward, by name."""
     info: Mapping[str, Any] = field(default_factory=dict)
@@ -105,7 +105,7 @@ class AgentEnvironment:
     last turn also if a limit has cut that turn.
 
     Rewards may arrive until `seconds_for_rewards` after the end of the agent, or until one is the last (`final`). If that time
-    passes without any reward, the conversation fails.
+    passes without any reward, the conversation fails. The time counts for no limit of the recipe.
     """
 
     def __init__(
@@ -169,16 +169,22 @@ class AgentEnvironment:
     async def _last_reply(self, run: _AgentRun, turn: Turn, result: AgentResult, info: Mapping[str, Any]) -> Reply:
         """The end of the conversation, once its rewards have arrived. Raises AgentError if they do not arrive in time."""
         if self._seconds_for_rewards:
-            await run.conversation.until_final_reward(self._seconds_for_rewards)
+            with waiting_for_others():  # the limits are those of the agent
+                await run.conversation.until_final_reward(self._seconds_for_rewards)
             if result.reward is None and not run.conversation.rewarded:
                 raise AgentError(
                     f"no reward arrived within seconds_for_rewards={self._seconds_for_rewards:g} after the end of the agent: "
                     f"report it in time (POST /v1/reward), with `final: true` if it is the last one, or allow more time"
                 )
         reward, of_earlier = run.conversation.take_rewards(turn.index)
+        received = run.conversation.last_answered
+        if received is None or received == turn.index:
+            reward = added([reward, result.reward])
+        elif result.reward is not None:  # a limit has cut the last turn
+            of_earlier = {**of_earlier, received: of_earlier.get(received, 0.0) + result.reward}
         return Reply(
             done=True,
-            reward=added([reward, result.reward]),
+            reward=reward,
             rewards=result.rewards,
             earlier_rewards=of_earlier,
             info=_info(info),

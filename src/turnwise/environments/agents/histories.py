@@ -159,7 +159,10 @@ def _kept(answer: Message, new: Any, text: str, begun: str) -> tuple[int, str] |
     old = str(answer["content"])[len(begun) :]
     if answer.get("tool_calls") or not isinstance(new, str) or not new.startswith(begun) or not old:
         return None
-    new, start = new[len(begun) :], text.rfind(old)
+    # behind the reasoning, the first place: the sampled text may have the answer again, behind a stop text
+    reasoning = _reasoning(answer)
+    behind = text.find(reasoning) + len(reasoning) if reasoning and reasoning in text else 0
+    new, start = new[len(begun) :], text.find(old, behind)
     common = common_length(old, new)
     if start < 0 or 2 * common <= len(new):
         return None

@@ -275,6 +275,12 @@ class ToolChoice:
             case "allowed_tools":
                 allowed = given.get("allowed_tools", given)
                 required, names = allowed.get("mode") == "required", [_chosen_name(one) for one in allowed["tools"]]
+                if not names:  # as `none`, or nothing that a turn could be
+                    if not required:
+                        return cls(())
+                    raise Refused(
+                        400, f"tool_choice={choice!r:.80} asks for a call of no tool", parameter="tool_choice"
+                    )
             case _:
                 raise Refused(400, f"tool_choice={choice!r:.80} is not known", parameter="tool_choice")
         if missing := [name for name in names or () if name not in offered] or ([] if tools else ["any tool"]):
@@ -493,8 +499,10 @@ class AgentConversation:
         """The requests, with the messages that they continue, and their answers, by the id of the answer."""
         self._turns: dict[str, int] = {}
         """The index of the turn of each answer, by the id of the answer."""
+        self.last_answered: int | None = None
+        """The index of the turn of the last answer; None before the first."""
         self._reported: dict[int | None, float] = {}
-        """Rewards that were reported and that no turn has received yet, by the index of the turn; None: the last one."""
+        """Rewards that were reported and that no turn has received yet, by the index of the turn; None: before all answers."""
         self.rewarded = False
         """Whether a reward was reported."""
         self._final = asyncio.Event()
@@ -503,12 +511,8 @@ class AgentConversation:
     async def ask(self, request: ChatRequest) -> AgentAnswer:
         """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
         self._refuse_after_end()
-        if request.previous_response is not None:
-            before, answer = self.answered(request.previous_response, "previous_response_id")
-            earlier = [*before.messages, answer.message]
-            request = replace(request, messages=[*earlier, *request.messages])
+        request = self._complete(request)
         if request.prompt is None:
-            request = replace(request, messages=self._joined(request.messages))
             _refuse_beginning(request)
         if len(self._waiting) >= _MOST_WAITING:
             raise Refused(429, f"{_MOST_WAITING} requests of this conversation are waiting already")
@@ -531,13 +535,13 @@ class AgentConversation:
     async def count_tokens(self, request: ChatRequest) -> int:
         """The number of tokens of the prompt of a request, which is not answered. Raises Refused."""
         self._refuse_after_end()
-        return self._count(request)
+        return self._count(self._complete(request))
 
     def answer(self, pending: AgentRequest, answer: AgentAnswer, turn: int) -> None:
         """Answer a request with the turn of this index."""
         self._current = None
         self._answered[answer.id] = pending.request, answer
-        self._turns[answer.id] = turn
+        self._turns[answer.id] = self.last_answered = turn
         pending.answer.set_result(answer)
 
     def answered(self, id: str, parameter: str | None = None) -> tuple[ChatRequest, AgentAnswer]:
@@ -545,6 +549,14 @@ class AgentConversation:
         if id not in self._answered:
             raise Refused(404, f"there is no answer with the id {id!r:.80}", parameter=parameter)
         return self._answered[id]
+
+    def _complete(self, request: ChatRequest) -> ChatRequest:
+        """A request with the messages that it continues. Raises Refused if there is no such answer."""
+        messages = request.messages
+        if request.previous_response is not None:
+            before, answer = self.answered(request.previous_response, "previous_response_id")
+            messages = [*before.messages, answer.message, *messages]
+        return replace(request, messages=self._joined(messages))
 
     def _joined(self, messages: Sequence[Message]) -> Sequence[Message]:
         """The messages, with the beginning of an answer that the client gave, and the answer, as one message of the model.
@@ -562,7 +574,8 @@ class AgentConversation:
         return joined
 
     async def report_reward(self, reward: object, id: object = None, final: object = False) -> None:
-        """Take a reward of the answer with this id, or of the last one; also after the last answer. `final`: there are no more.
+        """Take a reward of the answer with this id, or of the last one that the agent has received; also after the last answer.
+        `final`: there are no more.
 
         Raises Refused if it is not a finite number, or comes after the last one.
         """
@@ -570,7 +583,7 @@ class AgentConversation:
             raise Refused(410, "a reward with `final` was the last one of this conversation")
         if not isinstance(final, bool):
             raise Refused(400, f"`final` must be true or false; it is {final!r:.80}", parameter="final")
-        turn = None if id is None else self._turns.get(bare_id(str(id)))
+        turn = self.last_answered if id is None else self._turns.get(bare_id(str(id)))
         if turn is None and id is not None:
             raise Refused(404, f"there is no answer with the id {id!r:.80} in this conversation", parameter="id")
         value = math.nan
@@ -594,8 +607,8 @@ class AgentConversation:
             await asyncio.wait_for(self._final.wait(), seconds)
 
     def take_rewards(self, last: int) -> tuple[float | None, Mapping[int, float]]:
-        """The rewards that were reported since the last call: of the turn `last`, the last one that was answered, or None; and of
-        earlier turns, by their index."""
+        """The rewards that were reported since the last call: of the turn `last`, the model's last one, or None; and of earlier
+        turns, by their index."""
         reported, self._reported = self._reported, {}
         reward = added([reported.pop(None, None), reported.pop(last, None)])
         return reward, {turn: value for turn, value in reported.items() if turn is not None}
