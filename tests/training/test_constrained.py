@@ -316,6 +316,7 @@ def test_a_token_that_the_grammar_forbids_is_told() -> None:
     run: Any = SimpleNamespace(
         learner=SimpleNamespace(requirements=SimpleNamespace(logprob_kinds=tuple(LogprobKind))),
         inputs=SimpleNamespace(renderer=renderer),
+        policies=(),
         weigh_turns=lambda trajectory: None,
         step=0,
     )
