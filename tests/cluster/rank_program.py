@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from cluster.tensors import difference
 from training.test_batch import group
+from turnwise.errors import RunError
 from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import (
     Cispo,
@@ -32,16 +36,18 @@ from turnwise.options.algorithm import (
 )
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.options.teacher import TeacherSection
+from turnwise.training import optimizer
 from turnwise.training.batch import Batch, pack
 from turnwise.training.fingerprint import of_file
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import ShardOptions
+from turnwise.training.sharded import shards
 from turnwise.training.sharded.commands import Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
-from turnwise.training.sharded.sharded_model import complete
+from turnwise.training.sharded.sharded_model import DividedParts, complete
 from turnwise.training.teacher import LearnerTeacher, Teacher, TeacherStep
 from turnwise.types import Group, Sampling
 
@@ -68,6 +74,56 @@ class Part:
 
 
 @dataclass(frozen=True)
+class ComputeExperts:
+    """A command of this test: how the experts are computed from now on."""
+
+    implementation: str
+
+    def run(self, rank: Rank) -> None:
+        rank.built.model.set_experts_implementation(self.implementation)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A command of this test: for each rank, the numbers that its parts of the parameters have for the optimizer."""
+
+    def run(self, rank: Rank) -> list[list[int]]:
+        parts = DividedParts()
+        numbers: list[Any] = [None] * rank.ranks.size
+        own = sorted({parts.number(parameter) for parameter in rank.built.parameters.values()})
+        dist.all_gather_object(numbers, own)
+        return numbers
+
+
+@dataclass(frozen=True)
+class RefuseShards:
+    """A command of this test: load a state that cannot be read. Returns the error of each rank."""
+
+    folder: Path
+
+    def run(self, rank: Rank) -> list[str]:
+        errors: list[Any] = [None] * rank.ranks.size
+        try:
+            shards.load(rank.built, self.folder)
+            own = ""
+        except RunError as error:
+            own = str(error)
+        dist.all_gather_object(errors, own)
+        return errors
+
+
+@dataclass(frozen=True)
+class KeepMasters:
+    """A command of this test: `optimizer.offload=cpu`, which is refused where the model is on the CPU."""
+
+    def run(self, rank: Rank) -> None:
+        options = OptimizationSection(betas=(0.5, 0.9), optimizer=OptimizerSection(offload="cpu"))
+        parameters = list(rank.built.parameters.values())
+        with mock.patch.object(optimizer, "_refuse_without_effect"):
+            rank.built.optimizer = optimizer.Optimizer(parameters, options, parts=DividedParts())
+
+
+@dataclass(frozen=True)
 class Case:
     loss: LossSection = field(default_factory=PpoClip)
     correction: CorrectionSection = CorrectionSection()
@@ -84,6 +140,8 @@ class Case:
     batches: int = 1
     epochs: int = 1
     micro_batch_tokens: int = 1
+    experts: str = ""
+    """The implementation of the experts on ranks; empty: that of the model."""
     model: str = ""
     """A directory beside MODEL; empty: MODEL itself."""
 
@@ -117,6 +175,7 @@ CASES = {
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
+    "idle_experts": Case(model="one_sided", experts="eager"),
     **{name: Case(model=name) for name in ("llama", "mistral", "qwen2")},
     "teacher_sampled": Case(loss=Reinforce(), teacher=teacher(path="teacher", gamma=0.5), epochs=2),
     "teacher_divergence": Case(
@@ -246,6 +305,8 @@ def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
         ),
     )
     learner = ShardedLearner(ranks, options_of(case))
+    if case.experts:
+        learner.leader.run(ComputeExperts(case.experts))
     actual = measured(case, learner, lambda: learner.leader.run(Gradients()) if case.dtype == "float32" else {})
     result: dict[str, Any] = {"ranks": actual, "one": expected}
     result["gradients"] = (
@@ -298,6 +359,27 @@ def resumed(
     return {"expected": expected, "from_one": from_one, "in_one": in_one, "here": steps(here, 2), "part": part}
 
 
+def with_masters(ranks: Ranks, folder: Path) -> list[float]:
+    """The losses of a run that goes on with what `resumed` has saved, and with master weights, which that run did not have."""
+    case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
+    learner = ShardedLearner(ranks, options_of(case))
+    batches = batches_of(case, learner)
+    learner.leader.run(KeepMasters())
+    learner.load_state({}, folder / "shards")
+    return [asyncio.run(learner.update(batches, lr=1e-2)).loss for _ in range(2)]
+
+
+def damaged(ranks: Ranks, folder: Path) -> list[str]:
+    """The errors of all ranks where the file of the last rank is missing."""
+    copy = shutil.copytree(folder / "shards", folder / "damaged")
+    (copy / f"__{ranks.size - 1}_0.distcp").unlink()
+    return ShardedLearner(ranks, options_of(Case())).leader.run(RefuseShards(copy))
+
+
+def numbers_of(ranks: Ranks) -> list[list[int]]:
+    return ShardedLearner(ranks, options_of(Case())).leader.run(Numbers())
+
+
 def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
     """The losses of a run that goes on with what another number of ranks has saved."""
     case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
@@ -322,7 +404,10 @@ def main() -> None:
     if WRITTEN is not None:
         WRITTEN.mkdir()
         results["resumed"] = resumed(ranks, WRITTEN)
+        results["numbers"] = numbers_of(ranks)
         if ranks.size == 2 and ranks.mesh.tensor is None:
+            results["damaged"] = damaged(ranks, WRITTEN)
+            results["with_masters"] = with_masters(ranks, WRITTEN)
             results["optimizers"] = {name: resumed(ranks, WRITTEN / name, case) for name, case in OPTIMIZERS.items()}
     if READ is not None:
         results["from_other_ranks"] = from_other_ranks(ranks, READ)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_saver as dcp_save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformers import (
     AutoConfig,
     LlamaConfig,
@@ -28,9 +31,10 @@ from support.mixtures import mixture
 from support.tiny import save_model
 from support.vision import save_vision_model
 from turnwise.doctor.memory import Workload
+from turnwise.errors import RunError
 from turnwise.options.schema import Config
 from turnwise.planning.memory import rank_memory
-from turnwise.training.sharded.shards import share_out
+from turnwise.training.sharded.shards import complete_state, share_out
 
 # Several ranks compute the losses, gradients and weights of one process, and go on with what another number of ranks
 # saved.
@@ -86,6 +90,7 @@ TOGETHER = {
         "sync_each",
         "lora_reference",
         "experts",
+        "idle_experts",
         "checkpointing",
         "teacher_divergence",
         "cispo",
@@ -129,12 +134,23 @@ def run_ranks(size: int, *programs: Sequence[Path | str], **mesh: int) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
+@torch.no_grad()
+def save_one_sided(folder: Path) -> None:
+    """A model whose routers choose the first two experts for all tokens: the ranks with the others have nothing to compute."""
+    model: Any = mixture("qwen3_moe")
+    model.get_input_embeddings().weight[:, 0] = 10.0
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.mul_(0.1)[:, 0] = torch.linspace(1.0, -1.0, 8)
+    model.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The results of all programs by the names of their files: of one rank, of two ranks, of four ranks in two groups, of two
     and four ranks that compute in pairs, and of one rank that goes on with what four have saved."""
     out = tmp_path_factory.mktemp("ranks")
     mixture("qwen3_moe").save_pretrained(model.parent / "experts")
+    save_one_sided(model.parent / "one_sided")
     save_model(model.parent / "teacher", seed=3)
     for name, (config, kind) in DENSE.items():
         torch.manual_seed(4)
@@ -233,6 +249,49 @@ def test_ranks_and_one_process_go_on_with_each_others_state(results: dict[str, A
 )
 def test_a_group_of_ranks_has_the_complete_model(results: dict[str, Any], ranks: str, part: float) -> None:
     assert results[ranks]["resumed"]["part"] == pytest.approx(part, abs=0.01)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("ranks", "numbers"),
+    [
+        ("two", [[0], [1]]),
+        ("four", [[0], [1], [0], [1]]),
+        ("pair", [[0], [0, 1]]),  # both have the norms of layers
+        ("square", [[0], [0, 1], [1, 2], [1, 3]]),
+    ],
+)
+def test_ranks_with_the_same_part_of_a_weight_have_the_same_number(
+    results: dict[str, Any], ranks: str, numbers: list[list[int]]
+) -> None:
+    assert results[ranks]["numbers"] == numbers
+
+
+@pytest.mark.cluster
+def test_ranks_go_on_with_master_weights_that_the_saved_run_did_not_have(results: dict[str, Any]) -> None:
+    assert results["two"]["with_masters"] == pytest.approx(results["two"]["resumed"]["expected"], abs=1e-6)
+
+
+@pytest.mark.cluster
+def test_a_part_that_one_rank_cannot_read_is_the_same_error_on_all_ranks(results: dict[str, Any]) -> None:
+    first, second = results["two"]["damaged"]
+    assert first == second
+    assert "damaged cannot be read (FileNotFoundError" in first
+
+
+def test_a_state_without_its_index_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"the state of the optimizer in .* cannot be read \(FileNotFoundError"):
+        complete_state(tmp_path, ["weight"])
+
+
+def test_a_state_with_a_missing_part_is_refused(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        dcp_save.save({"steps": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    for file in tmp_path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(RunError, match=r"the state of the optimizer in .* cannot be read \(FileNotFoundError"):
+        complete_state(tmp_path, [])
 
 
 @pytest.mark.cluster

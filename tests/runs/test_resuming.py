@@ -240,6 +240,20 @@ def test_another_opponent_on_a_server_is_a_change_that_must_be_named(recipe: Pat
     assert len(check(["policies[].endpoint"])) == 1
 
 
+def test_a_trained_policy_keeps_the_adapter_that_the_checkpoint_has(recipe: Path) -> None:
+    def values(**alphas: int) -> dict[str, Any]:
+        policies = {name: {"train": True, "lora": {"rank": 4, "alpha": alpha}} for name, alpha in alphas.items()}
+        return option_values(load(recipe, [f"policies={json.dumps(policies)}", "model.lora.rank=4"])[0])
+
+    def check(now: dict[str, Any]) -> list[str]:
+        named = [key for key in now if key.startswith("policies[].")]
+        return check_options(values(second=8), now, named=named, where="run", checkpoint="run/checkpoint")
+
+    assert check(values(second=8, third=16))
+    with pytest.raises(RunError, match=r"policies\[\]\.lora cannot change"):
+        check(values(second=16))
+
+
 def test_files_of_a_frozen_policy_that_changed_are_refused(recipe: Path, model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     options = [f"policies={{opponent: '{other}'}}", f"environment={PLACES}:low_bytes"]

@@ -28,7 +28,7 @@ from turnwise.options.algorithm import OptimizationSection, OptimizerSection, Pp
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
-from turnwise.training.optimizer import Optimizer, _rounded_at_random
+from turnwise.training.optimizer import Optimizer, _rounded_at_random, _Undivided
 from turnwise.training.update import StopFlag, run_cancellable, run_to_completion
 from turnwise.types import Sampling, Trajectory
 
@@ -453,6 +453,23 @@ def test_random_rounding_gives_the_value_on_average() -> None:
     assert float(rounded.mean()) == pytest.approx(1.0 + 0.3 * 2**-7, abs=2e-4)
     exact = torch.tensor([1.5, -2.25, 0.0])
     assert torch.equal(_rounded_at_random(exact, seed=2).float(), exact)
+
+
+def test_other_parts_of_a_parameter_are_rounded_by_other_random_numbers() -> None:
+    class Part(_Undivided):
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def number(self, parameter: torch.Tensor) -> int:
+            return self._number
+
+    config = OptimizationSection(optimizer=OptimizerSection(master_weights="stochastic_rounding"))
+    first, same, other = (
+        torch.cat([weight.flatten() for weight in stepped(optimizer, range(1), lr=1e-4)])
+        for optimizer in (Optimizer(parameters(torch.bfloat16), config, parts=Part(number)) for number in (1, 1, 2))
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "adafactor"])

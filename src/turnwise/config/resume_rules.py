@@ -16,12 +16,13 @@ from turnwise.options.section import Section, Use, named_sections
 
 __all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "named_changes", "option_values", "refuse_unknown_names"]
 
-Rule = Literal["free", "rows", "named", "fixed"]
+Rule = Literal["free", "rows", "named", "new", "fixed"]
 
 EXPLAINED: Mapping[Rule, str] = {
     "free": "yes",
     "rows": "same rows",
     "named": "named",
+    "new": "named, of new ones",
     "fixed": "no",
 }
 """The text of each rule in the table of options in docs/recipes.md."""
@@ -70,7 +71,8 @@ RULES: Mapping[str, Rule] = {
     ),
     # policies of agents
     **_all("named", "policies[].", "name path dtype bits endpoint reference temperature top_p top_k min_p"),
-    **_all("named", "policies[].", "train lora lr loss credit"),
+    **_all("named", "policies[].", "train lr loss credit"),
+    "policies[].lora": "new",  # the checkpoint has the adapters of those that the run has trained
     **_all("free", "policies[].", "memory_gb"),
     # sampling
     **_all("named", "engine.", "name script"),
@@ -215,11 +217,12 @@ def check_options(
     defaults = option_values(Config.model_validate({"model": {"path": "model"}, "data": {"train": "rows.jsonl"}}))
     before = {key: _as_now(previous.get(key, defaults.get(key)), value) for key, value in now.items()}
     changed = [key for key, value in before.items() if not same_value(value, now[key]) and key not in _START_OPTIONS]
-    refused = [key for key in changed if RULES[key] == "fixed" or (RULES[key] == "named" and key not in named)]
+    rules = {key: _rule(key, before, now) for key in changed}
+    refused = [key for key in changed if rules[key] == "fixed" or (rules[key] == "named" and key not in named)]
     if refused:
         lines = "\n  ".join(f"{key}={_short(now[key])} (the run used {_short(before[key])})" for key in refused)
-        names = [key for key in refused if RULES[key] == "named"]
-        fixed = [key for key in refused if RULES[key] == "fixed"]
+        names = [key for key in refused if rules[key] == "named"]
+        fixed = [key for key in refused if rules[key] == "fixed"]
         also = f"; to change them for the next steps, set {named_changes(names)}" if names else ""
         never = f"; {', '.join(fixed)} cannot change" if fixed else ""
         if "model.dtype" in fixed:
@@ -231,6 +234,17 @@ def check_options(
     return [
         f"resuming with {key}={_short(now[key])} (was {_short(before[key])})" for key in changed if RULES[key] != "rows"
     ]
+
+
+def _rule(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Rule:
+    """The rule of a changed option. What is `new` is fixed for the policies that the run has trained."""
+    if RULES[key] != "new":
+        return RULES[key]
+    names, trains = "policies[].name", "policies[].train"
+    of_run = zip(before[names], before[trains], before[key], strict=True)
+    known = {name: value for name, trained, value in of_run if trained}
+    of_now = dict(zip(now[names], now[key], strict=True))
+    return "fixed" if any(not same_value(known[name], of_now[name]) for name in known.keys() & of_now) else "named"
 
 
 def _as_now(before: Any, now: Any) -> Any:

@@ -47,10 +47,11 @@ def refuse_indivisible(config: Any, ranks: int) -> None:
     """Raise ConfigError if a model with this configuration (of transformers) cannot be divided among so many ranks."""
     text = config.get_text_config()
     option = f"cluster.mesh.tensor={ranks}"
+    model = f"the model {getattr(config, 'name_or_path', '')}".strip()
     if text.model_type not in DIVISIBLE_TYPES or getattr(config, "vision_config", None) is not None:
         kind = config.model_type if text is config else f"{config.model_type} ({text.model_type})"
         raise ConfigError(
-            f"{option}: models of the type {kind} are not divided so. Use cluster.mesh.shard instead; types that are: "
+            f"{option}: {model} has the type {kind}, which is not divided so. Use cluster.mesh.shard instead; types that are: "
             f"{', '.join(DIVISIBLE_TYPES)}"
         )
     sizes = {
@@ -59,10 +60,10 @@ def refuse_indivisible(config: Any, ranks: int) -> None:
         "features of the feed-forward layers": text.intermediate_size,
         "experts": getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or ranks,
     }
-    for name, size in sizes.items():
+    for kind, size in sizes.items():
         if size % ranks:
             raise ConfigError(
-                f"{option}: the model has {size} {name}, which {ranks} ranks cannot divide; use a divisor of {size}"
+                f"{option}: {model} has {size} {kind}, which {ranks} ranks cannot divide; use a divisor of {size}"
             )
 
 

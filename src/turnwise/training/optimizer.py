@@ -38,6 +38,10 @@ class Parts(Protocol):
         """This rank's part of a parameter or gradient, as an ordinary tensor that shares its memory."""
         ...
 
+    def number(self, parameter: torch.Tensor) -> int:
+        """The number of this rank's part of a parameter: ranks with the same part have the same number."""
+        ...
+
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """The norm of all complete gradients together, computed in float32; the same number on all ranks."""
         ...
@@ -48,6 +52,9 @@ class _Undivided:
 
     def local(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+    def number(self, parameter: torch.Tensor) -> int:
+        return 0
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.linalg.vector_norm(torch.stack(norms_of(gradients)))
@@ -157,6 +164,13 @@ class Optimizer:
         for indexes in self._groups:
             self._step_copies(indexes, scale)
 
+    def _seed(self, index: int) -> int:
+        """Of the random numbers of a parameter in this step. Ranks with the same part round it alike, others do not."""
+        part = (
+            self._parts.number(self.parameters[index]) * 0x9E3779B1
+        )  # far apart; a CPU's generator has seeds of 32 bits
+        return (self._steps * len(self.parameters) + index + part) % 2**32
+
     def _take_gradients(self, indexes: Sequence[int]) -> list[torch.Tensor]:
         """This rank's parts of the gradients of some parameters, which have none afterwards."""
         found: list[torch.Tensor] = []
@@ -183,9 +197,8 @@ class Optimizer:
         for master in masters:
             master.grad = None
         if kind == "stochastic_rounding":
-            # ranks with the same part must round it alike, so the seed does not depend on the rank
             for index, parameter, master in zip(indexes, parameters, masters, strict=True):
-                parameter.copy_(_rounded_at_random(master, seed=self._steps * len(self.parameters) + index))
+                parameter.copy_(_rounded_at_random(master, seed=self._seed(index)))
         else:
             _copy_back(masters, parameters)
         if kind == "kahan":

@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
 from turnwise.models.allocator import free_device_blocks
 from turnwise.options.engines import ClusterSection
 from turnwise.training.batch import MicroBatch
@@ -387,7 +387,7 @@ def follow_rank_0(options: ClusterSection, *, device: str) -> int:
     ranks.liveness.on_lost = lost
     try:
         follow(ranks)
-    except ConfigError:
+    except (ConfigError, RunError):
         return 1  # rank 0 has the same error, and reports it
     except RuntimeError as error:
         ranks.liveness.report(error)

@@ -97,6 +97,9 @@ class Leader:
                 raise self._lost
             try:
                 return self.rank.ranks.scatter(commands).run(self.rank)
+            except RunError as error:  # all ranks have it, and the others end
+                self._lost = error
+                raise
             except RuntimeError as error:  # torch's error for a lost connection and for a time limit
                 if self._lost is not None:
                     raise self._lost from error

@@ -35,6 +35,11 @@ from turnwise.training.sharded.tensor_parallel import TargetShares, TensorParall
 
 T = TypeVar("T")
 
+# gathering what is divided along two dimensions is two operations, and DTensor says on each rank that one would be better
+logging.getLogger("torch.distributed.tensor._redistribute").addFilter(
+    lambda record: "sequential" not in str(record.msg)
+)
+
 
 class _Root(torch.nn.Module):
     """Runs a computation with the root's parameters gathered."""
@@ -177,6 +182,16 @@ class DividedParts:
         """See `Parts.local`."""
         tensor = tensor.detach()
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def number(self, parameter: torch.Tensor) -> int:
+        """See `Parts.number`."""
+        if not isinstance(parameter, DTensor):
+            return 0
+        mesh, number = parameter.device_mesh, 0
+        for dimension, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                number = number * mesh.size(dimension) + mesh.get_local_rank(dimension)
+        return number
 
     def norm(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
         """See `Parts.norm`. One number for each way to divide is added up over the ranks."""

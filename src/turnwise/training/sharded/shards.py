@@ -12,6 +12,7 @@ convert from and to the state of a learner in one process. Does not know convers
 from __future__ import annotations
 
 import hashlib
+import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+from turnwise.errors import RunError
 from turnwise.models.experts import Choice
 from turnwise.models.loading import ModelSource, largest_logit, of_tensors, token_logprobs
 from turnwise.models.lora import adapter_weights, has_adapter
@@ -629,16 +631,17 @@ class Saving:
 
 
 def load(shard: Shard, folder: Path) -> None:
-    """Load the state of all ranks from `folder`, in place."""
-    reader = FileSystemReader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    """Load the state of all ranks from `folder`, in place. Raises RunError on all ranks if one of them cannot read its part."""
+    saved = _saved(folder)
     if shard.reference is not None and shard.reference.model is not None:
         shard.reference.mixed = any(name.startswith("reference/") for name in saved)
     tensors = _tensors(shard)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        warnings.simplefilter("ignore", FutureWarning)
-        dcp_load.load(tensors, storage_reader=reader)
+    # float32 weights on the ranks' devices were their own master weights (optimizer.offload may change)
+    new_masters = {name for name in shard.parameters if f"master/{name}" in tensors.keys() - saved.keys()}
+    for name in new_masters:
+        del tensors[f"master/{name}"]
+    _read(tensors, folder)
+    tensors.update({f"master/{name}": tensors[f"model/{name}"] for name in new_masters})
     _load_optimizer(shard.optimizer, list(shard.parameters), tensors)
 
 
@@ -668,18 +671,14 @@ def load_complete(shard: Shard, state: Mapping[str, Any]) -> None:
 def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """The state of a learner in one process (`Learner.state`) from the files of any number of ranks.
 
-    `names` are those of the trained parameters, in their order.
+    `names` are those of the trained parameters, in their order. Raises RunError if a file cannot be read.
     """
-    reader = FileSystemReader(folder)
-    metadata = reader.read_metadata().state_dict_metadata
     tensors = {
-        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-        for name, entry in metadata.items()
+        name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
+        for name, entry in _saved(folder).items()
         if not name.startswith("model/")
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp_load.load(tensors, storage_reader=reader, no_dist=True)
+    _read(tensors, folder, alone=True)
     state = {
         index: {key: tensors[f"optimizer/{name}/{key}"] for key in ("step", *MOMENTS)}
         for index, name in enumerate(names)
@@ -695,6 +694,33 @@ def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         "steps": int(tensors["steps"]),
         "reference": {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
     }
+
+
+def _saved(folder: Path) -> Mapping[str, Any]:
+    """What `folder` has: the shape and type of each tensor by its name."""
+    try:
+        return FileSystemReader(folder).read_metadata().state_dict_metadata
+    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise RunError(_unreadable(folder, error)) from error
+
+
+def _read(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool = False) -> None:
+    """Give `tensors` the values that `folder` has of them; without `alone`, with all ranks."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            warnings.simplefilter("ignore", FutureWarning)
+            dcp_load.load(tensors, storage_reader=FileSystemReader(folder), no_dist=alone)
+    except CheckpointException as failed:  # not an Exception; all ranks have it
+        error, _ = next(iter(failed.failures.values()))
+        raise RunError(_unreadable(folder, error)) from failed
+
+
+def _unreadable(folder: Path, error: BaseException) -> str:
+    return (
+        f"the state of the optimizer in {folder} cannot be read ({type(error).__name__}: {error}): restore the directory, or "
+        f"start another run from the weights of the checkpoint (model.path)"
+    )
 
 
 def _tensors(shard: Shard) -> dict[str, torch.Tensor]:

@@ -74,7 +74,7 @@ class TensorParallel:
         self._names = {module: name for name, module in model.named_modules()}
         group = mesh.get_group()
         layers[0].register_forward_pre_hook(lambda layer, args: (as_part(args[0], mesh), *args[1:]))
-        layers[-1].register_forward_hook(lambda layer, args, output: _summed_output(output, group))
+        layers[-1].register_forward_hook(lambda layer, args, output: _sum_gradient_of(output, group))
 
     def divide(self, layer: torch.nn.Module) -> None:
         """Divide the parameters of a layer, which may be on the meta device, and let its modules compute with their parts."""
@@ -158,7 +158,7 @@ def _divide_experts(module: Any, mesh: DeviceMesh) -> None:
         index_TK = torch.where(other_TK, count, index_TK - first)
         with _use_local_dtensor_params(module):
             output_TD = forward(hidden_TD, index_TK, weight_TK.masked_fill(other_TK, 0.0))
-        return _Sum.apply(output_TD, group)
+        return _Sum.apply(output_TD, group, hidden_TD, weight_TK)
 
     module.forward = of_own
 
@@ -167,17 +167,22 @@ def _divide_experts(module: Any, mesh: DeviceMesh) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over the ranks, each of which gets the complete gradient."""
+    """The sum over the ranks, each of which gets the complete gradient.
+
+    `inputs` are what the values were computed from: on a rank whose values do not depend on them, such as one whose experts get
+    no token, the backward pass goes on to them all the same, because their gradients are added up over the ranks.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, values: torch.Tensor, group: Any, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.inputs = len(inputs)
         total = values.contiguous().clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0], None, *(None for _ in range(ctx.inputs))
 
 
 class _Summed(torch.autograd.Function):
@@ -248,8 +253,14 @@ class _Joined(torch.autograd.Function):
         return gradients[0][ctx.own], None, None, None
 
 
-def _summed_output(output: Any, group: Any) -> Any:
-    """The output of the last layer, whose gradient comes in parts."""
-    if isinstance(output, torch.Tensor):
-        return _Summed.apply(output, group)
-    return (_Summed.apply(output[0], group), *output[1:])
+def _sum_gradient_of(output: Any, group: Any) -> None:
+    """Add up the gradient of the last layer's output, which comes in parts. The output stays what it is: FSDP warns of views."""
+
+    def summed(gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    hidden = output if isinstance(output, torch.Tensor) else output[0]
+    if hidden.requires_grad:
+        hidden.register_hook(summed)
