@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from support import byte_tokenizer
+from support.hybrids import save_hybrid
 from support.recipes import save_recipe
 from support.training import train_silently
 from turnwise import assembly
@@ -15,14 +19,14 @@ from turnwise.commands.models import write_merged
 from turnwise.config.recipe import load
 from turnwise.doctor.memory import PassOptions, Workload, read_model_config, traced_pass
 from turnwise.errors import ConfigError
-from turnwise.models.loading import ModelSource, load_model, token_logprobs
-from turnwise.models.quantization import linear_layers, stored_bytes
+from turnwise.models.loading import ModelSource, adapt, load_model, token_logprobs
+from turnwise.models.quantization import dequantized, linear_layers, stored_bytes
 from turnwise.options.schema import QuantizationSection
 from turnwise.train import assemble
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 QLORA = ("model.quantization=4", "model.lora.rank=4", "model.device=cpu")
-PROMPT = [5, 17, 300, 44, 45, 9, 10, 11]
+PROMPT = [5, 17, 200, 44, 45, 9, 10, 11]
 
 
 def test_products_use_the_weights_in_4_bits_and_only_the_adapter_is_trained(tmp_path: Path) -> None:
@@ -37,6 +41,67 @@ def test_products_use_the_weights_in_4_bits_and_only_the_adapter_is_trained(tmp_
     layer = plain.model.layers[0].mlp.down_proj.weight
     stored = next(layer for name, layer in layers.items() if name.startswith("model.layers.0.mlp.down_proj"))
     assert stored.weight.numel() == layer.numel() // 2
+
+
+@pytest.mark.parametrize("family", [None, "qwen3_5", "jamba"])
+def test_gradients_are_those_of_the_weights_dequantized(family: str | None, tmp_path: Path) -> None:
+    path = MODEL if family is None else save_hybrid(tmp_path / "model", family)
+    source = assembly.model_source(load(save_recipe(tmp_path, path), list(QLORA))[0])
+    ids = torch.tensor([[5, 17, 30, 44, 45, 9, 10, 11]])
+
+    def pass_of(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        with torch.no_grad():
+            for index, (name, parameter) in enumerate(model.named_parameters()):
+                if ".lora_" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)) / 10)
+            model(ids, use_cache=False)  # as the embedded engine, before a learner
+        logits = model(ids, use_cache=False).logits
+        logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None]).sum().backward()
+        return logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    logits, gradients = pass_of(load_model(source))
+    plain = dequantized(load_model(source.of_base(path)), "float32")
+    adapt(plain, source)
+    other_logits, others = pass_of(plain)
+    torch.testing.assert_close(logits, other_logits, atol=1e-4, rtol=1e-4)
+    assert gradients.keys() == {name for name in others if ".lora_" in name}
+    for name, gradient in gradients.items():
+        assert bool(gradient.any())
+        torch.testing.assert_close(gradient, others[name], atol=1e-3 * float(others[name].abs().max()), rtol=1e-3)
+
+
+def test_layers_of_other_shapes_are_not_quantized(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The layers with 96 inputs, which are no whole blocks, but not those with one output for each head."""
+    path = save_hybrid(tmp_path / "model", "qwen3_5")
+    caplog.set_level("INFO")
+    model = load_model(assembly.model_source(load(save_recipe(tmp_path, path), list(QLORA))[0]))
+    kinds = {name.removesuffix(".base_layer"): layer.weight.dtype for name, layer in linear_layers(model).items()}
+    assert set(kinds.values()) == {torch.uint8}
+    assert {name.rpartition(".")[2] for name in kinds} >= {
+        "in_proj_a",
+        "in_proj_b",
+        "in_proj_qkv",
+        "gate_proj",
+        "q_proj",
+    }
+    down = model.get_submodule("model.layers.0.mlp.down_proj.base_layer").weight
+    assert (down.dtype, tuple(down.shape)) == (torch.float32, (64, 96))
+    assert "4 linear layers stay in float32, because their inputs are no multiple of 64" in caplog.text
+    assert caplog.text.rstrip().endswith(": 4 down_proj")
+    model = save_hybrid(tmp_path / "jamba", "jamba")  # Mamba layers multiply with the weight of dt_proj themselves
+    load_model(assembly.model_source(load(save_recipe(tmp_path, model), list(QLORA))[0]))
+    assert "2 dt_proj" in caplog.text
+
+
+def test_a_model_of_which_no_layer_can_be_quantized_is_refused(tmp_path: Path) -> None:
+    reader = byte_tokenizer()
+    reader.save_pretrained(tmp_path / "model")
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(reader), n_embd=64, n_layer=1, n_head=2)).save_pretrained(
+        tmp_path / "model"
+    )
+    source = assembly.model_source(load(save_recipe(tmp_path, tmp_path / "model"), list(QLORA))[0])
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no linear layer that can be quantized"):
+        load_model(source)
 
 
 @pytest.mark.parametrize("option", ["type=fp4", "double=false"])
@@ -55,11 +120,13 @@ def test_bytes_of_a_weight(options: tuple[bool], bytes_of_64: float) -> None:
     assert stored_bytes(QuantizationSection(bits=4, double=double), 64) == bytes_of_64
 
 
-def test_the_prediction_of_memory_counts_4_bits(tmp_path: Path) -> None:
-    recipe = save_recipe(tmp_path, MODEL)
+@pytest.mark.parametrize("family", [None, "qwen3_5"])
+def test_the_prediction_of_memory_counts_4_bits(family: str | None, tmp_path: Path) -> None:
+    path = MODEL if family is None else save_hybrid(tmp_path / "model", family)
+    recipe = save_recipe(tmp_path, path)
     config = load(recipe, list(QLORA))[0]
     plain = load(recipe, ["model.lora.rank=4", "model.device=cpu"])[0]
-    model_config = read_model_config(str(MODEL))
+    model_config = read_model_config(str(path))
     workload = Workload(conversations=2, tokens=40, prompt_tokens=20)
     quantized, full = (
         traced_pass(
@@ -119,10 +186,12 @@ def steps(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-def test_a_run_in_4_bits_is_exact_resumes_and_is_merged_as_it_was_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [None, "qwen3_5"])
+def test_a_run_in_4_bits_is_exact_resumes_and_is_merged_as_it_was_trained(family: str | None, tmp_path: Path) -> None:
+    model = MODEL if family is None else save_hybrid(tmp_path / "model", family)
     train = {"steps": 2, "batch_size": 2, "group_size": 2, "lr": 0.01}
     limits = {"turns": 2, "tokens_per_turn": 8}
-    recipe = save_recipe(tmp_path, MODEL, train=train, limits=limits, checkpoint={"every": 1})
+    recipe = save_recipe(tmp_path, model, train=train, limits=limits, checkpoint={"every": 1})
     exact = [*QLORA, "deterministic=true"]
     train_silently(assemble(load(recipe, [*exact, f"output={tmp_path / 'whole'}"])[0]))
     whole = steps(tmp_path / "whole")
@@ -140,7 +209,7 @@ def test_a_run_in_4_bits_is_exact_resumes_and_is_merged_as_it_was_trained(tmp_pa
     assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
     own, other = token_logprobs(trained, PROMPT), token_logprobs(merged, PROMPT)
     assert other == pytest.approx(own, abs=1e-4)
-    base = load_model(ModelSource(path=str(MODEL), device="cpu"))
+    base = load_model(ModelSource(path=str(model), device="cpu"))
     assert max(abs(a - b) for a, b in zip(own, token_logprobs(base, PROMPT), strict=True)) > 1e-3
     assert torch.is_floating_point(merged.model.layers[0].mlp.down_proj.weight)
     with pytest.raises(ConfigError, match=r"needs a model directory, and .* is an adapter"):

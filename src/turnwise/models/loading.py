@@ -46,7 +46,7 @@ from turnwise.models.lora import (
     save_adapter,
 )
 from turnwise.models.precision import ignored_by_sdpa, set_text_attention
-from turnwise.models.quantization import dequantized, saved_quantization, transformers_config
+from turnwise.models.quantization import dequantized, keep_differentiable, saved_quantization, transformers_config
 from turnwise.options.algorithm import LoraSection
 from turnwise.options.schema import ModelSection
 
@@ -184,7 +184,7 @@ def _load_base(source: ModelSource) -> Any:
         _log.warning("model.device=auto: the model is on the CPU, although this machine has a GPU's driver: %s", reason)
     quantized: dict[str, Any] = {}
     if source.quantization.bits is not None:
-        quantization = transformers_config(source.quantization, source.dtype)
+        quantization = transformers_config(source.quantization, source.dtype, model_without_weights(path))
         quantized = {"quantization_config": quantization, "device_map": {"": name}}
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds
@@ -197,7 +197,9 @@ def _load_base(source: ModelSource) -> Any:
         ) from failed
     _refuse_other_weights(path, model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
     try:
-        if not quantized:
+        if quantized:
+            keep_differentiable(model)
+        else:
             model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
     except (RuntimeError, AssertionError) as error:
         reason = why_no_gpu() if name.startswith("cuda") else None

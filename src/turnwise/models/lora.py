@@ -268,7 +268,7 @@ def default_targets(model: Any) -> list[str]:
     linear = {name for name, module in model.named_modules() if isinstance(module, _LINEAR)}
     head = model.get_output_embeddings()
     linear -= {name for name, module in model.named_modules() if module is head}
-    linear -= {name for name in linear if _passed_by(model, name) or _chooses_experts(model, name)}
+    linear -= {name for name in linear if weight_is_read_around(model, name) or _chooses_experts(model, name)}
     linear -= _with_shared_weight(model, linear)
     linear -= _of_stacked_experts(model, linear)
     if not linear:
@@ -294,7 +294,7 @@ def _with_shared_weight(model: Any, names: Iterable[str]) -> set[str]:
     return {name for layers in layers_of.values() if len(layers) > 1 for name in layers}
 
 
-def _passed_by(model: Any, name: str) -> bool:
+def weight_is_read_around(model: Any, name: str) -> bool:
     """Whether the module around a layer computes with the layer's weight or bias itself, at least in one of its kernels."""
     parent, _, child = name.rpartition(".")
     reads = re.compile(rf"self\.{re.escape(child)}\.(weight|bias)\b(?!\.(device|dtype|shape))")
@@ -318,7 +318,9 @@ def _methods(kind: type) -> tuple[str, ...]:
 def _chooses_experts(model: Any, name: str) -> bool:
     """Whether a layer has an output for each expert of the block around it, or one output, the gate of a shared expert."""
     layer = model.get_submodule(name)
-    outputs = layer.weight.shape[0 if isinstance(layer, torch.nn.Linear) else 1]
+    outputs = (
+        layer.out_features if isinstance(layer, torch.nn.Linear) else layer.nf
+    )  # a weight in 4 bits has another shape
     if outputs == 1:
         return True
     around = name.split(".")[:-1]
@@ -383,7 +385,7 @@ def _targets(model: Any, names: Sequence[str] | None) -> list[str]:
                 f"model.lora.target_modules: {shared[0]} and {shared[1]} of {type(model).__name__} have the same weight, so two "
                 f"adapters on it could not be merged: remove {target!r} from the list"
             )
-        if passed := sorted(name for name in matching if _passed_by(model, name)):
+        if passed := sorted(name for name in matching if weight_is_read_around(model, name)):
             raise ConfigError(
                 f"model.lora.target_modules: {type(model).__name__} computes with the weight of {passed[0]} itself, so an "
                 f"adapter on {target!r} would have no effect: remove it from the list"
