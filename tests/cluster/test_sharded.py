@@ -212,6 +212,7 @@ def test_ranks_compute_what_one_process_computes(results: dict[str, Any], ranks:
         assert experts == pytest.approx(of_one.pop("experts"), abs=1e-5)
         assert ("experts/aux_loss" in experts) == (case == "experts")
         assert update.pop("teacher") == pytest.approx(of_one.pop("teacher"), abs=1e-5)
+        assert update.pop("selection") == pytest.approx(of_one.pop("selection"), abs=1e-5)
         assert update == pytest.approx(of_one, abs=1e-5, rel=1e-5)
         assert correction == pytest.approx(of_one_correction, abs=1e-5, rel=1e-5)
     assert actual["updates"][0]["grad_norm"] > 0
