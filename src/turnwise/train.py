@@ -262,22 +262,24 @@ async def _update_critic(
 async def _update(run: TrainingRun, packed: Mapping[str, Sequence[Batch]]) -> dict[str, UpdateStats]:
     """Update the weights of all policies that have batches, one after the other. `packed` are the batches of each.
 
-    If it is cancelled after the first optimizer step, the step is not finished, and no checkpoint holds it.
+    A cancellation after the first optimizer step takes effect after the last one of all policies: no checkpoint could hold a
+    step in which only some of them have changed.
     """
     epochs = run.config.train.ppo_epochs
     micro_batches = epochs * sum(len(batch.micro_batches) for of_policy in packed.values() for batch in of_policy)
     on_micro_batch = run.activity.part(run.step + 1, "training, micro-batches", micro_batches)
-    return {
-        policy.name: await policy.learner.update(
-            packed[policy.name],
-            lr=run.learning_rate_of(policy),
-            epochs=epochs,
-            on_micro_batch=on_micro_batch,
-            on_first_step=run.begin_update,
-        )
-        for policy in run.policies
-        if packed[policy.name]
-    }
+    updates: dict[str, UpdateStats] = {}
+    for policy in run.policies:
+        if packed[policy.name]:
+            updates[policy.name] = await policy.learner.update(
+                packed[policy.name],
+                lr=run.learning_rate_of(policy),
+                epochs=epochs,
+                cancellable=not updates,
+                on_micro_batch=on_micro_batch,
+                on_first_step=run.begin_update,
+            )
+    return updates
 
 
 def _finish_step(

@@ -116,10 +116,10 @@ def exact(one: LocalLearner, trajectories: Sequence[Trajectory], options: LossSe
     for token in tokens:
         ratio = (token.logprob - token.old).exp()
         term = -torch.minimum(ratio * token.advantage, ratio.clamp(0.8, 1.2) * token.advantage)
-        if token in held:
-            term = term + options.kl_cov_coef * (token.logprob - token.old).abs()
         if token in kept:
             total = total + term
+        if token in held:
+            total = total + options.kl_cov_coef * (token.logprob - token.old).abs()
     (total / len(tokens)).backward()
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     return flat, len(tokens) - len(kept)
@@ -313,6 +313,21 @@ def test_tokens_at_the_border_share_what_is_left() -> None:
     # the first stands for three equal segments, of which two are taken
     assert top_share(torch.tensor([3.0, 1.0]), torch.tensor([3.0, 1.0]), 2).tolist() == pytest.approx([2 / 3, 0.0])
     assert top_share(torch.tensor([3.0, 1.0]), torch.tensor([3.0, 1.0]), 9).tolist() == [1.0, 1.0]
+
+
+def test_a_token_without_a_policy_loss_has_its_divergence() -> None:
+    loss = make_loss(Reinforce(top_entropy_quantile=0.5, kl_cov_ratio=0.5, kl_cov_coef=0.5))
+    targets = own_example().targets.select(torch.tensor([0, 1]))
+    targets = replace(
+        targets,
+        advantage_N=torch.tensor([2.0, 2.0]),
+        behaviour_logprob_N=torch.tensor([-1.0, -1.0]),
+        policy_share_N=torch.tensor([0.0, 0.5]),
+        divergence_share_N=torch.tensor([1.0, 0.5]),
+    )
+    # -A logprob times its share, and 0.5 |logprob - old| times its own
+    terms = loss(torch.tensor([-3.0, -2.0]), targets)
+    assert terms.loss_N.tolist() == [0.0 * 6.0 + 1.0 * 0.5 * 2.0, 0.5 * 4.0 + 0.5 * 0.5 * 1.0]
 
 
 def test_without_a_selection_nothing_is_measured() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import copy
+import gc
 import io
 import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +27,16 @@ from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection, PpoClip
+from turnwise.train import _update
 from turnwise.training.batch import pack
+from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
 from turnwise.training.optimizer import Optimizer, _rounded_at_random, _Undivided
+from turnwise.training.transfer import Measured, copied
+from turnwise.training.tree import _TreeMask
 from turnwise.training.update import StopFlag, run_cancellable, run_to_completion
+from turnwise.training.value_batch import ValuePacking, pack_value_targets
 from turnwise.types import Sampling, Trajectory
 
 # An optimizer step does what it says, in a thread beside the event loop.
@@ -251,6 +258,85 @@ def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are
     asyncio.run(other.update(batches, lr=1e-2, epochs=2))
     assert (len(counted), changed) == (4, [1])
     assert torch.equal(flat(one), flat(other))
+
+
+@pytest.mark.parametrize("selection", [{}, {"top_entropy_quantile": 0.5}])
+def test_a_cancellation_while_the_first_policy_steps_does_not_stop_the_second(selection: dict[str, float]) -> None:
+    """Otherwise the weights of the first have changed, and no checkpoint can hold the step."""
+    learners = {"": policy(**selection), "second": policy(**selection)}
+    other = policy(**selection)
+    updating: list[bool] = []
+
+    async def stopped() -> None:
+        def begin() -> None:
+            updating.append(True)
+            if len(updating) == 1:
+                task.cancel()
+
+        run: Any = SimpleNamespace(
+            config=SimpleNamespace(train=SimpleNamespace(ppo_epochs=1)),
+            step=0,
+            activity=SimpleNamespace(part=lambda *_: lambda: None),
+            policies=[SimpleNamespace(name=name, learner=one) for name, one in learners.items()],
+            learning_rate_of=lambda _: 1e-2,
+            begin_update=begin,
+        )
+
+        async def work() -> None:
+            updates.update(await _update(run, {name: [pack(group())] for name in learners}))
+            await asyncio.sleep(0)
+
+        updates: dict[str, Any] = {}
+        task = asyncio.create_task(work())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [update.steps for update in updates.values()] == [1, 1]
+
+    asyncio.run(stopped())
+    asyncio.run(other.update([pack(group())], lr=1e-2))
+    assert len(updating) == 2
+    assert all(torch.equal(flat(one), flat(other)) for one in learners.values())
+
+
+# memory: what is measured lives until the end of a batch
+
+
+def graphs_and_masks() -> set[int]:
+    gc.collect()
+    return {
+        id(one)
+        for one in gc.get_objects()
+        if type(one) is _TreeMask or (type(one) is torch.Tensor and one.grad_fn is not None)
+    }
+
+
+@pytest.mark.parametrize("critic", [False, True])
+def test_no_graph_of_a_micro_batch_lives_until_the_end_of_the_batch(critic: bool) -> None:
+    before, alive = graphs_and_masks(), list[set[int]]()
+
+    def count() -> None:
+        alive.append(graphs_and_masks() - before)
+
+    options = {"lr": 1e-3, "on_micro_batch": count}
+    if critic:
+        trajectories = group()
+        for one in trajectories:
+            one.values = one.returns = [1.0] * len(one.turns)
+        packed = pack_value_targets(trajectories, ValuePacking(level="turn", micro_batch_tokens=8))
+        learner = LocalCritic(tiny_model(), threads=1)
+        asyncio.run(learner.update([packed], **options))
+    else:
+        learner = LocalLearner(tiny_model(), sampling=Sampling(), loss=make_loss(PpoClip()), threads=1)
+        asyncio.run(learner.update([pack(group(), micro_batch_tokens=8)], **options))
+    assert len(alive) > 1
+    assert alive == [set()] * len(alive)
+
+
+def test_what_is_measured_keeps_no_buffer_of_its_micro_batch() -> None:
+    _, small = copied([torch.zeros(1000), torch.arange(5)], torch.device("cpu"))
+    assert small.untyped_storage().nbytes() > 4000
+    (kept,) = Measured([small], lambda host: host).tensors
+    assert (kept.tolist(), kept.untyped_storage().nbytes()) == ([0, 1, 2, 3, 4], 40)
 
 
 # the ratios of the first optimizer step

@@ -431,8 +431,8 @@ class LossSection(NamedSection):
     clip_cov_high: float = 5.0
     """Upper bound of the covariance for `loss.clip_cov_ratio`."""
     kl_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the tokens, those with the largest covariances, whose loss has a divergence from the policy before the update
-    (KL-Cov)."""
+    """Share of the tokens, those with the largest covariances, whose loss has a divergence from the probabilities that its
+    ratios compare with (KL-Cov)."""
     kl_cov_coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the divergence for `loss.kl_cov_ratio`."""
 

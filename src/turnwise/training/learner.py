@@ -133,6 +133,7 @@ class Learner(Protocol):
         *,
         lr: float,
         epochs: int = 1,
+        cancellable: bool = True,
         on_micro_batch: Callable[[], None] = _nothing,
         on_first_step: Callable[[], None] = _nothing,
     ) -> UpdateStats:
@@ -141,8 +142,8 @@ class Learner(Protocol):
         `on_micro_batch` is called after each micro-batch, possibly in another thread; `on_first_step` once, before the first
         optimizer step changes the weights.
 
-        If the call is cancelled before the first optimizer step, the weights are unchanged. A later cancellation takes effect
-        after the last optimizer step.
+        If `cancellable` is true and the call is cancelled before the first optimizer step, the weights are unchanged. Otherwise
+        a cancellation takes effect after the last optimizer step.
         """
         ...
 

@@ -76,7 +76,7 @@ class Targets:
     policy_share_N: torch.Tensor | None = None
     """Share of the token's equal segments in which it has a policy loss, where tokens are selected (`selection.py`). None: 1."""
     divergence_share_N: torch.Tensor | None = None
-    """The same of the divergence from the policy before the update (`loss.kl_cov_ratio`). None: 0."""
+    """The same of the divergence from `old_logprobs` (`loss.kl_cov_ratio`). None: 0."""
     old_is_proximal: bool = False
     """Whether the ratios of the loss are those to `proximal_logprob_N`, and not to `behaviour_logprob_N`."""
     first_step: bool = False
@@ -502,11 +502,11 @@ class Loss:
             }
             targets = replace(targets, **columns)
         terms = self.objective(logprob_N, targets)
+        if targets.policy_share_N is not None:
+            terms = replace(terms, loss_N=terms.loss_N * targets.policy_share_N)
         if targets.divergence_share_N is not None:
             divergence = self.options.kl_cov_coef * (logprob_N - targets.old_logprobs).abs()
             terms = replace(terms, loss_N=terms.loss_N + targets.divergence_share_N * divergence)
-        if targets.policy_share_N is not None:
-            terms = replace(terms, loss_N=terms.loss_N * targets.policy_share_N)
         if targets.correction_N is not None:
             terms = replace(terms, loss_N=terms.loss_N * targets.correction_N)
         delta = self.correction.off_policy_sequence_mask_delta

@@ -88,11 +88,22 @@ S = TypeVar("S")
 
 @dataclass(frozen=True, slots=True)
 class Measured(Generic[S]):
-    """What a pass has measured, of which the numbers may still be on a device."""
+    """What a pass has measured, of which the numbers may still be on a device.
+
+    It lives until the end of a batch, so it holds neither the graph of its pass nor the buffer of which a tensor is a view.
+    """
 
     tensors: Sequence[torch.Tensor]
     make: Callable[[Sequence[torch.Tensor]], S]
-    """Called with the tensors on the host."""
+    """Called with the tensors on the host. It must not hold tensors of the pass."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", [_alone(tensor.detach()) for tensor in self.tensors])
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy if it is a part of a larger buffer (`copied`), which it would keep."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def read(measured: Sequence[Measured[S]]) -> list[S]:

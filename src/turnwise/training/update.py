@@ -329,13 +329,15 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         *,
         lr: float,
         epochs: int = 1,
+        cancellable: bool = True,
         on_micro_batch: Callable[[], None] = lambda: None,
         on_first_step: Callable[[], None] = lambda: None,
     ) -> UpdateStats:
         """See `Learner.update` and `UpdateLoop.take_steps`."""
         exceeded = self.bound.exceeded if self.bound is not None else 0
         # before the first step: afterwards the weights are no longer those that sampled
-        prepared, selection = await run_cancellable(lambda stop: prepare_all(self, batches, stop))
+        in_thread = run_cancellable if cancellable else run_to_completion
+        prepared, selection = await in_thread(lambda stop: prepare_all(self, batches, stop))
         if not prepared:
             return UpdateStats()
         first, *others = [of_batch.batch.micro_batches for of_batch in prepared]
@@ -344,7 +346,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
         # their ratios are exactly 1. Later epochs compare with the log-probabilities of that pass, not with those of the engine,
         # which rounds in another way.
         opening = _before_first_step(first) if own_ratios else first
-        sums, norms = await self.take_steps([opening], on_micro_batch, on_first_step, lr, 1, True)
+        sums, norms = await self.take_steps([opening], on_micro_batch, on_first_step, lr, 1, cancellable)
         if own_ratios and epochs > 1:
             first = _with_first_logprobs(first, sums)
         later = [*others, *([first, *others] * (epochs - 1))]
@@ -572,15 +574,17 @@ def _measured(
     }
     columns = (targets.sequence_N, logprob_N.float())
     parts = [part.tensors if part is not None else () for part in (experts, teacher)]
+    # `make` must hold no tensor of the pass
+    names, tokens = tuple(found), len(logprob_N)
 
     def make(host: Sequence[torch.Tensor]) -> UpdateSums:
         given = iter(host)
-        sums = {name: float(next(given)) for name in found}
+        sums = {name: float(next(given)) for name in names}
         logprobs = TargetLogprobs(next(given).numpy(), next(given).numpy())
         of_experts, of_teacher = ([next(given) for _ in part] for part in parts)
         return UpdateSums(
             **sums,
-            tokens=len(logprob_N),
+            tokens=tokens,
             logprobs=(logprobs,),
             experts=None if experts is None else experts.make(of_experts),
             teacher=None if teacher is None else teacher.make(of_teacher),

@@ -216,7 +216,7 @@ def critic_loss(
 
     def metrics() -> Measured[CriticSums]:
         unclipped_N = value_loss(value_N, targets.old_value_N, targets.return_N)
-        found = (loss, (loss_N > unclipped_N).sum())
-        return Measured(found, lambda host: CriticSums(float(host[0]), int(host[1]), len(loss_N)))
+        found, states = (loss, (loss_N > unclipped_N).sum()), len(loss_N)
+        return Measured(found, lambda host: CriticSums(float(host[0]), int(host[1]), states))
 
     return loss, metrics

@@ -143,12 +143,16 @@ def accumulate_rounds(
             # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
             (compute(_dummy_micro_batch().to(ranks.device)).sum() * 0.0).backward()
         else:
-            loss, metrics = loss_of(number, micro.to(ranks.device))
-            loss.backward()
-            with torch.no_grad():
-                sums.append(metrics())
+            sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
         on_round()
     return read(sums)
+
+
+def _backward(loss: torch.Tensor, metrics: Callable[[], Measured[S]]) -> Measured[S]:
+    """A function of its own, so that no name of a loop keeps the graph during the next pass."""
+    loss.backward()
+    with torch.no_grad():
+        return metrics()
 
 
 def _dummy_micro_batch() -> MicroBatch[Targets]:
