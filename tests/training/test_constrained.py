@@ -315,7 +315,6 @@ def test_a_token_that_the_grammar_forbids_is_told() -> None:
         pack([one])
     run: Any = SimpleNamespace(
         learner=SimpleNamespace(requirements=SimpleNamespace(logprob_kinds=tuple(LogprobKind))),
-        policies=[],
         inputs=SimpleNamespace(renderer=renderer),
         policies=(),
         weigh_turns=lambda trajectory: None,
