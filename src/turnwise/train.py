@@ -302,17 +302,7 @@ def _finish_step(
         **time_metrics(groups),
         **run.runner.metrics(),
         "groups/too_small": sum(active.too_small for active in taken.active),
-        "loss": update and update.loss,
-        "kl": update and update.kl,
-        "grad_norm": update and update.grad_norm,
-        "ratio/max_deviation": update and update.max_deviation,
-        "ratio/clip_fraction": update and update.clip_fraction,
-        "tokens/trained": update.tokens if update else 0,
-        **(update.correction if update else {}),
-        **(update.selection if update else {}),
-        **(update.experts if update else {}),
-        **(update.memory_metrics if update else {}),
-        **(update.teacher if update else {}),
+        **_learnt(update),
         **_metrics_of_policies(run, result.updates),
         "tokens/prefix_saved": result.saved,
         **(result.critic.named() if result.critic else {}),
@@ -337,25 +327,33 @@ def _finish_step(
     _stop_if_asked(run, problems)
 
 
-def _metrics_of_policies(run: TrainingRun, updates: Mapping[str, UpdateStats]) -> dict[str, float]:
+def _learnt(update: UpdateStats | None) -> dict[str, float | None]:
+    """The metrics of a policy's update; None: the step had none."""
+    if update is None:
+        names = ("loss", "kl", "grad_norm", "ratio/max_deviation", "ratio/clip_fraction")
+        return {**dict.fromkeys(names), "tokens/trained": 0}
+    return {
+        "loss": update.loss,
+        "kl": update.kl,
+        "grad_norm": update.grad_norm,
+        "ratio/max_deviation": update.max_deviation,
+        "ratio/clip_fraction": update.clip_fraction,
+        "tokens/trained": update.tokens,
+        **update.correction,
+        **update.selection,
+        **update.experts,
+        **update.memory_metrics,
+        **update.teacher,
+    }
+
+
+def _metrics_of_policies(run: TrainingRun, updates: Mapping[str, UpdateStats]) -> dict[str, float | None]:
     """What the step has learnt for the policies beside that of the section `model`."""
     return {
         f"policies/{policy.name}/{name}": value
         for policy in run.policies[1:]
         if (update := updates.get(policy.name)) is not None
-        for name, value in {
-            "loss": update.loss,
-            "kl": update.kl,
-            "grad_norm": update.grad_norm,
-            "lr": run.learning_rate_of(policy),
-            "ratio/max_deviation": update.max_deviation,
-            "ratio/clip_fraction": update.clip_fraction,
-            "tokens/trained": update.tokens,
-            **update.correction,
-            **update.selection,
-            **update.experts,
-            **update.memory_metrics,
-        }.items()
+        for name, value in {**_learnt(update), "lr": run.learning_rate_of(policy)}.items()
     }
 
 

@@ -166,9 +166,8 @@ class Optimizer:
 
     def _seed(self, index: int) -> int:
         """Of the random numbers of a parameter in this step. Ranks with the same part round it alike, others do not."""
-        part = (
-            self._parts.number(self.parameters[index]) * 0x9E3779B1
-        )  # far apart; a CPU's generator has seeds of 32 bits
+        # the seeds of parts are far apart; a CPU's generator has seeds of 32 bits
+        part = self._parts.number(self.parameters[index]) * 0x9E3779B1
         return (self._steps * len(self.parameters) + index + part) % 2**32
 
     def _take_gradients(self, indexes: Sequence[int]) -> list[torch.Tensor]:

@@ -575,13 +575,13 @@ def _measured(
     columns = (targets.sequence_N, logprob_N.float())
     parts = [part.tensors if part is not None else () for part in (experts, teacher)]
     # `make` must hold no tensor of the pass
-    names, tokens = tuple(found), len(logprob_N)
+    names, sizes, tokens = tuple(found), [len(part) for part in parts], len(logprob_N)
 
     def make(host: Sequence[torch.Tensor]) -> UpdateSums:
         given = iter(host)
         sums = {name: float(next(given)) for name in names}
         logprobs = TargetLogprobs(next(given).numpy(), next(given).numpy())
-        of_experts, of_teacher = ([next(given) for _ in part] for part in parts)
+        of_experts, of_teacher = (list(itertools.islice(given, size)) for size in sizes)
         return UpdateSums(
             **sums,
             tokens=tokens,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support import byte_tokenizer
+from support.agent_clients import anthropic_client, imported, openai_client, relations  # noqa: F401
 from support.conversations import CUE, RENDERER, Says, a_row, call, hold_all, spoken
 from support.own_environment import interpreter
 from support.templates import SWITCHES, THINKS
@@ -37,25 +38,6 @@ ADD: dict[str, Any] = {
 CALL = call("add", '{"a": 2, "b": 3}')
 
 
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """The clients take seconds to import: only processes that run these tests import them, and before a conversation begins."""
-    import anthropic  # noqa: F401
-    import openai  # noqa: F401
-
-
-def openai_client(base_url: str, api_key: str) -> Any:
-    import openai
-
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-
-
-def anthropic_client(base_url: str, api_key: str) -> Any:
-    import anthropic
-
-    return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
-
-
 def held(engine: Says, make: AgentFunction | Program, **table: Any) -> Trajectory:
     """A conversation of an agent, whose server ends with it."""
     return held_all(engine, make, size=1, **table)[0]
@@ -72,11 +54,6 @@ def led(engine: Says, function: Any, **table: Any) -> Trajectory:
     trajectory = held(engine, AgentFunction(function=function), **table)
     assert trajectory.error is None, trajectory.error
     return trajectory
-
-
-def relations(trajectory: Trajectory) -> tuple[float, float, float]:
-    """How often a request extended the conversation, was realigned, and forked."""
-    return tuple(trajectory.metrics[f"agent/{name}"] for name in ("extended", "realigned", "forked"))  # type: ignore[return-value]
 
 
 def test_chat_completions_become_turns_with_tokens_and_log_probabilities() -> None:

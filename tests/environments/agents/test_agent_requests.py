@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.agent_clients import anthropic_client, imported, openai_client, relations  # noqa: F401
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
 from turnwise.environments.agents import AgentFunction
 from turnwise.rollout.context import Limits
@@ -19,25 +20,6 @@ from turnwise.types import Trajectory
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
 ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """The clients take seconds to import: they are imported before a conversation begins."""
-    import anthropic  # noqa: F401
-    import openai  # noqa: F401
-
-
-def openai_client(base_url: str, api_key: str) -> Any:
-    import openai
-
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
-
-
-def anthropic_client(base_url: str, api_key: str) -> Any:
-    import anthropic
-
-    return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
 
 
 def led(engine: Says, function: Any, *, limits: Limits | None = None, **arguments: Any) -> Trajectory:
@@ -52,10 +34,6 @@ def led(engine: Says, function: Any, *, limits: Limits | None = None, **argument
     finally:
         asyncio.run(make.aclose())
     return trajectory
-
-
-def relations(trajectory: Trajectory) -> tuple[float, ...]:
-    return tuple(trajectory.metrics[f"agent/{name}"] for name in ("extended", "realigned", "forked"))
 
 
 # beginnings of answers

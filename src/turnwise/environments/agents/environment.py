@@ -260,24 +260,22 @@ class _ByMessages:
         pass
 
     def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
-        found, earlier = self._relation(answered, pending, turn)
+        changed = _changed(answered.pending.request, pending.request)
+        found, earlier = self._relation(answered, pending, turn, changed)
         first = found.new if earlier is None else earlier.first_new
         if self._run.refuses(pending, pending.messages[first:], opening=not first):
             return None
-        return self._reply(answered, pending, turn, found, earlier)
+        return replace(self._reply(answered, pending, turn, found, earlier), **changed)
 
     def _relation(
-        self, answered: _Answered, pending: AgentRequest, turn: Turn
+        self, answered: _Answered, pending: AgentRequest, turn: Turn, changed: Mapping[str, Any]
     ) -> tuple[Continuation, EarlierHistory | None]:
         """How a request continues the conversation, and the earlier history that it returns to."""
-        before, request = answered.pending.request, pending.request
-        same_tools = list(request.tools) == list(before.tools)
-        same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
-        held = [*before.conversation, answered.message]
+        request, held = pending.request, [*answered.pending.request.conversation, answered.message]
         found = continuation(held, request.conversation, turn.text, begun=answered.begun, prefill=request.prefill)
-        if not (same_tools and same_arguments) and found.relation is not Relation.FORKED:
+        if changed and found.relation is not Relation.FORKED:
             # the session renders the history again, because the tools and the arguments of the template decide about the prompt
-            reason = "the arguments of the chat template differ" if same_tools else "the tools differ"
+            reason = "the tools differ" if "tools" in changed else "the arguments of the chat template differ"
             found = Continuation(relation=Relation.FORKED, reason=reason)
         earlier = None
         if found.relation is Relation.FORKED:
@@ -296,8 +294,6 @@ class _ByMessages:
     ) -> Reply:
         """The reply that leads from the answered request to the next one."""
         before, request = answered.pending.request, pending.request
-        same_tools = list(request.tools) == list(before.tools)
-        same_arguments = request.chat_template_kwargs == before.chat_template_kwargs
         if not found.new:
             held = [*before.conversation, answered.message]
             asked = LiveHistory(held, before.tools, before.chat_template_kwargs, turn.text, answered.begun)
@@ -305,8 +301,6 @@ class _ByMessages:
         reply = Reply(
             info=_info({**answered.info, **_recorded(found.relation, found.reason)}),
             metrics=answered.metrics(found.relation),
-            tools=None if same_tools else request.tools,
-            chat_template_kwargs=None if same_arguments else request.chat_template_kwargs,
         )
         if found.resume is not None:
             return replace(reply, resume=found.resume)
@@ -314,6 +308,16 @@ class _ByMessages:
         if not found.new:
             return replace(reply, rewrite=pending.messages, returns_to=earlier)
         return replace(reply, messages=pending.messages[found.new :], edit=found.edit)
+
+
+def _changed(before: ChatRequest, now: ChatRequest) -> dict[str, Any]:
+    """What of a request decides about the prompt besides its messages, and differs from the request before: fields of a reply."""
+    changed: dict[str, Any] = {}
+    if list(now.tools) != list(before.tools):
+        changed["tools"] = now.tools
+    if now.chat_template_kwargs != before.chat_template_kwargs:
+        changed["chat_template_kwargs"] = now.chat_template_kwargs
+    return changed
 
 
 _MOST_TEXTS = 64

@@ -166,6 +166,13 @@ def _divide_experts(module: Any, mesh: DeviceMesh) -> None:
 # Between complete gradients and parts of them
 
 
+def _total(values: torch.Tensor, group: Any) -> torch.Tensor:
+    """The sum over the ranks of a group."""
+    total = values.contiguous().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
 class _Sum(torch.autograd.Function):
     """The sum over the ranks, each of which gets the complete gradient.
 
@@ -176,9 +183,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, group: Any, *inputs: torch.Tensor) -> torch.Tensor:
         ctx.inputs = len(inputs)
-        total = values.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
+        return _total(values, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -195,9 +200,7 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradients[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _total(gradients[0], ctx.group), None
 
 
 class _Part(torch.autograd.Function):
@@ -255,12 +258,6 @@ class _Joined(torch.autograd.Function):
 
 def _sum_gradient_of(output: Any, group: Any) -> None:
     """Add up the gradient of the last layer's output, which comes in parts. The output stays what it is: FSDP warns of views."""
-
-    def summed(gradient: torch.Tensor) -> torch.Tensor:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
     hidden = output if isinstance(output, torch.Tensor) else output[0]
     if hidden.requires_grad:
-        hidden.register_hook(summed)
+        hidden.register_hook(lambda gradient: _total(gradient, group))
