@@ -47,6 +47,7 @@ from turnwise.options.algorithm import (
     Kevin,
     MtGrpo,
     Shared,
+    Spo,
     TurnGae,
     TurnReturn,
 )
@@ -601,6 +602,8 @@ ESTIMATORS = (
     ),
     Entry("`discounted`", turns.discounted),
     Entry("`remax`", outcome.remax),
+    Entry("`spo`, `whiten: false`", partial(outcome.spo, options=Spo(whiten=False))),
+    Entry("`spo`", outcome.spo),
     Entry("`opo`", outcome.opo),
     Entry("`gpg`", outcome.gpg),
     Entry("`gdpo`", outcome.gdpo),

@@ -38,6 +38,7 @@ from turnwise.training.batch import (
 from turnwise.training.critic_step import CriticMetrics, CriticStep
 from turnwise.training.kl_reward import KlRewardMetrics
 from turnwise.training.learner import UpdateStats
+from turnwise.training.policy_shift import PolicyShift
 from turnwise.types import Group, Row, Trajectory
 from turnwise.user_code.reward_number import reaches
 
@@ -230,7 +231,7 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
         raise RolloutError(_nothing_to_train_on(run, groups))
     updates, critic = dict[str, UpdateStats](), None
     if critic_step is None or critic_step.trains_policy(run.step):
-        updates = await _update(run, packed)
+        updates = await _update(run, packed, groups)
         if run.config.record.trainer_logprobs:
             for policy in run.policies:
                 if (update := updates.get(policy.name)) is not None:
@@ -259,8 +260,11 @@ async def _update_critic(
     return await critic_step.update(groups, cancellable=cancellable, on_first_step=run.begin_update)
 
 
-async def _update(run: TrainingRun, packed: Mapping[str, Sequence[Batch]]) -> dict[str, UpdateStats]:
-    """Update the weights of all policies that have batches, one after the other. `packed` are the batches of each.
+async def _update(
+    run: TrainingRun, packed: Mapping[str, Sequence[Batch]], groups: Sequence[Group]
+) -> dict[str, UpdateStats]:
+    """Update the weights of all policies that have batches, one after the other. `packed` are the batches of each. Values of rows
+    learn how far that has moved the policy.
 
     A cancellation after the first optimizer step takes effect after the last one of all policies: no checkpoint could hold a
     step in which only some of them have changed.
@@ -268,6 +272,7 @@ async def _update(run: TrainingRun, packed: Mapping[str, Sequence[Batch]]) -> di
     epochs = run.config.train.ppo_epochs
     micro_batches = epochs * sum(len(batch.micro_batches) for of_policy in packed.values() for batch in of_policy)
     on_micro_batch = run.activity.part(run.step + 1, "training, micro-batches", micro_batches)
+    shifts = {policy.name: await _begin_shift(run, policy, groups) for policy in run.policies if packed[policy.name]}
     updates: dict[str, UpdateStats] = {}
     for policy in run.policies:
         if packed[policy.name]:
@@ -279,7 +284,19 @@ async def _update(run: TrainingRun, packed: Mapping[str, Sequence[Batch]]) -> di
                 on_micro_batch=on_micro_batch,
                 on_first_step=run.begin_update,
             )
+    for policy in run.policies:
+        tracker, shift = policy.credit.tracker, shifts.get(policy.name)
+        if tracker is not None and shift is not None:
+            tracker.move(await shift.end())
     return updates
+
+
+async def _begin_shift(run: TrainingRun, policy: TrainedPolicy, groups: Sequence[Group]) -> PolicyShift | None:
+    """Measure the policy before the update, if its estimator has values of rows."""
+    if policy.credit.tracker is None:
+        return None
+    trained = [one for group in policy.own(groups) for one in group.trajectories if one.advantages]
+    return await PolicyShift.begin(policy.learner, trained, run.config.train.micro_batch_tokens)
 
 
 def _finish_step(
@@ -303,6 +320,7 @@ def _finish_step(
         **run.runner.metrics(),
         "groups/too_small": sum(active.too_small for active in taken.active),
         **_learnt(update),
+        **_shift(run.policies[0], update),
         **_metrics_of_policies(run, result.updates),
         "tokens/prefix_saved": result.saved,
         **(result.critic.named() if result.critic else {}),
@@ -347,13 +365,23 @@ def _learnt(update: UpdateStats | None) -> dict[str, float | None]:
     }
 
 
+def _shift(policy: TrainedPolicy, update: UpdateStats | None) -> dict[str, float]:
+    """How far the update of the step has moved a policy, if its estimator needs that."""
+    tracker = policy.credit.tracker
+    return {"policy_shift": tracker.step_moved} if tracker is not None and update is not None else {}
+
+
 def _metrics_of_policies(run: TrainingRun, updates: Mapping[str, UpdateStats]) -> dict[str, float | None]:
     """What the step has learnt for the policies beside that of the section `model`."""
     return {
         f"policies/{policy.name}/{name}": value
         for policy in run.policies[1:]
         if (update := updates.get(policy.name)) is not None
-        for name, value in {**_learnt(update), "lr": run.learning_rate_of(policy)}.items()
+        for name, value in {
+            **_learnt(update),
+            **_shift(policy, update),
+            "lr": run.learning_rate_of(policy),
+        }.items()
     }
 
 

@@ -167,6 +167,10 @@ CHANGED = {
     "credit.decay": "credit.decay=0.25",
     "credit.weight": "credit.weight=2",
     "credit.initial": "credit.initial=1",
+    "credit.initial_weight": "credit.initial_weight=2",
+    "credit.half_life": "credit.half_life=0.08",
+    "credit.rho_min": "credit.rho_min=0.95",
+    "credit.rho_max": "credit.rho_max=0.88",
     "credit.lam": "credit.lam=0.5",
     "credit.whiten": "credit.whiten=false",
     "credit.turn_gamma": "credit.turn_gamma=0.5",
@@ -256,6 +260,10 @@ BASES = {
     "credit.outcome_weight": "credit.name=mt_grpo",
     "credit.normalise": "credit.name=igpo",
     **dict.fromkeys(("credit.key", "credit.decay", "credit.weight", "credit.initial"), "credit.name=turn_potential"),
+    **{
+        f"credit.{name}": "credit={name: spo, whiten: false}"
+        for name in ("initial_weight", "half_life", "rho_min", "rho_max")
+    },
     **dict.fromkeys(("credit.lam", "credit.whiten"), "credit.name=turn_gae"),
     "credit.turn_gamma": "credit.name=bilevel_gae",
     **dict.fromkeys(("loss.log_clip_low", "loss.log_clip_high"), "loss.name=gmpo"),

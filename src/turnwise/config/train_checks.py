@@ -22,6 +22,7 @@ from turnwise.options.algorithm import (
     OwnCredit,
     OwnLoss,
     PpoClip,
+    Spo,
     TurnReturn,
 )
 from turnwise.options.policies import PolicySection
@@ -79,7 +80,12 @@ def _group_problems(config: Config, section: CreditSection) -> list[tuple[bool, 
             size < 2 and section.compares_group,
             f"train.group_size={size} is too small: credit.name={section.name} compares the trajectories of one row. Set "
             f"train.group_size to 2 or more",
-        )
+        ),
+        (
+            size * config.train.batch_size < 2 and isinstance(section, Spo) and section.whiten,
+            "credit.name=spo with credit.whiten compares the conversations of a step, and train.batch_size=1 with "
+            "train.group_size=1 gives one, whose advantage is 0: raise train.batch_size, or set credit.whiten=false",
+        ),
     ]
 
 

@@ -122,7 +122,13 @@ def _advantages(config: Config) -> list[Any]:
         Group(id="g", row=_ROW, trajectories=trajectories[:2] + shorter, baseline=greedy),
         Group(id="h", row=_ROW, trajectories=[replace(trajectory) for trajectory in trajectories], baseline=greedy),
     ]
-    assembly.credit(config, assembly.scorer(config))(groups)
+    credit = assembly.credit(config, assembly.scorer(config))
+    credit(groups)
+    if credit.tracker is not None:  # the row is visited again, and what is kept of it shows in the third step
+        for _ in range(2):
+            credit.tracker.move(0.01)
+            credit.tracker.advance()
+            credit(groups)
     return [trajectory.advantages for group in groups for trajectory in group.trajectories]
 
 

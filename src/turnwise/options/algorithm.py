@@ -140,6 +140,40 @@ class Remax(CreditSection):
     name: Literal["remax"] = "remax"
 
 
+class Spo(CreditSection):
+    """SPO: the reward minus the value of the row, a mean of its rewards in earlier steps, whitened over the conversations of the
+    batch (arXiv 2509.13232)."""
+
+    name: Literal["spo"] = "spo"
+    initial: float = 0.5
+    """Value of a row that was not trained on yet."""
+    initial_weight: NotNegative = 1.0
+    """How many conversations `initial` counts as."""
+    half_life: Factor = 0.06
+    """How far the policy moves, in nats per token, until what was known of a row counts half."""
+    rho_min: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """The least share of a row's weight that is kept from one visit to the next. 1: all rewards count alike."""
+    rho_max: Annotated[float, Field(gt=0, le=1)] = 0.96
+    """The largest share. The weight of a row with one conversation per visit stays below 1 / (1 - `rho_max`)."""
+    whiten: Whiten = True
+
+    @property
+    def compares_group(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Spo:
+        if self.rho_min > self.rho_max:
+            raise PydanticCustomError(
+                "rho",
+                "{message}",
+                {
+                    "message": f"rho_min={self.rho_min:g} is above rho_max={self.rho_max:g}: lower rho_min, or raise rho_max"
+                },
+            )
+        return self
+
+
 class Opo(CreditSection):
     """OPO: the reward minus the mean reward of the group, weighted by the length of conversations (arXiv 2505.23585)."""
 
@@ -355,6 +389,7 @@ ESTIMATORS = (
     Discounted,
     CriticCredit,
     Remax,
+    Spo,
     Opo,
     Gpg,
     Gdpo,

@@ -389,6 +389,10 @@ METRICS = (
         "With `teacher.signal: divergence`: the divergence that is in the loss, without `teacher.coef`.", lines=_TRAIN,
     ),
     Metric(
+        "policy_shift", "nats", "tokens of up to 16 conversations",
+        "KL divergence of the policy before the update from that after it. Needs `credit.name: spo`.", lines=_TRAIN,
+    ),
+    Metric(
         "critic/loss", "", _STEPS, "Loss of the critic: half of the squared error of its estimates, with value clipping.",
         same=("critic/vf_loss", "loss/value_avg"), lines=_TRAIN,
     ),

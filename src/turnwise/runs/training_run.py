@@ -95,6 +95,8 @@ class TrainingRun(RunState):
     def data_position(self) -> dict[str, Any]:
         with_curriculum = self.pipeline.source.curriculum is not None
         place = {**RunState.data_position(self), **self.data.written(curriculum=with_curriculum)}
+        values = {one.name: one.credit.tracker.written() for one in self.policies if one.credit.tracker is not None}
+        place |= {"values": values} if values else {}
         return place if self.kl_reward is None else {**place, "kl_coef": self.kl_reward.coef}
 
     @property
@@ -112,6 +114,9 @@ class TrainingRun(RunState):
 
     def advance_data(self) -> None:
         self.data = self.pipeline.state
+        for policy in self.policies:
+            if policy.credit.tracker is not None:
+                policy.credit.tracker.advance()
 
 
 def assemble(config: Config) -> TrainingRun:
@@ -148,6 +153,7 @@ def assemble(config: Config) -> TrainingRun:
     longest = learner.context_length
     context = assembly.conversation_context(config, renderer, runner, environments, longest=longest, policies=of_agents)
     data = _data_state(opened, inputs.rows, config)
+    _load_values(opened, credits)
     opened.begin(learner, critic, others)
     policies = list(_trained_policies(config, {_MAIN: learner, **others}, runner, of_agents, credits))
     return TrainingRun(
@@ -299,6 +305,14 @@ def _data_state(opened: OpenedRun, rows: Sequence[Row], config: Config) -> DataS
     """The rows that were used, at the start of a new or a resumed run."""
     saved = {} if opened.saved is None else opened.saved.about["place"]
     return DataState.read(saved, initial_pass_rates(rows, config.data.curriculum.column))
+
+
+def _load_values(opened: OpenedRun, credits: Mapping[str, Credit]) -> None:
+    """The values of rows of a run that is resumed. An estimator without values in the checkpoint begins anew."""
+    saved = {} if opened.saved is None else opened.saved.about["place"].get("values", {})
+    for name, credit in credits.items():
+        if credit.tracker is not None and name in saved:
+            credit.tracker.load(saved[name])
 
 
 def _finished_steps(opened: OpenedRun) -> list[dict[str, Any]]:

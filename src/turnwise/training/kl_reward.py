@@ -109,13 +109,13 @@ class KlReward:
 
     async def _estimates(self, trajectories: Sequence[Trajectory]) -> list[list[list[float]]]:
         """For each trajectory and turn, the estimate of the divergence for each sampled token."""
-        batch = _token_batch(self.learner, trajectories, self.micro_batch_tokens)
+        batch = token_batch(self.learner, trajectories, self.micro_batch_tokens)
         reference = await self.learner.logprobs(batch, reference=True)
         sampled = await sampled_logprobs(self.learner, trajectories, self.micro_batch_tokens)
         return by_turn(trajectories, kl_numbers(sampled, reference, self.estimator))
 
 
-def _token_batch(learner: Learner, trajectories: Sequence[Trajectory], micro_batch_tokens: int | None) -> StateBatch:
+def token_batch(learner: Learner, trajectories: Sequence[Trajectory], micro_batch_tokens: int | None) -> StateBatch:
     """A state before each sampled token."""
     required = learner.requirements
     packing = ValuePacking(
@@ -135,7 +135,7 @@ async def sampled_logprobs(
     kinds = learner.requirements.logprob_kinds
     reported = [number for trajectory in trajectories for number in _reported(trajectory, kinds)]
     if any(math.isnan(number) for number in reported):
-        own = await learner.logprobs(_token_batch(learner, trajectories, micro_batch_tokens))
+        own = await learner.logprobs(token_batch(learner, trajectories, micro_batch_tokens))
         reported = [o if math.isnan(number) else number for number, o in zip(reported, own, strict=True)]
     return reported
 

@@ -370,9 +370,12 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
 
         return await run_cancellable(evaluate)
 
-    async def logprobs(self, batch: StateBatch, *, reference: bool = False) -> list[float]:
+    async def logprobs(
+        self, batch: StateBatch, *, reference: bool = False, cancellable: bool = True
+    ) -> list[float]:
         """See `Learner.logprobs`. Computed in a thread."""
-        return await run_cancellable(
+        in_thread = run_cancellable if cancellable else run_to_completion
+        return await in_thread(
             lambda stop: batch.in_order(self.target_logprobs(batch.micro_batches, stop, reference=reference))
         )
 

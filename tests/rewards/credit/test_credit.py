@@ -30,6 +30,7 @@ from turnwise.options.algorithm import (
     Kevin,
     MtGrpo,
     Shared,
+    Spo,
     TurnGae,
     TurnReturn,
 )
@@ -259,6 +260,7 @@ UNBIASED: dict[str, Callable[..., Any]] = {
     "shared without baseline": partial(turns.shared, options=Shared(baseline="none")),
     "turn_return": partial(turns.turn_return, options=TurnReturn(scale="none")),
     "remax": outcome.remax,
+    "spo": partial(outcome.spo, options=Spo(whiten=False)),
     "critic": partial(critic.critic, options=CriticCredit(whiten=False)),
     "gae, lambda 1": partial(critic.gae, options=Gae(lam=1.0, whiten=False)),
     "turn_gae, lambda 1": partial(critic.turn_gae, options=TurnGae(gamma=1.0, lam=1.0, whiten=False)),

@@ -29,12 +29,14 @@ from turnwise.options.algorithm import (
     Kevin,
     ReinforcePp,
     Shared,
+    Spo,
     TurnGae,
     TurnReturn,
 )
 from turnwise.rewards.credit import Credit, critic, outcome, turns
 from turnwise.rewards.credit import credit as states
 from turnwise.rewards.credit.credit import Episode, EpisodeGroups
+from turnwise.rewards.credit.tracker import ValueTracker
 from turnwise.training.batch import pack
 from turnwise.types import Failure, Group, LogprobKind, Sampling, Segment, Trajectory, Turn
 
@@ -52,6 +54,8 @@ ALL: dict[str, Credit] = {
         Credit("gpg", outcome.gpg),
         Credit("gdpo", outcome.gdpo),
         Credit("remax", outcome.remax, needs_baseline=True),
+        Credit("spo", outcome.spo, tracker=ValueTracker(Spo())),
+        Credit("spo, none", partial(outcome.spo, options=Spo(whiten=False)), tracker=ValueTracker(Spo())),
         Credit("reinforce_pp", turns.reinforce_pp),
         Credit("reinforce_pp, gamma", partial(turns.reinforce_pp, options=ReinforcePp(gamma=0.9))),
         Credit("reinforce_pp_baseline", outcome.reinforce_pp_baseline),
@@ -292,6 +296,8 @@ def test_a_step_in_which_all_conversations_are_the_same_has_no_advantages(credit
     ((value, _),) = same_for_all.values  # type: ignore[misc]
     if credit.name == "shared, none":  # no mean is subtracted
         assert numbers == [pytest.approx(same_for_all.reward)]
+    elif credit.name == "spo, none":
+        assert numbers == [pytest.approx(same_for_all.reward - Spo().initial)]
     elif credit.name == "critic":  # not whitened
         assert numbers == [pytest.approx(same_for_all.reward - value)]  # type: ignore[operator]
     elif credit.name in ("gae", "bilevel_gae", "reinforce_pp, gamma"):  # the two tokens are compared with each other
@@ -304,7 +310,7 @@ def test_a_step_in_which_all_conversations_are_the_same_has_no_advantages(credit
 GROUP_OF_ONE = {
     **dict.fromkeys(["grpo", "dr_grpo", "rloo", "opo", "gpg", "gdpo", "turn_return", "shared", "discounted"], True),
     **dict.fromkeys(["mt_grpo", "reinforce_pp_baseline"], True),
-    **dict.fromkeys(["remax", "shared, none", "turn_gae", "critic", "reinforce_pp"], False),
+    **dict.fromkeys(["remax", "spo, none", "shared, none", "turn_gae", "critic", "reinforce_pp"], False),
 }
 
 

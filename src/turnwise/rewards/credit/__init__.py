@@ -9,12 +9,13 @@ of the estimators, `rounded` rounds all numbers to three decimals.
 
 from collections.abc import Mapping
 
-from turnwise.options.algorithm import CreditSection
+from turnwise.options.algorithm import CreditSection, Spo
 from turnwise.rewards.credit import critic, outcome, own, turns
 from turnwise.rewards.credit.credit import Credit as Credit
 from turnwise.rewards.credit.credit import Episode as Episode
 from turnwise.rewards.credit.credit import Estimator
 from turnwise.rewards.credit.outcome import grpo as grpo
+from turnwise.rewards.credit.tracker import ValueTracker
 
 ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
     **outcome.ESTIMATORS,
@@ -35,4 +36,5 @@ def credit_of(options: CreditSection, *, weights: Mapping[str, float]) -> Credit
         needs_baseline=options.needs_baseline,
         read=lambda trajectory: estimator.read(trajectory, options),
         weights=weights,
+        tracker=ValueTracker(options) if isinstance(options, Spo) else None,
     )

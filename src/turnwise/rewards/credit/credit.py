@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from turnwise.errors import Failed, boundary
 from turnwise.options.algorithm import Scale
+from turnwise.rewards.credit.tracker import ValueTracker
 from turnwise.rewards.functions import finite_number
 from turnwise.types import Failure, Group, Message, Trajectory, Turn
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
@@ -57,7 +58,8 @@ class Episode:
     weights: Mapping[str, float] = field(default_factory=dict)
     """The weights in the recipe of the parts of the reward; 1 for a part that is missing."""
     baseline: float | None = None
-    """The reward of the greedy conversation of the same row, where there is one."""
+    """What the reward is compared with, for some estimators: the reward of the greedy conversation of the same row, or the row's
+    value in a `ValueTracker`."""
     total: float | None = None
     """The reward of the conversation, if it is known more exactly than as the sum of the other fields."""
 
@@ -193,6 +195,8 @@ class Credit:
     """Reads the numbers that the estimator needs from a trajectory."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """`Episode.weights`."""
+    tracker: ValueTracker | None = None
+    """The values of rows that rewards are compared with; None: the estimator needs none. A call adds the rewards of the step."""
 
     def __call__(self, groups: Sequence[Group]) -> None:
         read = [self._read(group) for group in groups]
@@ -200,6 +204,9 @@ class Credit:
         estimates = self.estimate([[episode for _, episode in pairs] for pairs in read])
         returns = estimates.returns if isinstance(estimates, ValueEstimates) else None
         advantages = estimates.advantages if isinstance(estimates, ValueEstimates) else estimates
+        if self.tracker is not None:
+            for group, pairs in zip(groups, read, strict=True):
+                self.tracker.add(_agent(group), group.row.id, (episode.reward for _, episode in pairs))
         for place, trajectories in enumerate(scored):
             for number, trajectory in enumerate(trajectories):
                 trajectory.advantages = advantages[place][number]
@@ -210,6 +217,8 @@ class Credit:
         baseline = _baseline(group) if self.needs_baseline else None
         if self.needs_baseline and baseline is None:
             return []
+        if self.tracker is not None:
+            baseline = self.tracker.value(_agent(group), group.row.id)
         read: list[tuple[Trajectory, Episode]] = []
         for trajectory in group.trajectories:
             if trajectory.failed or trajectory.reward is None:
@@ -221,6 +230,11 @@ class Credit:
         return read
 
 
+def _agent(group: Group) -> str:
+    """The name of the agent whose conversations the group has; empty: those of the row."""
+    return group.trajectories[0].agent if group.trajectories else ""
+
+
 def _baseline(group: Group) -> float | None:
     """The reward of the greedy conversation of a group; None if it has none, or if the conversation failed.
 
@@ -229,7 +243,7 @@ def _baseline(group: Group) -> float | None:
     """
     if group.baseline is None:
         return None
-    name = group.trajectories[0].agent if group.trajectories else ""
+    name = _agent(group)
     agents = [agent for agent in group.baseline.agents if agent.agent == name and agent.policy == group.policy]
     played = [agent for agent in agents if agent.trained]
     greedy = played if name else [group.baseline]

@@ -8,7 +8,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from turnwise.options.algorithm import CreditSection, Gdpo, Gpg, Grpo, NoCredit, Opo, ReinforcePpBaseline, Remax, Rloo
+from turnwise.options.algorithm import (
+    CreditSection,
+    Gdpo,
+    Gpg,
+    Grpo,
+    NoCredit,
+    Opo,
+    ReinforcePpBaseline,
+    Remax,
+    Rloo,
+    Spo,
+)
 from turnwise.rewards.credit.credit import (
     Advantages,
     Episode,
@@ -21,7 +32,7 @@ from turnwise.rewards.credit.credit import (
 )
 from turnwise.user_code.reward_number import equal_rewards, is_rounding
 
-__all__ = ["gdpo", "gpg", "grpo", "none", "opo", "reinforce_pp_baseline", "remax", "rloo"]
+__all__ = ["gdpo", "gpg", "grpo", "none", "opo", "reinforce_pp_baseline", "remax", "rloo", "spo"]
 
 
 def grpo(batch: EpisodeGroups, options: Grpo = Grpo()) -> Advantages:
@@ -119,13 +130,38 @@ def remax(batch: EpisodeGroups, options: Remax = Remax()) -> Advantages:
     >>> rounded(remax([[Episode([1.0], baseline=0.25), Episode([0.0], baseline=0.25)]]))
     [[[0.75], [-0.25]]]
     """
+    return _for_all_turns(batch, _above_baseline(batch))
 
-    def advantage(episode: Episode) -> float:
+
+def spo(batch: EpisodeGroups, options: Spo = Spo()) -> Advantages:
+    """R minus the value of the row before this step (`Episode.baseline`), whitened over the conversations of the batch.
+
+    The value is that of `ValueTracker`: it does not depend on the conversations of the step, so that without whitening the
+    expected gradient is the true one, also for groups of one. Equal differences are 0 after whitening.
+
+    Paper: Single-stream Policy Optimization, arXiv 2509.13232.
+
+    Example: rewards 1 and 0 on two rows with the values 0.75 and 0.25: differences 0.25 and -0.25, standard deviation 0.354.
+
+    >>> batch = [[Episode([1.0], baseline=0.75)], [Episode([0.0], baseline=0.25)]]
+    >>> rounded(spo(batch)), rounded(spo(batch, Spo(whiten=False)))
+    ([[[0.707]], [[-0.707]]], [[[0.25]], [[-0.25]]])
+    """
+    values = _above_baseline(batch)
+    flat = [value for group in values for value in group]
+    mean, factor = whitening(flat, [1] * len(flat)) if options.whiten else (0.0, 1.0)
+    return _for_all_turns(batch, [[(value - mean) * factor for value in group] for group in values])
+
+
+def _above_baseline(batch: EpisodeGroups) -> list[list[float]]:
+    def difference(episode: Episode) -> float:
         if episode.baseline is None:
-            raise ValueError("remax needs the reward of a greedy conversation: Episode.baseline")
+            raise ValueError(
+                "this estimator needs Episode.baseline: the reward of a greedy conversation, or a row's value"
+            )
         return 0.0 if equal_rewards([episode.reward, episode.baseline]) else episode.reward - episode.baseline
 
-    return _for_all_turns(batch, [[advantage(episode) for episode in group] for group in batch])
+    return [[difference(episode) for episode in group] for group in batch]
 
 
 def reinforce_pp_baseline(batch: EpisodeGroups, options: ReinforcePpBaseline = ReinforcePpBaseline()) -> Advantages:
@@ -216,6 +252,7 @@ ESTIMATORS: Mapping[type[CreditSection], Estimator] = {
     Opo: Estimator(opo),
     Gpg: Estimator(gpg),
     Remax: Estimator(remax),
+    Spo: Estimator(spo),
     ReinforcePpBaseline: Estimator(reinforce_pp_baseline),
     Gdpo: Estimator(gdpo),
 }
