@@ -26,7 +26,8 @@ from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model
-from turnwise.options.algorithm import OptimizationSection, OptimizerSection, PpoClip
+from turnwise.options.algorithm import OptimizationSection, OptimizerSection, PpoClip, Spo
+from turnwise.rewards.credit.tracker import ValueTracker
 from turnwise.train import _update
 from turnwise.training.batch import pack
 from turnwise.training.local_critic import LocalCritic
@@ -264,6 +265,7 @@ def test_a_cancellation_after_the_first_optimizer_step_takes_effect_when_all_are
 def test_a_cancellation_while_the_first_policy_steps_does_not_stop_the_second(selection: dict[str, float]) -> None:
     """Otherwise the weights of the first have changed, and no checkpoint can hold the step."""
     learners = {"": policy(**selection), "second": policy(**selection)}
+    trackers = [ValueTracker(Spo()) for _ in learners]
     other = policy(**selection)
     updating: list[bool] = []
 
@@ -274,16 +276,22 @@ def test_a_cancellation_while_the_first_policy_steps_does_not_stop_the_second(se
                 task.cancel()
 
         run: Any = SimpleNamespace(
-            config=SimpleNamespace(train=SimpleNamespace(ppo_epochs=1)),
+            config=SimpleNamespace(train=SimpleNamespace(ppo_epochs=1, micro_batch_tokens=None)),
             step=0,
             activity=SimpleNamespace(part=lambda *_: lambda: None),
-            policies=[SimpleNamespace(name=name, learner=one) for name, one in learners.items()],
+            policies=[
+                SimpleNamespace(
+                    name=name, learner=one, credit=SimpleNamespace(tracker=tracker), own=lambda groups: groups
+                )
+                for (name, one), tracker in zip(learners.items(), trackers, strict=True)
+            ],
             learning_rate_of=lambda _: 1e-2,
             begin_update=begin,
         )
 
         async def work() -> None:
-            updates.update(await _update(run, {name: [pack(group())] for name in learners}))
+            groups: Any = [SimpleNamespace(trajectories=group())]
+            updates.update(await _update(run, {name: [pack(group())] for name in learners}, groups))
             await asyncio.sleep(0)
 
         updates: dict[str, Any] = {}
@@ -296,6 +304,7 @@ def test_a_cancellation_while_the_first_policy_steps_does_not_stop_the_second(se
     asyncio.run(other.update([pack(group())], lr=1e-2))
     assert len(updating) == 2
     assert all(torch.equal(flat(one), flat(other)) for one in learners.values())
+    assert trackers[0].step_moved == trackers[1].step_moved > 0, "how far they have moved was measured all the same"
 
 
 # memory: what is measured lives until the end of a batch

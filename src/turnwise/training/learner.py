@@ -180,9 +180,7 @@ class Learner(Protocol):
         """The negative log-likelihood of a batch, averaged by its weights. Changes nothing."""
         ...
 
-    async def logprobs(
-        self, batch: StateBatch, *, reference: bool = False, cancellable: bool = True
-    ) -> list[float]:
+    async def logprobs(self, batch: StateBatch, *, reference: bool = False, cancellable: bool = True) -> list[float]:
         """The log-probability of each token of the batch: of the token after each of its states, under the present weights, or
         under the reference model. Changes nothing. Unless `cancellable`, a cancellation takes effect after the end. Raises
         ValueError if there is no reference model."""

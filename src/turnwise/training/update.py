@@ -370,9 +370,7 @@ class LearnerBase(UpdateLoop[MicroBatch[Targets], UpdateSums]):
 
         return await run_cancellable(evaluate)
 
-    async def logprobs(
-        self, batch: StateBatch, *, reference: bool = False, cancellable: bool = True
-    ) -> list[float]:
+    async def logprobs(self, batch: StateBatch, *, reference: bool = False, cancellable: bool = True) -> list[float]:
         """See `Learner.logprobs`. Computed in a thread."""
         in_thread = run_cancellable if cancellable else run_to_completion
         return await in_thread(
