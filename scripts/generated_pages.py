@@ -35,7 +35,7 @@ from credit_toy import SEVERAL_STATES, Estimator, expected_gradient, large_group
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from turnwise.config.resume_rules import EXPLAINED, RULES
+from turnwise.config.resume_rules import RULES, Rule
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.options.algorithm import (
     BilevelGae,
@@ -53,7 +53,7 @@ from turnwise.options.algorithm import (
 )
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, Use, name_of, named_sections
-from turnwise.record.metric_names import METRICS
+from turnwise.record.metric_names import METRICS, Metric
 from turnwise.rewards.credit import critic, outcome, turns
 from turnwise.rewards.turn_weights import TURN_WEIGHTINGS, custom
 from turnwise.types import Row, Sampling, Trajectory, Turn
@@ -86,56 +86,131 @@ def replace_block(page: str, name: str, body: str, *, by: str = "generated_pages
 
 LONG = 5
 """A description of more words than these is not repeated."""
+MOST_USED = [
+    "model.path",
+    "model.lora.rank",
+    "model.gradient_checkpointing",
+    "data.train",
+    "data.eval",
+    "data.max_rows",
+    "environment",
+    "tools",
+    "reward.trajectory",
+    "limits.turns",
+    "limits.tokens_per_turn",
+    "limits.context",
+    "sampling.temperature",
+    "engine.name",
+    "train.steps",
+    "train.epochs",
+    "train.batch_size",
+    "train.group_size",
+    "train.lr",
+    "train.warmup_steps",
+    "train.micro_batch_tokens",
+    "credit.name",
+    "loss.name",
+    "eval.every",
+    "eval.max_rows",
+    "checkpoint.every",
+    "loggers",
+    "output",
+    "seed",
+    "resume",
+    "replace",
+    "cluster.launcher",
+]
+"""The options of the first table, in its order. They have no other row."""
+MARKS: dict[Rule, str] = {"free": "", "named": "†", "new": "†", "rows": "§", "fixed": "‡"}
+"""What follows the name of an option that may not change freely at a resume. The page explains the marks."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """An option of the tables. `like`: the option of an earlier section that has the same description."""
+
+    option: str
+    default: str
+    what: str
+    like: str | None = None
+
+    @property
+    def cell(self) -> str:
+        return f"`{self.option}`{_mark(self.option)}"
 
 
 def option_table() -> str:
-    """The options as Markdown, with a section for each section of a recipe."""
+    """The options as Markdown: those that most people set, then the others, with a table for each section of a recipe."""
     named = named_sections(Config)
     said: dict[tuple[str, str], str] = {}
-    top = [
-        (name, field) for name, field in Config.model_fields.items() if _section(field) is None and name not in named
-    ]
-    sections = ["### At the top", "", *_rows(top, "", said)]
-    for name, field in Config.model_fields.items():
-        section = _section(field)
+    fields = Config.model_fields.items()
+    top = [(name, field) for name, field in fields if _section(field) is None and name not in named]
+    rows = {"": list(_options(top, "", said))}
+    for name, field in fields:
+        if (section := _section(field)) is not None and name not in named:
+            rows[name] = list(_options(section.model_fields.items(), f"{name}.", said))
+    first = {row.option: row for section_rows in rows.values() for row in section_rows}
+    first |= {f"{key}.name": _choice(key, list(classes.values())) for key, classes in named.items()}
+    text = ["### What most people set", "", *_table([first[name] for name in MOST_USED])]
+    text += ["", "### At the top", "", *_others(rows[""])]
+    for name, field in fields:
         if name in named:
-            sections += _named(name, list(named[name].values()))
-        elif section is not None:
-            sections += [
-                "",
-                f"### {name}",
-                "",
-                _doc(section),
-                "",
-                *_rows(section.model_fields.items(), f"{name}.", said),
-            ]
-    return "\n".join(sections)
+            text += _named(name, list(named[name].values()))
+        elif (section := _section(field)) is not None:
+            text += ["", f"### {name}", "", _doc(section), "", *_others(rows[name])]
+    return "\n".join(text)
+
+
+def _choice(key: str, classes: Sequence[type[Section]]) -> OptionRow:
+    """The row of a section's `name`."""
+    default = name_of(type(Config.model_fields[key].default))
+    names = ", ".join(f"`{name_of(cls)}`" for cls in classes)
+    page = _doc(_base(classes))
+    what = f"{page} One of: {names}." if "(docs/" in page else f"One of: {names} ([{key}](#{key}))."
+    return OptionRow(f"{key}.name", f"`{default}`", what)
 
 
 def _doc(section: type[Section]) -> str:
     return " ".join((section.__doc__ or "").split())
 
 
+def _base(classes: Sequence[type[Section]]) -> type[Section]:
+    return next(base for base in classes[0].__mro__ if all(issubclass(cls, base) for cls in classes[1:]))
+
+
+def _others(rows: Sequence[OptionRow]) -> Iterator[str]:
+    return _table([row for row in rows if row.option not in MOST_USED])
+
+
+def _table(rows: Sequence[OptionRow]) -> Iterator[str]:
+    """The rows, equal neighbours as one. What is as in another section stands in a line below them."""
+    if own := [row for row in rows if row.like is None]:
+        yield from ("| option | default | what |", "|---|---|---|")
+    for (default, what), same in groupby(own, key=lambda row: (row.default, row.what)):
+        yield f"| {', '.join(row.cell for row in same)} | {default} | {what} |"
+    like = [row for row in rows if row.like is not None]
+    for section, same in groupby(like, key=lambda row: (row.like or "").rpartition(".")[0]):
+        yield from ("", f"As in `{section}`: {', '.join(f'{row.cell} ({row.default})' for row in same)}.")
+
+
 def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
     """The names of a section, and one table of their options: an option that several names have stands once."""
     yield from ("", f"### {key}", "")
-    base = next(base for base in classes[0].__mro__ if all(issubclass(cls, base) for cls in classes[1:]))
-    if "(docs/" in (page := _doc(base)):  # which says what each name means
-        yield f"{page} Names: {', '.join(f'`{name_of(cls)}`' for cls in classes)}."
-    else:
+    if "(docs/" not in _doc(_base(classes)):  # which says what each name means
         yield from (f"- `{name_of(cls)}`: {_doc(cls)}" for cls in classes)
+        yield ""
     found: dict[tuple[str, str], list[tuple[type[Section], FieldInfo]]] = {}
     for cls in sorted(classes, key=lambda cls: not _has_own_options(cls, classes)):
         for name, field in cls.model_fields.items():
             if name != "name":
                 found.setdefault((name, _what(f"{key}.{name}", field)), []).append((cls, field))
-    yield from ("", f"| option | `{key}.name` | default | what | resume |", "|---|---|---|---|---|")
+    yield from (f"| option | `{key}.name` | default | what |", "|---|---|---|---|")
     order = list(dict.fromkeys(name for name, _ in found))
     for (name, what), of in sorted(
         found.items(), key=lambda item: (len(item[1]) < len(classes), order.index(item[0][0]))
     ):
         names = "all" if len(of) == len(classes) else ", ".join(f"`{name_of(cls)}`" for cls, _ in of)
-        yield f"| `{key}.{name}` | {names} | {_defaults(of)} | {what} | {_resume(f'{key}.{name}')} |"
+        yield f"| `{key}.{name}`{_mark(f'{key}.{name}')} | {names} | {_defaults(of)} | {what} |"
 
 
 def _has_own_options(cls: type[Section], classes: Sequence[type[Section]]) -> bool:
@@ -149,32 +224,25 @@ def _defaults(of: Sequence[tuple[type[Section], FieldInfo]]) -> str:
     return "; ".join([usual, *(f"`{name}`: {default}" for name, default in said if default != usual)])
 
 
-def _rows(fields: Any, prefix: str, said: dict[tuple[str, str], str]) -> Iterator[str]:
-    yield "| option | default | what | resume |"
-    yield "|---|---|---|---|"
-    yield from _options(fields, prefix, said)
-
-
-def _options(fields: Any, prefix: str, said: dict[tuple[str, str], str]) -> Iterator[str]:
+def _options(fields: Any, prefix: str, said: dict[tuple[str, str], str]) -> Iterator[OptionRow]:
     """A row for each option, also for those of a section inside a section (`model.lora.rank`) and of the items of a list
-    (`policies[].path`). What an option of the same name has said already is a reference to it: `said` has the option by its
-    last name and its description."""
+    (`policies[].path`). `said` has the option by its last name and its description, for those that repeat it."""
     items: list[type[Section]] = []
     for name, field in fields:
         inner = _section(field)
         if inner is not None:
             yield from _options(inner.model_fields.items(), f"{prefix}{name}.", said)
             continue
-        what = _what(f"{prefix}{name}", field)
-        first = said.setdefault((name, what), f"{prefix}{name}")
-        if first != f"{prefix}{name}" and len(what.split()) > LONG:
-            what = f"As `{first}`."
-        yield f"| `{prefix}{name}` | {_default(field)} | {what} | {_resume(f'{prefix}{name}')} |"
+        option = f"{prefix}{name}"
+        what = _what(option, field)
+        before = said.setdefault((name, what), option)
+        like = before if before != option and len(what.split()) > LONG else None
+        yield OptionRow(option, _default(field), what, like)
         for item, suffix in _items(field):
             if item not in items:
                 items.append(item)
                 own = [(key, value) for key, value in item.model_fields.items() if key not in Use.model_fields]
-                yield from _options(own, f"{prefix}{name}{suffix}.", said)
+                yield from _options(own, f"{option}{suffix}.", said)
 
 
 def _items(field: FieldInfo) -> Iterator[tuple[type[Section], str]]:
@@ -199,9 +267,9 @@ def _what(option: str, field: FieldInfo) -> str:
     return what.strip()
 
 
-def _resume(key: str) -> str:
-    """Whether the option may change when a run is resumed. For a list of references: whether the referenced objects may."""
-    return EXPLAINED[
+def _mark(key: str) -> str:
+    """What a resume allows. For a list of references: whether the referenced objects may change."""
+    return MARKS[
         next(rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}.")))
     ]
 
@@ -234,24 +302,42 @@ def _section(field: FieldInfo) -> type[Section] | None:
 
 
 def metric_table() -> str:
-    """The metrics of `turnwise.record.metric_names`, a table for each set of commands that write them, and their other names."""
+    """The metrics of `turnwise.record.metric_names`, a table for each set of commands that write them."""
     tables: list[str] = []
     for lines in dict.fromkeys(one.lines for one in sorted(METRICS, key=lambda one: one.lines != METRIC_LINES)):
-        tables += [f"**In {lines}**", "", "| metric | unit | over | meaning |", "|---|---|---|---|"]
-        said = [(one, one.meaning.replace("|", "\\|")) for one in METRICS if one.lines == lines]
-        tables += [f"| `{one.name}` | {one.unit} | {one.over} | {meaning} |" for one, meaning in said]
+        tables += [f"**In {lines}**", "", "| metric | of | meaning |", "|---|---|---|"]
+        tables += [f"| `{one.name}` | {_of(one)} | {_cell(one.meaning)} |" for one in METRICS if one.lines == lines]
         tables.append("")
-    names = ["| here | the same elsewhere | nearest |", "|---|---|---|"]
-    names += [f"| `{one.name}` | {_names(one.same)} | {_names(one.near)} |" for one in METRICS if one.same or one.near]
-    return "\n".join([*tables, "## Names in TRL, verl and ms-swift", "", *names])
+    return "\n".join(tables).rstrip()
 
 
 METRIC_LINES = "train, eval, rollout"
 """The table of most metrics of conversations comes first."""
+SAID_BY_THE_NAME = (
+    "seconds",
+    "steps",
+    "passes",
+    "tokens",
+    "turns",
+    "calls",
+    "segments",
+    "reward",
+    "ratio",
+    "any",
+    "count",
+    "",
+)
 
 
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(names))
+def _of(metric: Metric) -> str:
+    """The unit, where its name does not say it, and what the metric is a mean over, if not over finished conversations."""
+    over = "" if metric.over == "finished conversations" and metric.unit != "share" else metric.over
+    unit = "" if metric.unit in SAID_BY_THE_NAME else metric.unit
+    return " of ".join(part for part in (unit, over) if part)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 # Loss masks

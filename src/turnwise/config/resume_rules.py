@@ -14,18 +14,9 @@ from turnwise.options.environment_values import same_value, with_digests
 from turnwise.options.schema import Config
 from turnwise.options.section import Section, Use, named_sections
 
-__all__ = ["EXPLAINED", "RULES", "Rule", "check_options", "named_changes", "option_values", "refuse_unknown_names"]
+__all__ = ["RULES", "Rule", "check_options", "named_changes", "option_values", "refuse_unknown_names"]
 
 Rule = Literal["free", "rows", "named", "new", "fixed"]
-
-EXPLAINED: Mapping[Rule, str] = {
-    "free": "yes",
-    "rows": "same rows",
-    "named": "named",
-    "new": "named, of new ones",
-    "fixed": "no",
-}
-"""The text of each rule in the table of options in docs/recipes.md."""
 
 
 def _all(rule: Rule, prefix: str, names: str) -> dict[str, Rule]:

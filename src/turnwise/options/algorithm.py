@@ -245,12 +245,12 @@ class Gigpo(CreditSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("gamma",)
     name: Literal["gigpo"] = "gigpo"
     omega: Factor = 1.0
-    """Weight of the advantage that compares turns in the same state."""
+    """Weight of the comparison of turns in the same state."""
     gamma: Discount = 0.95
-    """Discount per turn, in the returns of turns in the same state. 1: none."""
+    """Discount per turn in the returns that are compared. 1: none."""
     scale: GroupScale = "none"
     state_key: NonEmpty | None = None
-    """Key in `Turn.info` of the state after the turn (docs/credit.md). Null: the messages since the model's last turn."""
+    """Key in `Turn.info` of the state after the turn. Null: the messages since the model's last turn."""
 
 
 class MtGrpo(CreditSection):
@@ -259,7 +259,7 @@ class MtGrpo(CreditSection):
     needs_turn_rewards: ClassVar[bool] = True
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome_weight: Factor = 1.0
-    """Weight of the outcome (the last turn's reward) in the advantages of all earlier turns."""
+    """Weight of the last turn's reward in the advantages of earlier turns."""
     scale: GroupScale = "std"
 
 
@@ -271,7 +271,7 @@ class Igpo(CreditSection):
     gamma: Discount = 1.0
     """Discount per turn. 1: none."""
     normalise: Literal["separate", "joint"] = "separate"
-    """Rewards are normalised in the group: those of last turns and of all others `separate`, or all `joint`."""
+    """Rewards of last turns and of all others are normalised in the group `separate` or `joint`."""
     scale: GroupScale = "std"
 
 
@@ -283,10 +283,10 @@ class TurnPotential(ScaledSection):
     of_later_turns: ClassVar[tuple[str, ...]] = ("decay",)
     name: Literal["turn_potential"] = "turn_potential"
     key: NonEmpty = "potential"
-    """Key in `Turn.info` of the score of the state after the turn: a number, or null for none."""
+    """Key in `Turn.info` of the score of the state after the turn: a number or null."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """How much a change counts for earlier turns: 1 for its own turn, `decay` for the turn before, `decay` squared before
-    that, and so on, divided by their sum. 0: for its own turn only."""
+    """A change counts 1 for its turn, `decay` for the turn before, `decay` squared before that, and so on, divided by
+    their sum."""
     weight: Factor = 1.0
     """Factor of the changes."""
     initial: float = 0.0
@@ -301,8 +301,7 @@ class Gae(CreditSection):
     gamma: Discount = 1.0
     """Discount per sampled token. 1: none."""
     lam: Share = 0.95
-    """Lambda of GAE. 1: the critic is only a baseline. 0: the target is one token's reward plus the critic's value after
-    it."""
+    """Lambda of GAE. 1: the critic is only a baseline. 0: one token's reward plus the critic's next value."""
     whiten: Whiten = True
 
 
@@ -314,8 +313,7 @@ class TurnGae(CreditSection):
     gamma: Discount = 0.99
     """Discount per turn. 1: none."""
     lam: Share = 0.9
-    """Lambda of GAE. 1: the critic is only a baseline. 0: the target is one turn's reward plus the critic's value after
-    it."""
+    """Lambda of GAE. 1: the critic is only a baseline. 0: one turn's reward plus the critic's next value."""
     whiten: Whiten = True
 
 
@@ -418,13 +416,12 @@ class CriticSection(Section):
     (docs/credit.md)."""
 
     path: PathText | None = None
-    """The model that the critic starts from (directory, hub name, or `critic` of a checkpoint), with the vocabulary of
-    `model.path`. Null: `model.path`."""
+    """What the critic starts from: directory, hub name, or `critic` of a checkpoint, with the same vocabulary. Null:
+    `model.path`."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
-    """Learning rate, constant: schedule and warm-up of `train` do not apply."""
+    """Learning rate, constant."""
     clip: Annotated[float, Field(gt=0)] | None = 0.5
-    """Value clipping: an estimate that has moved further than this towards its target in a step is not trained further. Null:
-    none."""
+    """Value clipping: an estimate that moved further than this towards its target in a step is not trained further."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start that train only the critic."""
 
@@ -450,24 +447,24 @@ class LossSection(NamedSection):
     constant_length: Positive | None = None
     """Number of tokens for `constant`, such as the longest conversation."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence from the reference model in the loss. 0: no term, and no reference model is loaded."""
+    """Weight of the KL divergence from the reference model. 0: no such model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
     """`k1`, `k2`, `k3` or `k3_corrected` (docs/losses.md#kl-divergence)."""
     entropy_coef: float = 0.0
-    """Weight of the entropy, which is subtracted from the loss and keeps sampling diverse."""
+    """Weight of the entropy, which keeps sampling diverse."""
     router_aux_loss_coef: NotNegative = 0.0
-    """Weight of the loss that balances a mixture of experts (docs/losses.md); common: 0.001 to 0.01."""
+    """Weight of the loss that balances a mixture of experts; common: 0.001 to 0.01."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the tokens, those with the largest entropies, that have a policy loss (docs/losses.md). 1: all. 0: one token."""
+    """Share of the tokens, those of largest entropy, that have a policy loss (docs/losses.md). 1: all."""
     clip_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the tokens that have no policy loss (Clip-Cov), at random from those with a covariance between the bounds."""
+    """Clip-Cov: share of the tokens without policy loss, at random among those with a covariance between the bounds."""
     clip_cov_low: float = 1.0
     """Lower bound of the covariance for `loss.clip_cov_ratio`."""
     clip_cov_high: float = 5.0
     """Upper bound of the covariance for `loss.clip_cov_ratio`."""
     kl_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the tokens, those with the largest covariances, whose loss has a divergence from the probabilities that its
-    ratios compare with (KL-Cov)."""
+    """KL-Cov: share of the tokens, those of largest covariance, whose loss has a divergence from the probabilities of
+    the ratio's denominator."""
     kl_cov_coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the divergence for `loss.kl_cov_ratio`."""
 
@@ -490,9 +487,9 @@ class PpoClip(LossSection):
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Probability ratios of tokens are clipped at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """They are clipped at 1 + this. Above `clip_low`: DAPO's clip-higher."""
+    """And at 1 + this. Above `clip_low`: DAPO's clip-higher."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """A token with a negative advantage and a larger ratio has no gradient. Null: no bound."""
+    """Tokens with a negative advantage and a larger ratio have no gradient."""
 
 
 class Gspo(LossSection):
@@ -508,11 +505,11 @@ class Gspo(LossSection):
     name: Literal["gspo"] = "gspo"
     normalizer: Normalizer = "sequence"
     level: Literal["sequence", "turn"] = "sequence"
-    """Tokens that share a ratio: those of a `sequence` or of a `turn`."""
+    """Tokens of a `sequence` or of a `turn` share a ratio."""
     clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
-    """Ratios of sequences (or turns) are clipped at 1 - this; they are closer to 1 than those of tokens."""
+    """Ratios of sequences (or turns) are clipped at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    """They are clipped at 1 + this."""
+    """And at 1 + this."""
 
 
 class Gmpo(LossSection):
@@ -528,9 +525,9 @@ class Gmpo(LossSection):
     name: Literal["gmpo"] = "gmpo"
     normalizer: Normalizer = "sequence"
     level: Literal["sequence", "turn"] = "sequence"
-    """Tokens that share a ratio: those of a `sequence` or of a `turn`."""
+    """Tokens of a `sequence` or of a `turn` share a ratio."""
     log_clip_low: Annotated[float, Field(gt=0)] = 0.4
-    """With a negative advantage, the logarithm of a token's ratio is at least minus this."""
+    """With a negative advantage, the log of a token's ratio is at least minus this."""
     log_clip_high: Annotated[float, Field(gt=0)] = 0.4
     """With a positive advantage, it is at most this."""
 
@@ -561,7 +558,7 @@ class Sapo(LossSection):
     name: Literal["sapo"] = "sapo"
     normalizer: Normalizer = "sequence"
     tau_positive: Annotated[float, Field(gt=0)] = 1.0
-    """How quickly weights fall as the ratio leaves 1, for positive advantages. Larger is quicker."""
+    """How quickly weights fall as the ratio leaves 1, for positive advantages."""
     tau_negative: Annotated[float, Field(gt=0)] = 1.05
     """The same for negative advantages."""
 
@@ -599,12 +596,12 @@ class RejectionSection(Section):
     """A rule that removes tokens or sequences from the loss and from its average."""
 
     level: Literal["token", "sequence", "geometric", "max"] | None = None
-    """What a divergence is computed over: each `token`, the sum over a `sequence`, its mean (`geometric`), or its largest
-    value (`max`, not with `k1`). Null: this rule removes nothing."""
+    """What a divergence is computed over: a `token`, the sum over a `sequence`, its mean (`geometric`) or largest value
+    (`max`). Null: no rule."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """`k1`: the logarithm of the ratio; bounds are ratios. `k2`, `k3`: never negative; only `high` applies."""
+    """`k1`: the ratio's logarithm, bounds are ratios. `k2`, `k3`: only `high` applies."""
     low: Bound | None = None
-    """Smallest ratio kept (`k1`). Null: no bound."""
+    """Smallest ratio kept (`k1`)."""
     high: Bound = 2.0
     """Largest ratio (`k1`) or divergence (`k2`, `k3`) kept."""
 
@@ -630,12 +627,11 @@ class CorrectionSection(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio of each `token`, the product over a `sequence`, or its `geometric` mean."""
     action: Literal["truncate", "mask", "icepop", "reject", "measure"] | None = None
-    """The importance weight: `truncate`, `mask`, `icepop`, `reject` or `measure` (docs/losses.md#rollout-correction). Null:
-    no correction."""
+    """The importance weight (docs/losses.md#rollout-correction). Null: no correction."""
     low: Bound | None = None
-    """Lower bound; `icepop` needs it. Null: none."""
+    """Lower bound; `icepop` needs it."""
     high: Bound | None = 2.0
-    """Upper bound. Null: none."""
+    """Upper bound."""
     weight_level: Literal["token", "sequence", "geometric"] | None = None
     """With `mask` and `icepop`: the ratio that weighs a token. Null: that of `level`."""
     normalize_weights: bool = False
@@ -644,7 +640,7 @@ class CorrectionSection(Section):
     decoupled: bool = True
     """The loss's ratios compare with the weights before the update; false: with the engine's probabilities."""
     off_policy_sequence_mask_delta: Bound | None = None
-    """Bound of DeepSeek-V3.2's mask of off-policy sequences. Null: none."""
+    """Bound of DeepSeek-V3.2's mask of off-policy sequences."""
 
     @model_validator(mode="after")
     def _combination(self) -> CorrectionSection:
@@ -686,14 +682,14 @@ class ReferenceSection(Section):
     `reward.kl.coef` is above 0. By default it is the model before training (docs/losses.md)."""
 
     path: PathText | None = None
-    """Directory or hub name of a model with the vocabulary of `model.path`. Null: the model before training."""
+    """Directory or hub name, with the same vocabulary. Null: the model before training."""
     source: Literal["auto", "copy", "adapter_off"] = "auto"
-    """How the model before training is kept: a frozen `copy`, or the model without its adapter (`adapter_off`, with
-    `model.lora`; no memory). `auto`: `adapter_off` with an adapter, else `copy`."""
+    """The model before training is a frozen `copy`, or the model without its adapter (`adapter_off`, no memory).
+    `auto`: the latter with `model.lora`."""
     sync_every: Positive | None = None
-    """Steps after which it moves towards the trained model, again and again. Null: never."""
+    """Steps after which it moves towards the trained model. Null: never."""
     sync_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """New weights: this times the trained model's plus 1 - this times its own. 1: it becomes the trained model."""
+    """How far: new weights are this times the trained model's plus 1 - this times its own."""
 
 
 # adapters
@@ -707,14 +703,14 @@ class LoraSection(Section):
     frozen."""
 
     rank: Positive | None = None
-    """Rank of the adapter that is trained instead of the weights (docs/memory.md); 16 is common. Null: no adapter."""
+    """Rank of an adapter that is trained instead of the weights (docs/memory.md); 16 is common."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale: the adapter's product is multiplied by alpha / rank."""
     target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """Linear layers with an adapter: names or their ends, such as `[q_proj, v_proj]`. Null: all but the output layer, routers
-    and gates of experts, and those whose weight a kernel reads (docs/memory.md)."""
+    """Linear layers, by names or ends, such as `[q_proj, v_proj]`. Null: all but the output layer and experts' routers
+    and gates (docs/memory.md)."""
     rslora: bool = False
-    """Scale by alpha / the square root of rank (rank-stabilised LoRA)."""
+    """Scale by alpha / sqrt(rank)."""
     dora: bool = False
     """Also train the length of each weight vector (DoRA); slower."""
 
@@ -745,15 +741,13 @@ class OptimizerSection(Section):
     """The optimizer, and what it keeps in memory (docs/memory.md)."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """`adamw`: 8 bytes of state per trained parameter. `adamw_8bit`: 2 bytes; needs `pip install 'turnwise[8bit]'`.
-    `adafactor`: almost none; its step is the learning rate times the weights' size, so it needs a larger one."""
+    """State per trained parameter: `adamw` 8 bytes; `adamw_8bit` 2 (extra `8bit`); `adafactor` almost none, with steps
+    in proportion to the weights' size (use a larger rate)."""
     master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
-    """How steps below bfloat16's precision are kept: `float32`: in a float32 copy (4 bytes per parameter); `kahan`: the
-    rounding error as a second bfloat16 number (2 bytes); `stochastic_rounding`: by rounding at random (0 bytes); `none`: they
-    are lost."""
+    """How steps below bfloat16's precision are kept: a `float32` copy (4 bytes per parameter), the rounding error
+    (`kahan`, 2), `stochastic_rounding` (0), or not (`none`)."""
     offload: Literal["none", "cpu"] = "none"
-    """`cpu`: state and float32 master weights of a model on a GPU are in the CPU's memory, and the step runs there, more
-    slowly."""
+    """`cpu`: state and master weights are in the CPU's memory, where the step runs, more slowly."""
 
     _expand = short_for("name")
 
@@ -768,21 +762,19 @@ class OptimizationSection(Section):
     lr: NotNegative = 1e-6
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: `constant`, or to 0 at the last step in a straight line (`linear`) or half a cosine wave
-    (`cosine`)."""
+    """After the warm-up: `constant`, or to 0 at the last step (`linear`, `cosine`)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start in which the rate rises linearly."""
     weight_decay: NotNegative = 0.0
-    """Each step first multiplies every parameter by 1 - learning rate * this."""
+    """Each step multiplies parameters by 1 - learning rate * this."""
     betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay rates of AdamW's averages of the gradient and of its square."""
+    """Decay rates of AdamW's averages."""
     optimizer: OptimizerSection = OptimizerSection()
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """A gradient with a larger norm, over all parameters, is scaled down to it."""
+    """Largest norm of the gradient; a larger one is scaled down."""
     micro_batch_tokens: Positive | None = None
-    """Most tokens of a forward pass: less needs less memory, is slower, and gives the same result. Null: 16384 on a GPU; 2048
-    on a CPU, 3072 there above 20 million parameters in one process. When a GPU's memory runs out, one process continues with
-    less."""
+    """Most tokens of a forward pass: memory and speed, not the result. Null: 16384 on a GPU (less when memory runs
+    out), 2048 or 3072 on a CPU."""
 
     def lr_at(self, step: int, *, steps: int) -> float:
         """The learning rate of a step, counted from 0, of a run with `steps` steps: linear warm-up, then constant, or decay to 0
@@ -801,38 +793,33 @@ class TrainSection(OptimizationSection):
     """Options of reinforcement learning with `turnwise train`."""
 
     steps: Positive | None = None
-    """Training steps; each samples new trajectories. Null: set by `train.epochs`, else 100."""
+    """Training steps. Null: set by `train.epochs`, else 100."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over `data.train` instead of `train.steps`: steps are passes times rows / `train.batch_size`, rounded up, also
-    where rows are replaced (`train.dynamic_sampling`) or skipped (`data.curriculum`)."""
+    """Passes over `data.train`, instead of `train.steps`: passes times rows / `train.batch_size`, rounded up."""
     batch_size: Positive = 16
     """Rows of a step, each with `train.group_size` trajectories."""
     group_size: Positive = 8
     """Trajectories of a row: a group, whose rewards are compared."""
     minibatches: Positive = 1
-    """Parts of a step's trajectories (sizes differ by at most 1); each gives one optimizer step."""
+    """Parts of a step's trajectories, each with an optimizer step."""
     ppo_epochs: Positive = 1
     """Passes over a step's trajectories, each with all `train.minibatches`."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
-    """How often in a step, at most, groups without reward differences are replaced by those of next rows (DAPO). They are
-    recorded and counted, but not trained on."""
+    """How often in a step, at most, groups without reward differences are replaced by next rows' (DAPO)."""
     overlong_filter: bool = False
-    """Leave trajectories whose last turn was cut by a token limit out of the loss; their rewards still count in the group."""
+    """Leave trajectories that a token limit cut out of the loss; their rewards still count in the group."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
-    """Compute a prefix that sequences share (a group's prompt, a system prompt, equal sampled tokens) once. A check at the
-    start compares log-probabilities; if it fails, `auto` computes each sequence separately, as `never` does, and `always` is
-    an error."""
+    """Compute shared prefixes once, if a check at the start finds equal log-probabilities; else `auto` computes
+    sequences separately, and `always` is an error. `never`: separately."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """How many steps old the weights that sampled a trajectory may be. 0: sampling and training alternate. 1: the next step
-    is sampled during training. n: conversations run up to n steps ahead (docs/pipeline.md)."""
+    """How many steps old the sampling weights may be. 0: sampling and training alternate. 1: they overlap
+    (docs/pipeline.md)."""
     group_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds from a group's first conversation, after which those still running are ended and count as failed; the group is
-    trained on without them. Null: none."""
+    """Seconds of a group; conversations still running then have failed, and the others are trained on."""
     min_group_size: Positive = 1
-    """A group with fewer trajectories that did not fail is recorded, but not trained on."""
+    """Groups with fewer trajectories that did not fail are not trained on."""
     replace_failed: Annotated[int, Field(ge=0)] = 0
-    """How often in a step, at most, groups below `train.min_group_size` are replaced by those of next rows. 0: the step
-    trains on fewer groups."""
+    """How often in a step, at most, such groups are replaced by next rows'."""
 
     @property
     def known_steps(self) -> int | None:
@@ -859,16 +846,14 @@ class SftSection(OptimizationSection):
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Learning rate after the warm-up."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """After the warm-up: `constant`, or to 0 at the last step in a straight line (`linear`) or half a cosine wave (`cosine`)."""
+    """After the warm-up: `constant`, or to 0 at the last step (`linear`, `cosine`)."""
     too_long: Literal["leave_out", "cut"] = "leave_out"
-    """A conversation of more than `limits.context` tokens is left out, and counted in the metric `left_out` (`leave_out`), or
-    `cut` to its first `limits.context` tokens."""
+    """Conversations above `limits.context` tokens: `leave_out` (counted in the metric `left_out`), or `cut`."""
     normalizer: Literal["token", "sequence", "trajectory"] = "token"
-    """The loss is averaged over tokens (`token`), conversations (`trajectory`) or token sequences (`sequence`), as
-    `loss.normalizer` does."""
+    """The loss is averaged over tokens (`token`), conversations (`trajectory`) or token sequences (`sequence`)."""
     eval_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between measurements of the held-out loss. 0: only before and after training."""
+    """Steps between held-out losses. 0: only before and after training."""
     max_eval_rows: Positive | None = None
     """Held-out conversations, from the first. Null: all."""
     max_recorded_rows: Annotated[int, Field(ge=0)] = 32
-    """Trained conversations that `trajectories.jsonl` gets with all tokens, from the first."""
+    """Conversations that `trajectories.jsonl` gets, from the first."""

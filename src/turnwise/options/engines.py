@@ -72,11 +72,11 @@ class LocalEngineSection(EngineSection):
 
     name: Literal["local"] = "local"
     slots: Positive = 256
-    """Conversations whose KV cache is kept; beyond it, the least recently used is dropped."""
+    """Conversations whose KV cache is kept; the least recently used is dropped."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most memory of the KV cache, in GB. Null: 2; in one process that trains on a GPU, what the run leaves free there."""
+    """Most memory of the KV cache, in GB. Null: 2, or what training leaves free on a GPU."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Torch threads while sampling. 0: the fastest number, which the run measures."""
+    """Torch threads while sampling. 0: measured."""
     records_experts: ClassVar[bool] = True
 
     @property
@@ -93,8 +93,8 @@ class ScriptedEngineSection(EngineSection):
 
     name: Literal["scripted"]
     script: PathText
-    """A jsonl file with a line per conversation, in the order of rows: a list of assistant texts, or with those of opened
-    agents `{"turns": [...], "agents": {"second": [...]}}`."""
+    """A jsonl file: per row a list of assistant texts, or with opened agents `{"turns": [...], "agents": {"second":
+    [...]}}`."""
     has_weights: ClassVar[bool] = False
 
     @property
@@ -112,21 +112,20 @@ class OpenAIEngineSection(EngineSection):
     model: NonEmpty | None = None
     """The model's name there. Null: `model.path`."""
     api_key_env: NonEmpty | None = None
-    """The environment variable with the API key. Null: no key is sent."""
+    """The environment variable with the API key."""
     request: dict[str, Any] = {}
-    """More fields of each request, such as `{top_k: 20}`; they replace turnwise's own, and null removes one (`{seed:
-    null}`)."""
+    """More fields of each request, such as `{top_k: 20}`; null removes one (`{seed: null}`)."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The request field that limits a turn's tokens. OpenAI's reasoning models need `max_completion_tokens`."""
+    """The field that limits a turn's tokens; OpenAI's reasoning models need `max_completion_tokens`."""
     timeout: Seconds = 120.0
     """Time limit of a request, in seconds."""
     retries: Annotated[int, Field(ge=0)] = 8
-    """Further attempts without a connection, an answer in time, or after status 429 or 5xx. Pauses begin at a second and
-    double up to a minute; after `Retry-After`, all requests wait for that time."""
+    """Further attempts without an answer or after status 429 or 5xx, with pauses of 1 to 60 seconds, or of
+    `Retry-After`."""
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Most requests in a minute. Null: no limit."""
+    """Most requests in a minute."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Most tokens in a minute, of prompts and answers. Null: no limit."""
+    """Most tokens in a minute, of prompts and answers."""
     samples_tokens: ClassVar[bool] = False
     has_weights: ClassVar[bool] = False
 
@@ -142,47 +141,42 @@ class ServerEngineSection(EngineSection):
     """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
 
     url: NonEmpty | list[NonEmpty] | None = None
-    """Address of a running server that serves `model.path`, or a list. Null: turnwise starts servers, and stops them at the
-    end."""
+    """Running servers of `model.path`: an address or a list. Null: turnwise starts servers, and stops them."""
     api_key_env: NonEmpty | None = None
-    """The environment variable with the token of servers in `url`. Null: none is sent."""
+    """The environment variable with the token of these servers."""
     python: PathText | None = None
-    """The interpreter of the engine's environment, for servers that turnwise starts. Null: that of turnwise."""
+    """The interpreter of the engine's environment. Null: turnwise's own."""
     replicas: Positive = 1
     """Servers to start. A conversation stays on one."""
     tensor_parallel: Positive = 1
     """GPUs over which each started server divides the model."""
     data_parallel: Positive = 1
-    """Copies of the model in each started server. `replicas` are usually better: a conversation stays with the copy whose
-    prefix cache holds it."""
+    """Copies of the model in a server; `replicas` are usually better."""
     devices: list[Annotated[int, Field(ge=0)]] | None = None
-    """Visible GPUs of started servers: `[1, 2, 3, 4]` with `replicas: 2`, `tensor_parallel: 2` gives the first server 1 and
-    2. Null: GPUs without the trained model if there are enough, else also the trainer's."""
+    """GPUs of started servers, in turn: `[1, 2, 3, 4]`. Null: those without the trained model if enough, else also the
+    trainer's."""
     arguments: list[str] = []
-    """More arguments of started servers, such as `[--enforce-eager]`; they replace turnwise's own."""
+    """More arguments of started servers, such as `[--enforce-eager]`."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """KV cache of each started server, in GB. Null: the engine's default on a GPU; 1 on a CPU (vLLM: more if a sequence of
-    `limits.context` tokens needs it)."""
+    """KV cache of each started server, in GB. Null: the engine's default on a GPU; at least 1 on a CPU."""
     weight_transfer: Literal["files", "collective"] = "files"
-    """`files`: new weights are files in shared memory or on a disk. `collective`: broadcasts of torch.distributed, with NCCL
-    from a GPU other than the server's, or gloo on CPUs. Servers on other machines need `collective`, or a shared
-    `weight_folder`."""
+    """New weights are `files` in shared memory or on a disk, or a `collective` broadcast (NCCL between GPUs, gloo
+    between CPUs), which servers on other machines need."""
     weight_folder: PathText | None = None
-    """Directory for new weights, which servers read under the same path. Null: `/dev/shm`, or the temporary directory if they
-    do not fit."""
+    """Directory for new weights, the same path for servers. Null: `/dev/shm`, or the temporary directory."""
     check_weights_every: Annotated[int, Field(ge=0)] = 10
-    """After the first three updates and every so many, a server's log-probabilities are compared with the trainer's. 0: only
-    after the first three."""
+    """After the first three updates and every so many (0: none), servers' log-probabilities are compared with the
+    trainer's."""
     sleep: bool = False
-    """Servers on the trainer's GPU free their memory there while the model is trained."""
+    """Servers on the trainer's GPU free their memory during training."""
     start_timeout: Seconds = 600.0
-    """Seconds until a started server is ready, or those in `url` answer."""
+    """Seconds until a server is ready."""
     timeout: Seconds = 300.0
-    """Seconds without any token, after which a server is given up, and restarted if turnwise started it."""
+    """Seconds without a token, after which a server is given up, or restarted."""
 
     grammars: Literal["train", "skip"] | None = None
-    """Turns under grammars (docs/tool_calls.md). `train`: they are sampled, and the trainer
-    applies the same masks. `skip`: they are sampled, and not trained on. Null: refused."""
+    """Turns under grammars (docs/tool_calls.md): `train` with the same masks in the trainer, or `skip` them in
+    training. Null: refused."""
 
     records_experts: ClassVar[bool] = True
 
@@ -214,8 +208,7 @@ class VllmEngineSection(ServerEngineSection):
 
     name: Literal["vllm"]
     mode: Literal["server", "in_process"] = "server"
-    """`server`: HTTP servers. `in_process`: vLLM's asynchronous engine in turnwise's process, which runs in vLLM's
-    environment."""
+    """HTTP servers (`server`), or vLLM in turnwise's process, which runs in vLLM's environment (`in_process`)."""
 
 
 class SglangEngineSection(ServerEngineSection):
@@ -224,11 +217,10 @@ class SglangEngineSection(ServerEngineSection):
 
     name: Literal["sglang"]
     keep_seeds: bool = False
-    """Started servers draw the same tokens for the same seed (`--enable-deterministic-inference`): on GPUs only, and
-    slower."""
+    """The same seed gives the same tokens: GPUs only, slower."""
     update_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """Requests that run while weights change: their prefixes are computed again (`retract`), they keep the old KV cache
-    (`in_place`), or they are sent again with their tokens (`abort`; always with LoRA adapters)."""
+    """Running requests when weights change: prefixes are computed again (`retract`) or keep the old KV cache
+    (`in_place`), or requests are sent again (`abort`; always with LoRA)."""
 
 
 AnyEngine = (
@@ -250,29 +242,29 @@ class SamplingSection(Section):
     temperature: NotNegative = 1.0
     """1: the model's own distribution. 0: the most likely token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Only the most likely tokens up to this total probability can be sampled. 1: all."""
+    """Sample from the most likely tokens up to this total probability. 1: all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Only so many of the most likely tokens can be sampled. 0: all."""
+    """Sample from so many of the most likely tokens. 0: all."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Only tokens with at least this share of the most likely token's probability can be sampled. 0: all."""
+    """Sample from tokens with at least this share of the most likely one's probability. 0: all."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a turn, besides the template's stop tokens."""
     response_format: dict[str, Any] | None = None
-    """The form of answers, by a grammar: `{type: json_schema, json_schema: {schema: {...}}}`, `{type: json_object}` or
-    `{type: regex, pattern: ...}`. Reasoning stays free, and tools may be called instead. Null: any text."""
+    """A grammar for answers: `{type: json_schema, json_schema: {schema: {...}}}`, `{type: json_object}` or `{type:
+    regex, pattern: ...}`. Reasoning and tool calls stay free."""
 
 
 class EvaluationSamplingSection(Section):
     """How tokens are sampled in evaluations. Null: the value of the same option in `sampling`."""
 
     temperature: NotNegative | None = None
-    """In evaluations. Null: `sampling.temperature`."""
+    """In evaluations. Null: as `sampling`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """In evaluations. Null: `sampling.top_p`."""
+    """In evaluations. Null: as `sampling`."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """In evaluations. Null: `sampling.top_k`."""
+    """In evaluations. Null: as `sampling`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """In evaluations. Null: `sampling.min_p`."""
+    """In evaluations. Null: as `sampling`."""
 
 
 class LimitsSection(Section):
@@ -281,25 +273,23 @@ class LimitsSection(Section):
     turns: Positive = 8
     """Most turns of the model."""
     tokens_per_turn: Positive = 256
-    """Most tokens sampled in a turn; a longer answer is cut and ends the conversation."""
+    """Most tokens sampled in a turn; a longer answer ends the conversation."""
     tokens: Positive | None = None
-    """Most tokens sampled in a conversation. Null: no limit."""
+    """Most tokens sampled in a conversation."""
     response_tokens: Positive | None = None
-    """Most tokens after the first prompt, those of tools and users included. Null: no limit."""
+    """Most tokens after the first prompt, those of tools and users included."""
     context: Positive | None = None
-    """Most tokens of a conversation with its prompt. Null: the model's longest context."""
+    """Most tokens with the prompt. Null: the model's longest context."""
     seconds_per_turn: Seconds | None = 120.0
-    """Seconds for sampling a turn and the environment's reply together; weight updates and restarts of servers do not count.
-    Null: no limit."""
+    """Seconds of a turn and the environment's reply; weight updates and restarts do not count."""
     seconds: Seconds | None = 600.0
-    """Seconds of a conversation. Null: no limit."""
+    """Seconds of a conversation."""
     agents: Positive = 16
-    """Most agents that an environment opens in one conversation (docs/agents_in_episodes.md); each has a conversation of its
-    own with the limits above."""
+    """Most agents that an environment opens in a conversation; each has the limits above."""
     agent_turns: Positive | None = None
-    """Most turns of all opened agents together. Null: no limit."""
+    """Most turns of all opened agents together."""
     agent_tokens: Positive | None = None
-    """Most tokens that they sample together; a turn that has begun is finished. Null: no limit."""
+    """Most tokens that they sample together, apart from turns that have begun."""
 
 
 # rollout server
@@ -315,8 +305,7 @@ class RolloutServerSection(Section):
     timeout: Seconds = 120.0
     """Seconds without data after which the server is lost, and for which the trainer waits for a lost one."""
     weights_directory: PathText | None = None
-    """A directory that both share, such as `/dev/shm`, for new weights, whose path is sent. Null: weights are sent in
-    requests."""
+    """A shared directory for new weights, such as `/dev/shm`. Null: they are sent in requests."""
 
 
 # cluster
@@ -326,19 +315,17 @@ class FsdpSection(Section):
     """How the trained model is divided among the ranks (torch's `fully_shard`)."""
 
     param_dtype: Literal["bfloat16"] | None = None
-    """Type in which weights are sent and passes computed: `bfloat16` is mixed precision, with float32 weights in the
-    optimizer (`model.dtype=float32`). Null: that of the weights."""
+    """Type of sent weights and passes: `bfloat16` is mixed precision, with `model.dtype=float32` in the optimizer.
+    Null: that of the weights."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are added up."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward pass, and gather them again. False: more memory, less communication
-    (ZeRO stage 2)."""
+    """Free a layer's gathered weights after its forward pass. False (ZeRO stage 2): more memory, less communication."""
     gradient_sync: Literal["auto", "micro_batch", "batch"] = "auto"
-    """Add gradients up after each `micro_batch` (a rank keeps its part) or once per optimizer step (`batch`: the complete
-    gradient). `auto`: `batch` if that takes less than 1 GiB."""
+    """Add gradients up after each `micro_batch`, or once per optimizer step (`batch`). `auto`: `batch` if its complete
+    gradient takes less than 1 GiB."""
     offload: Literal["none", "cpu"] = "none"
-    """`cpu`: parts of weights, gradients and optimizer state are in the CPU's memory, and copied to the GPUs for each
-    pass."""
+    """`cpu`: weights, gradients and optimizer state are in the CPU's memory, and copied for each pass."""
 
     def adds_up_each(self, gradient_bytes: float) -> bool:
         """Whether gradients are added up after each micro-batch. `gradient_bytes` are those of all trained weights."""
@@ -353,9 +340,9 @@ class MeshSection(Section):
     replicate: Positive | None = None
     """Number of groups. Null: ranks / (`shard` x `tensor`), or 1 without `shard`."""
     shard: Positive | None = None
-    """Ranks of a group with micro-batches of their own, such as a machine's GPUs. Null: ranks / (`replicate` x `tensor`)."""
+    """Ranks of a group, such as a machine's GPUs. Null: ranks / (`replicate` x `tensor`)."""
     tensor: Positive = 1
-    """Ranks, with consecutive numbers, that compute each micro-batch together, with a part of each layer (tensor parallelism)."""
+    """Neighbouring ranks that compute each micro-batch together (tensor parallelism)."""
 
     def shape(self, ranks: int) -> tuple[int, int, int]:
         """`replicate`, `shard` and `tensor` for so many ranks. Raises ConfigError if `ranks` cannot be arranged like this."""
@@ -396,13 +383,12 @@ class WorkersSection(Section):
     num_gpus: NotNegative = 0.0
     """GPUs for each, for its engine. 0: it sees none."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray's custom resources for each, such as `{sandbox: 1}`: it runs on a machine started with them (`ray start
-    --resources`)."""
+    """Ray's custom resources for each, such as `{sandbox: 1}` of `ray start --resources`."""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the directory of the command,
-    which must exist on the workers' machines."""
+    """Ray's runtime environment, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the command's directory,
+    which must exist there."""
     max_concurrent: Positive = 1000
-    """Conversations at a time in one worker; the recipe's `max_concurrent` limits all together."""
+    """Conversations at a time in one worker."""
     start_timeout: Seconds = 600.0
     """Seconds until a worker is ready, and that conversations wait while none is."""
 
@@ -414,14 +400,14 @@ class RanksSection(Section):
     num_cpus: Annotated[float, Field(gt=0)] = 1.0
     """CPUs that Ray reserves for each rank: its threads."""
     num_gpus: Annotated[int, Field(ge=0, le=1)] | None = None
-    """GPUs for each: 1, or 0 to train on CPUs. Null: 1 if the cluster has GPUs and `model.device` is not `cpu`."""
+    """GPUs for each: 1 or 0. Null: 1 if the cluster has GPUs and `model.device` is not `cpu`."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Ray's custom resources for each, such as `{trainer: 1}`."""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment, such as `{env_vars: {WANDB_API_KEY: value}}`. Empty: the directory of the command, which
-    must exist on the ranks' machines."""
+    """Ray's runtime environment, such as `{env_vars: {WANDB_API_KEY: value}}`. Empty: the command's directory, which
+    must exist there."""
     start_timeout: Seconds = 600.0
-    """Seconds until Ray has the resources of all ranks and their processes run."""
+    """Seconds until all ranks run."""
 
 
 class ClusterSection(Section):
@@ -429,26 +415,24 @@ class ClusterSection(Section):
     `cluster: local`."""
 
     launcher: Literal["none", "local", "torchrun", "ray"] = "none"
-    """`none`: one process. `local`: turnwise starts training processes (ranks) on this machine. `torchrun` starts the
-    command, on one or several machines. `ray`: conversations run in rollout workers on a Ray cluster; training in the
-    command's process, or with `cluster.trainers` in ranks there."""
+    """`none`: one process. `local`: training processes (ranks) on this machine. `torchrun` starts the command, on one
+    or several machines. `ray`: conversations, and with `cluster.trainers` ranks, on a Ray cluster."""
     address: NonEmpty | None = None
-    """Ray's address: `ray://HOST:10001` from outside, `HOST:6379` or `auto` on a machine of the cluster;
-    `cluster=ray://HOST:10001` is short for both options. Null: RAY_ADDRESS, else a cluster on this machine, else a new
-    one."""
+    """Ray's: `ray://HOST:10001` from outside, `HOST:6379` or `auto` inside; `cluster=ray://HOST:10001` sets both
+    options. Null: RAY_ADDRESS, else a cluster on this machine, else a new one."""
     workers: WorkersSection = WorkersSection()
     trainers: Positive | None = None
-    """Training ranks. Null: `local`: one per GPU, or 2 without GPUs; `ray`: the command's process trains."""
+    """Training ranks. Null: `local`: one per GPU, or 2 without; `ray`: the command's process trains."""
     ranks: RanksSection = RanksSection()
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """How ranks communicate. `auto`: nccl on GPUs, gloo on CPUs."""
     timeout: Seconds = 1800.0
-    """Seconds of a communication; a rank that does not take part in time ends the run with an error."""
+    """Seconds of a communication, after which the run ends with an error."""
     heartbeat: Seconds = 60.0
-    """Seconds without a sign of life, after which a process is lost. A lost rank ends the run; a lost worker is started
-    again, and its conversations run on another."""
+    """Seconds without a sign of life. A lost rank ends the run; a lost worker is started again, and its conversations
+    run elsewhere."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often `local` and `ray` start all ranks again, from the newest checkpoint, after one was lost."""
+    """How often `local` and `ray` start all ranks again after a loss, from the newest checkpoint."""
     fsdp: FsdpSection = FsdpSection()
     mesh: MeshSection = MeshSection()
 

@@ -25,39 +25,39 @@ class PolicySection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Its name, which environments give to `agent`."""
     train: bool = False
-    """Train it on the conversations of the agents that it plays: another adapter on the base weights of `model.lora`. False: it
-    is frozen, and needs `path`, `endpoint` or `reference`."""
+    """Train it on its agents' conversations: another adapter on the base weights of `model.lora`. False: frozen, with
+    `path`, `endpoint` or `reference`."""
     lora: LoraSection | None = None
     """Adapter of a trained policy. Null: the options of `model.lora`."""
     lr: Annotated[float, Field(gt=0)] | None = None
-    """Learning rate of a trained policy, with the schedule of `train`. Null: `train.lr`."""
+    """Learning rate of a trained policy. Null: `train.lr`."""
     loss: Annotated[LossSection, OneOf(LOSSES, default="ppo_clip")] | None = None
     """Loss of a trained policy. Null: `loss`."""
     credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] | None = None
-    """How the rewards of a trained policy's conversations become advantages. Null: `credit`."""
+    """Its credit. Null: `credit`."""
     path: PathText | None = None
-    """Model directory, checkpoint, adapter or hub name. With `model.lora` and the embedded engine, `model.path` itself takes
-    no further memory. Null: on a server, or the reference model."""
+    """Model directory, checkpoint, adapter or hub name; `model.path` itself takes no memory with `model.lora` and the
+    embedded engine. Null: a server, or the reference model."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of its parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
-    """4: quantize it when it is loaded. Null: do not, unless it shares the trained model's weights (`model.quantization`)."""
+    """4: quantize it when it is loaded."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """Most memory of its KV cache, in GiB. Null: 2."""
     endpoint: dict[NonEmpty, Any] | None = None
-    """An OpenAI-compatible server: arguments of `turnwise.services.chat:ChatEndpoint`, such as `{url: "http://host:8000/v1",
-    model: NAME}`. Null: in this process."""
+    """An OpenAI-compatible server: arguments of `turnwise.services.chat:ChatEndpoint`, such as `{url:
+    "http://host:8000/v1", model: NAME}`."""
     reference: bool = False
-    """It is the reference model (section `reference`): the model before training, or with `reference.sync_every` and
-    `reference.sync_weight: 1` an earlier state."""
+    """It is the reference model (section `reference`): the model before training, or with `reference.sync_every` an
+    earlier state."""
     temperature: NotNegative | None = None
-    """Of its turns. Null: `sampling.temperature`."""
+    """Of its turns. Null: as `sampling`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of its turns. Null: `sampling.top_p`."""
+    """Of its turns. Null: as `sampling`."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """Of its turns. Null: `sampling.top_k`."""
+    """Of its turns. Null: as `sampling`."""
     min_p: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Of its turns. Null: `sampling.min_p`."""
+    """Of its turns. Null: as `sampling`."""
 
     @property
     def sampling(self) -> dict[str, float]:

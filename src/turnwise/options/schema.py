@@ -65,11 +65,11 @@ class QuantizationSection(Section):
     (docs/memory.md)."""
 
     bits: Literal[4] | None = None
-    """4: linear layers have 4 bits per weight, under an adapter (`model.lora`). Null: not quantized."""
+    """4: linear layers under an adapter (`model.lora`) have 4 bits per weight."""
     type: Literal["nf4", "fp4"] = "nf4"
-    """`nf4`: levels at quantiles of a normal distribution. `fp4`: floating-point numbers."""
+    """`nf4`: quantiles of a normal distribution. `fp4`: floating point."""
     double: bool = True
-    """Quantize the scales (one per 64 weights) as well, to 8 bits."""
+    """Quantize the scales, too."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,25 +84,21 @@ class ModelSection(Section):
     path: PathText
     """Model directory or hub name."""
     gguf_file: NonEmpty | None = None
-    """A GGUF file in `model.path`, dequantized once into a model directory in the cache (docs/memory.md). Null: safetensors
-    files."""
+    """A GGUF file in `model.path`, dequantized once into the cache (docs/memory.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the parameters. `auto`: bfloat16 on a GPU (NVIDIA: from Ampere on); float32 on a CPU, with autocast and with
-    several ranks. With bfloat16, the optimizer keeps a float32 copy (`train.optimizer.master_weights`)."""
+    """`auto`: bfloat16 on a GPU (NVIDIA: from Ampere on), with a float32 copy in the optimizer; float32 on a CPU, with
+    autocast and with several ranks."""
     device: NonEmpty = "auto"
     """`cpu`, `cuda`, `cuda:1`. `auto`: a GPU if there is one."""
     autocast: bool = False
-    """Matrix products in bfloat16 with float32 parameters, in training and the embedded engine, which keeps a bfloat16 copy:
-    faster on GPUs, and CPUs with bfloat16. Gradients, optimizer, output layer and log-probabilities use float32."""
+    """Matrix products in bfloat16 with float32 parameters: faster on GPUs and CPUs with bfloat16."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass instead of keeping them: much less memory, about a third more time, the
-    same result."""
+    """Compute activations again in the backward pass: much less memory, a third more time, the same result."""
     chat_template_kwargs: dict[NonEmpty, Any] = {}
-    """More arguments of the chat template, such as `{enable_thinking: false}` (docs/tokens.md). A row's column
-    `chat_template_kwargs` replaces those of the same name. One that the template never reads is an error."""
+    """More arguments of the chat template, such as `{enable_thinking: false}`; a row's column `chat_template_kwargs`
+    goes before."""
     router_replay: bool = False
-    """Mixture of experts: train with the experts chosen while sampling, token by token, which the engine records
-    (docs/losses.md)."""
+    """Mixture of experts: train with the experts chosen while sampling, which the engine records (docs/losses.md)."""
     lora: LoraSection = LoraSection()
     quantization: QuantizationSection = QuantizationSection()
 
@@ -130,23 +126,21 @@ class CurriculumSection(Section):
     skipped."""
 
     low: float | None = None
-    """Rows with at most this pass rate are skipped as too hard. Null: none."""
+    """Rows with at most this pass rate are skipped as too hard."""
     high: float | None = None
-    """Rows with at least this pass rate are skipped as too easy. Null: none."""
+    """Rows with at least this pass rate are skipped as too easy."""
     keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Probability that such a row is used nevertheless, to measure it again."""
+    """Probability that such a row is used nevertheless."""
     column: NonEmpty | None = None
-    """The column with pass rates before training, for example from `turnwise rollout`. Null: unknown until a row's first
-    group has ended."""
+    """Column with pass rates before training, from `turnwise rollout`. Null: unknown until a row's first group."""
 
 
 class DataSection(Section):
     """The data of a run. Each conversation starts from a row of the data."""
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] = "environment"
-    """Training rows: a .jsonl or .parquet file, a directory saved by `datasets`, a hub name, or a list of these.
-    `environment`: those that the environment brings (docs/environment_libraries.md), `environment:64` the first 64.
-    `empty:64`: 64 rows without columns, for environments that write the prompts."""
+    """Training rows: a .jsonl or .parquet file, a directory of `datasets`, a hub name, or a list. `environment`
+    (`environment:64`): rows that the environment brings. `empty:64`: 64 rows without columns."""
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """Held-out rows, in the same forms. Null: no evaluations."""
     split: NonEmpty = "train"
@@ -160,21 +154,21 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message of prompts that have none. Null: none."""
     weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
-    """Weights of a list of data sets: `[2, 1]` takes two rows of the first for each of the second; each is shuffled and
-    repeated separately. Null: all rows are one data set."""
+    """Weights of a list of data sets, each shuffled and repeated separately: `[2, 1]` takes two rows of the first for
+    each of the second. Null: one data set."""
     curriculum: CurriculumSection = CurriculumSection()
     shuffle: bool = True
     """A new random order in each pass. False: the order of the data."""
     max_rows: Positive | None = None
-    """Rows of `data.train` and of `data.eval`, from the first. Null: all."""
+    """Rows of `data.train` and `data.eval`, from the first."""
     max_prompt_tokens: Positive | None = None
-    """Rows with longer prompts, after the template and without tool schemas, are not used. Null: all are."""
+    """Rows with longer prompts (without tool schemas) are not used."""
     return_multi_modal_inputs: bool | None = None
-    """True: the processor runs once on each row with images, at the start, and the tensors are kept (`multi_modal_inputs`).
-    False or null: in each conversation."""
+    """True: images are processed once, at the start, and kept as tensors (`multi_modal_inputs`). Else in each
+    conversation."""
     escape_control_tokens: Literal["none", "tools", "all"] = "tools"
-    """Whose texts cannot make control tokens such as `<|im_end|>` (a space is put into them): `tools`: results; `all`: also
-    users' messages; `none`."""
+    """Whose texts cannot make control tokens such as `<|im_end|>` (a space is put in): `tools`, `all` (also users),
+    `none`."""
 
 
 # what answers the model
@@ -184,7 +178,7 @@ class EnvironmentUse(Use):
     """A reference to an environment."""
 
     thread: bool = False
-    """Its `async` methods run in a thread per conversation, so that they may block."""
+    """Its `async` methods run in threads, so that they may block."""
 
 
 class ToolUse(Section):
@@ -196,13 +190,13 @@ class ToolUse(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class's constructor, called for each conversation."""
     timeout: Seconds | None = None
-    """Seconds of each attempt of a call. Null: the tool's own limit, or 30."""
+    """Seconds of an attempt of a call. Null: the tool's own, or 30."""
     retries: Annotated[int, Field(ge=0)] | None = None
-    """Further attempts after an exception that is not a ValueError. Null: the tool's own number, or 0."""
+    """Further attempts after an exception other than ValueError. Null: the tool's own, or 0."""
     retry_timeouts: bool | None = None
-    """Attempt a call that timed out again, too. Null: the tool's own setting, or false."""
+    """Also after a timeout. Null: the tool's own, or false."""
     thread: bool | None = None
-    """Async functions run in threads, so that they may block. Null: the tool's own setting, or false."""
+    """Async functions run in threads, so that they may block. Null: the tool's own, or false."""
 
     _expand = model_validator(mode="before")(expand_reference)
 
@@ -217,20 +211,20 @@ class McpSection(Section):
     also: list[Literal["resources", "prompts"]] = []
     """What becomes tools, too: `resources` (`list_resources`, `read_resource`), `prompts` (`list_prompts`, `get_prompt`)."""
     use: NonEmpty = "turnwise.environments.mcp:McpServers"
-    """The class that calls the servers: a subclass can convert results differently."""
+    """The class that calls the servers; subclasses may convert results."""
     timeout: Seconds = 30.0
     """Seconds of each attempt of a call."""
     retries: Annotated[int, Field(ge=0)] = 0
     """Further attempts if the connection is lost during a call."""
     retry_timeouts: bool = False
-    """Attempt a call that timed out again, too."""
+    """Also after a timeout."""
     start_timeout: Seconds = 30.0
     """Seconds until a server has started and answered."""
     scope: Literal["run", "conversation"] = "run"
-    """`run`: all conversations share a session with a server. `conversation`: each has its own, and a process of a server
-    with a `command`, from its first call to its end."""
+    """A `run`'s conversations share a session with a server, or each `conversation` has its own, and a process of a
+    server with a `command`."""
     max_sessions: Positive | None = None
-    """With `conversation`: how many conversations may have sessions at once; calls of others wait. Null: all."""
+    """With `conversation`: most conversations with sessions at once; others wait."""
     titles: bool = True
     """Show the titles that the SDK makes of parameters' names."""
 
@@ -239,19 +233,18 @@ class ToolCallsSection(Section):
     """Options that hold for all tools."""
 
     describe: Literal["template", "system"] = "template"
-    """Who shows tools to the model: the chat `template`; or the `system` message, where the template does not, with their
-    schemas in the form of `tool_format`."""
+    """Who shows tools to the model: the chat `template`; or, where it does not, the `system` message, with their
+    schemas."""
     constrain: bool = False
-    """A grammar makes malformed calls impossible: after the opening mark, only an offered name and arguments of its schema
-    can be sampled (docs/tool_calls.md)."""
+    """A grammar allows only offered names and arguments of their schema after the opening mark (docs/tool_calls.md)."""
     choice: Literal["auto", "required"] = "auto"
-    """`required`: while tools are on offer, each turn is reasoning and calls, by a grammar. `auto`: the model chooses."""
+    """`required`: while tools are on offer, each turn is reasoning and calls, by a grammar."""
     max_parallel_calls: Positive | None = None
-    """Most calls run in a turn; further ones get an error. Null: all."""
+    """Most calls run in a turn; further ones get an error."""
     max_tool_response_length: Positive | None = None
-    """Longest result; longer ones are truncated. Null: a million characters."""
+    """Longest result; the rest is cut. Null: a million characters."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
-    """`left` keeps the end of a result, `right` its beginning, `middle` half of each."""
+    """The side that is cut."""
     tool_response_unit: Literal["characters", "tokens"] = "characters"
     """Unit of `max_tool_response_length`."""
 
@@ -266,7 +259,7 @@ class RewardUse(Use):
     weight: float = 1.0
     """Factor of the function's result."""
     name: NonEmpty | None = None
-    """Its name in metrics and records. Null: that after the colon."""
+    """Name in metrics and records. Null: that after the colon."""
 
 
 class KlRewardSection(Section):
@@ -280,29 +273,26 @@ class KlRewardSection(Section):
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """`k1`, `k2` or `k3` (docs/losses.md#kl-divergence)."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Divergence per token, in nats, that an adaptive coefficient, beginning at `coef`, aims at. Null: constant."""
+    """Divergence per token, in nats, that an adaptive coefficient aims at, beginning at `coef`. Null: constant."""
     horizon: Positive = 10000
-    """Conversations in which an adaptive coefficient changes by at most a factor of about 1.2."""
+    """Conversations in which it changes by at most a factor of about 1.2."""
 
 
 class RewardSection(Section):
     """Reward functions. Their results are added to the rewards that the environment gives."""
 
     trajectory: list[RewardUse] = []
-    """Functions called for each ended conversation, which return a number. Parameter names choose arguments, such as
-    `trajectory`, `completion` or a column (docs/rewards.md)."""
+    """Functions called for each ended conversation; they return a number (docs/rewards.md)."""
     turns: list[RewardUse] = []
-    """Functions called for each turn, which return a number; with `turn`, `index` and the parameters of
-    `reward.trajectory`."""
+    """Functions called for each turn, also with `turn` and `index`."""
     group: list[RewardUse] = []
-    """Functions called once per row with lists over its trajectories that did not fail, such as `trajectories` or
-    `completions`. They return a list of numbers; None: does not apply."""
+    """Functions called once per row, with lists over its trajectories that did not fail; they return a list of numbers,
+    or None."""
     batch: list[RewardUse] = []
-    """The same, called once for all trajectories that did not fail of a step, evaluation or rollout."""
+    """The same, for all trajectories of a step, evaluation or rollout."""
     kl: KlRewardSection = KlRewardSection()
     timeout: Seconds | None = 120.0
-    """Seconds of reward functions. Async: one limit for all functions of a trajectory and its turns, and one per call of a
-    function of a group or batch. Sync: one per call. A call that exceeds it is interrupted and fails. Null: none."""
+    """Seconds of a call; of async functions: of all for a trajectory and its turns. A call that exceeds it fails."""
 
     @model_validator(mode="before")
     @classmethod
@@ -320,15 +310,13 @@ class RecordSection(Section):
     """Which conversations are written to the files of a run (docs/record.md). Metrics are always complete."""
 
     every: Positive = 1
-    """With 10, conversations of the steps 1, 10, 20 ... and of the last are recorded; with 1, of all."""
+    """With 10, conversations of the steps 1, 10, 20 ... and of the last are recorded."""
     best_and_worst: Positive | None = None
-    """Recorded per group of a step: so many conversations with the highest rewards, as many with the lowest, and at most as
-    many failed. Null: all."""
+    """Recorded per group: so many with the highest rewards, with the lowest, and failed. Null: all."""
     compression: Literal["none", "gzip"] = "none"
-    """`gzip`: `trajectories.jsonl` and `eval_trajectories.jsonl` are about 15 times smaller, and end in `.gz`. All commands
-    read them, and decompress only a part for one conversation."""
+    """`gzip`: trajectories take about 15 times less; all commands read them."""
     trainer_logprobs: bool = True
-    """Record the trainer's log-probabilities beside the engine's; `turnwise view` shows their ratio."""
+    """Record the trainer's log-probabilities beside the engine's."""
 
 
 # loggers and traces
@@ -338,14 +326,13 @@ class LoggerSection(Section):
     """An experiment tracker that receives the metrics of the run. Instead of `{name: wandb}` you can write only `wandb`."""
 
     name: Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
-    """`tensorboard`, `wandb`, `mlflow`, `trackio` or `swanlab`; each needs its extra, such as `pip install
-    'turnwise[wandb]'`."""
+    """`tensorboard`, `wandb`, `mlflow`, `trackio` or `swanlab`; each is an extra: `pip install 'turnwise[wandb]'`."""
     project: NonEmpty | None = None
-    """The project (mlflow: experiment). Null: `turnwise`. Tensorboard has none: its files are in `<output>/tensorboard`."""
+    """The project (mlflow: experiment). Null: `turnwise`."""
     run: NonEmpty | None = None
     """Name of the run. Null: that of the directory `output`."""
     conversations: Annotated[int, Field(ge=0)] = 8
-    """Conversations of each step and evaluation that are sent, as a table if the tracker has tables."""
+    """Conversations of each step and evaluation that are sent, as a table where there are tables."""
     arguments: dict[str, Any] = {}
     """More arguments of its start function: `wandb.init`, `trackio.init`, `swanlab.init`, `MlflowClient` (such as
     `tracking_uri`), `SummaryWriter`."""
@@ -395,38 +382,35 @@ class HealthSection(Section):
     (docs/health.md)."""
 
     window: Positive = 10
-    """The mean of so many latest steps is compared with a limit; for `tool_use`, `entropy`, `length` and `teacher_growth`
-    with that of as many first steps."""
+    """The mean of so many latest steps is compared with a limit, or with the mean of as many first steps."""
     zero_std: Share | None = 0.95
     """Most groups without reward differences (`groups/zero_std`)."""
     tool_use: Share | None = 0.2
-    """Fewest tool calls of a conversation, as a share of the first steps (`tool_calls/mean`)."""
+    """Fewest tool calls, as a share of the first steps (`tool_calls/mean`)."""
     entropy: Share | None = 0.05
-    """Least entropy, as a share of the first steps (`entropy`). A collapsed policy repeats its answers."""
+    """Least `entropy`, as a share of the first steps: a collapsed policy repeats its answers."""
     duplicates: Share | None = 0.99
-    """Most conversations whose answers equal another's of the group (`groups/duplicates`)."""
+    """Most conversations that equal another of the group (`groups/duplicates`)."""
     length: Annotated[float, Field(gt=1)] | None = 3.0
-    """Most sampled tokens of a conversation, as a multiple of the first steps (`tokens/sampled`)."""
+    """Most `tokens/sampled`, as a multiple of the first steps."""
     ratio: Above | None = 20.0
-    """Largest `ratio/max_deviation`: difference from 1 of the ratio of trainer to engine."""
+    """Largest `ratio/max_deviation` of trainer to engine."""
     mismatch: Above | None = 0.1
-    """Largest KL divergence of the trainer's policy from the engine's, in nats (`correction/k3`, known with
-    `correction.action`)."""
+    """Largest `correction/k3` of trainer and engine, in nats (with `correction.action`)."""
     kl: Above | None = 1.0
-    """Largest `kl`, in nats: from the reference model with `loss.kl_coef`, else from the policy that sampled."""
+    """Largest `kl`, in nats."""
     reward_correlation: Annotated[float, Field(ge=-1, le=1)] | None = -0.5
-    """Least correlation of two parts of the reward (`reward/correlation`): below 0, more of one part means less of the
-    other."""
+    """Least correlation of two parts of the reward (`reward/correlation`)."""
     teacher_gap: Above | None = 0.001
-    """Least size of `teacher/divergence` in the first steps, in nats per token."""
+    """Least `teacher/divergence` in the first steps, in nats."""
     teacher_growth: Annotated[float, Field(gt=1)] | None = 2.0
     """Largest `teacher/divergence`, as a multiple of the first steps."""
     failed: Share | None = 0.2
     """Most conversations that fail with an error (`failed`)."""
     constant_reward: Positive | None = 3
-    """Warn after so many first steps in which the conversations of each row had equal rewards."""
+    """Warn after so many first steps with equal rewards in each group."""
     stop: list[Monitor] = []
-    """Monitors that stop the run, such as `[zero_std, failed]`: a checkpoint is written, and the exit status is 1."""
+    """Monitors that stop the run, such as `[zero_std, failed]`, with a checkpoint and exit status 1."""
 
     @model_validator(mode="after")
     def _stops_have_limits(self) -> HealthSection:
@@ -473,7 +457,7 @@ class EvaluationSection(Section):
     every: Annotated[int, Field(ge=0)] = 0
     """Training steps between evaluations. 0: only before and after training."""
     pass_reward: float = 1.0
-    """Least reward that counts as passed, for pass rate, pass@k and pass^k."""
+    """Least reward that passes, for pass rate, pass@k and pass^k."""
     sampling: EvaluationSamplingSection = EvaluationSamplingSection()
     """How tokens are sampled in evaluations: `temperature`, `top_p`, `top_k`, `min_p`. Null: the value of the same option in
     `sampling`. `eval.sampling.temperature=0` takes the most likely token."""
@@ -492,14 +476,14 @@ class CheckpointSection(Section):
     """Checkpoints, from which a stopped run can be resumed."""
 
     every: Positive | None = None
-    """Steps between checkpoints. Null: as often as takes at most 3 % of the time (docs/record.md)."""
+    """Steps between checkpoints. Null: at most 3 % of the time (docs/record.md)."""
     keep: Positive = 2
     """Checkpoints kept; older ones are removed."""
     background: bool = False
-    """Whether checkpoints are written while training goes on, from copies in the CPU's memory (docs/record.md)."""
+    """Write while training goes on, from copies in the CPU's memory."""
     best: NonEmpty | None = None
-    """A metric of evaluations, such as `reward/mean`: the checkpoint with its highest value (of losses and failures: lowest)
-    is kept, too, and the link `best` names it. Needs `data.eval`."""
+    """A metric of evaluations, such as `reward/mean`, whose best checkpoint is kept and linked as `best`. Needs
+    `data.eval`."""
 
 
 class Config(Section):
@@ -508,30 +492,29 @@ class Config(Section):
     model: ModelSection
     data: DataSection = DataSection()
     environment: EnvironmentUse = EnvironmentUse(use="turnwise.environments.environment:SingleTurn")
-    """The environment, which answers the model. The default ends after one turn."""
+    """What answers the model. The default ends after one turn."""
     tools: list[ToolUse] = []
-    """References to typed functions and classes that the model may call (docs/tools.md)."""
+    """Typed functions and classes that the model may call (docs/tools.md)."""
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
     policies: Annotated[list[PolicySection], BeforeValidator(expand_policies)] = []
-    """Policies of agents that an environment opens (docs/agents_in_episodes.md), by name: frozen ones, `{opponent:
-    runs/first/checkpoint, strong: {endpoint: {url: "http://host:8000/v1", model: NAME}}}`, and trained ones, `{searcher: {train:
-    true, lr: 1.0e-5}}`."""
+    """Policies of agents that an environment opens (docs/agents_in_episodes.md), by name: frozen, `{opponent:
+    runs/first/checkpoint}`, or trained, `{searcher: {train: true}}`."""
     engine: Annotated[AnyEngine, by_name("local")] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
     limits: LimitsSection = LimitsSection()
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """How a finished conversation's tokens are compared with the template's rendering: `strict`: token by token;
-    `ignore_strippable`: without white space; `disable`: not. Differences count in `template_mismatch` (docs/tokens.md)."""
+    """How tokens are compared with the template's rendering: `strict`; `ignore_strippable` (without white space);
+    `disable`. Differences count in `template_mismatch`."""
     thinking: Literal["keep", "branch", "strip_at_user"] = "keep"
-    """Reasoning of earlier turns: `keep`: it stays. `branch`: where the template leaves it out, a new segment (token
-    sequence) without it begins. `strip_at_user`: so at every user message."""
+    """Reasoning of earlier turns: `keep`; `branch`: where the template drops it, a new segment (token sequence) begins;
+    `strip_at_user`: so at every user message."""
     use_inference_chat_template: bool = False
-    """verl's name for `thinking: branch`: train on the prompts that the template makes at inference."""
+    """verl's name for `thinking: branch`."""
     tool_format: Annotated[Use, BeforeValidator(expand_format)] = Use(use="auto")
-    """How the model writes calls. `auto`: as the template. Or a format's name, a class `file.py:Format`, or a description
-    `{opening: ..., separator: ..., closing: ...}` (docs/tool_calls.md)."""
+    """How the model writes calls: `auto` (as the template), a format's name, a class `file.py:Format`, or `{opening:
+    ..., separator: ..., closing: ...}` (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
     credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] = AutoCredit()
     critic: CriticSection = CriticSection()
@@ -540,8 +523,8 @@ class Config(Section):
     teacher: TeacherSection = TeacherSection()
     correction: CorrectionSection = CorrectionSection()
     loss_mask: Use = Use(use="all")
-    """Turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, `without_failed_calls`, `without_void_turns`,
-    or a function that returns a turn's weight (docs/loss_masks.md)."""
+    """Turns to train on: `all`, `last_turn`, `after_last_user`, `last_round`, `without_failed_calls`,
+    `without_void_turns`, or a function (docs/loss_masks.md)."""
     train: TrainSection = TrainSection()
     eval: EvaluationSection = EvaluationSection()
     rollout: RolloutSection = RolloutSection()
@@ -551,8 +534,7 @@ class Config(Section):
     record: RecordSection = RecordSection()
     health: HealthSection = HealthSection()
     loggers: list[LoggerSection] = []
-    """Trackers that get the metrics, such as `[wandb, tensorboard]` (docs/loggers.md); the run's directory has all of them,
-    too."""
+    """Trackers, such as `[wandb, tensorboard]` (docs/loggers.md)."""
     trace: TraceSection = TraceSection()
     max_concurrent: Positive = 256
     """Conversations at the same time."""
@@ -561,16 +543,15 @@ class Config(Section):
     seed: int = 0
     """Seed of all random numbers, for rows and sampling."""
     deterministic: bool = False
-    """Two runs with the same seed have bit-identical metrics except times: CPU, one thread, slower."""
+    """The same seed gives bit-identical metrics except times: CPU, one thread, slower."""
     resume: Literal["never", "auto"] = "never"
-    """`auto`: continue after the newest checkpoint in `output`, if there is one. `never`: a new run."""
+    """`auto`: continue after the newest checkpoint in `output`, if any. `never`: a new run."""
     resume_changes: list[str] = []
-    """Options changed on purpose at a resume, such as `[train.lr]` (docs/record.md)."""
+    """Options changed on purpose at a resume (docs/record.md)."""
     override_checks: list[str] = []
-    """Checks of `turnwise doctor` that may fail with a warning, such as `[headers, tool turns]` (docs/doctor.md); else they
-    refuse the run."""
+    """Checks of `turnwise doctor` that only warn, such as `[headers, tool turns]`; else they refuse the run."""
     replace: bool = False
-    """Move an earlier run in `output` to another directory. False: it is an error."""
+    """Move an earlier run in `output` away. False: it is an error."""
 
     _origins: Origins = PrivateAttr(default_factory=dict)
 

@@ -100,10 +100,9 @@ class OwnFunction(Section):
     """The options of a function of your own."""
 
     use: NonEmpty
-    """The function: `path/to/file.py:name` or `package.module:name`. `credit: file.py:name` is short for this, and so for
-    `loss`."""
+    """`path/to/file.py:name` or `package.module:name`; `credit: file.py:name` is short for it."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of each call, of the types that the function's annotations say."""
+    """Keyword arguments of each call, as the function's annotations say."""
 
 
 def named(value: Any) -> Any:

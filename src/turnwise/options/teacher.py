@@ -21,21 +21,20 @@ class TeacherModel(Section):
     name: NonEmpty = "teacher"
     """Its name, by which rows choose it (`teacher.column`); names differ."""
     path: PathText | None = None
-    """Model directory, checkpoint or hub name, with the vocabulary of `model.path`. With an adapter, `model.path` itself is
-    the model without it and takes no memory. Null: a server, or the trained model itself."""
+    """Model directory, checkpoint or hub name, with the same vocabulary; with an adapter, `model.path` takes no memory.
+    Null: a server, or the trained model itself."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of its parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
-    """4: quantize it when it is loaded. Null: do not."""
+    """4: quantize it when it is loaded."""
     url: NonEmpty | None = None
     """Address of a server, such as `http://host:8000`. Null: in this process."""
     server: Literal["vllm", "sglang"] = "vllm"
     """The kind of server."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """With several teachers and no `teacher.column`: how much it counts; weights are divided by their sum."""
+    """With several teachers and no `teacher.column`: its weight, divided by their sum."""
     context: Use | None = None
-    """What it reads in place of the student's prompt: a function `context(trajectory, turn) -> messages`
-    (docs/distillation.md). Null: what the student read."""
+    """What it reads instead of the prompt: `context(trajectory, turn) -> messages` (docs/distillation.md)."""
 
     @property
     def is_student(self) -> bool:
@@ -69,24 +68,22 @@ class TeacherSection(Section):
     models: list[TeacherModel] = []
     """The teachers. Empty: none."""
     signal: Literal["sampled", "divergence"] = "sampled"
-    """`sampled`: each sampled token gets an advantage, its log-probability under the teacher minus that under the student.
-    `divergence`: a term of the loss, between both distributions over the next token."""
+    """`sampled`: a token's advantage is its log-probability under the teacher minus the student's. `divergence`: a loss
+    between both next-token distributions."""
     coef: Annotated[float, Field(gt=0)] = 1.0
-    """Factor of these advantages, which are added to those of rewards, or of the term. For the teacher alone, set
-    `credit=none`."""
+    """Factor of these advantages or of the loss. For the teacher alone: `credit=none`."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """`sampled`: discount per token of what later tokens count for a token. 0: each counts for itself."""
+    """`sampled`: discount per token of later tokens' differences. 0: each counts for itself."""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """`sampled`: largest difference of log-probabilities, in nats, both ways; otherwise tokens that the teacher finds
-    impossible outweigh all others (10 is common). Null: no bound."""
+    """`sampled`: largest difference of log-probabilities, in nats; 10 is common."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """`reverse_kl`: KL(student || teacher). `forward_kl`: KL(teacher || student). `jsd`: generalized Jensen-Shannon
-    divergence of `teacher.beta` (arXiv 2306.13649)."""
+    divergence (arXiv 2306.13649)."""
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """`jsd`: the teacher's weight in the mixture. Near 0 like `forward_kl`, near 1 like `reverse_kl`."""
+    """`jsd`: the teacher's weight in the mixture: near 0 like `forward_kl`, near 1 like `reverse_kl`."""
     top_k: Positive | None = None
-    """`divergence`: over so many of the teacher's most likely tokens, and all others as one class. Servers and `context` need
-    it. Null: the complete vocabulary."""
+    """`divergence`: over the teacher's most likely tokens, and all others as one class; servers and `context` need it.
+    Null: the whole vocabulary."""
     column: NonEmpty | None = None
     """Column with the name of the row's teacher. Null: all score all."""
     timeout: Seconds = 300.0

@@ -46,8 +46,8 @@ METRICS = (
     ),
     Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_BOTH),
     Metric(
-        "conversations", "count", "", "Number of conversations. In an evaluation: failed ones included; evaluations of another "
-        "number are not compared. In fine-tuning: of the held-out conversations that have a loss.",
+        "conversations", "count", "", "Conversations; evaluations of another number are not compared. In fine-tuning: held-out "
+        "ones that have a loss.",
         lines="eval, rollout, sft eval",
     ),
     Metric(
@@ -56,37 +56,37 @@ METRICS = (
     ),
     Metric(
         "reward/none", "reward", "finished conversations",
-        "Share without a reward: no reward function applied and the environment gave none. They are in no mean of rewards, and "
-        "get no advantage.",
+        "Share without a reward, from no function and not from the environment: in no mean, without "
+        "advantage.",
     ),
     Metric(
         "reward/q10", "reward", "finished conversations",
-        "10 % of the conversations of the step have at most this total reward.",
+        "10 % of the conversations have at most this reward.",
     ),
     Metric(
-        "reward/median", "reward", "finished conversations", "Median of the total rewards of the step.",
+        "reward/median", "reward", "finished conversations", "Median of the rewards.",
         same=("reward_median",),
     ),
     Metric(
         "reward/q90", "reward", "finished conversations",
-        "90 % of the conversations of the step have at most this total reward.",
+        "90 % of the conversations have at most this reward.",
     ),
     Metric(
         "reward/std", "reward", "finished conversations",
-        "Standard deviation of the total rewards of all groups of the step together.", near=("reward_std",),
+        "Standard deviation of the rewards of all groups together.", near=("reward_std",),
     ),
     Metric(
         "rewards/<function>/mean", "reward", "those that the function applies to",
-        "Result of one reward function, multiplied by its weight, or a part named in `Reply.rewards`.",
+        "Result of one reward function times its weight, or a part named in `Reply.rewards`.",
         same=("rewards/<function>", "reward/<function>"),
     ),
     Metric(
         "rewards/<function>/std", "reward", "those that the function applies to",
-        "Standard deviation of these results.",
+        "Their standard deviation.",
     ),
     Metric(
         "metrics/<name>", "any", "those that reported it",
-        "A number that a reward function or an environment reported (TRL: `log_metric`). It is not part of the reward.",
+        "A number that a reward function or an environment reported (TRL: `log_metric`).",
     ),
     Metric(
         "pass_rate", "share", "finished conversations",
@@ -94,32 +94,30 @@ METRICS = (
     ),
     Metric(
         "reward/correlation", "", "finished conversations",
-        "Lowest correlation of two parts of the reward. Below 0: a conversation with more of one part has less of the other. "
-        "Null if no two parts differ between conversations.",
+        "Lowest correlation of two parts of the reward. Below 0: more of one part means less of the other.",
     ),
     Metric(
         "groups/duplicates", "share", "conversations that did not fail, in groups of several",
-        "Conversations whose answers equal those of another conversation of the group.",
+        "Conversations whose answers equal another's of the group.",
     ),
     Metric(
         "groups/zero_std", "share", "groups",
-        "Groups whose finished conversations all have the same reward, so that their advantages are 0.",
+        "Groups of equal rewards: their advantages are 0.",
         same=("frac_reward_zero_std", "groups/all_equal"),
     ),
     Metric(
         "groups/replaced", "count", "",
-        "Groups replaced by those of other rows: by `train.dynamic_sampling` (equal rewards) or `train.replace_failed` (too "
-        "many failed conversations).",
+        "Groups replaced by `train.dynamic_sampling` or `train.replace_failed`.",
         lines=_TRAIN,
     ),
     Metric(
         "record/dropped", "count", "",
-        "Conversations that `record.every` or `record.best_and_worst` keeps out of `trajectories.jsonl`.",
+        "Conversations that section `record` keeps out of `trajectories.jsonl`.",
         lines=_TRAIN,
     ),
     Metric(
         "groups/too_small", "count", "",
-        "Groups that are not trained on: fewer than `train.min_group_size` of their conversations did not fail.",
+        "Groups below `train.min_group_size`, which are not trained on.",
         lines=_TRAIN,
     ),
     Metric("workers/lost", "count", "", "Rollout workers (`cluster=ray`) lost since the last step.", lines=_TRAIN),
@@ -132,7 +130,7 @@ METRICS = (
     ),
     Metric(
         "reward/source/<name>", "reward", _FINISHED,
-        "Total reward on the rows of one of several data sets of `data.train`.",
+        "Reward on the rows of one of several data sets.",
     ),
     Metric(
         "turns/mean", "turns", _FINISHED, "Turns of the model in a conversation.",
@@ -140,114 +138,115 @@ METRICS = (
     ),
     Metric(
         "agents/<name>/conversations", "count", _ALL,
-        "Conversations of opened agents of this name, for each conversation of a row (docs/agents_in_episodes.md).",
+        "Conversations of opened agents of this name, for each conversation of a row.",
     ),
     Metric(
-        "agents/<name>/reward/mean", "reward", _FINISHED, "Mean reward of these agents' conversations.",
+        "agents/<name>/reward/mean", "reward", _FINISHED, "Their reward.",
     ),
     Metric(
-        "agents/<name>/reward/std", "reward", _FINISHED, "Standard deviation of that reward.",
+        "agents/<name>/reward/std", "reward", _FINISHED, "Its standard deviation.",
     ),
     Metric(
-        "agents/<name>/turns/mean", "turns", _FINISHED, "Turns in one of these agents' conversations.",
+        "agents/<name>/turns/mean", "turns", _FINISHED, "Turns in one of their conversations.",
     ),
     Metric(
         "agents/<name>/tokens/sampled", "tokens", _ALL,
-        "Tokens that these agents sampled. `tokens/sampled` does not contain them.",
+        "Tokens that they sampled, which `tokens/sampled` does not contain.",
     ),
     Metric(
-        "agents/<name>/failed", "fraction", _ALL, "Share of these agents' conversations that failed.",
+        "agents/<name>/failed", "fraction", _ALL, "Their conversations that failed.",
     ),
     Metric(
         "policies/<policy>/<metric>", "as of the metric", "as of the metric",
-        "What the step has learnt for a further trained policy: its `loss`, `kl`, `grad_norm`, `lr`, `ratio/...`, "
-        "`tokens/trained` and `correction/...`. Missing in a step without conversations of the policy. Without this prefix: "
-        "of the model of the section `model` (docs/agents_in_episodes.md).", lines=_TRAIN,
+        "Of a further trained policy: `loss`, `kl`, `grad_norm`, `lr`, `ratio/...`, `tokens/trained`, "
+        "`correction/...`; without the prefix, of section `model`.", lines=_TRAIN,
     ),
     Metric(
         "segments/mean", "segments", _FINISHED,
-        "Token sequences of a conversation: more than 1 if the history was rewritten, tools changed or reasoning was removed.",
+        "Token sequences of a conversation: above 1 if history was rewritten, tools changed or reasoning was "
+        "removed.",
     ),
     Metric(
-        "tool_calls/mean", "calls", _FINISHED, "Tool calls in a conversation, including malformed calls.",
+        "tool_calls/mean", "calls", _FINISHED, "Tool calls, also malformed ones.",
         same=("tools/call_frequency",), near=("tool_call_counts/mean",),
     ),
     Metric(
-        "tool_errors/mean", "calls", _FINISHED, "Failed tool calls in a conversation, including malformed calls.",
+        "tool_errors/mean", "calls", _FINISHED, "Failed tool calls, also malformed ones.",
         near=("tools/failure_frequency",),
     ),
     Metric(
         "stop/<reason>", "share", _ALL,
-        "Conversations that ended for this reason ([record](record.md) lists the reasons).",
+        "Conversations that ended for this reason ([record](record.md)).",
     ),
     Metric(
-        "stop/length", "share", _ALL, "Conversations whose last turn was cut by `limits.tokens_per_turn`.",
+        "stop/length", "share", _ALL, "Conversations that `limits.tokens_per_turn` cut.",
         near=("completions/clipped_ratio", "response_length/clip_ratio"),
     ),
     Metric(
-        "failed", "share", _ALL, "Conversations that failed with an error. They are excluded from all means and not trained on.",
+        "failed", "share", _ALL, "Conversations that failed with an error: in no mean, and not trained on.",
         lines="train, eval, rollout, sft, sft eval",
     ),
     Metric(
         "template_mismatch", "share", _ALL,
-        "Conversations whose tokens differ from the chat template's rendering of the same messages.",
+        "Conversations whose tokens differ from the template's rendering of the same messages.",
         same=("drift",), lines=_ROLLOUTS_AND_SFT,
     ),
     Metric(
-        "left_out", "share", _ALL, "Conversations that are longer than `limits.context`. They are not trained on.",
+        "left_out", "share", _ALL, "Conversations longer than `limits.context`, which are not trained on.",
         lines="sft, sft eval",
     ),
     Metric(
-        "tokens/sampled", "tokens", f"sum over {_ALL}", "Tokens that the model sampled, in all turns.",
+        "tokens/sampled", "tokens", f"sum over {_ALL}", "Tokens that the model sampled.",
         near=("completions/mean_length", "completions/mean_terminated_length", "response_length/mean", "completion_length"),
     ),
     Metric(
         "tokens/all", "tokens", f"sum over {_ALL}",
-        "All tokens: prompts, completions, tool results, user messages. In fine-tuning: of the conversations trained on.",
+        "Also prompts, tool results and user messages.",
         same=("perf/total_num_tokens",), near=("num_tokens", "prompt_length/mean"), lines=_ROLLOUTS_AND_SFT,
     ),
     Metric(
         "tokens/trained", "tokens", "sum over optimizer steps",
-        "Targets of the loss. Tokens with weight 0 or advantage 0 are not counted; equal turns of a group are counted once.",
+        "Targets of the loss, without those of weight or advantage 0; equal turns of a group count once.",
         lines="train, sft, sft eval",
     ),
     Metric(
         "tokens/prefix_saved", "share", "tokens of the training sequences",
-        "Tokens that training does not compute, because they are in a prefix that sequences of a micro-batch share.",
+        "Tokens that training does not compute, because sequences share them.",
         lines=_BOTH,
     ),
     Metric(
         "micro_batches/out_of_memory", "count", "",
-        "How often the GPU's memory ran out in the update, which went on in smaller micro-batches. Only in such steps.",
+        "How often the GPU's memory ran out and smaller micro-batches followed.",
         lines=_BOTH,
     ),
     Metric(
         "engine/prefix_hit_rate", "share", "prompt tokens of all turns",
-        "Prompt tokens that the engine took from its prefix cache. Null if it does not report them.",
+        "Prompt tokens from the engine's prefix cache.",
     ),
     Metric(
         "entropy", "nats", "the sampled tokens of finished conversations",
-        "Estimate of the entropy: -log p of each sampled token. Null without log-probabilities of the sampled distribution, "
-        "which SGLang and `openai` do not report (docs/engines.md).",
+        "-log p of sampled tokens. Null where the engine does not report it (SGLang, `openai`; "
+        "docs/engines.md).",
         near=("actor/entropy", "actor/entropy_loss"),
     ),
     Metric(
         "loss", "", _STEPS,
-        "The loss that is minimized. In fine-tuning: the negative log-likelihood of a token. Null in `critic.warmup_steps`.",
+        "What is minimized; in fine-tuning: the negative log-likelihood.",
         same=("actor/loss", "train/loss", "train_loss", "eval_loss", "val/loss"), near=("actor/pg_loss", "policy_loss"),
         lines="train, sft, sft eval",
     ),
     Metric(
         "kl", "nats", "trained tokens",
-        "KL divergence (estimator k3). With `loss.kl_coef`: from the reference model; otherwise: from the policy that sampled.",
+        "KL divergence (k3) from the reference model with `loss.kl_coef`, otherwise from the policy that "
+        "sampled.",
         same=("actor/kl_loss",), near=("actor/ppo_kl", "objective/kl"), lines=_TRAIN,
     ),
     Metric("grad_norm", "", _STEPS, "Norm of the gradient before clipping.", same=("actor/grad_norm",), lines=_BOTH),
     Metric("lr", "", "", "Learning rate of the step.", same=("learning_rate", "actor/lr"), lines=_BOTH),
     Metric(
         "ratio/max_deviation", "ratio", "maximum over trained tokens",
-        "Largest difference from 1 of the probability ratio of trainer to engine, before the first optimizer step. "
-        "If it is 1e-4 or less, trainer and engine compute the same probabilities.",
+        "Difference from 1 of the ratio of trainer to engine before the first optimizer step: 1e-4 or less if"
+        " they agree.",
         near=(
             "training/rollout_probs_diff_max", "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/max",
         ),
@@ -255,27 +254,26 @@ METRICS = (
     ),
     Metric(
         "experts/max_share", "share", "the layers with experts",
-        "Share of a layer's most loaded expert in the choices of all tokens (mixture of experts).", lines=_TRAIN,
+        "Share of a layer's most loaded expert.", lines=_TRAIN,
     ),
     Metric(
-        "experts/min_share", "share", "the layers with experts", "Share of the least loaded expert of a layer.",
+        "experts/min_share", "share", "the layers with experts", "Share of the least loaded expert.",
         lines=_TRAIN,
     ),
     Metric(
         "experts/entropy", "", "the layers with experts",
-        "Entropy of the shares of a layer's experts / the logarithm of their number: 1 if all have the same load.",
+        "Entropy of the shares / the logarithm of their number: 1 if all are equal.",
         lines=_TRAIN,
     ),
     Metric(
         "experts/aux_loss", "", _STEPS,
-        "The loss that balances experts, without `loss.router_aux_loss_coef`. If all have the same load, about the number of "
-        "experts of a token.",
+        "The loss that balances experts, without its coefficient; about the number of experts of a token if "
+        "all are equal.",
         near=("aux_loss", "load_balancing_loss"), lines=_TRAIN,
     ),
     Metric(
         "experts/rerouted", "share", "tokens whose experts were recorded",
-        "Tokens for which the trainer would have chosen other experts in a layer than were recorded. Needs "
-        "`model.router_replay`.", lines=_TRAIN,
+        "Tokens for which the trainer would have chosen other experts (`model.router_replay`).", lines=_TRAIN,
     ),
     Metric(
         "ratio/clip_fraction", "share", "trained tokens", "Tokens whose probability ratio is outside the clip bounds.",
@@ -284,25 +282,25 @@ METRICS = (
     ),
     Metric(
         "correction/k1", "nats", "trained tokens",
-        "KL divergence of the trainer's policy from the engine's: log(engine's / trainer's probability), before the first "
-        "optimizer step. All of `correction` need `correction.action`, and include conversations with advantage 0.",
+        "KL divergence of the trainer's policy from the engine's. All of `correction` need "
+        "`correction.action`, and include advantages of 0.",
         same=("rollout_corr/kl", "rollout_correction/kl"), lines=_TRAIN,
     ),
     Metric(
-        "correction/k3", "nats", "trained tokens", "The same with estimator k3.",
+        "correction/k3", "nats", "trained tokens", "The same with k3.",
         same=("rollout_corr/k3_kl", "rollout_correction/k3_kl"), lines=_TRAIN,
     ),
     Metric(
         "correction/k1/turn_<n>", "nats", "trained tokens of the turns with this index",
-        "`correction/k1` of one turn index, counted from 0.", lines=_TRAIN,
+        "`correction/k1` of the turns with this index, from 0.", lines=_TRAIN,
     ),
     Metric(
         "correction/k3/turn_<n>", "nats", "trained tokens of the turns with this index",
-        "`correction/k3` of one turn index, counted from 0.", lines=_TRAIN,
+        "The same with k3.", lines=_TRAIN,
     ),
     Metric(
         "correction/ppl_ratio", "ratio", "token sequences",
-        "Perplexity of a token sequence under the trainer's policy, divided by that under the engine's.",
+        "Perplexity of a sequence under the trainer's policy / under the engine's.",
         same=("rollout_corr/ppl_ratio", "rollout_correction/ppl_ratio"), lines=_TRAIN,
     ),
     Metric(
@@ -311,44 +309,42 @@ METRICS = (
     ),
     Metric(
         "correction/chi2_sequence", "", "token sequences",
-        "The same for the product of the ratios of a token sequence.",
+        "The same for a sequence's product of ratios.",
         same=("rollout_corr/chi2_seq",), near=("rollout_correction/chi2_seq",), lines=_TRAIN,
     ),
     Metric(
-        "correction/weight", "", "trained tokens", "Importance weight of a token.",
+        "correction/weight", "", "trained tokens", "Importance weight.",
         near=("rollout_corr/rollout_is_mean", "rollout_correction/is_weight_mean"), lines=_TRAIN,
     ),
     Metric(
         "correction/ess", "share", "trained tokens",
-        "Effective sample size: squared mean of the weights, divided by the mean of their squares. 1: all weights are equal.",
+        "Effective sample size: squared mean of the weights / mean of their squares.",
         near=("rollout_corr/rollout_is_eff_sample_size", "rollout_correction/ess"), lines=_TRAIN,
     ),
     Metric(
-        "correction/clip_fraction", "share", "trained tokens", "Tokens whose ratio is outside the bounds of `correction`.",
+        "correction/clip_fraction", "share", "trained tokens", "Tokens with a ratio outside the bounds of `correction`.",
         near=("rollout_corr/rollout_is_ratio_fraction_high", "rollout_correction/clipped_frac"), lines=_TRAIN,
     ),
     Metric(
-        "correction/rejected", "share", "trained tokens", "Tokens that were removed from the loss and its average.",
+        "correction/rejected", "share", "trained tokens", "Tokens removed from the loss and its average.",
         same=("rollout_corr/rollout_rs_masked_fraction",), lines=_TRAIN,
     ),
     Metric(
         "correction/unknown", "share", "trained tokens",
-        "Tokens without a log-probability of the kind that the loss needs: the trainer's is used, and their ratio is 1. Of other "
-        "metrics of `correction`, they count only in denominators of shares.",
+        "Tokens without the log-probability that the loss needs: their ratio is 1.",
         lines=_TRAIN,
     ),
     Metric(
         "selection/without_loss", "share", "trained tokens",
-        "Tokens that have no policy loss, by `loss.top_entropy_quantile` or `loss.clip_cov_ratio`. The metrics of `selection` "
-        "need these options or `loss.kl_cov_ratio`. They are of all conversations, also of those whose advantages are 0.",
+        "Tokens without policy loss, by `loss.top_entropy_quantile` or `loss.clip_cov_ratio`.",
         lines=_TRAIN,
     ),
     Metric(
-        "selection/entropy_threshold", "nats", "step", "The least entropy of a token with a policy loss.", lines=_TRAIN,
+        "selection/entropy_threshold", "nats", "step", "Least entropy of a token with a policy loss.", lines=_TRAIN,
     ),
     Metric(
         "selection/covariance", "", "mean over trained tokens",
-        "Covariance of log-probability and advantage. The larger it is, the more the step lowers the entropy.", lines=_TRAIN,
+        "Covariance of log-probability and advantage: the larger, the more the step lowers the entropy.", lines=_TRAIN,
     ),
     Metric(
         "selection/with_divergence", "share", "trained tokens", "Tokens with the divergence of `loss.kl_cov_ratio`.",
@@ -356,108 +352,106 @@ METRICS = (
     ),
     Metric(
         "kl_reward/divergence", "nats", "conversations, of means over their trained tokens",
-        "With `reward.kl`: the estimate of the KL divergence of the policy from the reference model.",
+        "With `reward.kl`: the policy's KL divergence from the reference model.",
         same=("actor/reward_kl_penalty",), lines=_TRAIN,
     ),
     Metric(
         "kl_reward/penalty", "reward", "the finished conversations",
-        "What `reward.kl` subtracts from the reward of a conversation. `reward/mean` does not contain it.",
+        "What `reward.kl` subtracts; `reward/mean` does not contain it.",
         near=("objective/non_score_reward",), lines=_TRAIN,
     ),
     Metric(
-        "kl_reward/coef", "", "", "The coefficient of the KL divergence in the reward (`reward.kl.coef`).",
+        "kl_reward/coef", "", "", "The coefficient (`reward.kl.coef`).",
         same=("actor/reward_kl_penalty_coeff",), lines=_TRAIN,
     ),
     Metric(
         "teacher/divergence", "nats", "trained tokens",
-        "The student's log-probability of each sampled token minus the teacher's (of several: of their weighted mean), an "
-        "estimate of KL(student || teacher).",
+        "The student's log-probability of a sampled token minus the (mean) teacher's, an estimate of "
+        "KL(student || teacher).",
         lines=_TRAIN,
     ),
     Metric(
         "teacher/divergence_turn", "nats", "trained turns",
-        "The same, added up over the tokens of a turn.", lines=_TRAIN,
+        "The same, added up over a turn.", lines=_TRAIN,
     ),
     Metric(
         "teacher/agreement", "share", "trained tokens",
-        "Tokens at which student and teacher find the same token most likely. Of several teachers that score before the update: "
-        "the one with the largest weight.",
+        "Tokens that student and (main) teacher both find most likely.",
         lines=_TRAIN,
     ),
     Metric(
         "teacher/loss", "nats", "trained tokens",
-        "With `teacher.signal: divergence`: the divergence that is in the loss, without `teacher.coef`.", lines=_TRAIN,
+        "With `teacher.signal: divergence`: the divergence in the loss, without `teacher.coef`.", lines=_TRAIN,
     ),
     Metric(
         "policy_shift", "nats", "tokens of up to 16 conversations",
         "KL divergence of the policy before the update from that after it. Needs `credit.name: spo`.", lines=_TRAIN,
     ),
     Metric(
-        "critic/loss", "", _STEPS, "Loss of the critic: half of the squared error of its estimates, with value clipping.",
+        "critic/loss", "", _STEPS, "Half the squared error of the critic's estimates, with value clipping.",
         same=("critic/vf_loss", "loss/value_avg"), lines=_TRAIN,
     ),
     Metric(
         "critic/explained_variance", "share", "states that the critic is trained on",
-        "Share of the returns' variance that estimates before the update explain: 1 is exact, 0 as good as a constant. Null if "
-        "all returns are equal.",
+        "Share of the returns' variance that its estimates explain: 1 is exact, 0 as good as a constant.",
         same=("critic/vf_explained_var",), lines=_TRAIN,
     ),
     Metric(
         "critic/clip_fraction", "share", "states that the critic is trained on",
-        "States whose loss is larger by value clipping.", same=("critic/vf_clipfrac", "val/clipfrac_avg"), lines=_TRAIN,
+        "States whose loss value clipping makes larger.", same=("critic/vf_clipfrac", "val/clipfrac_avg"), lines=_TRAIN,
     ),
     Metric(
-        "critic/grad_norm", "", _STEPS, "Norm of the critic's gradient before clipping.", lines=_TRAIN,
+        "critic/grad_norm", "", _STEPS, "Norm of its gradient before clipping.", lines=_TRAIN,
     ),
     Metric(
-        "critic/value_mean", "reward", "states that the critic is trained on", "Estimate of the critic before the update.",
+        "critic/value_mean", "reward", "states that the critic is trained on", "Its estimate before the update.",
         same=("critic/values/mean",), lines=_TRAIN,
     ),
     Metric(
         "version/oldest", "steps", f"minimum over the tokens of {_ALL}",
-        "Version (finished steps) of the oldest weights that sampled a token: at most `train.max_staleness` older than the step.",
+        "Version (finished steps) of the oldest weights that sampled a token.",
         same=("version",),
     ),
     Metric(
         "staleness/mean", "steps", "the sampled tokens of the groups that are trained on",
-        "Training steps from the weights that sampled a token to the step that trains on it; 0 without `train.max_staleness`.",
+        "Training steps from the weights that sampled a token to the step that trains on it.",
         lines=_TRAIN,
     ),
     Metric(
         "staleness/max", "steps", "maximum over the sampled tokens of the groups that are trained on",
-        "The same for the oldest token. It is at most `train.max_staleness`.", lines=_TRAIN,
+        "The same for the oldest token.", lines=_TRAIN,
     ),
     Metric(
-        "version/newest", "steps", f"maximum over the tokens of {_ALL}", "Version of the newest weights that sampled a token.",
+        "version/newest", "steps", f"maximum over the tokens of {_ALL}", "Of the newest.",
     ),
     Metric(
         "seconds/rollout", "seconds", "",
-        "Time from the start of the first conversation to the end of the last, with rewards.",
+        "From the start of the first conversation to the end of the last, with rewards.",
         near=("timing_s/gen",),
     ),
     Metric(
         "seconds/waiting", "seconds", "",
-        "Time for which the trainer waited for conversations. Without `train.max_staleness`, all of the step run in it.",
+        "How long the trainer waited for conversations.",
         lines=_TRAIN,
     ),
     Metric(
         "seconds/conversation/<part>", "seconds", _FINISHED,
-        "Time for which a conversation waited for the `engine`, for its `environment` and tools, or for `other` things such as "
-        "encoding prompts. [record](record.md#timeline) has the times of each step.",
+        "How long a conversation waited for the `engine`, its `environment`, or `other` "
+        "([timeline](record.md#timeline)).",
         lines=_TRAIN,
     ),
-    Metric("seconds/replay", "seconds", "", "Time to turn conversations into tokens.", lines=_SFT),
+    Metric("seconds/replay", "seconds", "", "Turning conversations into tokens.", lines=_SFT),
     Metric(
-        "seconds/train", "seconds", "", "Time to pack the batch, compute gradients and update the weights.",
+        "seconds/train", "seconds", "", "Packing, gradients and update.",
         near=("timing_s/update_actor",), lines=_BOTH,
     ),
     Metric(
-        "seconds/checkpoint", "seconds", "", "Time to write a checkpoint; 0 in a step without a checkpoint.",
+        "seconds/checkpoint", "seconds", "", "Writing a checkpoint.",
         same=("timing_s/save_checkpoint",), lines=_BOTH,
     ),
     Metric(
         "seconds/step", "seconds", "",
-        "Wall-clock time of the step. With `train.max_staleness`, it is less than the sum of the other times.",
+        "Wall-clock time of the step; with `train.max_staleness` less than the sum of the others.",
         same=("timing_s/step", "perf/time_per_step", "step_time"), lines=_BOTH,
     ),
 )  # fmt: skip
