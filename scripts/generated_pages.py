@@ -35,7 +35,7 @@ from credit_toy import SEVERAL_STATES, Estimator, expected_gradient, large_group
 from pydantic.fields import FieldInfo
 from rich.console import Console
 
-from turnwise.config.resume_rules import RULES, Rule
+from turnwise.config.resume_rules import RULES
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.options.algorithm import (
     BilevelGae,
@@ -121,7 +121,7 @@ MOST_USED = [
     "cluster.launcher",
 ]
 """The options of the first table, in its order. They have no other row."""
-MARKS: dict[Rule, str] = {"free": "", "named": "†", "new": "†", "rows": "§", "fixed": "‡"}
+MARKS: dict[str, str] = {"free": "", "named": "†", "new": "†", "rows": "§", "fixed": "‡"}
 """What follows the name of an option that may not change freely at a resume. The page explains the marks."""
 
 
