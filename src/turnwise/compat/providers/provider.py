@@ -145,6 +145,11 @@ PROVIDERS: dict[str, Provider] = {
             package="textworld",
             extra="textworld",
         ),
+        Provider(
+            name="harbor",
+            source="turnwise.compat.providers.harbor:Harbor",
+            brings="a folder of tasks in Harbor's format (Terminal-Bench 2)",
+        ),
         Provider(name="trl", source="turnwise.compat.trl:TrlEnvironments", brings="a class for TRL: file.py:Class"),
     )
 }

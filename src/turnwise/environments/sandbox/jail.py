@@ -32,7 +32,7 @@ import struct
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,15 +180,22 @@ if files >= 0:
     import tarfile
     os.set_inheritable(files, False)
     tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member)  # its own files, to itself
+    places = [word.partition("=")[2] for word in rest[:rest.index("--")] if word.startswith("KEPT=")] or ["."]
+    root = "/" if places != ["."] else "."
     if os.path.getsize("/code/files.tar"):
         with tarfile.open("/code/files.tar") as tar:
-            tar.extractall(".")
+            tar.extractall(root)
     child = os.fork()
     if child:
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         try:
             with os.fdopen(files, "wb") as out, tarfile.open(fileobj=out, mode="w") as tar:
-                tar.add(".", filter=lambda one: one if one.isreg() or one.isdir() or one.issym() else None)
+                for place in places:
+                    device = os.stat(place).st_dev
+                    def kept(one):
+                        ours = os.lstat(os.path.join(root, one.name)).st_dev == device  # not what is mounted inside
+                        return one if ours and (one.isreg() or one.isdir() or one.issym()) else None
+                    tar.add(place, filter=kept)
             os.write(started, b"2")
         except (OSError, ValueError, MemoryError, RecursionError, tarfile.TarError):
             os.write(started, b"3")
@@ -198,7 +205,8 @@ os.execv(command[0], command)
 """
 """The first program in the jail. It sets the limits, and then writes "1" to the descriptor `started`. If `files` is a
 descriptor (not -1), it also unpacks the files of the previous call. After the end of the program it packs the current files
-into `files`, and writes "2" (success) or "3" (failure) to `started`."""
+into `files`: those of the directories `KEPT=...`, or of the working directory if there are none. It then writes "2" (success) or
+"3" (failure) to `started`."""
 
 _NAMESPACES = """
     --unshare-ipc --unshare-pid --unshare-net --unshare-uts --unshare-cgroup-try --die-with-parent --new-session
@@ -208,6 +216,17 @@ _RIGHTS = "--clear-groups --inh-caps=-all --ambient-caps=-all --bounding-set=-al
 _SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64")
 _UIDS = range(65536, 524288)  # not allocated in the tables of systemd and Debian
 _uids = itertools.count(os.getpid() * 997)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """What a jail shows instead of one working directory: more programs of this machine, and several writable directories."""
+
+    writable: Sequence[str]
+    """Directories directly below /, such as `/app`; each is empty at the beginning, and in memory."""
+    environment: Mapping[str, str]
+    read_only: Sequence[str] = ("/usr", "/bin", "/sbin", "/etc/alternatives")
+    """Paths of this machine that the jail can read; those that do not exist are left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +246,13 @@ class Jail:
         data: Sequence[tuple[int, str]] = (),
         seccomp: int,
         info: int | None = None,
+        layout: Layout | None = None,
     ) -> list[str]:
         """The command that runs `program` in the jail.
 
         `data`: pairs of a file descriptor and the path in the jail that receives a copy. `packages`: directories to import
         from. `seccomp`: the descriptor with the filter. `info`: the descriptor to which bubblewrap writes the process id of
-        the first process in the jail.
+        the first process in the jail. `layout`: other directories than `WORK`.
         """
         own = [*interpreter_paths(), *([Path(self.setpriv)] if self.setpriv else [])]
         lent = [(str(path), f"/packages/{number}") for number, path in enumerate(packages)]
@@ -242,19 +262,25 @@ class Jail:
             command += ["--unshare-user", "--uid", str(uid), "--gid", str(uid)]
         else:  # needed to change the user and group id, and then to drop all capabilities
             command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
-        for name, value in {"HOME": WORK, "TMPDIR": WORK, "LANG": "C.UTF-8", "USER": "sandbox"}.items():
+        path = ":".join([WORK, *(place for _, place in lent)])
+        variables = {"HOME": WORK, "TMPDIR": WORK, "LANG": "C.UTF-8", "USER": "sandbox", "PYTHONPATH": path}
+        for name, value in (variables if layout is None else layout.environment).items():
             command += ["--setenv", name, value]
-        command += ["--setenv", "PYTHONPATH", ":".join([WORK, *(place for _, place in lent)])]
+        tmpfs = f"--perms 1777 --size {bounds.disk_mb << 20} --tmpfs".split()
+        if layout is not None:
+            own += [Path(path) for path in layout.read_only if Path(path).exists()]
+            command += [word for place in layout.writable for word in (*tmpfs, place)]  # before what may lie inside
         command += [*_mounts(own), *["--perms", "0755", "--dir", "/packages", "--perms", "0755", "--dir", "/code"]]
         for path, place in lent:
             command += ["--ro-bind", path, place]
         for file, place in data:
             command += ["--perms", "0644", "--ro-bind-data", str(file), place]
         command += f"--dev /dev --perms 1777 --size {1 << 22} --tmpfs /dev/shm --remount-ro /dev".split()
-        command += f"--perms 1777 --size {bounds.disk_mb << 20} --tmpfs {WORK}".split()
-        if not any(path.is_relative_to("/tmp") for path in own):
-            command += ["--symlink", WORK[1:], "/tmp"]
-        command += f"--remount-ro / --chdir {WORK} --seccomp {seccomp}".split()
+        if layout is None:
+            command += [*tmpfs, WORK]
+            if not any(path.is_relative_to("/tmp") for path in own):
+                command += ["--symlink", WORK[1:], "/tmp"]
+        command += f"--remount-ro / --chdir {WORK if layout is None else '/'} --seccomp {seccomp}".split()
         command += [] if info is None else ["--info-fd", str(info)]
         command.append("--")
         if self.setpriv is not None:
@@ -262,8 +288,11 @@ class Jail:
         return [*command, *program]
 
 
-def boot_arguments(bounds: Bounds, *, started: int, files: int = -1, alone: bool = True) -> list[str]:
-    """The command line of the interpreter with `BOOT`; append the program. `alone`: the user id is used by this program only."""
+def boot_arguments(
+    bounds: Bounds, *, started: int, files: int = -1, alone: bool = True, kept: Sequence[str] = ()
+) -> list[str]:
+    """The command line of the interpreter with `BOOT`; append the program. `alone`: the user id is used by this program only.
+    `kept`: the directories that are packed, if not the working directory."""
     limits = {
         "RLIMIT_CPU": f"{bounds.cpu_seconds}:{bounds.cpu_seconds + 1}",  # SIGXCPU, then SIGKILL
         "RLIMIT_AS": str(bounds.memory_mb << 20),
@@ -275,7 +304,7 @@ def boot_arguments(bounds: Bounds, *, started: int, files: int = -1, alone: bool
     }
     if alone:
         limits["RLIMIT_NPROC"] = str(bounds.processes)
-    words = [f"{name}={value}" for name, value in limits.items()]
+    words = [*(f"{name}={value}" for name, value in limits.items()), *(f"KEPT={place}" for place in kept)]
     return [interpreter(), "-I", "-S", "-c", BOOT, str(started), str(files), *words, "--"]
 
 

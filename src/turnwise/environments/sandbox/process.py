@@ -241,8 +241,12 @@ async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None
         resident = sum(map(_resident, pids))
         if resident > bounds.memory_mb << 20 and sum(map(_share, pids)) > bounds.memory_mb << 20:
             return f"the processes of the program together used more than {bounds.memory_mb} MB of memory"
-        if sum(_files(f"/proc/{root}/root{directory}") for directory in counted) > bounds.files:
+        used = {place: _used(f"/proc/{root}/root{place}") for place in counted}
+        if sum(files for files, _ in used.values()) > bounds.files:
             return f"the program created more than {bounds.files} files"
+        # of several directories, each may have less; the kernel limits /dev/shm
+        if sum(size for place, (_, size) in used.items() if place != "/dev/shm") > bounds.disk_mb << 20:
+            return f"the program wrote more than {bounds.disk_mb} MB of files"
 
 
 def _family(root: int) -> list[int]:
@@ -276,12 +280,13 @@ def _kilobytes(path: Path, names: tuple[str, ...], instead: Callable[[], int] = 
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(names))
 
 
-def _files(directory: str) -> int:
+def _used(directory: str) -> tuple[int, int]:
+    """The number of files of a file system, and the bytes that they take."""
     try:
         there = os.statvfs(directory)
     except OSError:
-        return 0
-    return there.f_files - there.f_ffree
+        return 0, 0
+    return there.f_files - there.f_ffree, (there.f_blocks - there.f_bfree) * there.f_frsize
 
 
 async def _end(process: asyncio.subprocess.Process, first: Callable[[], int | None] | None) -> None:

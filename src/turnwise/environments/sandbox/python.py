@@ -17,15 +17,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from turnwise.environments.sandbox.jail import (
-    WORK,
-    boot_arguments,
-    filter_program,
-    find_jail,
-    first_process,
-    interpreter,
-    scratch_file,
-)
+from turnwise.environments.sandbox.jail import boot_arguments, find_jail, interpreter, scratch_file
+from turnwise.environments.sandbox.machine import run_in_jail
 from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
 from turnwise.environments.tools.tool import requires
 from turnwise.errors import ConfigError
@@ -109,43 +102,14 @@ class Sandbox:
 
     async def _run_jailed(self, source: bytes, files: int | None) -> Ran:
         assert self._jail is not None
-        with contextlib.ExitStack() as opened:
-
-            def scratch(content: bytes = b"") -> int:
-                file = scratch_file(content)
-                opened.callback(os.close, file)
-                return file
-
-            code, seccomp, info, started = scratch(source), scratch(filter_program()), scratch(), scratch()
-            data, fds, after = [(code, _CODE)], [code, seccomp, info, started], -1
-            if files is not None:
-                os.lseek(files, 0, os.SEEK_SET)
-                after = scratch()
-                data, fds = [*data, (files, "/code/files.tar")], [*fds, files, after]
-            command = self._jail.command(
-                [*boot_arguments(self.bounds, started=started, files=after), *_program(_CODE)],
-                bounds=self.bounds,
-                packages=self._packages,
-                data=data,
-                seccomp=seccomp,
-                info=info,
-            )
-            ran = await run(
-                command,
-                bounds=self.bounds,
-                env={},
-                pass_fds=fds,
-                first=functools.partial(first_process, info),
-                counted=(WORK, "/dev/shm"),
-            )
-            report = os.pread(started, 2, 0)
-            if not report and ran.stopped is None:
-                raise SandboxError(
-                    f"the sandbox could not be set up, so the program did not run: {ran.output.strip()[-500:]}"
-                )
-            if files is None:
-                return ran
-            return _kept(ran, files, after, report)
+        return await run_in_jail(
+            self._jail,
+            _program(_CODE),
+            bounds=self.bounds,
+            data={_CODE: source},
+            files=files,
+            packages=self._packages,
+        )
 
     async def _run_free(self, source: bytes, directory: Path | None) -> Ran:
         with contextlib.ExitStack() as opened:
@@ -245,18 +209,3 @@ def _shared(bounds: Bounds, max_concurrent: int, packages: tuple[str, ...], unsa
 def _program(path: str) -> list[str]:
     # No user site directory, no bytecode files, no buffering: the output before a kill is kept.
     return [interpreter(), "-P", "-s", "-B", "-u", "-X", "utf8", path]
-
-
-def _kept(ran: Ran, files: int, after: int, report: bytes) -> Ran:
-    """Replace the archive `files` by the archive `after` if `BOOT` reported in `report` that packing succeeded ("12")."""
-    if report != b"12":
-        note = "the file changes of this call were not kept"
-        if report == b"13":
-            note += ": the files are too large, nested too deeply, or cannot be read"
-        return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
-    os.ftruncate(files, 0)
-    os.lseek(after, 0, os.SEEK_SET)
-    size, offset = os.fstat(after).st_size, 0
-    while offset < size:
-        offset += os.copy_file_range(after, files, size - offset, offset_src=offset, offset_dst=offset)
-    return ran

@@ -1,0 +1,227 @@
+"""Runs commands one after the other on the same files, isolated: what a conversation takes for its own computer.
+
+`JailMachine` is a jail of this machine (`jail.py`) for each command. Between two commands its files are an archive in memory; no
+process outlives its command. `run_in_jail` is one such command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import io
+import os
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from turnwise.environments.sandbox.jail import (
+    WORK,
+    Jail,
+    Layout,
+    boot_arguments,
+    filter_program,
+    first_process,
+    interpreter,
+    scratch_file,
+)
+from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
+
+_FILES = "/code/files.tar"
+_INPUT = "/code/input"
+_INSIDE = 'mkdir -p "$1" && cd "$1" && shift && exec "$@"'
+_UNPACK = (
+    "import sys, tarfile; tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member); "
+    "tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall('/')"
+)
+
+
+class Machine(Protocol):
+    """Runs commands on the same files."""
+
+    async def run(
+        self,
+        words: Sequence[str],
+        *,
+        cwd: str | None = None,
+        seconds: float | None = None,
+        output_bytes: int | None = None,
+        given: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+    ) -> Ran:
+        """Run a command, after all earlier ones, with `given` as its standard input. None: the bounds of the machine.
+
+        Raises SandboxError if it could not be run.
+        """
+        ...
+
+    async def put(self, archive: bytes) -> None:
+        """Unpack a tar archive at /. Raises SandboxError."""
+        ...
+
+    async def close(self) -> None:
+        """End what runs, and delete the files. Called once."""
+        ...
+
+
+class JailMachine:
+    """A jail for each command, on files in memory. All methods are called in one event loop.
+
+    `files` is the archive of the files at the beginning. `slots` bounds the commands that run at the same time.
+    """
+
+    def __init__(
+        self, jail: Jail, layout: Layout, bounds: Bounds, *, cwd: str, slots: asyncio.Semaphore, files: bytes = b""
+    ) -> None:
+        self._jail, self._layout, self._bounds = jail, layout, bounds
+        self._cwd, self._slots = cwd, slots
+        self._files = scratch_file(files)
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    async def run(
+        self,
+        words: Sequence[str],
+        *,
+        cwd: str | None = None,
+        seconds: float | None = None,
+        output_bytes: int | None = None,
+        given: bytes = b"",
+        environment: Mapping[str, str] | None = None,
+    ) -> Ran:
+        bounds = self._bounds
+        if seconds is not None:
+            bounds = replace(bounds, seconds=seconds, cpu_seconds=max(1, int(seconds)))
+        if output_bytes is not None:
+            bounds = replace(bounds, output_bytes=output_bytes)
+        layout = replace(self._layout, environment={**self._layout.environment, **(environment or {})})
+        inside = f"{_INSIDE} < {_INPUT}" if given else _INSIDE
+        program = ["/bin/sh", "-c", inside, "sh", cwd or self._cwd, *words]
+        async with self._turn:
+            if self._closed:
+                raise SandboxError("the conversation has ended: its sandbox is closed")
+            async with self._slots:
+                return await run_in_jail(
+                    self._jail,
+                    program,
+                    bounds=bounds,
+                    data={_INPUT: given} if given else {},
+                    files=self._files,
+                    layout=layout,
+                )
+
+    async def put(self, archive: bytes) -> None:
+        ran = await self.run([interpreter(), "-I", "-S", "-c", _UNPACK], cwd="/", given=archive)
+        if ran.status or ran.stopped or ran.notes:
+            raise SandboxError(f"files could not be copied into the sandbox: {ran.text_for_model()[-300:]}")
+
+    def archive(self) -> bytes:
+        """The files as they are now."""
+        return os.pread(self._files, os.fstat(self._files).st_size, 0)
+
+    async def close(self) -> None:
+        self._closed = True
+        async with self._turn:
+            os.close(self._files)
+
+
+async def run_in_jail(
+    jail: Jail,
+    program: Sequence[str],
+    *,
+    bounds: Bounds,
+    data: Mapping[str, bytes],
+    files: int | None = None,
+    packages: Sequence[Path] = (),
+    layout: Layout | None = None,
+) -> Ran:
+    """Run a program in a jail.
+
+    `data`: the content of files by their paths in the jail. `files` is the descriptor of an archive of the writable directories.
+    After the run, the archive is replaced by the new state of these directories.
+
+    Raises SandboxError if the program could not be started.
+    """
+    with contextlib.ExitStack() as opened:
+
+        def scratch(content: bytes = b"") -> int:
+            file = scratch_file(content)
+            opened.callback(os.close, file)
+            return file
+
+        lent = [(scratch(content), place) for place, content in data.items()]
+        seccomp, info, started = scratch(filter_program()), scratch(), scratch()
+        fds, after = [*(file for file, _ in lent), seccomp, info, started], -1
+        if files is not None:
+            os.lseek(files, 0, os.SEEK_SET)
+            after = scratch()
+            lent, fds = [*lent, (files, _FILES)], [*fds, files, after]
+        writable = (WORK,) if layout is None else tuple(layout.writable)
+        kept = () if layout is None else writable
+        command = jail.command(
+            [*boot_arguments(bounds, started=started, files=after, kept=kept), *program],
+            bounds=bounds,
+            packages=packages,
+            data=lent,
+            seccomp=seccomp,
+            info=info,
+            layout=layout,
+        )
+        ran = await run(
+            command,
+            bounds=bounds,
+            env={},
+            pass_fds=fds,
+            first=functools.partial(first_process, info),
+            counted=(*writable, "/dev/shm"),
+        )
+        report = os.pread(started, 2, 0)
+        if not report and ran.stopped is None:
+            raise SandboxError(
+                f"the sandbox could not be set up, so the program did not run: {ran.output.strip()[-500:]}"
+            )
+        if files is None:
+            return ran
+        return _kept(ran, files, after, report)
+
+
+def _kept(ran: Ran, files: int, after: int, report: bytes) -> Ran:
+    """Replace the archive `files` by the archive `after` if `BOOT` reported in `report` that packing succeeded ("12")."""
+    if report != b"12":
+        note = "the file changes of this call were not kept"
+        if report == b"13":
+            note += ": the files are too large, nested too deeply, or cannot be read"
+        return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
+    os.ftruncate(files, 0)
+    os.lseek(after, 0, os.SEEK_SET)
+    size, offset = os.fstat(after).st_size, 0
+    while offset < size:
+        offset += os.copy_file_range(after, files, size - offset, offset_src=offset, offset_dst=offset)
+    return ran
+
+
+def tar_of(content: Mapping[str, Path], *, mode: int | None = None) -> bytes:
+    """A tar archive of files and folders of this machine by their absolute paths in the sandbox.
+
+    Owners are not kept; `mode` are the permissions of all files, None for their own. Raises OSError, and ValueError for a
+    link that may lead out of its folder.
+    """
+
+    def packed(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()):
+            return None
+        if entry.issym() and (entry.linkname.startswith("/") or ".." in Path(entry.linkname).parts):
+            raise ValueError(f"{entry.name!r} is a link to {entry.linkname!r}; links must lead to places inside")
+        entry.uid = entry.gid = 0
+        entry.uname = entry.gname = ""
+        if mode is not None and entry.isreg():
+            entry.mode = mode
+        return entry
+
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", dereference=False) as tar:
+        for place, source in content.items():
+            tar.add(source, arcname=place.strip("/") or ".", filter=packed)
+    return out.getvalue()

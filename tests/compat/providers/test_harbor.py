@@ -1,0 +1,302 @@
+"""Harbor's tasks through the loop, in real sandboxes: the reference solution gives 1, and doing nothing 0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, call, hold, hold_all
+from support.harbor_tasks import TASKS, graded, write_tasks
+from turnwise import assembly
+from turnwise.compat.providers.harbor import HarborError, read_rewards
+from turnwise.compat.providers.harbor_tasks import Unfit, plan_of, read_task
+from turnwise.config.recipe import checked
+from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+from turnwise.rollout.context import Limits
+from turnwise.types import Trajectory
+
+LIMITS = Limits(turns=12, tokens_per_turn=2000)
+
+
+def recipe(folder: Path | str, **arguments: Any) -> Config:
+    return checked({"model": "m", "environment": {"use": f"harbor:{folder}", "arguments": arguments}}, source="recipe")
+
+
+def bash(command: str) -> str:
+    return call("bash", json.dumps({"command": command}))
+
+
+def edit(**arguments: Any) -> str:
+    return call("str_replace_editor", json.dumps(arguments))
+
+
+def played(config: Config, *turns: str, row: int = 0, limits: Limits = LIMITS) -> Trajectory:
+    environments = assembly.environment_factory(config)
+    return hold(Says(*turns), environments, row=assembly.rows(config)[row], limits=limits)
+
+
+def answers(trajectory: Trajectory) -> list[str]:
+    return [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if n > 2 else []) for n, name in enumerate(TASKS)]
+)
+def test_the_reference_solution_gives_1_and_doing_nothing_0(name: str, tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, name))
+    solved = played(config, bash(TASKS[name]["solution/solve.sh"]), "Done.")
+    assert solved.error is None, solved.error
+    nothing = played(config, "Done.")
+    assert nothing.error is None, nothing.error
+    if name == "parts":
+        assert solved.turns[-1].rewards == {"first": 1.0, "second": 1.0}
+        assert nothing.turns[-1].rewards == {"first": 0.0, "second": 0.0}
+    else:
+        assert (solved.turns[-1].rewards, nothing.turns[-1].rewards) == ({"environment": 1.0}, {"environment": 0.0})
+    assert solved.turns[-1].info["task"] == name
+    assert "canary" not in solved.messages[0]["content"]
+
+
+def test_a_folder_has_a_row_for_each_task_and_another_the_held_out_ones(tmp_path: Path) -> None:
+    write_tasks(tmp_path / "train", "mean", "nested/place", "column")
+    write_tasks(tmp_path / "held", "half")
+    config = recipe(tmp_path / "train", eval_tasks=str(tmp_path / "held"))
+    assert [row["task"] for row in assembly.rows(config)] == ["column", "mean", "nested/place"]
+    (row,) = assembly.rows(config, held_out=True)
+    half = hold(Says(bash("echo 3 > primes"), "Done."), assembly.environment_factory(config), row=row, limits=LIMITS)
+    assert (half.error, half.turns[-1].reward) == (None, 0.5)
+
+
+def test_the_editor_views_creates_and_changes_files(tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, "mean"))
+    trajectory = played(
+        config,
+        edit(command="view", path="/app"),
+        edit(command="view", path="stats.py", view_range=[2, -1]),
+        edit(command="str_replace", path="stats.py", old_str="(len(values) + 1)", new_str="len(values)"),
+        edit(command="insert", path="stats.py", insert_line=0, insert_text="# means"),
+        edit(command="create", path="/app/new/ä.txt", file_text="eins\n"),
+        bash("cat stats.py new/ä.txt; pwd"),
+        edit(command="str_replace", path="stats.py", old_str="e", new_str="x"),
+        edit(command="view", path="nowhere.py"),
+        edit(command="insert", path="stats.py", insert_line=9, insert_text="x"),
+        edit(command="create", path="/etc/passwd", file_text="x"),
+        "Done.",
+    )
+    assert trajectory.error is None, trajectory.error
+    listed, viewed, _, _, _, shown, twice, missing, beyond, fixed = answers(trajectory)
+    assert listed == "stats.py\n"
+    assert viewed == "     2\t    return sum(values) / (len(values) + 1)"
+    assert shown == "# means\ndef mean(values):\n    return sum(values) / len(values)\neins\n/app"
+    assert "old_str occurs 8 times in stats.py" in twice
+    assert "there is no file nowhere.py" in missing
+    assert "insert_line from 0 to 3" in beyond
+    assert "/etc/passwd cannot be written" in fixed
+    assert trajectory.turns[-1].reward == 1.0
+
+
+def test_each_conversation_has_files_of_its_own_and_the_tests_are_those_of_the_task(tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, "hello-world"), max_concurrent=2)
+    environments = assembly.environment_factory(config)
+    row = assembly.rows(config)[0]
+    cheat = "mkdir /logs/verifier; cd /logs/verifier; echo 1 > reward.txt; echo '{\"reward\": 1}' > reward.json; touch /tests/x"
+    engine = Says(bash(cheat), bash("(sleep 60; echo 1 > /logs/verifier/reward.txt) & ls /tests /solution"), "Done.")
+    for trajectory in hold_all(engine, environments, row=row, size=3, limits=LIMITS):
+        assert trajectory.error is None, trajectory.error
+        assert answers(trajectory)[1].strip() == "/solution:\n\n/tests:\nx"
+        assert trajectory.turns[-1].reward == 0.0
+
+
+def test_a_command_has_limits_and_no_network_and_sees_no_files_of_this_machine(tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, "hello-world"), bounds={"seconds": 3, "disk_mb": 8})
+    trajectory = played(
+        config,
+        bash("sleep 60"),
+        bash(
+            "for n in 1 2 3; do head -c 4000000 /dev/zero > /tmp/$n; head -c 4000000 /dev/zero > /app/$n; done; sleep 1"
+        ),
+        bash("ls /work /home /root/.cache /proc; echo > /dev/tcp/1.1.1.1/80"),
+        "Done.",
+    )
+    slow, large, outside = answers(trajectory)
+    assert "[stopped: the program ran longer than 3 s]" in slow
+    assert "more than 8 MB" in large or "No space left" in large
+    assert "cannot access '/work'" in outside
+    assert "cannot access '/proc'" in outside
+    assert "[exit status 1" in outside
+    assert trajectory.turns[-1].reward == 0.0
+
+
+def test_a_limit_does_not_save_a_conversation_from_its_tests(tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, "hello-world"))
+    trajectory = played(config, bash("echo 'Hello, world!' > hello.txt"), limits=Limits(turns=1, tokens_per_turn=2000))
+    assert (trajectory.stop, trajectory.turns[-1].reward) == ("max_turns", 1.0)
+
+
+def test_rewards_with_weights(tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path, "parts")
+    trajectory = played(recipe(folder, weights={"first": 0.25}), bash("echo A > a.txt"), "Done.")
+    assert trajectory.turns[-1].rewards == {"first": 0.25}
+    assert trajectory.turns[-1].info["rewards"] == {"first": 1.0, "second": 0.0}
+    wrong = played(recipe(folder, weights={"third": 1}), "Done.")
+    assert wrong.error is not None
+    assert "gave no 'third', which has a weight; they gave ['first', 'second']" in wrong.error.message
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("#!/bin/bash\necho broken; exit 3\n", "its tests gave no reward: broken\n[exit status 3]"),
+        ("#!/bin/bash\necho yes > /logs/verifier/reward.txt\n", "wrote 'yes' to reward.txt, which is no reward"),
+        ("#!/bin/bash\necho NaN > /logs/verifier/reward.txt\n", "the reward reward=nan; it must be a finite number"),
+        ("#!/bin/bash\nsleep 60\n", "[stopped: the program ran longer than 2 s]"),
+    ],
+)
+def test_tests_without_a_reward_fail_the_conversation(test: str, message: str, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path, "hello-world", test=test, task_toml="[verifier]\ntimeout_sec = 2\n")
+    trajectory = played(recipe(folder), "Done.")
+    assert trajectory.error is not None
+    assert message in trajectory.error.message
+
+
+def test_an_image_that_cannot_be_made_fails_its_conversations_with_the_line(tmp_path: Path) -> None:
+    docker = "FROM ubuntu:24.04\nWORKDIR /app\nRUN echo no such thing >&2 && \\\n    exit 7\n"
+    trajectory = played(recipe(write_tasks(tmp_path, "hello-world", dockerfile=docker)), "Done.")
+    assert trajectory.error is not None
+    assert "task hello-world: line 3 of its Dockerfile cannot be run" in trajectory.error.message
+    assert "no such thing\n[exit status 7]" in trajectory.error.message
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "message"),
+    [
+        ("FROM nvidia/cuda:12\n", "line 1 of its Dockerfile, FROM 'nvidia/cuda:12': .*programs of this machine"),
+        ("FROM ubuntu\nFROM debian\n", "one stage only"),
+        (
+            "FROM ubuntu\nRUN apt-get update && \\\n apt-get install -y curl\n",
+            "line 2 .*'apt-get update' needs a network",
+        ),
+        ("FROM python:3.12\nRUN pip install --no-cache-dir numpy==2\n", "'pip install' needs a network"),
+        ("FROM ubuntu\nRUN curl -LsSf https://x.org/a.sh | sh\n", "needs a network"),
+        ("FROM ubuntu\nCOPY missing.txt /app/\n", "environment/missing.txt is not there"),
+        ("FROM ubuntu\nCOPY ../tests /app/\n", "environment/../tests is not there"),
+        ("FROM ubuntu\nCOPY --from=builder a b\n", "does not have --from=builder"),
+        ("FROM ubuntu\nCOPY Dockerfile /etc/x\n", "/etc is this machine's"),
+        ("FROM ubuntu\nWORKDIR /usr/src/app\n", "/usr is this machine's"),
+        ("FROM ubuntu\nADD https://x.org/a /app/\n", "has no network"),
+        ("FROM ubuntu\nUSER nobody\n", "USER 'nobody': the sandbox does not have this instruction"),
+        ('FROM ubuntu\nENTRYPOINT ["x"]\n', "does not have this instruction"),
+        ("RUN ls\n", "no FROM"),
+    ],
+)
+def test_a_dockerfile_that_the_sandbox_cannot_follow_is_refused_with_its_line(
+    dockerfile: str, message: str, tmp_path: Path
+) -> None:
+    task = read_task(write_tasks(tmp_path, "hello-world", dockerfile=dockerfile) / "hello-world", "t")
+    with pytest.raises(Unfit, match=message):
+        plan_of(task)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("x =", "task.toml cannot be read"),
+        ("[environment]\ngpus = 1\n", "it has GPUs or TPUs, which this provider does not support"),
+        ("[[steps]]\nname = 'a'\n", "several steps"),
+        ("[verifier]\nenvironment_mode = 'separate'\n", "another container for its tests"),
+        ("[environment]\nnetwork_mode = 'allowlist'\n", "allowed hosts"),
+        ("[environment]\nos = 'windows'\n", "a system other than Linux"),
+        ("[environment]\nmemory_mb = 'much'\n", "memory_mb is 'much'; it must be a number"),
+        ("[environment.env]\nA = '${NOBODY_SETS_THIS}'\n", "NOBODY_SETS_THIS, which is not set"),
+        ("[agent]\nuser = 'agent'\n", "agent.user is agent, and the sandbox has one user"),
+    ],
+)
+def test_a_task_with_more_than_this_provider_has_is_refused(toml: str, message: str, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path, "hello-world", task_toml=toml)
+    with pytest.raises(Unfit, match=message):
+        plan_of(read_task(folder / "hello-world", "t"))
+
+
+def test_tests_that_need_a_network_are_refused(tmp_path: Path) -> None:
+    test = "#!/bin/bash\n# pip install x\napt-get update\ncurl -LsSf https://astral.sh/uv/0.9/install.sh | sh\n"
+    folder = write_tasks(tmp_path, "hello-world", test=test)
+    with pytest.raises(
+        ConfigError, match=r"hello-world: tests/test.sh has 'apt-get update', and the sandbox has no network"
+    ):
+        assembly.environment_factory(recipe(folder))
+    local = graded("curl -s http://localhost:8000/ && true # apt is fine")
+    plan_of(read_task(write_tasks(tmp_path, "hello-world", test=local) / "hello-world", "t"))
+
+
+def test_tasks_that_cannot_be_run_are_left_out_if_asked_for(tmp_path: Path) -> None:
+    write_tasks(tmp_path, "mean", "column")
+    write_tasks(tmp_path, "hello-world", dockerfile="FROM my/own\n")
+    with pytest.raises(
+        ConfigError, match=r"1 task cannot be run in the sandbox of this machine; .*skip_unfit \(2 remain\)"
+    ):
+        assembly.environment_factory(recipe(tmp_path))
+    assert [row["task"] for row in assembly.rows(recipe(tmp_path, skip_unfit=True))] == ["column", "mean"]
+    (tmp_path / "mean" / "tests" / "test.sh").unlink()
+    write_tasks(tmp_path, "column", dockerfile="FROM my/own\n")
+    with pytest.raises(ConfigError, match="none remains"):
+        assembly.environment_factory(recipe(tmp_path, skip_unfit=True))
+
+
+def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere is not a folder"):
+        assembly.environment_factory(recipe(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=r"has no tasks: none of its folders has a task\.toml$"):
+        assembly.environment_factory(recipe(tmp_path))
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "task.yaml").write_text("instruction: x\n")
+    with pytest.raises(ConfigError, match="format of Terminal-Bench 1: convert it with `harbor task migrate`"):
+        assembly.environment_factory(recipe(tmp_path))
+    write_tasks(tmp_path, "mean")
+    for arguments, message in (
+        ({"max_concurrent": 0}, "max_concurrent is 0"),
+        ({"weights": {"a": "x"}}, "numbers by the names of rewards"),
+        ({"backend": "cloud"}, "backend is 'cloud'"),
+        ({"bounds": {"second": 1}}, "did you mean 'seconds'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            assembly.environment_factory(recipe(tmp_path, **arguments))
+    config = recipe(tmp_path)
+    row = assembly.rows(config)[0]
+    other = type(row)(id="9", messages=row.messages, fields={"task": "men"})
+    trajectory = hold(Says("Done."), assembly.environment_factory(config), row=other, limits=LIMITS)
+    assert trajectory.error is not None
+    assert "there is no such task; did you mean 'mean'?" in trajectory.error.message
+    with pytest.raises(ConfigError, match="has no held-out tasks: set environment"):
+        assembly.rows(config, held_out=True)
+
+
+def test_rewards_are_read_as_harbor_reads_them() -> None:
+    assert read_rewards("reward.txt\n 0.5\n", "t") == {"reward": 0.5}
+    assert read_rewards('reward.json\n{"a": 1, "b": 0.5}', "t") == {"a": 1.0, "b": 0.5}
+    assert read_rewards("reward.json\n2", "t") == {"reward": 2.0}
+    for wrong in (
+        "reward.json\n{}",
+        'reward.json\n{"a": "1"}',
+        "reward.json\n[1]",
+        "reward.json\n",
+        "reward.json\n1e309",
+    ):
+        with pytest.raises(HarborError, match="task t: its tests"):
+            read_rewards(wrong, "t")
+
+
+def test_nothing_is_left_when_a_run_ends(tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, "hello-world"))
+    environments = assembly.environment_factory(config)
+    row = assembly.rows(config)[0]
+    limits = Limits(turns=12, tokens_per_turn=2000, seconds_per_turn=4)
+    trajectory = hold(Says(bash("sleep 4711")), environments, row=row, limits=limits)
+    assert trajectory.error is not None
+    asyncio.run(environments.aclose())
+    running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    assert not any(b"sleep\x004711" in command for command in running)
