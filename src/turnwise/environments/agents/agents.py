@@ -18,7 +18,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from turnwise.environments.agents.containers import Container, ContainerImage
+from turnwise.environments.agents.containers import ContainerError, ContainerImage
 from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
 from turnwise.environments.agents.proxy import Listening, ProxyLease
 from turnwise.environments.environment import Environment, ModelPrompts
@@ -148,10 +148,22 @@ class Program(AgentSource):
     async def run(self, row: Row, row_json: str, connection: AgentConnection) -> AgentResult:
         """Run the program until it ends. Raises RuntimeError if it fails."""
         variables = {**self._env, **_variables(row_json, connection)}
-        command, cwd, container = self._command, self._cwd, None
-        if self._image is not None:
-            container = self._image.container()
-            command, cwd = container.command(command, cwd=cwd, variables=variables), None
+        if self._image is None:
+            status, out, errors = await self._output_of(self._command, cwd=self._cwd, variables=variables)
+        else:
+            async with self._image.container(self._command, cwd=self._cwd, variables=variables) as container:
+                status, out, errors = await self._output_of(container.start_command)
+                if status != 0 and not await asyncio.to_thread(container.was_started):
+                    raise ContainerError(f"the program {self._command[0]!r} was not started in its container: {errors}")
+        info = {"exit_status": status, "stdout": out, "stderr": errors}
+        info = {name: value for name, value in info.items() if value != ""}
+        reward, more = self._result(status, out, errors)
+        return AgentResult(reward=reward, info={**info, **more})
+
+    async def _output_of(
+        self, command: Sequence[str], *, cwd: str | None = None, variables: Mapping[str, str] | None = None
+    ) -> tuple[int, str, str]:
+        """Run a command until it ends: its status, and the ends of stdout and stderr."""
         async with _output(self._output_chars) as out, _output(self._output_chars) as errors:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -159,7 +171,7 @@ class Program(AgentSource):
                 stdout=out.writer,
                 stderr=errors.writer,
                 cwd=cwd,
-                env={**os.environ, **variables},
+                env={**os.environ, **(variables or {})},
                 start_new_session=True,
             )
             out.close_writer()
@@ -167,13 +179,15 @@ class Program(AgentSource):
             try:
                 status = await process.wait()
             finally:
-                await asyncio.shield(_end(process, container))
+                await asyncio.shield(_end(process))
             await out.finish()
             await errors.finish()
-        info = {"exit_status": status, "stdout": out.text(), "stderr": errors.text()}
-        info = {name: value for name, value in info.items() if value != ""}
-        reward, more = self._result(status, out.text(), errors.text())
-        return AgentResult(reward=reward, info={**info, **more})
+        return status, out.text(), errors.text()
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        if self._image is not None:
+            await asyncio.to_thread(self._image.close)
 
     def _result(self, status: int, out: str, errors: str) -> tuple[float | None, Mapping[str, Any]]:
         """The reward of a program that has ended, and further values of its result."""
@@ -295,14 +309,11 @@ async def _output(most: int) -> AsyncIterator[_Output]:
         transport.close()
 
 
-async def _end(process: asyncio.subprocess.Process, container: Container | None) -> None:
-    """Kill what is left of the program's process group, and remove its container."""
-    ended = process.returncode is not None
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill what is left of the program's process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
-    if container is not None:
-        await container.remove(ended=ended)
 
 
 # functions

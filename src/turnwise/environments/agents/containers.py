@@ -1,42 +1,68 @@
-"""Runs a command in a container, with docker or podman, for agents that have their own image.
+"""Runs commands in containers, with docker or podman, for agents that have their own image.
 
-Containers share the network of this machine unless told otherwise, so that they reach the server for agents on 127.0.0.1. A
-container is removed when its conversation ends, however that is. Knows nothing of conversations.
+Containers share the network of this machine unless told otherwise, so that they reach the server for agents on 127.0.0.1.
+A container is created before its command is started. So it has a name that can be removed, however slowly it starts and whatever
+cuts the conversation: a removal waits for the creation. Both run in threads, in which neither the end of an event loop nor
+Ctrl-C cuts them. What is left of a process that was killed has its label, and the next one removes it.
+
+Knows nothing of conversations.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import re
 import shutil
 import subprocess
+import threading
+import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, TurnwiseError
 
 _TOOLS = ("docker", "podman")
-_START_SECONDS = 60.0  # for a question to the daemon
-_REMOVE_SECONDS = 20.0
+_SECONDS = 30.0
+"""The longest time for a call of docker or podman."""
+_CREATE_SECONDS = 120.0
+"""The longest time for the creation of a container, which may copy the image."""
 _TRIES = 4
+_THREADS = 8
+"""Containers that are created or removed at the same time."""
+_LABEL = "turnwise.process"
 _OURS = ("--name", "--rm", "--detach", "--cidfile")
 _DETACHED = re.compile(r"-[itPq]*d[ditPq]*(=.*)?")
 _OF_CLIENT = re.compile(r"HOME|PATH|TMPDIR|USER|(DOCKER|CONTAINER|CONTAINERS|REGISTRY|BUILDKIT|XDG|LD|SSL|SSH)_.*")
 """Variables of the client, which would use another daemon or configuration than for the removal."""
+_NEVER = "0001-01-01"
+"""The beginning of the time at which a container was started that never was."""
 _log = logging.getLogger(__name__)
+
+
+class ContainerError(TurnwiseError):
+    """A container cannot be created or started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerImage:
-    """An image, and how its containers are started."""
+    """An image, and its containers."""
 
     tool: str
     """The path of docker or podman."""
     image: str
     options: Sequence[str] = ()
     """Further options of `docker run`."""
+    label: str = field(default_factory=lambda: f"{_process()}:{uuid.uuid4().hex}")
+    """The value of the containers' label, which names this process and this object."""
+    _threads: ThreadPoolExecutor = field(
+        init=False, default_factory=lambda: ThreadPoolExecutor(_THREADS, "turnwise-containers")
+    )
 
     @classmethod
     def of(cls, image: str, options: Sequence[str], *, variables: Collection[str] = ()) -> ContainerImage:
@@ -65,69 +91,174 @@ class ContainerImage:
                 f"image={image} needs docker or podman, and neither is installed: install one of them, or remove `image` to run "
                 f"the command on this machine"
             )
-        try:
-            asked = [tool, "image", "inspect", image]
-            answer = subprocess.run(asked, capture_output=True, text=True, timeout=_START_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise ConfigError(f"image={image}: {tool} does not answer: {error}") from None
-        if answer.returncode != 0:
+        asked = _call([tool, "image", "inspect", image])
+        if asked.status != 0:
             raise ConfigError(
-                f"image={image} cannot be used: {tool} says {answer.stderr.strip()[-400:]!r}. Start its service, and get the "
-                f"image before the run ({tool} pull, or build)"
+                f"image={image} cannot be used: {tool} says {asked.error[-400:]!r}. Start its service, and get the image before "
+                f"the run ({tool} pull, or build)"
             )
-        return cls(tool=tool, image=image, options=tuple(options))
+        made = cls(tool=tool, image=image, options=tuple(options))
+        made.remove_left_over()
+        return made
 
-    def container(self) -> Container:
-        """A container that does not run yet."""
-        return Container(self)
+    @contextlib.asynccontextmanager
+    async def container(
+        self, words: Sequence[str], *, cwd: str | None, variables: Mapping[str, str]
+    ) -> AsyncIterator[Container]:
+        """A container for the command `words`, with these environment variables, which is removed at the end. `cwd` is a
+        directory of the image.
+
+        If the caller is cancelled again while the container is removed, the removal goes on. Raises ContainerError.
+        """
+        container = Container(self)
+        creating = self._threads.submit(container.create, words, cwd=cwd, variables=variables)
+        try:
+            await asyncio.wrap_future(creating)
+            yield container
+        finally:
+            with contextlib.suppress(RuntimeError):  # `close` was called, and removes all
+                await asyncio.shield(asyncio.wrap_future(self._threads.submit(container.remove)))
+
+    def close(self) -> None:
+        """Remove all containers that are left. Blocks until they are removed."""
+        self._threads.shutdown(wait=True)
+        self._remove_all(self._labelled(f"{_LABEL}={self.label}"))
+
+    def remove_left_over(self) -> None:
+        """Remove the containers of processes of this machine that have ended without removing them, such as after `kill -9`."""
+        if not (ids := self._labelled(_LABEL)):
+            return
+        # the status is not 0 if a container was removed meanwhile: the output has the others
+        answer = _call([self.tool, "inspect", "--format", f'{{{{.Id}}}} {{{{index .Config.Labels "{_LABEL}"}}}}', *ids])
+        labelled = [line.partition(" ") for line in answer.out.splitlines()]
+        self._remove_all([container for container, _, label in labelled if _has_ended(label)])
+
+    def _labelled(self, label: str) -> list[str]:
+        """The ids of the containers with a label."""
+        answer = _call([self.tool, "ps", "--all", "--quiet", "--no-trunc", f"--filter=label={label}"])
+        if answer.status != 0:
+            _log.warning(
+                "%s lists no containers, so none that is left over is removed: %.300s", self.tool, answer.error
+            )
+            return []
+        return answer.out.split()
+
+    def _remove_all(self, ids: Sequence[str]) -> None:
+        if ids:
+            _log.warning("%d containers of agents were left over, and are removed", len(ids))
+            _call([self.tool, "rm", "--force", "--volumes", *ids])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Container:
-    """One container."""
+    """One container. `create` and `remove` block, and may be called from any thread."""
 
     image: ContainerImage
     name: str = field(default_factory=lambda: f"turnwise-{uuid.uuid4().hex}")
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while the container is created or removed: one does not cross the other."""
+    _removed: bool = False
 
-    def command(self, words: Sequence[str], *, cwd: str | None, variables: Collection[str]) -> list[str]:
-        """The command line that runs `words` in the container.
+    @property
+    def start_command(self) -> list[str]:
+        """The command line that runs the container's command until it ends, with its output."""
+        return [self.image.tool, "start", "--attach", self.name]
 
-        `cwd` is a directory of the image. `variables` are names: their values come from the environment of this command, so that
-        no list of processes shows a key.
-        """
+    def create(self, words: Sequence[str], *, cwd: str | None, variables: Mapping[str, str]) -> None:
+        """Create the container, unless it was removed before. Raises ContainerError."""
         of, shared = self.image, ("--network", "--net")
         network = [] if any(option.split("=")[0] in shared for option in of.options) else ["--network=host"]
-        return [
-            *(of.tool, "run", "--rm", "--init", f"--name={self.name}", "--label=turnwise", *network),
+        command = [
+            *(of.tool, "create", f"--name={self.name}", f"--label={_LABEL}={of.label}", *network),
+            "--stop-timeout=1",  # podman stops a container before it removes it
             *([] if cwd is None else [f"--workdir={cwd}"]),
+            # names only: no list of processes shows a key
             *(f"--env={name}" for name in variables),
             *(*of.options, of.image, *words),
         ]
-
-    async def remove(self, *, ended: bool) -> None:
-        """Remove the container with what runs in it. `ended`: the command has ended by itself, so it may be gone already.
-
-        Otherwise its start may still be under way, and it is looked for several times. Failures are logged.
-        """
-        for attempt in range(1 if ended else _TRIES):
-            await asyncio.sleep(0.5 * attempt)
-            process = await asyncio.create_subprocess_exec(
-                *(self.image.tool, "rm", "--force", "--volumes", self.name),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+        with self._lock:
+            if self._removed:
+                return
+            created = _call(command, variables, seconds=_CREATE_SECONDS)
+        if created.status != 0:
+            raise ContainerError(
+                f"no container of the image {of.image} was created: {of.tool} says {created.error[-1500:]!r}"
             )
-            try:
-                said, _ = await asyncio.wait_for(process.communicate(), _REMOVE_SECONDS)
-            except TimeoutError:
-                process.kill()
-                said = b"no answer"
-            text = said.decode("utf-8", errors="replace").strip()
-            if process.returncode == 0 and self.name in text:
-                return
-            if "no such container" not in text.lower() and text:
-                _log.warning(
-                    "the container %s could not be removed: %.300s. Remove it with: %s rm --force %s",
-                    *(self.name, text, self.image.tool, self.name),
-                )
-                return
+
+    def was_started(self) -> bool:
+        """Whether the command has begun to run. docker answers with the status 1 if it cannot be started."""
+        answer = _call([self.image.tool, "inspect", "--format", "{{.State.StartedAt}}", self.name])
+        return answer.status == 0 and not answer.out.startswith(_NEVER)
+
+    def remove(self) -> None:
+        """Remove the container with what runs in it. Failures are logged."""
+        with self._lock:
+            self._removed = True
+            command = [self.image.tool, "rm", "--force", "--volumes", self.name]
+            answer, tries = _call(command), 1
+            while answer.status not in (0, None) and "no such container" not in answer.error.lower() and tries < _TRIES:
+                time.sleep(0.5 * tries)
+                answer, tries = _call(command), tries + 1
+        if answer.status != 0 and "no such container" not in answer.error.lower():
+            _log.warning(
+                "the container %s is not removed yet: %.300s. It is tried again at the end of the run",
+                *(self.name, answer.error),
+            )
+
+
+class _Answer(NamedTuple):
+    """What a call of docker or podman gave."""
+
+    status: int | None
+    """The exit status; None if it did not end in time."""
+    out: str
+    error: str
+    """What it printed, or why there is no answer."""
+
+
+def _call(command: Sequence[str], variables: Mapping[str, str] | None = None, *, seconds: float = _SECONDS) -> _Answer:
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+            env={**os.environ, **(variables or {})},
+            start_new_session=True,  # Ctrl-C is for the run
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return _Answer(None, "", f"no answer: {error}")
+    return _Answer(done.returncode, done.stdout.strip(), f"{done.stderr}{done.stdout}".strip())
+
+
+# the process of a label
+
+
+def _process(pid: int | str = "self") -> str:
+    """What names a process of this machine: its boot, the namespace of its processes, its number and when it began.
+
+    Empty if there is no such process, or no /proc.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot, open(f"/proc/{pid}/stat") as stat:
+            number, _, rest = stat.read().partition(" ")
+            began = rest.rpartition(")")[2].split()[19]
+            return ":".join((boot.read().strip(), _space(), number, began))
+    except OSError:
+        return ""
+
+
+def _space() -> str:
+    return re.sub(r"\D", "", os.readlink("/proc/self/ns/pid"))
+
+
+def _has_ended(label: str) -> bool:
+    """Whether the process of a label has ended. That of another machine, or another container, is not known here."""
+    boot, space, number, *_ = [*label.split(":"), "", "", ""]
+    own = _process().split(":")
+    if [boot, space] != own[:2] or not number.isdecimal():
+        return False
+    return not label.startswith(f"{_process(number)}:")
