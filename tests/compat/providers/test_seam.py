@@ -136,6 +136,7 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
     [
         # its classic environments need other versions of packages that the tests of turnwise use
         ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_verifiers.py"),
+        ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_inspect.py"),
         ("openenv", "openenv-core==0.3.0", "openenv.core", "test_openenv.py"),
         ("textworld", "textworld==1.7.0", "textworld", "test_textworld.py"),
     ],

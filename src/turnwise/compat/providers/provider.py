@@ -146,6 +146,14 @@ PROVIDERS: dict[str, Provider] = {
             extra="textworld",
         ),
         Provider(
+            name="inspect",
+            source="turnwise.compat.providers.inspect_ai:InspectTask",
+            brings="a task of Inspect: file.py@task, or a registered name",
+            module="inspect_ai",
+            package="inspect_ai",
+            extra="inspect",
+        ),
+        Provider(
             name="harbor",
             source="turnwise.compat.providers.harbor:Harbor",
             brings="a folder of tasks in Harbor's format (Terminal-Bench 2)",

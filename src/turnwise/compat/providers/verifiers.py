@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import importlib
 import importlib.metadata
-import logging
 import math
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from turnwise.compat.object_factory import number, plain
+from turnwise.compat.providers.library_thread import LibraryThread
 from turnwise.compat.providers.provider import About, LibraryEnvironments
 from turnwise.data.rows import ProvidedRows
 from turnwise.environments.agents.environment import AgentConnection, AgentEnvironment, AgentError, AgentResult
@@ -40,14 +38,10 @@ from turnwise.environments.agents.requests import (
 from turnwise.environments.environment import Environment, ModelPrompts
 from turnwise.errors import ConfigError, DataError, Failed, boundary, nearest
 from turnwise.types import Message, Row
-from turnwise.user_code.calls import forget
 from turnwise.user_code.references import resolve
-from turnwise.user_code.thread_loops import ThreadLoop
 
 _ENDED = 410
 """The status of a request after the end of the conversation."""
-_CLEANING_SECONDS = 20.0
-"""How long rollouts that were cancelled may take to release what they hold, such as sandboxes."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -84,8 +78,7 @@ class Verifiers(LibraryEnvironments):
         self.loaded = _load(name, dict(arguments or {}))
         self._state_columns, self._seconds_to_finish = list(state_columns), seconds_to_finish
         self._prompts: ModelPrompts | None = None
-        self._thread: ThreadLoop | None = None
-        self._running: set[Future[Any]] = set()
+        self._thread = LibraryThread(f"verifiers:{name}")
 
     @classmethod
     def names(cls) -> Sequence[str]:
@@ -132,7 +125,7 @@ class Verifiers(LibraryEnvironments):
         def rollout() -> Any:
             return self.loaded.run_rollout(input_, client, "model", given, state_columns=self._state_columns)
 
-        output = await self._run(rollout)
+        output = await self._thread.run(rollout)
         if not isinstance(output, Mapping):
             raise TypeError(f"verifiers:{self.name}.run_rollout returned {output!r:.200}; it must return a mapping")
         if (error := output.get("error")) is not None:
@@ -146,36 +139,8 @@ class Verifiers(LibraryEnvironments):
         )
 
     async def aclose(self) -> None:
-        """Wait for rollouts that clean up, release what the environment holds, and end its thread."""
-        thread, self._thread = self._thread, None
-        if thread is None:
-            return
-        # a copy, because rollouts leave the set in the other thread
-        running = [asyncio.wrap_future(future) for future in list(self._running)]
-        if running:
-            await asyncio.wait(running, timeout=_CLEANING_SECONDS)
-        try:
-            async with asyncio.timeout(_CLEANING_SECONDS):
-                await thread.run(self.loaded._teardown, kind="environment")
-        except (Failed, TimeoutError) as error:
-            logging.getLogger(__name__).warning("verifiers:%s was not closed: %s", self.name, error)
-        finally:
-            thread.stop(wait=False)
-
-    async def _run(self, function: Callable[[], Any]) -> Any:
-        """Await a function in the environment's thread. If the caller is cancelled, the function is too; its cleaning goes on."""
-        if self._thread is None:
-            self._thread = ThreadLoop(f"verifiers:{self.name}")
-        ended, cancel = self._thread.start(function, kind="environment", context=contextvars.copy_context())
-        self._running.add(ended)
-        ended.add_done_callback(self._running.discard)
-        waiting = asyncio.wrap_future(ended)
-        waiting.add_done_callback(forget)
-        try:
-            return await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            cancel()
-            raise
+        """Wait for rollouts that clean up, and release what the environment holds."""
+        await self._thread.close(self.loaded._teardown)
 
 
 # loading
