@@ -15,9 +15,12 @@ ENVIRONMENTS = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engine
 
 
 def interpreter(name: str, requirement: str, module: str) -> str:
-    """The Python of a package's environment, which is made if it does not exist. Skips the test if it cannot be made."""
+    """The Python of a package's environment, which is made if it does not exist, or if making it was once interrupted. Skips the
+    test if it cannot be made."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
+    if python.exists() and _problem(python, module) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     if not python.exists():
         for command in (
             [sys.executable, "-m", "venv", str(folder)],
@@ -27,12 +30,16 @@ def interpreter(name: str, requirement: str, module: str) -> str:
             if made.returncode:
                 shutil.rmtree(folder, ignore_errors=True)  # the next run tries again
                 pytest.skip(f"{requirement} cannot be installed: {made.stderr[-500:]}")
-    found = subprocess.run(
-        [str(python), "-c", f"import {module}"], capture_output=True, text=True, timeout=120, check=False
-    )
-    if found.returncode:
-        pytest.skip(f"{folder} has no {module}: {found.stderr[-500:]}; remove it, so that it is made again")
+    if (problem := _problem(python, module)) is not None:
+        pytest.skip(f"{folder} has no {module}: {problem}")
     return str(python)
+
+
+def _problem(python: Path, module: str) -> str | None:
+    """Why a module cannot be imported; None if it can."""
+    tried = [str(python), "-c", f"import {module}"]
+    found = subprocess.run(tried, capture_output=True, text=True, timeout=120, check=False)
+    return found.stderr[-500:] if found.returncode else None
 
 
 def run_tests(python: str, file: Path) -> None:
