@@ -367,6 +367,7 @@ RAY = "ray" in typing.get_args(ClusterSection.model_fields["launcher"].annotatio
 
 needs_ray = pytest.mark.skipif(not RAY, reason="cluster.launcher=ray is not part of this version")
 
+_STEP = """trap 'touch "$CALLS.saved"; exit 143' TERM; touch "$CALLS.started"; while true; do /bin/sleep 0.05; done"""
 COMMANDS = {
     "scontrol": "printf 'node1\\nnode2\\n'",
     "srun": """
@@ -375,11 +376,17 @@ case "$*" in
 *) echo "$SRUN_CPUS_PER_TASK $@" >> "$CALLS" ;;
 esac
 case "$*" in
-*SECONDS_OF_A_STEP*) trap 'touch "$CALLS.saved"; exit 143' TERM; touch "$CALLS.started"; while true; do /bin/sleep 0.05; done ;;
+*SECONDS_OF_A_STEP*) while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=0 "$@" ;;
 esac
 """,
     "sleep": "true",
-    "torchrun": "echo '[--shutdown-timeout SHUTDOWN_TIMEOUT]'",
+    "torchrun": f"""
+case "$*" in
+*SECONDS_OF_A_STEP*) {_STEP} ;;
+*) echo '[--shutdown-timeout SHUTDOWN_TIMEOUT]' ;;
+esac
+""",
+    "turnwise": _STEP,
 }
 """Stand-ins for commands of a Slurm cluster."""
 
