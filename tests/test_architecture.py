@@ -90,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "rollout",
         "rewards",
         "services",
+        "config.recipe",  # names of other systems' options
     },
     "rollout_server": {
         "types",

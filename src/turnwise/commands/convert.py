@@ -16,7 +16,7 @@ from turnwise.errors import ConfigError
 if TYPE_CHECKING:
     from turnwise.compat.conversion import ConversionReport
 
-SYSTEMS = ("verl", "swift")
+SYSTEMS = ("verl", "swift", "trl")
 """Systems whose configurations can be converted."""
 
 _MARKS = {True: "CHANGES THE TRAINING, left out", False: "left out"}
@@ -26,11 +26,14 @@ _MARKS = {True: "CHANGES THE TRAINING, left out", False: "left out"}
 def register_convert(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
-        "Make a recipe from a configuration of verl (docs/verl.md) or the arguments of ms-swift (docs/swift.md), "
-        "and give the reason for every key that is left out. Write `--` before arguments that begin with a dash."
+        "Make a recipe from a configuration of verl (docs/verl.md), the arguments of ms-swift (docs/swift.md) or a file of TRL "
+        "(docs/trl.md), and give the reason for every key that is left out. Write `--` before arguments that begin with a dash."
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="argument", help="key=value as for verl, or the arguments of ms-swift"
+        "overrides",
+        nargs="*",
+        metavar="argument",
+        help="key=value as for verl, or the arguments or the file of ms-swift or TRL",
     )
     parser.add_argument(
         "--from",
@@ -83,6 +86,10 @@ def converted(
         return _without_wrong_values(from_verl_arguments(words, folder=folder, name=name, try_names=try_names))
     if folder is not None or name is not None:
         raise ConfigError("--config-path and --config-name are options for --from verl: remove them")
+    if system == "trl":
+        from turnwise.compat.trl_convert import from_trl_arguments
+
+        return _without_wrong_values(from_trl_arguments(words))
     from turnwise.compat.swift.convert import from_swift_arguments
 
     source = words[0] if len(words) == 1 and os.path.isfile(words[0]) else words

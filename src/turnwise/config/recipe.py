@@ -480,6 +480,11 @@ _OTHER_SYSTEMS = {
         {"tuner_type", "train_type", "vllm_mode", "multi_turn_scheduler", "external_plugins", "num_generations"},
         "To make a recipe from it: `turnwise convert --from swift <the file> --out recipe.yaml` (docs/swift.md)",
     ),
+    "TRL": (
+        {"model_name_or_path", "use_peft", "max_completion_length"},
+        {"dataset_name", "num_generations", "per_device_train_batch_size", "learning_rate", "lmbda"},
+        "To make a recipe from it: `turnwise convert --from trl <the file> --out recipe.yaml` (docs/trl.md)",
+    ),
 }
 """For each other system: a key that only its files have at their top, further keys, and what to do with such a file."""
 

@@ -369,10 +369,7 @@ def test_a_share_of_all_steps_is_left_with_the_reason(key: str, node: str) -> No
     found = converted(FULL + f"--val_dataset e.jsonl --{key} 0.1")
     (one,) = [one for one in found.unsupported if one.key == key]
     assert (one.value, one.changes_training) == (0.1, False)
-    assert (
-        one.reason
-        == f"a value below 1 is a share of all steps in ms-swift, but {node}.every is a number of steps: set it"
-    )
+    assert one.reason == f"a value below 1 is a share of all steps there, but {node}.every is a number of steps: set it"
     assert key not in found.converted
     assert "every" not in found.recipe.get(node, {})
     valid(found)

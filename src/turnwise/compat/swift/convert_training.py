@@ -32,7 +32,7 @@ def convert_loss(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     off_policy = minibatches > 1 or builder.value("num_iterations") > 1 or bool(builder.values.get("async_generate"))
     loss_type = str(builder.value("loss_type") or "grpo").lower()
     if loss_type not in _NORMALIZERS:
-        reason = f"these losses of ms-swift can be converted: {', '.join(_NORMALIZERS)}"
+        reason = f"these losses of {builder.system} can be converted: {', '.join(_NORMALIZERS)}"
         builder.reject("loss_type", reason, changes_training=True, even_default=True)
         loss_type = "grpo"
     else:
@@ -51,7 +51,7 @@ def convert_loss(builder: SwiftRecipeBuilder, minibatches: int) -> None:
             reason = f"loss.name={loss_type} has a ratio for each token"
             builder.reject("importance_sampling_level", reason, changes_training=True)
         builder.convert("nothing: the ratio is that of a token", "importance_sampling_level")
-        builder.reject("delta", f"it has no effect with loss_type={loss_type}, also not in ms-swift")
+        builder.reject("delta", f"it has no effect with loss_type={loss_type}, also not in {builder.system}")
     if loss_type != "sapo":
         for key in ("tau_pos", "tau_neg"):
             builder.reject(key, "it has no effect without loss_type=sapo")
@@ -166,8 +166,8 @@ def _convert_cispo(builder: SwiftRecipeBuilder, off_policy: bool) -> None:
     upper = next(value for value in (high, low, 0.2) if value is not None)
     if upper <= 1:
         reason = (
-            f"with cispo, epsilon_high is the largest weight in ms-swift, not its distance from 1, and {upper:g} scales the loss "
-            f"down: set epsilon_high above 1, such as 5"
+            f"with cispo, epsilon_high is the largest weight in {builder.system}, not its distance from 1, and {upper:g} scales "
+            f"the loss down: set epsilon_high above 1, such as 5"
         )
         builder.reject("loss_type", reason, changes_training=True)
     else:
@@ -178,7 +178,7 @@ def _convert_cispo(builder: SwiftRecipeBuilder, off_policy: bool) -> None:
         return
     if upper > 1:
         builder.set("loss.clip_high", upper - 1, "epsilon_high" if high is not None else "epsilon")
-    builder.reject("epsilon", "it has no effect with loss_type=cispo and epsilon_high, also not in ms-swift")
+    builder.reject("epsilon", f"it has no effect with loss_type=cispo and epsilon_high, also not in {builder.system}")
     builder.convert("nothing: loss_type is not converted", "epsilon_high")
 
 
@@ -190,7 +190,7 @@ def _convert_sapo(builder: SwiftRecipeBuilder, off_policy: bool) -> None:
         elif builder.values.get(key) is not None:
             builder.set(option, builder.values[key], key)
     for key in ("epsilon", "epsilon_high"):
-        builder.reject(key, "it has no effect with loss_type=sapo, also not in ms-swift")
+        builder.reject(key, f"it has no effect with loss_type=sapo, also not in {builder.system}")
 
 
 _CORRECTIONS = {
@@ -209,7 +209,7 @@ def _convert_correction(builder: SwiftRecipeBuilder, loss_type: str, off_policy:
     if builder.values.get(mask) is not None and (off_policy or mismatch):
         builder.set(f"correction.{mask}", builder.values[mask], mask)
         if loss_type == "bnpo" or builder.value("beta"):
-            reason = "ms-swift also removes these sequences from the denominators and from the KL term"
+            reason = f"{builder.system} also removes these sequences from the denominators and from the KL term"
             builder.assume(mask, builder.values[mask], reason)
     else:
         builder.reject(mask, _ON_POLICY)
@@ -428,6 +428,18 @@ def convert_sample_filters(builder: SwiftRecipeBuilder) -> None:
 
 def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     """Set train.steps, the warmup and the steps between evaluations."""
+    convert_length(builder, minibatches)
+    if isinstance(eval_steps := builder.values.get("eval_steps"), float):
+        builder.reject("eval_steps", SHARE_OF_STEPS.format("eval.every"))
+    elif builder.values.get("val_dataset"):
+        if builder.has("eval_steps"):
+            builder.set("eval.every", eval_steps, "eval_steps")
+    else:
+        builder.reject("eval_steps", "there are no held-out rows: set data.eval")
+
+
+def convert_length(builder: SwiftRecipeBuilder, minibatches: int) -> None:
+    """Set train.steps or train.epochs, and the warmup."""
     steps = _count_steps(builder, minibatches)
     if steps is not None:
         builder.set("train.steps", steps, "max_steps")
@@ -440,13 +452,6 @@ def convert_steps(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     if warmup:
         builder.set("train.warmup_steps", warmup, "warmup_steps")
     builder.convert("train.warmup_steps", "warmup_ratio", "warmup_steps")
-    if isinstance(eval_steps := builder.values.get("eval_steps"), float):
-        builder.reject("eval_steps", SHARE_OF_STEPS.format("eval.every"))
-    elif builder.values.get("val_dataset"):
-        if builder.has("eval_steps"):
-            builder.set("eval.every", eval_steps, "eval_steps")
-    else:
-        builder.reject("eval_steps", "there are no held-out rows: set data.eval")
 
 
 def _count_steps(builder: SwiftRecipeBuilder, minibatches: int) -> int | None:

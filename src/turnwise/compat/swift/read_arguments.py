@@ -14,7 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from turnwise.compat.conversion import RecipeBuilder
 from turnwise.errors import ConfigError
@@ -23,7 +23,7 @@ from turnwise.json_yaml import check_text, parse_json, parse_yaml, read_text
 REWARDS = frozenset({"toolbench"})
 """Reward functions of ms-swift that turnwise does not have. A plugin may define a function of the same name."""
 
-SHARE_OF_STEPS = "a value below 1 is a share of all steps in ms-swift, but {} is a number of steps: set it"
+SHARE_OF_STEPS = "a value below 1 is a share of all steps there, but {} is a number of steps: set it"
 """Why `save_steps` and `eval_steps` are not converted; the place is for the option."""
 
 DEFAULTS: Mapping[str, Any] = {
@@ -637,13 +637,16 @@ def _variable(match: re.Match[str], variables: Mapping[str, str]) -> str:
 class SwiftRecipeBuilder(RecipeBuilder):
     """Looks arguments such as `max_completion_length` up, and builds a recipe from them."""
 
+    system: ClassVar[str] = "ms-swift"
+    """The system's name in reasons. TRL's arguments are looked up by a subclass (`compat/trl_convert.py`)."""
+
     def __init__(self, given: SwiftArguments) -> None:
         super().__init__()
         self.given = given
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The arguments that were given, without ms-swift's defaults."""
+        """The arguments that were given, without defaults."""
         return self.given.values
 
     def has(self, key: str) -> bool:

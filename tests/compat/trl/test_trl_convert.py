@@ -1,0 +1,408 @@
+"""Configurations of TRL become recipes, and every key is converted or reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from turnwise.cli import main
+from turnwise.commands.convert import converted
+from turnwise.compat.conversion import ConversionReport
+from turnwise.compat.trl_convert import from_trl_arguments
+from turnwise.config.recipe import load
+from turnwise.config.train_checks import refuse_without_effect
+from turnwise.errors import ConfigError
+
+OPEN_R1: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-7B",
+    "model_revision": "main",
+    "torch_dtype": "bfloat16",
+    "attn_implementation": "flash_attention_2",
+    "chat_template": "{{ messages }}",
+    "dataset_name": "open-r1/DAPO-Math-17k-Processed",
+    "dataset_config": "all",
+    "callbacks": ["push_to_hub_revision"],
+    "benchmarks": ["math_500", "aime24"],
+    "beta": 0.0,
+    "bf16": True,
+    "do_eval": False,
+    "eval_strategy": "no",
+    "use_vllm": True,
+    "gradient_accumulation_steps": 16,
+    "generation_batch_size": 512,
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    "hub_model_id": "open-r1/R1-Zero-Qwen-7B-Math",
+    "hub_model_revision": "v08.00",
+    "hub_strategy": "every_save",
+    "learning_rate": 1.0e-06,
+    "log_completions": True,
+    "log_level": "info",
+    "logging_first_step": True,
+    "logging_steps": 1,
+    "logging_strategy": "steps",
+    "lr_scheduler_type": "constant_with_warmup",
+    "mask_truncated_completions": True,
+    "max_grad_norm": 0.2,
+    "max_prompt_length": 1024,
+    "max_completion_length": 8192,
+    "max_steps": -1,
+    "num_generations": 16,
+    "num_iterations": 1,
+    "num_train_epochs": 1,
+    "output_dir": "data/R1-Zero-Qwen-7B-Math-v08.00",
+    "overwrite_output_dir": True,
+    "per_device_train_batch_size": 4,
+    "push_to_hub": True,
+    "report_to": ["wandb"],
+    "reward_funcs": ["accuracy", "format", "soft_format"],
+    "reward_weights": [1.0, 0.25, 0.25],
+    "save_strategy": "steps",
+    "save_steps": 0.1,
+    "save_total_limit": 1,
+    "sync_ref_model": False,
+    "seed": 42,
+    "temperature": 1.0,
+    "warmup_ratio": 0.1,
+    "epsilon": 0.2,
+}
+"""open-r1's recipes/OpenR1-Zero-7B-Math/grpo/config_v08.00.yaml, with another template."""
+
+OPEN_R1_SMALL: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "torch_dtype": "bfloat16",
+    "dataset_name": "AI-MO/NuminaMath-TIR",
+    "dataset_configs": ["all"],
+    "num_processes": 7,
+    "bf16": True,
+    "use_vllm": True,
+    "vllm_device": "auto",
+    "vllm_gpu_memory_utilization": 0.7,
+    "do_eval": True,
+    "eval_strategy": "steps",
+    "eval_steps": 100,
+    "gradient_accumulation_steps": 16,
+    "learning_rate": 2.0e-05,
+    "lr_scheduler_type": "cosine",
+    "max_prompt_length": 512,
+    "max_completion_length": 1024,
+    "num_generations": 7,
+    "num_train_epochs": 1,
+    "per_device_eval_batch_size": 32,
+    "per_device_train_batch_size": 16,
+    "save_strategy": "epoch",
+    "warmup_ratio": 0.1,
+}
+"""Keys of its recipes/Qwen2.5-1.5B-Instruct/grpo/config_demo.yaml."""
+
+COUNTDOWN: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-1.5B-Instruct",
+    "model_revision": "main",
+    "torch_dtype": "bfloat16",
+    "attn_implementation": "flash_attention_2",
+    "bf16": True,
+    "tf32": True,
+    "output_dir": "runs/qwen-r1-aha-moment",
+    "dataset_id_or_path": "Jiayi-Pan/Countdown-Tasks-3to4",
+    "max_steps": 400,
+    "per_device_train_batch_size": 1,
+    "gradient_accumulation_steps": 8,
+    "gradient_checkpointing": True,
+    "learning_rate": 1.0e-5,
+    "lr_scheduler_type": "cosine",
+    "warmup_ratio": 0.03,
+    "beta": 0.04,
+    "max_prompt_length": 128,
+    "max_completion_length": 768,
+    "num_generations": 8,
+    "use_vllm": True,
+    "vllm_device": 3,
+    "vllm_gpu_memory_utilization": 0.5,
+    "report_to": ["tensorboard"],
+    "save_strategy": "steps",
+    "save_steps": 25,
+    "seed": 42,
+}
+"""training/receipes/grpo-qwen-2.5-3b-deepseek-r1-countdown.yaml of philschmid/deep-learning-pytorch-huggingface."""
+
+OPD: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen2.5-0.5B",
+    "teacher_model_name_or_path": "Qwen/Qwen2.5-7B",
+    "learning_rate": "1e-5",
+    "dtype": "bfloat16",
+    "max_prompt_length": "2048",
+    "max_completion_length": "1024",
+    "use_peft": None,
+    "lora_target_modules": "q_proj v_proj k_proj o_proj",
+    "log_completions": None,
+    "per_device_train_batch_size": "8",
+    "gradient_accumulation_steps": "2",
+    "report_to": "wandb",
+    "eval_strategy": "no",
+}
+"""Arguments of a script of a fork of TRL."""
+
+
+def unsaid(report: ConversionReport, keys: Any) -> set[str]:
+    """The keys of which the report says nothing."""
+    return set(keys) - {*report.converted, *(one.key for one in report.unsupported)}
+
+
+def loaded(report: ConversionReport, tmp_path: Path, model: Path, *overrides: str) -> None:
+    """The recipe has no option without effect, where its model, its data and its rewards are here."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1"}\n' * 64)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(report.recipe))
+    here = [f"model.path={model}", f"data.train={tmp_path / 'rows.jsonl'}", "data.subset=null", *overrides]
+    refuse_without_effect(load(path, here)[0])
+
+
+def test_a_configuration_of_open_r1(model: Path, tmp_path: Path) -> None:
+    report = from_trl_arguments({**OPEN_R1, "num_processes": 8})
+    assert unsaid(report, OPEN_R1) == set()
+    assert report.recipe == {
+        "model": {"path": "Qwen/Qwen2.5-7B", "gradient_checkpointing": True, "dtype": "bfloat16"},
+        "sampling": {"temperature": 1.0},
+        "train": {
+            "group_size": 16,
+            "ppo_epochs": 1,
+            "lr": 1e-6,
+            "max_grad_norm": 0.2,
+            "lr_schedule": "constant",
+            "batch_size": 32,  # 512 conversations in groups of 16; an optimizer step is on 4 * 16 * 8 of them
+            "epochs": 1,
+            "overlong_filter": True,
+        },
+        "seed": 42,
+        "output": "data/R1-Zero-Qwen-7B-Math-v08.00",
+        "data": {"train": "open-r1/DAPO-Math-17k-Processed", "subset": "all", "max_prompt_tokens": 1024},
+        "limits": {"tokens_per_turn": 8192, "turns": 1},
+        "engine": {"name": "vllm"},
+        "cluster": {"launcher": "local", "trainers": 8},
+        "checkpoint": {"keep": 1},
+        "loggers": [{"name": "wandb"}],
+        "loss": {"normalizer": "token", "kl_coef": 0.0},
+        "credit": {"name": "grpo", "scale": "std"},
+        "correction": {"action": "mask", "level": "sequence", "high": 3.0},
+    }
+    assert [(one.key, one.value) for one in report.refused()] == [
+        ("warmup_ratio", 0.1),
+        *(("reward_funcs", name) for name in OPEN_R1["reward_funcs"]),
+        ("chat_template", "{{ messages }}"),
+    ]
+    loaded(report, tmp_path, model, "reward.trajectory=[rewards.py:exact]")
+
+
+def test_steps_epochs_and_evaluations_of_other_configurations(model: Path, tmp_path: Path) -> None:
+    small = from_trl_arguments(OPEN_R1_SMALL)
+    assert unsaid(small, OPEN_R1_SMALL) == set()
+    assert small.recipe["train"]["batch_size"] == 16 * 16 * 7 // 7
+    assert small.recipe["data"]["eval"] == "AI-MO/NuminaMath-TIR"
+    assert small.recipe["eval"] == {"every": 100}
+    assert small.recipe["engine"]["arguments"] == ["--gpu-memory-utilization", "0.7"]
+    assert {"dataset_configs", "warmup_ratio", "reward_funcs"} == {one.key for one in small.refused()}
+    countdown = from_trl_arguments(COUNTDOWN)
+    assert unsaid(countdown, COUNTDOWN) == set()
+    assert countdown.recipe["train"] == {
+        "group_size": 8,
+        "ppo_epochs": 1,
+        "lr": 1e-5,
+        "lr_schedule": "cosine",
+        "batch_size": 1,
+        "steps": 400,
+        "warmup_steps": 12,
+    }
+    assert (countdown.recipe["checkpoint"], countdown.recipe["loss"]["kl_coef"]) == ({"every": 25}, 0.04)
+    assert {"dataset_name", "dataset_id_or_path", "reward_funcs"} == {one.key for one in countdown.refused()}
+    loaded(countdown, tmp_path, model, "reward.trajectory=[rewards.py:exact]")
+
+
+def test_distillation_from_a_command_line(model: Path, tmp_path: Path) -> None:
+    words = [word for key, value in OPD.items() for word in (f"--{key}", *(value or "").split())]
+    report = from_trl_arguments(words)
+    assert unsaid(report, OPD) == set()
+    assert report.recipe["teacher"] == {
+        "path": "Qwen/Qwen2.5-7B",
+        "signal": "divergence",
+        "divergence": "reverse_kl",
+    }
+    assert (report.recipe["credit"], report.recipe["train"]["group_size"]) == ({"name": "none"}, 1)
+    assert report.recipe["train"]["batch_size"] == 16
+    assert report.recipe["model"]["lora"] == {
+        "rank": 16,
+        "alpha": 32.0,
+        "target_modules": ["q_proj", "v_proj", "k_proj", "o_proj"],
+    }
+    assert {one.key for one in report.refused()} == {"lora_dropout", "dataset_name"}
+    loaded(report, tmp_path, model, f"teacher.path={tmp_path / 'teacher'}")
+
+
+@pytest.mark.parametrize(
+    ("words", "teacher"),
+    [
+        (["gkd", "--beta", "0.5", "--lmbda", "1"], {"divergence": "jsd", "beta": 0.5}),
+        (["gkd", "--beta", "0", "--lmbda", "1"], {"divergence": "forward_kl"}),
+        (["distillation", "--beta", "0.0"], {"divergence": "forward_kl"}),
+        (["trl", "distillation"], {"divergence": "reverse_kl"}),
+    ],
+)
+def test_divergences_are_those_of_beta(words: list[str], teacher: dict[str, Any]) -> None:
+    report = from_trl_arguments(
+        [*words, "--model_name_or_path", "m", "--dataset_name", "d", "--teacher_model_name_or_path", "t"]
+    )
+    assert report.recipe["teacher"] == {"path": "t", "signal": "divergence", **teacher}
+    assert not report.refused()
+
+
+def test_a_teacher_on_a_server() -> None:
+    words = ["--model_name_or_path", "m", "--dataset_name", "d", "--teacher_model_server_url", "http://h:8001"]
+    sampled = from_trl_arguments(words)
+    assert sampled.recipe["teacher"] == {"url": "http://h:8001", "signal": "sampled"}
+    assert not sampled.refused()
+    likely = from_trl_arguments([*words, "--beta", "0", "--loss_top_k", "20"])
+    assert likely.recipe["teacher"] == {
+        "url": "http://h:8001",
+        "signal": "divergence",
+        "top_k": 20,
+        "divergence": "forward_kl",
+    }
+    assert not likely.refused()
+    assert [one.key for one in from_trl_arguments([*words, "--beta", "0.5"]).refused()] == ["beta"]
+    assert [one.key for one in from_trl_arguments([*words, "--loss_add_tail", "false", "--beta", "0"]).refused()] == [
+        "loss_add_tail"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        ({"loss_type": "grpo"}, "loss.normalizer", "trajectory"),
+        ({"loss_type": "dr_grpo", "max_completion_length": 99}, "loss.constant_length", 99),
+        ({"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2}, "loss.clip_high", 4.0),
+        ({"loss_type": "sapo", "sapo_temperature_neg": 1.1, "num_iterations": 2}, "loss.tau_negative", 1.1),
+        ({"importance_sampling_level": "sequence"}, "loss.name", "gspo"),
+        ({"scale_rewards": False}, "credit.scale", "none"),
+        ({"beta": 0.1, "num_iterations": 2}, "loss.kl_estimator", "k3_corrected"),
+        ({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 8}, "reference.sync_every", 8),
+        ({"warmup_steps": 0.5, "max_steps": 10}, "train.warmup_steps", 5),
+        ({"max_tool_calling_iterations": 3}, "limits.turns", 4),
+        ({"shuffle_dataset": False}, "data.shuffle", False),
+        ({"use_vllm": True, "vllm_mode": "server"}, "engine.url", "http://127.0.0.1:8000"),
+        ({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}, "correction.action", "truncate"),
+        ({"use_peft": True, "load_in_4bit": True}, "model.quantization.bits", 4),
+        ({"bf16": False}, "model.autocast", None),
+        ({"seed": 1}, "model.autocast", True),
+        (
+            {"reward_funcs": ["think_format_reward"]},
+            "reward.batch.0.arguments.function",
+            "trl.rewards:think_format_reward",
+        ),
+        ({"reward_funcs": ["mine.rewards.exact"]}, "reward.batch.0.arguments.function", "mine.rewards:exact"),
+        ({"datasets": [{"path": "a"}, {"path": "b"}]}, "data.train.1", "b"),
+    ],
+    ids=str,
+)
+def test_one_argument(arguments: dict[str, Any], option: str, value: Any) -> None:
+    node: Any = from_trl_arguments(arguments).recipe
+    for part in option.split("."):
+        node = node[int(part)] if isinstance(node, list) else node.get(part, {})
+    assert (node or None if value is None else node) == value
+
+
+def test_unknown_names_and_values_are_named() -> None:
+    report = from_trl_arguments({"learning_rat": 1e-5, "repetition_penalty": 1.1, "loss_type": "vespo"})
+    reasons = {one.key: one.reason for one in report.refused()}
+    assert "learning_rate" in reasons["learning_rat"]
+    assert "distribution that is sampled" in reasons["repetition_penalty"]
+    assert "these losses of TRL can be converted: grpo, bnpo, dapo, dr_grpo, cispo, sapo" in reasons["loss_type"]
+    with pytest.raises(ConfigError, match="--learning_rate: 'fast' is not a number"):
+        from_trl_arguments({"learning_rate": "fast"})
+    with pytest.raises(ConfigError, match="'sft' is no argument of TRL"):
+        from_trl_arguments(["trl", "sft"])
+    with pytest.raises(ConfigError, match="there are no arguments of TRL"):
+        from_trl_arguments([])
+
+
+def test_words_replace_what_the_file_says(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(COUNTDOWN))
+    report = from_trl_arguments(["trl", "grpo", "--config", str(tmp_path / "grpo.yaml"), "--beta", "0.5", "--no_bf16"])
+    assert report.recipe["loss"]["kl_coef"] == 0.5
+    report = from_trl_arguments([str(tmp_path / "grpo.yaml"), "--learning_rate=3e-6"])
+    assert report.recipe["train"]["lr"] == 3e-6
+
+
+@pytest.mark.parametrize("name", ["GRPOConfig", "DistillationConfig", "ServerDistillationConfig", "GKDConfig"])
+def test_each_argument_of_the_installed_trl_is_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trl = pytest.importorskip("trl")
+    from trl.experimental.gkd import GKDConfig
+    from trl.experimental.server_distillation import ServerDistillationConfig
+
+    kinds = {
+        "GRPOConfig": (trl.GRPOConfig, {}),
+        "DistillationConfig": (trl.DistillationConfig, {"teacher_model_name_or_path": "t"}),
+        "ServerDistillationConfig": (ServerDistillationConfig, {"teacher_model_server_url": "http://h:1"}),
+        "GKDConfig": (GKDConfig, {}),
+    }
+    kind, needed = kinds[name]
+    written = json.loads(kind(output_dir="out", bf16=False, report_to="none", **needed).to_json_string())
+    report = from_trl_arguments(written)
+    assert unsaid(report, written) == set()
+    absent = {
+        "model_name_or_path",
+        "dataset_name",
+        "reward_funcs",
+        *(("teacher_model_name_or_path", "lmbda") if name == "GKDConfig" else ()),
+    }
+    assert {one.key for one in report.unsupported} <= absent, "defaults need no line"
+    # each field with a value that is not its default: said in the report, and not unknown
+    fields = {one.name for one in dataclasses.fields(kind) if one.init}
+    for field in fields - {"deepspeed", "fsdp", "datasets"}:
+        if written.get(field) is None:
+            report = from_trl_arguments({"output_dir": "o", field: None})
+            assert field in report.converted
+
+
+def test_the_command_makes_a_recipe_that_trains(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_rewards.py").write_text(
+        "def short(completions, **kwargs):\n    return [-float(len(str(one))) for one in completions]\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 + 1"}]}\n' * 8)
+    (tmp_path / "grpo.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model_name_or_path": str(model),
+                "dataset_name": "rows.jsonl",
+                "reward_funcs": ["my_rewards.short"],
+                "per_device_train_batch_size": 8,
+                "num_generations": 4,
+                "max_completion_length": 8,
+                "max_steps": 1,
+                "bf16": False,
+                "output_dir": "run",
+            }
+        )
+    )
+    assert main(["convert", "--from", "trl", "grpo.yaml", "--out", "recipe.yaml"]) == 0
+    assert main(["train", "recipe.yaml"]) == 0
+    (line,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert line["grad_norm"] > 0
+    assert len((tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()) == 8
+
+
+def test_a_configuration_of_trl_is_recognized(tmp_path: Path) -> None:
+    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(COUNTDOWN))
+    with pytest.raises(ConfigError, match=r"is a configuration of TRL .*turnwise convert --from trl"):
+        load(tmp_path / "grpo.yaml")
+
+
+def test_values_that_the_recipe_cannot_have_are_reported() -> None:
+    report = converted("trl", ["--learning_rate", "-1", "--model_name_or_path", "m", "--dataset_name", "d"])
+    assert "learning_rate" in {one.key for one in report.refused()}
+    assert "lr" not in report.recipe["train"]
