@@ -8,8 +8,6 @@ import json
 import math
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +24,7 @@ from support import byte_tokenizer
 from support.hybrids import save_hybrid
 from support.recipes import save_recipe
 from support.tiny import save_model, save_rows
-from support.training import overlap_surely, train_silently
+from support.training import Started, overlap_surely, train_silently
 from turnwise.config.recipe import load
 from turnwise.engines.engine import Engine
 from turnwise.errors import ConfigError, RolloutError, RunError
@@ -341,26 +339,6 @@ def test_a_disk_that_takes_no_more_keeps_the_old_checkpoint(recipe: Path, tmp_pa
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000001"]
     run(recipe, "train.steps=2", "resume=auto")
     assert [one["step"] for one in lines(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
-
-
-class Started:
-    """The command line in a process of its own; what it prints goes to a file."""
-
-    def __init__(self, recipe: Path, *overrides: str) -> None:
-        self.log = recipe.with_name(f"log-{time.monotonic_ns()}.txt")
-        command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-
-    def wait(self) -> int:
-        return self.process.wait(timeout=300)
-
-    def wait_for_steps(self, path: Path, count: int) -> None:
-        deadline = time.monotonic() + 120
-        while not path.exists() or path.read_text().count("\n") < count:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
 
 
 @pytest.mark.slow

@@ -493,6 +493,41 @@ def test_a_gradient_of_zero_beside_advantages_is_told_with_its_cause() -> None:
     assert "loss_mask=last_turn gives the weight 0 to all turns with an advantage" in told
 
 
+def test_a_further_policy_without_a_gradient_is_told_once_with_its_name() -> None:
+    recipe = watch_made(
+        model={"path": "m", "lora": 4},
+        policies={"second": {"train": True}, "third": {"train": True, "temperature": 0.1}},
+    )
+    watch = LearningWatch(recipe)
+
+    def played(policy: str, texts: str = "different") -> list[Group]:
+        """Rows' conversations, each with one agent, of which only that of the second row has another reward."""
+        groups, agents = step((0.0, 1.0)), step((0.0, 1.0), texts=texts)
+        for one, agent in zip(groups[0].trajectories, agents[0].trajectories, strict=True):
+            agent.policy, agent.agent, agent.group = policy, "helper", f"0/helper@{policy}"
+            one.agents.append(agent)
+        return groups
+
+    def told(number: int, groups: list[Group], **norms: float) -> list[RunProblem]:
+        line = {
+            "step": number,
+            "grad_norm": 1.0,
+            **{f"policies/{name}/grad_norm": norm for name, norm in norms.items()},
+        }
+        return watch.problems({**line, **conversation_metrics(groups)}, groups)
+
+    assert told(1, played("second"), second=0.5) == []
+    (found,) = told(2, played("second"), second=0.0)
+    assert (found.name, found.policy) == ("gradient", "second")
+    assert found.text.startswith("the trained policy 'second': the gradient is 0 although advantages are not")
+    (found,) = told(3, played("third", texts="same"), third=0.5)
+    assert (found.name, found.policy) == ("noisy_reward", "third")
+    assert found.text.startswith("the trained policy 'third': in all 1 groups with reward differences")
+    assert "sampling.temperature (0.1)" in found.text
+    # a policy of no turn of the step has no gradient, and each problem is told once
+    assert told(4, played("second"), second=0.0) == told(5, step((0.0, 1.0))) == []
+
+
 def test_rows_whose_conversations_failed_but_one_are_not_told_that_their_answers_are_identical() -> None:
     watch = LearningWatch(watch_made(train={"steps": 1}, output="runs/x"))
     groups = step((1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 1.0, 1.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from support.recipes import save_recipe
 from support.tiny import save_rows
-from support.training import Silent, train_run
+from support.training import Silent, Started, train_run
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.recipe import load
@@ -338,6 +339,43 @@ def test_a_policy_that_joins_a_resumed_run_begins_with_a_new_adapter(recipe: Pat
     asyncio.run(train(run, Silent()))
     assert run.step == 3
     assert any(tensor.any() for name, tensor in adapter(out, "second").items() if "lora_B" in name)
+
+
+@pytest.mark.slow
+def test_kill_minus_nine_of_a_run_of_two_policies_changes_no_bit(recipe: Path, tmp_path: Path) -> None:
+    """Also of the values of rows, which each policy has of its own."""
+    spo = "{name: spo, whiten: false}"
+    options = [
+        f"policies={{second: {{train: true, lr: 0.02, credit: {spo}}}}}",
+        f"credit={spo}",
+        "train.steps=7",
+        "resume=auto",
+    ]
+    straight = Started(recipe, *options, f"output={tmp_path / 'straight'}")
+    assert straight.wait() == 0, straight.log.read_text()
+    killed = tmp_path / "killed"
+    for count, delay in ((1, 0.0), (3, 0.13), (5, 0.02)):
+        started = Started(recipe, *options, f"output={killed}")
+        started.wait_for_steps(killed / "metrics.jsonl", count)
+        time.sleep(delay)
+        started.process.kill()
+        started.wait()
+    last = Started(recipe, *options, f"output={killed}")
+    assert last.wait() == 0, last.log.read_text()
+    for name in ("trajectories.jsonl", "metrics.jsonl", "evaluations.jsonl"):
+        written = [
+            [json.loads(line) for line in (out / name).read_text().splitlines()]
+            for out in (tmp_path / "straight", killed)
+        ]
+        assert timeless(written[0]) == timeless(written[1]), name
+    for name in ("", "second"):
+        assert same(adapter(tmp_path / "straight", name), adapter(killed, name))
+    states = [
+        json.loads((out / "checkpoint" / ".." / "checkpoint.json").read_text())
+        for out in (tmp_path / "straight", killed)
+    ]
+    assert states[0]["place"]["values"] == states[1]["place"]["values"]
+    assert states[0]["place"]["values"].keys() == {"", "second"}
 
 
 @pytest.mark.slow

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from turnwise.runs.training_run import TrainingRun
 from turnwise.terminal.train_report import TrainReport
 from turnwise.train import assemble, train
 
-__all__ = ["Silent", "overlap_surely", "save_short_recipe", "train_run", "train_silently"]
+__all__ = ["Silent", "Started", "overlap_surely", "save_short_recipe", "train_run", "train_silently"]
 
 
 class Silent(TrainReport):
@@ -77,3 +80,23 @@ def overlap_surely(run: TrainingRun, seconds: float = 60.0) -> None:
         return await update(*args, **options)
 
     run.learner.update = after_first_turns
+
+
+class Started:
+    """The command line in a process of its own; what it prints goes to a file."""
+
+    def __init__(self, recipe: Path, *overrides: str) -> None:
+        self.log = recipe.with_name(f"log-{time.monotonic_ns()}.txt")
+        command = [sys.executable, "-m", "turnwise.cli", "train", str(recipe), *overrides]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=300)
+
+    def wait_for_steps(self, path: Path, count: int) -> None:
+        deadline = time.monotonic() + 120
+        while not path.exists() or path.read_text().count("\n") < count:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)

@@ -40,6 +40,8 @@ class RunProblem:
     name: str
     """The monitor, by its name in the section `health`, or another name for problems that have no option."""
     text: str
+    policy: str = ""
+    """The further trained policy that has the problem; empty for the model of the section `model`, and for the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +270,8 @@ class LearningWatch:
     past: Iterable[Mapping[str, Any]] = ()
     """The metrics of the steps before the run was resumed."""
     _monitors: HealthMonitors = field(init=False)
-    _reported: set[str] = field(default_factory=set)
+    _reported: set[tuple[str, str]] = field(default_factory=set)
+    """Names of problems, and of the policies that have them."""
     _played: set[str] = field(default_factory=set)
     """The trained policies whose agents had a conversation to train on, in the steps that this process has seen."""
     _compared: set[str] = field(default_factory=set)
@@ -284,8 +287,8 @@ class LearningWatch:
     def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
         """Problems of the run after a step that were not reported before. `metrics` are the step's metrics."""
         found = [*self._of_step(metrics, groups), *self._monitors.findings(metrics, groups)]
-        new = [finding for finding in found if finding.name not in self._reported]
-        self._reported |= {finding.name for finding in new}
+        new = [finding for finding in found if (finding.name, finding.policy) not in self._reported]
+        self._reported |= {(finding.name, finding.policy) for finding in new}
         return new
 
     def _of_step(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
@@ -297,16 +300,31 @@ class LearningWatch:
         self._compared |= {one.policy for one in agents if any(one.has_advantage(turn.index) for turn in one.turns)}
         if not finished:
             return []
-        noisy = self._noisy_rewards(groups)
         findings = {
             "cut": cut_answers(finished, self.config.limits, least=1.0),
             "constant_reward": self._without_difference(metrics, groups, finished),
-            "noisy_reward": noisy,
-            "gradient": None if noisy else self._without_gradient(metrics, finished),
             "unused_policy": self._unused_policy(metrics),
             "constant_reward_of_policy": self._policy_without_difference(metrics),
         }
-        return [RunProblem(name, text) for name, text in findings.items() if text is not None]
+        of_run = [RunProblem(name, text) for name, text in findings.items() if text is not None]
+        return [*of_run, *self._of_policies(metrics, groups)]
+
+    def _of_policies(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
+        """Problems of the gradient of each policy that is trained, from all conversations that it is trained on."""
+        found: list[RunProblem] = []
+        played = [each for group in groups for each in (group, *group.of_agents())]
+        recipes = {"": self.config, **{one.name: self.config.of_policy(one) for one in self.config.trained_policies}}
+        for policy, recipe in recipes.items():
+            own = [group for group in played if group.policy == policy]
+            finished = [one for group in own for one in group.trajectories if not one.failed]
+            place = f"policies/{policy}/" if policy else ""
+            measured = {name.removeprefix(place): metrics[name] for name in metrics if name.startswith(place)}
+            who = f"the trained policy {policy!r}: " if policy else ""
+            if (noisy := self._noisy_rewards(own, recipe)) is not None:
+                found.append(RunProblem("noisy_reward", who + noisy, policy))
+            elif finished and (without := self._without_gradient(measured, finished)) is not None:
+                found.append(RunProblem("gradient", who + without, policy))
+        return found
 
     def _unused_policy(self, metrics: Mapping[str, Any]) -> str | None:
         """A trained policy took no turn to train on in the first steps."""
@@ -407,7 +425,7 @@ class LearningWatch:
             f"(reward.trajectory)"
         )
 
-    def _noisy_rewards(self, groups: Sequence[Group]) -> str | None:
+    def _noisy_rewards(self, groups: Sequence[Group], recipe: Config) -> str | None:
         """All answers to a row are identical, and their rewards differ: the gradients of a group cancel."""
         compared = [group for group in map(_finished, groups) if len(group.trajectories) > 1]
         noisy = [group for group in compared if has_reward_differences(group)]
@@ -421,7 +439,7 @@ class LearningWatch:
             f"in all {len(noisy)} groups with reward differences, the answers are identical and only their rewards differ (row "
             f"{first.row.id}: {rewards}), so the gradients of a group cancel and nothing is learnt. {source} must give identical "
             f"conversations the same reward (a judge: temperature 0), and the model must give different answers: raise "
-            f"sampling.temperature ({self.config.sampling.temperature:g})"
+            f"sampling.temperature ({recipe.sampling.temperature:g})"
         )
 
     def _reward_functions(self) -> list[str]:
@@ -429,14 +447,14 @@ class LearningWatch:
         return [use.use for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
 
     def _without_gradient(self, metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> str | None:
-        """The gradient is 0 although there are advantages."""
+        """The gradient is 0 although there are advantages. `metrics` are those of the policy, without its name."""
         trained = [trajectory for trajectory in trajectories if trajectory.advantages]
         turns = [(turn, trajectory.has_advantage(turn.index)) for trajectory in trained for turn in trajectory.turns]
         mask = f"loss_mask={self.config.loss_mask.use}"
         if turns and not any(turn.weight for turn, _ in turns):
             excluded = self._excluded(trained, f"{mask} gives all turns the weight 0")
             return f"{excluded}, so no turn is trained on: {self._include()}"
-        if metrics["grad_norm"] != 0.0 or not any(gain for _, gain in turns):
+        if metrics.get("grad_norm") != 0.0 or not any(gain for _, gain in turns):
             return None
         if metrics.get("correction/rejected") == 1.0:
             return (
