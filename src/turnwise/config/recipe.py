@@ -481,8 +481,8 @@ _OTHER_SYSTEMS = {
         "To make a recipe from it: `turnwise convert --from swift <the file> --out recipe.yaml` (docs/swift.md)",
     ),
     "TRL": (
-        {"model_name_or_path", "use_peft", "max_completion_length"},
-        {"dataset_name", "num_generations", "per_device_train_batch_size", "learning_rate", "lmbda"},
+        {"model_name_or_path", "teacher_model_name_or_path"},
+        {"dataset_name", "num_generations", "per_device_train_batch_size", "max_completion_length", "use_peft", "lmbda"},
         "To make a recipe from it: `turnwise convert --from trl <the file> --out recipe.yaml` (docs/trl.md)",
     ),
 }
