@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ LIMITS = Limits(turns=12, tokens_per_turn=2000)
 
 
 def recipe(folder: Path | str, **arguments: Any) -> Config:
-    return checked({"model": "m", "environment": {"use": f"harbor:{folder}", "arguments": arguments}}, source="recipe")
+    given = {"backend": "jail", **arguments}
+    return checked({"model": "m", "environment": {"use": f"harbor:{folder}", "arguments": given}}, source="recipe")
 
 
 def bash(command: str) -> str:
@@ -261,6 +264,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
         ({"max_concurrent": 0}, "max_concurrent is 0"),
         ({"weights": {"a": "x"}}, "numbers by the names of rewards"),
         ({"backend": "cloud"}, "backend is 'cloud'"),
+        ({"network": False}, "network is False; .* a jail has none"),
         ({"bounds": {"second": 1}}, "did you mean 'seconds'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -288,6 +292,98 @@ def test_rewards_are_read_as_harbor_reads_them() -> None:
     ):
         with pytest.raises(HarborError, match="task t: its tests"):
             read_rewards(wrong, "t")
+
+
+DOCKER = """#!{python}
+# stands in for docker: a container is a folder, and its commands see that folder instead of the machine's
+import json, os, shutil, subprocess, sys
+folder, (asked, *rest) = {folder!r}, sys.argv[1:]
+with open(folder + "/calls.jsonl", "a") as calls:
+    calls.write(json.dumps([asked, *rest]) + "\\n")
+if asked == "build":
+    if os.path.exists(rest[-1] + "/broken"):
+        sys.exit("ERROR: failed to solve: process did not complete successfully: exit code: 7")
+elif asked == "create":
+    name = next(word for word in rest if word.startswith("--name=")).removeprefix("--name=")
+    for place in ("app", "tests", "logs", "tmp", "solution"):
+        os.makedirs(f"{{folder}}/{{name}}/{{place}}")
+elif asked == "cp":
+    sys.exit(subprocess.run(["tar", "-x", "-C", folder + "/" + rest[1].split(":")[0]]).returncode)
+elif asked == "exec":
+    words = rest[[n for n, word in enumerate(rest) if not word.startswith("-")][0] :]
+    root, names = f"{{folder}}/{{words[0]}}", [word[6:] for word in rest if word.startswith("--env=")]
+    binds = [word for place in os.listdir(root) for word in ("--bind", f"{{root}}/{{place}}", f"/{{place}}")]
+    system = [word for place in ("usr", "bin", "lib", "lib64") for word in ("--ro-bind", f"/{{place}}", f"/{{place}}")]
+    env = {{name: os.environ[name] for name in names if "=" not in name}}
+    inside = ["bwrap", *system, *binds, "--dev", "/dev", "--chdir", "/app", "--", *words[1:]]
+    os.execvpe("bwrap", inside, {{**env, "PATH": "/usr/bin:/bin"}})
+elif asked == "rm":
+    shutil.rmtree(f"{{folder}}/{{rest[-1]}}")
+elif asked == "ps":
+    print("\\n".join(name for name in os.listdir(folder) if name.startswith("turnwise-")))
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what a stand-in for docker was asked (`calls.jsonl`), and its containers."""
+    place = tmp_path / "docker"
+    place.mkdir()
+    (place / "docker").write_text(DOCKER.format(python=sys.executable, folder=str(place)))
+    (place / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+    return place
+
+
+def docker_calls(folder: Path, name: str) -> list[list[str]]:
+    calls = [json.loads(line) for line in (folder / "calls.jsonl").read_text().splitlines()]
+    return [call for call in calls if call[0] == name]
+
+
+def test_with_docker_each_conversation_has_a_container_which_is_removed(docker: Path, tmp_path: Path) -> None:
+    dockerfile = "FROM nvidia/cuda:12\nRUN apt-get update\n"  # not for the jail
+    toml = "[environment]\nnetwork_mode = 'no-network'\nmemory_mb = 512\nenv = {KEY = 'secret', HOME = '/app'}\n"
+    folder = write_tasks(tmp_path / "tasks", "hello-world", dockerfile=dockerfile, task_toml=toml)
+    config = recipe(folder, backend=None, max_concurrent=1)
+    environments = assembly.environment_factory(config)
+    row = assembly.rows(config)[0]
+    solve = bash("echo 'Hello, world!' > hello.txt; echo $KEY")
+    for trajectory in hold_all(Says(solve, "Done."), environments, row=row, size=2, limits=LIMITS):
+        assert (trajectory.error, trajectory.turns[-1].reward) == (None, 1.0)
+        assert answers(trajectory) == ["secret"]
+    assert hold(Says("Done."), environments, row=row, limits=LIMITS).turns[-1].reward == 0.0
+    ((_, *built),) = docker_calls(docker, "build")
+    assert built[-1] == str(folder / "hello-world" / "environment")
+    created = docker_calls(docker, "create")
+    assert len(created) == 3
+    assert {"--network=none", "--memory=512m", "--cpus=1", "--pids-limit=128", "--entrypoint=sleep"} < set(created[0])
+    assert "--env=KEY" in docker_calls(docker, "exec")[0]
+    assert "--env=HOME=/app" in docker_calls(docker, "exec")[0]
+    assert not list(docker.glob("turnwise-*"))
+
+
+def test_a_container_is_removed_if_its_conversation_is_cut(docker: Path, tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path / "tasks", "hello-world"), backend="docker")
+    environments = assembly.environment_factory(config)
+    limits = Limits(turns=12, tokens_per_turn=2000, seconds_per_turn=6)
+    trajectory = hold(Says(bash("sleep 4712")), environments, row=assembly.rows(config)[0], limits=limits)
+    assert trajectory.error is not None
+    asyncio.run(environments.aclose())
+    assert len(docker_calls(docker, "create")) == 1
+    assert not list(docker.glob("turnwise-*"))
+
+
+def test_an_image_that_docker_cannot_build_fails_with_its_message(
+    docker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tasks(tmp_path / "tasks", "hello-world")
+    (folder / "hello-world" / "environment" / "broken").touch()
+    trajectory = played(recipe(folder, backend="docker"), "Done.")
+    assert trajectory.error is not None
+    assert "task hello-world: its image cannot be built: ERROR: failed to solve" in trajectory.error.message
+    monkeypatch.setenv("PATH", str(docker))
+    with pytest.raises(ConfigError, match="backend=podman: podman is not installed"):
+        assembly.environment_factory(recipe(folder, backend="podman"))
 
 
 def test_nothing_is_left_when_a_run_ends(tmp_path: Path) -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
+import hashlib
 import json
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.compat.object_factory import opened
+from turnwise.compat.providers.harbor_containers import ContainerMachine, build, container_options, find_tool, started
 from turnwise.compat.providers.harbor_tasks import (
     CopyStep,
     HarborTask,
@@ -27,6 +31,7 @@ from turnwise.compat.providers.harbor_tasks import (
 )
 from turnwise.compat.providers.provider import About, LibraryEnvironments
 from turnwise.data.rows import ProvidedRows
+from turnwise.environments.agents.containers import ContainerImage
 from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.sandbox.jail import Jail, Layout, find_jail, interpreter
 from turnwise.environments.sandbox.machine import JailMachine, Machine, tar_of
@@ -34,7 +39,7 @@ from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError
 from turnwise.environments.tools.tool import Tool
 from turnwise.errors import ConfigError, TurnwiseError, nearest
 from turnwise.types import Opening, Reply, Row, Turn
-from turnwise.user_code.calls import waiting_for_others
+from turnwise.user_code.calls import in_lockstep, waiting_for_others
 
 _DEFAULTS = {"seconds": 60.0, "memory_mb": 2048, "processes": 128, "disk_mb": 256, "files": 10_000, "open_files": 256}
 """Bounds of the sandbox that differ from those of a program alone."""
@@ -43,6 +48,8 @@ _CLEAN = (
     'for place in /tests /logs/verifier; do rm -rf "$place" 2>/dev/null; mkdir -p "$place" || exit 1; '
     '[ -z "$(ls -A "$place")" ] || exit 1; done'
 )
+_BASH = 'command -v bash > /dev/null && exec bash -c "$1"; exec sh -c "$1"'
+"""Some images have no bash."""
 _TEST = "chmod +x /tests/test.sh; exec /tests/test.sh"
 _REWARD = (
     "cd /logs/verifier || exit 1; for name in reward.json reward.txt; do "
@@ -62,9 +69,11 @@ class Harbor(LibraryEnvironments):
     Args:
         name: A folder of tasks, or of one task.
         eval_tasks: A folder of other tasks for held-out rows.
-        backend: `jail`: the sandbox of this machine, for tasks whose Dockerfile it can follow.
+        backend: `docker` or `podman`: a container for each conversation. `jail`: the sandbox of this machine, for tasks whose
+            Dockerfile it can follow. Null: `docker` if its service answers, else `jail`.
         bounds: Limits of each command: those of the sandbox (docs/sandbox.md). A task that asks for less memory gets less.
-        max_concurrent: Commands that run at the same time; others wait.
+        max_concurrent: Commands that run in jails at the same time, or containers that are there at the same time; others wait.
+        network: False: containers have no network. Null: as each task says.
         skip_unfit: Leave out the tasks that cannot be run here, instead of refusing the folder.
         weights: The factors of the rewards in `reward.json` by their names; those without one have the factor 0. Null: `reward`
             if it is there, else all of them with the factor 1.
@@ -79,14 +88,15 @@ class Harbor(LibraryEnvironments):
         name: str,
         *,
         eval_tasks: str | None = None,
-        backend: Literal["jail"] = "jail",
+        backend: Literal["docker", "podman", "jail"] | None = None,
         bounds: Mapping[str, float] | None = None,
         max_concurrent: int = 8,
         skip_unfit: bool = False,
         weights: Mapping[str, float] | None = None,
+        network: bool | None = None,
     ) -> None:
-        if backend != "jail":
-            raise ConfigError(f"environment.arguments.backend is {backend!r:.80}; it must be jail")
+        if backend not in (None, "docker", "podman", "jail"):
+            raise ConfigError(f"environment.arguments.backend is {backend!r:.80}; it must be docker, podman or jail")
         if isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1:
             raise ConfigError(
                 f"environment.arguments.max_concurrent is {max_concurrent!r:.80}; it must be an integer of at least 1"
@@ -94,7 +104,17 @@ class Harbor(LibraryEnvironments):
         self.name = name
         self.bounds = Bounds.of({**_DEFAULTS, **(bounds or {})})
         self.weights = None if weights is None else _weights(weights)
-        self._jail: Jail = find_jail()
+        self._tool, why = (None, "") if backend == "jail" else find_tool(backend or "docker")
+        if backend in ("docker", "podman") and self._tool is None:
+            raise ConfigError(f"environment.arguments.backend={backend}: {why}")
+        if network not in (None, False) or (network is False and self._tool is None):
+            raise ConfigError(
+                f"environment.arguments.network is {network!r:.80}; with docker or podman it may be false; a jail has "
+                f"none, so leave it out"
+            )
+        self._network = network
+        self._jail: Jail | None = find_jail() if self._tool is None else None
+        self._containers: dict[str, ContainerImage] = {}
         self._plans: dict[str, ImagePlan] = {}
         self._tasks: dict[bool, dict[str, HarborTask]] = {False: {}, True: {}}
         self._unfit: dict[str, str] = {}
@@ -121,7 +141,8 @@ class Harbor(LibraryEnvironments):
             name = str(found.relative_to(root)) if found != root else found.resolve().name
             try:
                 task = read_task(found, name)
-                self._plans[str(found)] = plan_of(task)
+                if self._tool is None:
+                    self._plans[str(found)] = plan_of(task)
                 self._tasks[held_out][name] = task
             except Unfit as problem:
                 self._unfit[name] = str(problem)
@@ -164,23 +185,66 @@ class Harbor(LibraryEnvironments):
         key = str(task.folder)
         with waiting_for_others():
             async with building.setdefault(key, asyncio.Lock()):
-                if key not in self._images:
+                if self._tool is not None and key not in self._containers:
+                    self._containers[key] = await self._image(task, self._tool)
+                elif self._tool is None and key not in self._images:
                     self._images[key] = await self._built(task)
-        return self._new(task, self._images[key])
+        if self._tool is None:
+            return self._new(task, self._images[key])
+        return await self._started(task, self._containers[key])
 
-    def _new(self, task: HarborTask, files: bytes) -> JailMachine:
-        plan, loop = self._plans[str(task.folder)], asyncio.get_running_loop()
+    async def _image(self, task: HarborTask, tool: str) -> ContainerImage:
+        """The image of a task's containers. Raises HarborError if it cannot be built."""
+        image = task.image
+        if image is None:
+            folder = task.folder / "environment"
+            image = f"turnwise-harbor:{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+            try:
+                await build(tool, str(folder), image, task.build_seconds)
+            except SandboxError as error:
+                raise HarborError(f"task {task.name}: its image cannot be built: {error}") from error
+        network = task.network and self._network is not False
+        options = container_options(self._bounds(task), cpus=task.cpus or 1.0, network=network)
+        return ContainerImage(tool=tool, image=image, options=options)
+
+    async def _started(self, task: HarborTask, image: ContainerImage) -> ContainerMachine:
+        """A container of a task, when one is free."""
+        slots = self._free()
+        if in_lockstep() and slots.locked():
+            raise HarborError(
+                f"all {self._concurrent} containers are in use, and with deterministic: true no conversation waits for another: "
+                f"set environment.arguments.max_concurrent to the conversations of a step"
+            )
+        with waiting_for_others():
+            await slots.acquire()
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(slots.release)
+            container = await closing.enter_async_context(started(image))
+            bounds, lock = self._bounds(task), asyncio.Lock()
+            return ContainerMachine(
+                container, bounds, task.workdir, task.environment, task.user, lock, closing.pop_all()
+            )
+
+    def _free(self) -> asyncio.Semaphore:
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrent))
+
+    def _bounds(self, task: HarborTask) -> Bounds:
+        """The bounds of a task's commands: those of the recipe, or less if the task asks for less."""
         given = {"memory_mb": task.memory_mb, "disk_mb": task.storage_mb}
         least = {name: min(value, getattr(self.bounds, name)) for name, value in given.items() if value is not None}
-        fields = {name: getattr(self.bounds, name) for name in Bounds.__dataclass_fields__}
-        return JailMachine(
-            self._jail,
-            Layout(writable=plan.writable, environment={**_environment(), **plan.environment}),
-            Bounds(**{**fields, **least}),
-            cwd=plan.workdir,
-            slots=self._slots.setdefault(loop, asyncio.Semaphore(self._concurrent)),
-            files=files,
-        )
+        return replace(self.bounds, **least)  # type: ignore[arg-type]
+
+    async def aclose(self) -> None:
+        """Remove containers that are left."""
+        for image in self._containers.values():
+            await asyncio.to_thread(image.close)
+        self._containers.clear()
+
+    def _new(self, task: HarborTask, files: bytes) -> JailMachine:
+        assert self._jail is not None
+        plan = self._plans[str(task.folder)]
+        layout = Layout(writable=plan.writable, environment={**_environment(), **plan.environment})
+        return JailMachine(self._jail, layout, self._bounds(task), cwd=plan.workdir, slots=self._free(), files=files)
 
     async def _built(self, task: HarborTask) -> bytes:
         """The files of a task's image. Raises HarborError."""
@@ -294,7 +358,7 @@ class _Conversation:
         Args:
             command: The command. It has no terminal and no standard input.
         """
-        return (await self._machine.run(["/bin/bash", "-c", command])).text_for_model()
+        return (await self._machine.run(["/bin/sh", "-c", _BASH, "sh", command])).text_for_model()
 
     async def str_replace_editor(
         self,
@@ -393,7 +457,9 @@ class _Conversation:
                 f"task {task.name}: /tests and /logs/verifier cannot be emptied: {cleaned.text_for_model()[-500:]}"
             )
         await machine.put(tar_of({"/tests": task.folder / "tests"}))
-        ran = await machine.run(["/bin/sh", "-c", _TEST], seconds=task.test_seconds, environment=task.test_environment)
+        ran = await machine.run(
+            ["/bin/sh", "-c", _TEST], seconds=task.test_seconds, environment=task.test_environment, user=task.test_user
+        )
         found = await machine.run(["/bin/sh", "-c", _REWARD], output_bytes=1 << 17)
         shown = ran.text_for_model()
         if found.status or ran.stopped or ran.notes:

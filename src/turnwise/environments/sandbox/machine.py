@@ -50,8 +50,9 @@ class Machine(Protocol):
         output_bytes: int | None = None,
         given: bytes = b"",
         environment: Mapping[str, str] | None = None,
+        user: str | None = None,
     ) -> Ran:
-        """Run a command, after all earlier ones, with `given` as its standard input. None: the bounds of the machine.
+        """Run a command, after all earlier ones, with `given` as its standard input. None: as the machine says.
 
         Raises SandboxError if it could not be run.
         """
@@ -90,7 +91,9 @@ class JailMachine:
         output_bytes: int | None = None,
         given: bytes = b"",
         environment: Mapping[str, str] | None = None,
+        user: str | None = None,
     ) -> Ran:
+        assert user is None, "a jail has one user"
         bounds = self._bounds
         if seconds is not None:
             bounds = replace(bounds, seconds=seconds, cpu_seconds=max(1, int(seconds)))

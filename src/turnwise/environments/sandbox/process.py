@@ -132,6 +132,7 @@ async def run(
     pass_fds: Sequence[int] = (),
     first: Callable[[], int | None] | None = None,
     counted: Sequence[str] = (),
+    stdin: int = asyncio.subprocess.DEVNULL,
 ) -> Ran:
     """Run a command within `bounds`. When this function returns, raises or is cancelled, its processes have been killed.
 
@@ -145,7 +146,7 @@ async def run(
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=writer,
                 stderr=writer,
                 env=dict(env),
