@@ -482,7 +482,14 @@ _OTHER_SYSTEMS = {
     ),
     "TRL": (
         {"model_name_or_path", "teacher_model_name_or_path"},
-        {"dataset_name", "num_generations", "per_device_train_batch_size", "max_completion_length", "use_peft", "lmbda"},
+        {
+            "dataset_name",
+            "num_generations",
+            "per_device_train_batch_size",
+            "max_completion_length",
+            "use_peft",
+            "lmbda",
+        },
         "To make a recipe from it: `turnwise convert --from trl <the file> --out recipe.yaml` (docs/trl.md)",
     ),
 }

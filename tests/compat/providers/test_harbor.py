@@ -14,7 +14,8 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from support.harbor_tasks import TASKS, graded, write_tasks
 from turnwise import assembly
-from turnwise.compat.providers.harbor import HarborError, read_rewards
+from turnwise.compat.providers.harbor import read_rewards
+from turnwise.compat.providers.harbor_sandboxes import HarborError
 from turnwise.compat.providers.harbor_tasks import Unfit, plan_of, read_task
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError

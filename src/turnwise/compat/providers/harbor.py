@@ -6,22 +6,17 @@ tasks; `environments/sandbox/machine.py` has the sandboxes. The package `harbor`
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
-import hashlib
 import json
 import math
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 from turnwise.compat.object_factory import opened
-from turnwise.compat.providers.harbor_containers import ContainerMachine, build, container_options, find_tool, started
+from turnwise.compat.providers.harbor_containers import find_tool
+from turnwise.compat.providers.harbor_sandboxes import ContainerSandboxes, HarborError, JailSandboxes, Sandboxes
 from turnwise.compat.providers.harbor_tasks import (
-    CopyStep,
     HarborTask,
     ImagePlan,
     Unfit,
@@ -31,19 +26,15 @@ from turnwise.compat.providers.harbor_tasks import (
 )
 from turnwise.compat.providers.provider import About, LibraryEnvironments
 from turnwise.data.rows import ProvidedRows
-from turnwise.environments.agents.containers import ContainerImage
 from turnwise.environments.environment import Environment, PutInFront
-from turnwise.environments.sandbox.jail import Jail, Layout, find_jail, interpreter
-from turnwise.environments.sandbox.machine import JailMachine, Machine, tar_of
-from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError
+from turnwise.environments.sandbox.machine import Machine, tar_of
+from turnwise.environments.sandbox.process import Bounds, Ran
 from turnwise.environments.tools.tool import Tool
-from turnwise.errors import ConfigError, TurnwiseError, nearest
+from turnwise.errors import ConfigError, nearest
 from turnwise.types import Opening, Reply, Row, Turn
-from turnwise.user_code.calls import in_lockstep, waiting_for_others
 
 _DEFAULTS = {"seconds": 60.0, "memory_mb": 2048, "processes": 128, "disk_mb": 256, "files": 10_000, "open_files": 256}
 """Bounds of the sandbox that differ from those of a program alone."""
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CLEAN = (
     'for place in /tests /logs/verifier; do rm -rf "$place" 2>/dev/null; mkdir -p "$place" || exit 1; '
     '[ -z "$(ls -A "$place")" ] || exit 1; done'
@@ -57,10 +48,6 @@ _REWARD = (
 )
 _LONGEST_FILE = 1_000_000  # bytes of a file in the editor
 _SHOWN = 2000  # characters of the tests' output that are recorded
-
-
-class HarborError(TurnwiseError):
-    """A task could not be prepared or tested, so its conversation has no reward."""
 
 
 class Harbor(LibraryEnvironments):
@@ -104,45 +91,36 @@ class Harbor(LibraryEnvironments):
         self.name = name
         self.bounds = Bounds.of({**_DEFAULTS, **(bounds or {})})
         self.weights = None if weights is None else _weights(weights)
-        self._tool, why = (None, "") if backend == "jail" else find_tool(backend or "docker")
-        if backend in ("docker", "podman") and self._tool is None:
+        tool, why = (None, "") if backend == "jail" else find_tool(backend or "docker")
+        if backend in ("docker", "podman") and tool is None:
             raise ConfigError(f"environment.arguments.backend={backend}: {why}")
-        if network not in (None, False) or (network is False and self._tool is None):
+        if network not in (None, False) or (network is False and tool is None):
             raise ConfigError(
-                f"environment.arguments.network is {network!r:.80}; with docker or podman it may be false; a jail has "
-                f"none, so leave it out"
+                f"environment.arguments.network is {network!r:.80}; with docker or podman it may be false; a jail has none, so "
+                f"leave it out"
             )
-        self._network = network
-        self._jail: Jail | None = find_jail() if self._tool is None else None
-        self._containers: dict[str, ContainerImage] = {}
-        self._plans: dict[str, ImagePlan] = {}
+        plans: dict[str, ImagePlan] | None = {} if tool is None else None
         self._tasks: dict[bool, dict[str, HarborTask]] = {False: {}, True: {}}
         self._unfit: dict[str, str] = {}
         for held_out, folder in ((False, name), (True, eval_tasks)):
             if folder is not None:
-                self._read(folder, held_out)
-        if self._unfit and not skip_unfit:
-            raise ConfigError(_unfit_message(name, self._unfit, len(self._tasks[False]) + len(self._tasks[True])))
-        if not self._tasks[False]:
-            raise ConfigError(_unfit_message(name, self._unfit, 0))
-        self._images: dict[str, bytes] = {}
-        # a semaphore belongs to one event loop, and a source may be used in several
-        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
+                self._read(folder, held_out, plans)
+        if (self._unfit and not skip_unfit) or not self._tasks[False]:
+            raise ConfigError(_unfit_message(name, self._unfit, len(self._tasks[False])))
+        self.sandboxes: Sandboxes = (
+            JailSandboxes(plans or {}, self.bounds, max_concurrent)
+            if tool is None
+            else ContainerSandboxes(tool, self.bounds, max_concurrent, network=network is not False)
         )
-        self._building: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._concurrent = max_concurrent
 
-    def _read(self, folder: str, held_out: bool) -> None:
+    def _read(self, folder: str, held_out: bool, plans: dict[str, ImagePlan] | None) -> None:
         root = Path(folder).expanduser()
         for found in find_tasks(folder):
             name = str(found.relative_to(root)) if found != root else found.resolve().name
             try:
                 task = read_task(found, name)
-                if self._tool is None:
-                    self._plans[str(found)] = plan_of(task)
+                if plans is not None:
+                    plans[str(found)] = plan_of(task)
                 self._tasks[held_out][name] = task
             except Unfit as problem:
                 self._unfit[name] = str(problem)
@@ -179,113 +157,9 @@ class Harbor(LibraryEnvironments):
         conversation = _Conversation(self)
         return in_front(conversation.tools(), conversation)
 
-    async def machine(self, task: HarborTask) -> Machine:
-        """A new sandbox with the files of a task. Raises HarborError if its image cannot be made."""
-        building = self._building.setdefault(asyncio.get_running_loop(), {})
-        key = str(task.folder)
-        with waiting_for_others():
-            async with building.setdefault(key, asyncio.Lock()):
-                if self._tool is not None and key not in self._containers:
-                    self._containers[key] = await self._image(task, self._tool)
-                elif self._tool is None and key not in self._images:
-                    self._images[key] = await self._built(task)
-        if self._tool is None:
-            return self._new(task, self._images[key])
-        return await self._started(task, self._containers[key])
-
-    async def _image(self, task: HarborTask, tool: str) -> ContainerImage:
-        """The image of a task's containers. Raises HarborError if it cannot be built."""
-        image = task.image
-        if image is None:
-            folder = task.folder / "environment"
-            image = f"turnwise-harbor:{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
-            try:
-                await build(tool, str(folder), image, task.build_seconds)
-            except SandboxError as error:
-                raise HarborError(f"task {task.name}: its image cannot be built: {error}") from error
-        network = task.network and self._network is not False
-        options = container_options(self._bounds(task), cpus=task.cpus or 1.0, network=network)
-        return ContainerImage(tool=tool, image=image, options=options)
-
-    async def _started(self, task: HarborTask, image: ContainerImage) -> ContainerMachine:
-        """A container of a task, when one is free."""
-        slots = self._free()
-        if in_lockstep() and slots.locked():
-            raise HarborError(
-                f"all {self._concurrent} containers are in use, and with deterministic: true no conversation waits for another: "
-                f"set environment.arguments.max_concurrent to the conversations of a step"
-            )
-        with waiting_for_others():
-            await slots.acquire()
-        async with contextlib.AsyncExitStack() as closing:
-            closing.callback(slots.release)
-            container = await closing.enter_async_context(started(image))
-            bounds, lock = self._bounds(task), asyncio.Lock()
-            return ContainerMachine(
-                container, bounds, task.workdir, task.environment, task.user, lock, closing.pop_all()
-            )
-
-    def _free(self) -> asyncio.Semaphore:
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._concurrent))
-
-    def _bounds(self, task: HarborTask) -> Bounds:
-        """The bounds of a task's commands: those of the recipe, or less if the task asks for less."""
-        given = {"memory_mb": task.memory_mb, "disk_mb": task.storage_mb}
-        least = {name: min(value, getattr(self.bounds, name)) for name, value in given.items() if value is not None}
-        return replace(self.bounds, **least)  # type: ignore[arg-type]
-
     async def aclose(self) -> None:
-        """Remove containers that are left."""
-        for image in self._containers.values():
-            await asyncio.to_thread(image.close)
-        self._containers.clear()
-
-    def _new(self, task: HarborTask, files: bytes) -> JailMachine:
-        assert self._jail is not None
-        plan = self._plans[str(task.folder)]
-        layout = Layout(writable=plan.writable, environment={**_environment(), **plan.environment})
-        return JailMachine(self._jail, layout, self._bounds(task), cwd=plan.workdir, slots=self._free(), files=files)
-
-    async def _built(self, task: HarborTask) -> bytes:
-        """The files of a task's image. Raises HarborError."""
-        machine = self._new(task, b"")
-        try:
-            async with asyncio.timeout(task.build_seconds):
-                for step in self._plans[str(task.folder)].steps:
-                    where = f"task {task.name}: line {step.line} of its Dockerfile"
-                    if isinstance(step, CopyStep):
-                        await machine.put(tar_of(step.files, mode=step.mode))
-                        continue
-                    ran = await machine.run(
-                        step.words, cwd=step.cwd, seconds=task.build_seconds, environment=step.environment
-                    )
-                    if ran.status or ran.stopped or ran.notes:
-                        raise HarborError(f"{where} cannot be run in the sandbox: {ran.text_for_model()[-1500:]}")
-            return machine.archive()
-        except TimeoutError:
-            raise HarborError(
-                f"task {task.name}: its image was not made within build_timeout_sec={task.build_seconds:g}"
-            ) from None
-        except (SandboxError, OSError, ValueError) as error:
-            raise HarborError(f"task {task.name}: its image cannot be made: {error}") from error
-        finally:
-            await machine.close()
-
-
-def _environment() -> dict[str, str]:
-    """The variables of all commands."""
-    own = str(Path(interpreter()).parent)
-    return {
-        "HOME": "/root",
-        "TMPDIR": "/tmp",
-        "LANG": "C.UTF-8",
-        "USER": "root",
-        "PATH": f"{_PATH}:{own}",
-        # files of a working directory belong to another user id in each command
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": "safe.directory",
-        "GIT_CONFIG_VALUE_0": "*",
-    }
+        """Remove what is left."""
+        await self.sandboxes.aclose()
 
 
 def _weights(given: Mapping[str, float]) -> dict[str, float]:
@@ -335,7 +209,7 @@ class _Conversation:
 
     async def begin(self, row: Row) -> Opening:
         self._task = task = self._source.task(row)
-        self._open = await self._source.machine(task)
+        self._open = await self._source.sandboxes.machine(task)
         return Opening(messages=opened(row.messages, task.instruction))
 
     async def step(self, turn: Turn) -> Reply:

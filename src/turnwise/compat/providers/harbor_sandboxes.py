@@ -1,0 +1,189 @@
+"""The sandboxes of Harbor's tasks: jails of this machine, or containers, a new one for each conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from turnwise.compat.providers.harbor_containers import ContainerMachine, build, container_options, started
+from turnwise.compat.providers.harbor_tasks import CopyStep, HarborTask, ImagePlan
+from turnwise.environments.agents.containers import ContainerImage
+from turnwise.environments.sandbox.jail import Layout, find_jail, interpreter
+from turnwise.environments.sandbox.machine import JailMachine, Machine, tar_of
+from turnwise.environments.sandbox.process import Bounds, SandboxError
+from turnwise.errors import TurnwiseError
+from turnwise.user_code.calls import in_lockstep, waiting_for_others
+
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+class HarborError(TurnwiseError):
+    """A task could not be prepared or tested, so its conversation has no reward."""
+
+
+class Sandboxes(Protocol):
+    """Makes a sandbox for each conversation."""
+
+    async def machine(self, task: HarborTask) -> Machine:
+        """A new sandbox with the files of a task. Raises HarborError if its image cannot be made."""
+        ...
+
+    async def aclose(self) -> None:
+        """Remove what is left."""
+        ...
+
+
+def bounds_of(task: HarborTask, bounds: Bounds) -> Bounds:
+    """The bounds of a task's commands: those of the recipe, or less if the task asks for less."""
+    given = {"memory_mb": task.memory_mb, "disk_mb": task.storage_mb}
+    least = {name: min(value, getattr(bounds, name)) for name, value in given.items() if value is not None}
+    return replace(bounds, **least)  # type: ignore[arg-type]
+
+
+class _TaskPlaces:
+    """A semaphore, and a lock for each task. Both belong to one event loop, and a source may be used in several."""
+
+    def __init__(self, concurrent: int) -> None:
+        self.concurrent = concurrent
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._building: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @property
+    def slots(self) -> asyncio.Semaphore:
+        """The places of this event loop."""
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrent))
+
+    def building(self, task: HarborTask) -> asyncio.Lock:
+        """Held while the image of a task is made."""
+        locks = self._building.setdefault(asyncio.get_running_loop(), {})
+        return locks.setdefault(str(task.folder), asyncio.Lock())
+
+
+class JailSandboxes:
+    """Jails. The image of a task is an archive in memory. Raises ConfigError if this machine has none."""
+
+    def __init__(self, plans: Mapping[str, ImagePlan], bounds: Bounds, concurrent: int) -> None:
+        self._jail, self._plans, self._bounds = find_jail(), plans, bounds
+        self._places, self._images = _TaskPlaces(concurrent), dict[str, bytes]()
+
+    async def machine(self, task: HarborTask) -> Machine:
+        key = str(task.folder)
+        with waiting_for_others():
+            async with self._places.building(task):
+                if key not in self._images:
+                    self._images[key] = await self._built(task)
+        return self._new(task, self._images[key])
+
+    async def aclose(self) -> None:
+        self._images.clear()
+
+    def _new(self, task: HarborTask, files: bytes) -> JailMachine:
+        plan = self._plans[str(task.folder)]
+        layout = Layout(writable=plan.writable, environment={**_environment(), **plan.environment})
+        return JailMachine(
+            self._jail, layout, bounds_of(task, self._bounds), cwd=plan.workdir, slots=self._places.slots, files=files
+        )
+
+    async def _built(self, task: HarborTask) -> bytes:
+        """The files of a task's image. Raises HarborError."""
+        machine = self._new(task, b"")
+        try:
+            async with asyncio.timeout(task.build_seconds):
+                for step in self._plans[str(task.folder)].steps:
+                    where = f"task {task.name}: line {step.line} of its Dockerfile"
+                    if isinstance(step, CopyStep):
+                        await machine.put(tar_of(step.files, mode=step.mode))
+                        continue
+                    ran = await machine.run(
+                        step.words, cwd=step.cwd, seconds=task.build_seconds, environment=step.environment
+                    )
+                    if ran.status or ran.stopped or ran.notes:
+                        raise HarborError(f"{where} cannot be run in the sandbox: {ran.text_for_model()[-1500:]}")
+            return machine.archive()
+        except TimeoutError:
+            raise HarborError(
+                f"task {task.name}: its image was not made within build_timeout_sec={task.build_seconds:g}"
+            ) from None
+        except (SandboxError, OSError, ValueError) as error:
+            raise HarborError(f"task {task.name}: its image cannot be made: {error}") from error
+        finally:
+            await machine.close()
+
+
+class ContainerSandboxes:
+    """Containers of docker or podman (`tool`). The image of a task is built once. Without `network`, none has one."""
+
+    def __init__(self, tool: str, bounds: Bounds, concurrent: int, *, network: bool) -> None:
+        self._tool, self._bounds, self._network = tool, bounds, network
+        self._places, self._images = _TaskPlaces(concurrent), dict[str, ContainerImage]()
+
+    async def machine(self, task: HarborTask) -> Machine:
+        key = str(task.folder)
+        with waiting_for_others():
+            async with self._places.building(task):
+                if key not in self._images:
+                    self._images[key] = await self._image(task)
+        return await self._started(task, self._images[key])
+
+    async def aclose(self) -> None:
+        for image in self._images.values():
+            await asyncio.to_thread(image.close)
+        self._images.clear()
+
+    async def _image(self, task: HarborTask) -> ContainerImage:
+        """The image of a task's containers. Raises HarborError if it cannot be built."""
+        image = task.image
+        if image is None:
+            folder = task.folder / "environment"
+            image = f"turnwise-harbor:{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
+            try:
+                await build(self._tool, str(folder), image, task.build_seconds)
+            except SandboxError as error:
+                raise HarborError(f"task {task.name}: its image cannot be built: {error}") from error
+        network = task.network and self._network
+        options = container_options(bounds_of(task, self._bounds), cpus=task.cpus or 1.0, network=network)
+        return ContainerImage(tool=self._tool, image=image, options=options)
+
+    async def _started(self, task: HarborTask, image: ContainerImage) -> ContainerMachine:
+        """A container of a task, when one is free."""
+        slots = self._places.slots
+        if in_lockstep() and slots.locked():
+            raise HarborError(
+                f"all {self._places.concurrent} containers are in use, and with deterministic: true no conversation waits for "
+                f"another: set environment.arguments.max_concurrent to the conversations of a step"
+            )
+        with waiting_for_others():
+            await slots.acquire()
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(slots.release)
+            container = await closing.enter_async_context(started(image))
+            bounds, lock = bounds_of(task, self._bounds), asyncio.Lock()
+            return ContainerMachine(
+                container, bounds, task.workdir, task.environment, task.user, lock, closing.pop_all()
+            )
+
+
+def _environment() -> dict[str, str]:
+    """The variables of all commands."""
+    own = str(Path(interpreter()).parent)
+    return {
+        "HOME": "/root",
+        "TMPDIR": "/tmp",
+        "LANG": "C.UTF-8",
+        "USER": "root",
+        "PATH": f"{_PATH}:{own}",
+        # files of a working directory belong to another user id in each command
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "safe.directory",
+        "GIT_CONFIG_VALUE_0": "*",
+    }
