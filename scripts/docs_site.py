@@ -59,6 +59,7 @@ MOVED = {
     "api": "python#reference",
     "plan": "memory#planning-a-run",
     "testing": "contributing",
+    "templates": "benchmarks#chat-templates",
     "recipes/gsm8k_tool": "recipes/gsm8k",
     "recipes/gsm8k_interaction": "recipes/gsm8k",
 }

@@ -18,9 +18,7 @@ import importlib.util
 import io
 import json
 import re
-import shutil
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +64,7 @@ if TYPE_CHECKING:
     from turnwise.chat.renderer import Renderer
     from turnwise.doctor.template import Finding
 
-DOCS, MODEL, RECIPE = ROOT / "docs", ROOT / "demo" / "model", ROOT / "recipes" / "calculator.yaml"
+DOCS, MODEL = ROOT / "docs", ROOT / "demo" / "model"
 
 
 def replace_block(page: str, name: str, body: str, *, by: str = "generated_pages.py") -> str:
@@ -183,14 +181,13 @@ def _others(rows: Sequence[OptionRow]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[OptionRow]) -> Iterator[str]:
-    """The rows, equal neighbours as one. What is as in another section stands in a line below them."""
-    if own := [row for row in rows if row.like is None]:
-        yield from ("| option | default | what |", "|---|---|---|")
+    """A line for each option, one for equal neighbours. What is as in another section stands in a line below them."""
+    own = [row for row in rows if row.like is None]
     for (default, what), same in groupby(own, key=lambda row: (row.default, row.what)):
-        yield f"| {', '.join(row.cell for row in same)} | {default} | {what} |"
+        yield f"- {', '.join(row.cell for row in same)} ({default}): {what}"
     like = [row for row in rows if row.like is not None]
     for section, same in groupby(like, key=lambda row: (row.like or "").rpartition(".")[0]):
-        yield from ("", f"As in `{section}`: {', '.join(f'{row.cell} ({row.default})' for row in same)}.")
+        yield f"- As in `{section}`: {', '.join(f'{row.cell} ({row.default})' for row in same)}."
 
 
 def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
@@ -204,13 +201,12 @@ def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
         for name, field in cls.model_fields.items():
             if name != "name":
                 found.setdefault((name, _what(f"{key}.{name}", field)), []).append((cls, field))
-    yield from (f"| option | `{key}.name` | default | what |", "|---|---|---|---|")
     order = list(dict.fromkeys(name for name, _ in found))
     for (name, what), of in sorted(
         found.items(), key=lambda item: (len(item[1]) < len(classes), order.index(item[0][0]))
     ):
-        names = "all" if len(of) == len(classes) else ", ".join(f"`{name_of(cls)}`" for cls, _ in of)
-        yield f"| `{key}.{name}`{_mark(f'{key}.{name}')} | {names} | {_defaults(of)} | {what} |"
+        names = "" if len(of) == len(classes) else f" of {', '.join(f'`{name_of(cls)}`' for cls, _ in of)}"
+        yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{names} ({_defaults(of)}): {what}"
 
 
 def _has_own_options(cls: type[Section], classes: Sequence[type[Section]]) -> bool:
@@ -257,7 +253,7 @@ def _items(field: FieldInfo) -> Iterator[tuple[type[Section], str]]:
 
 def _what(option: str, field: FieldInfo) -> str:
     """The description, and the choices that it does not name."""
-    what = " ".join((field.description or "").split()).replace("|", "\\|")
+    what = " ".join((field.description or "").split())
     missing = [choice for choice in _choices(field.annotation) if f"`{choice}`" not in what]
     what = f"{what} One of: {', '.join(f'`{choice}`' for choice in _choices(field.annotation))}." if missing else what
     if not what.strip():
@@ -302,11 +298,11 @@ def _section(field: FieldInfo) -> type[Section] | None:
 
 
 def metric_table() -> str:
-    """The metrics of `turnwise.record.metric_names`, a table for each set of commands that write them."""
+    """The metrics of `turnwise.record.metric_names`, a list for each set of commands that write them."""
     tables: list[str] = []
     for lines in dict.fromkeys(one.lines for one in sorted(METRICS, key=lambda one: one.lines != METRIC_LINES)):
-        tables += [f"**In {lines}**", "", "| metric | of | meaning |", "|---|---|---|"]
-        tables += [f"| `{one.name}` | {_of(one)} | {_cell(one.meaning)} |" for one in METRICS if one.lines == lines]
+        tables += [f"**In {lines}**", ""]
+        tables += [f"- `{one.name}`{_of(one)}: {one.meaning}" for one in METRICS if one.lines == lines]
         tables.append("")
     return "\n".join(tables).rstrip()
 
@@ -333,11 +329,8 @@ def _of(metric: Metric) -> str:
     """The unit, where its name does not say it, and what the metric is a mean over, if not over finished conversations."""
     over = "" if metric.over == "finished conversations" and metric.unit != "share" else metric.over
     unit = "" if metric.unit in SAID_BY_THE_NAME else metric.unit
-    return " of ".join(part for part in (unit, over) if part)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    said = " of ".join(part for part in (unit, over) if part)
+    return f" ({said})" if said else ""
 
 
 # Loss masks
@@ -600,58 +593,16 @@ def _tidy(text: str) -> str:
 
 # The doctor
 
-OVERRIDES = ["thinking=branch", "loss.clip_high=0.3", "data.max_rows=64"]
-"""Options of the defective recipe, besides those of the demo."""
 
-
-def spoil(path: Path) -> Path:
-    """Copy the demo's model to `path`, with defects in its template and its generation config."""
-    shutil.copytree(MODEL, path)
-    template = path / "chat_template.jinja"
-    text = template.read_text(encoding="utf-8")
-    grown = text.replace("message.role + '\\n'", "message.role + (' again' if messages | length > 4 else '') + '\\n'")
-    grown = grown.replace("<tool_call>", "CALL").replace("</tool_call>", "END")
-    if grown.count("again") != 1 or "<tool_call>" in grown:
-        raise SystemExit("the demo's template has changed: spoil it in another way")
-    template.write_text(grown, encoding="utf-8")
-    config = path / "generation_config.json"
-    said = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps({**said, "eos_token_id": 0}), encoding="utf-8")
-    return path
-
-
-def report(model: Path, overrides: list[str] | None) -> str:
-    """The output of `turnwise doctor`. `overrides=None`: without a recipe."""
-    from turnwise.config.recipe import load
+def doctor_reports() -> dict[str, str]:
+    """The output of `turnwise doctor demo/model`, by the name of its block on the page."""
     from turnwise.doctor.check import show
     from turnwise.doctor.examine import examine
 
-    config = None
-    if overrides is not None:
-        files = [
-            f"data.{name}={ROOT / 'demo' / file}"
-            for name, file in (("train", "train.jsonl"), ("eval", "heldout.jsonl"))
-        ]
-        config, _ = load(RECIPE, [f"model.path={model}", *files, *overrides])
     out = io.StringIO()
-    show(examine(str(model), config, weights="auto" if overrides is None else "never"), Console(file=out, width=120))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def doctor_reports() -> dict[str, str]:
-    """The reports of a good model and of one with many defects, by the name of their block on the page."""
-    with tempfile.TemporaryDirectory() as place:
-        bad = spoil(Path(place) / "bad")
-        return {
-            "good": report(MODEL, None).replace(str(MODEL), "demo/model"),
-            "bad": _only_wrong(report(bad, OVERRIDES).replace(str(bad), "bad")),
-        }
-
-
-def _only_wrong(text: str, most: int = 260) -> str:
-    """The lines of a report that are not `ok`, without the ends of long ones."""
-    lines = [line for line in text.splitlines() if not line.startswith(("ok ", "      "))]
-    return "\n".join(line if len(line) <= most else f"{line[:most]} [...]" for line in lines)
+    show(examine(str(MODEL), None, weights="auto"), Console(file=out, width=120))
+    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    return {"good": text.replace(str(MODEL), "demo/model")}
 
 
 def comparable(text: str) -> str:
@@ -791,18 +742,21 @@ def loss_masks(page: str) -> str:
 
 
 def tool_calls(page: str) -> str:
-    """docs/tool_calls.md."""
+    """benchmarks/README.md: difficult calls."""
     page = replace_block(page, "torture", torture_table())
     templates = response_templates()
     return page if templates is None else replace_block(page, "library", library_table(templates))
 
 
 def templates(page: str) -> str:
-    """docs/templates.md. Without the templates that the table was made with, it stays as it is."""
+    """benchmarks/README.md: chat templates. Without the templates that the table was made with, it stays as it is."""
     from support.families import SHARED
 
     if not SHARED.is_dir():
-        print("docs/templates.md was made with templates that are not here; it is not checked", file=sys.stderr)
+        print(
+            "the templates of the table in benchmarks/README.md are not here: it is not checked",
+            file=sys.stderr,
+        )
         return page
     return replace_block(page, "table", template_table())
 
@@ -815,7 +769,7 @@ def doctor(page: str) -> str:
 
 
 def credit(page: str) -> str:
-    """docs/credit.md."""
+    """benchmarks/README.md: the gradients of estimators."""
     return replace_block(page, "bias", credit_table())
 
 
@@ -829,6 +783,8 @@ PAGES: dict[str, Callable[[str], str]] = {
     "credit": credit,
 }
 """Page of docs/ -> the function that gives the page with new blocks."""
+IN_BENCHMARKS = ("tool_calls", "templates", "credit")
+"""Blocks that are measurements: they stand in benchmarks/README.md."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -842,7 +798,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"no page {', '.join(unknown)}: the pages are {', '.join(PAGES)}")
     outdated: list[str] = []
     for name in options.pages or PAGES:
-        path = DOCS / f"{name}.md"
+        path = ROOT / "benchmarks" / "README.md" if name in IN_BENCHMARKS else DOCS / f"{name}.md"
         page = path.read_text(encoding="utf-8")
         fresh = PAGES[name](page)
         if not options.check:

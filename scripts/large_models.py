@@ -1,4 +1,4 @@
-"""Write the table of "Large models" in docs/memory.md: memory, traffic and time of the training part of a step.
+"""Write the table of "Large models" in benchmarks/README.md: memory, traffic and time of the training part of a step.
 
     python scripts/large_models.py           # the page (two minutes of CPU time)
     python scripts/large_models.py --print   # the table
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from generated_pages import DOCS, ROOT, replace_block
+from generated_pages import ROOT, replace_block
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str]) -> int:
     if "--print" in arguments:
         print(table)
         return 0
-    page = DOCS / "memory.md"
+    page = ROOT / "benchmarks" / "README.md"
     page.write_text(
         replace_block(page.read_text(encoding="utf-8"), BLOCK, table, by="large_models.py"), encoding="utf-8"
     )

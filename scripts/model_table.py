@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -556,29 +556,19 @@ _NOT = {
 }
 _TEXT = """# Models
 
-All families of decoder-only language models in transformers {version}, each tried with a tiny model of random weights that has
-all kinds of its layers (names: `model_type` in config.json; the text part of a vision model is a family of its own, for images
-see [multimodal](multimodal.md)). {works} of {count} work in the embedded engine and in training:
+All families of decoder-only language models in transformers {version}, tried with tiny models of random weights that have all
+kinds of their layers (names: `model_type` in config.json; images: [multimodal](multimodal.md)). {works} of {count} work: the
+engine's log-probabilities are those of the model's own pass (1e-4), ratios of two training steps are 1 up to rounding, and
+checkpoints load with the same logits. Greedy sampling, adapters, gradient checkpointing, critics and `model.autocast` were tried,
+too; remarks name what does not work. `make models` writes this page.
 
-- log-probabilities of conversations of three turns, six at a time, differ by less than 1e-4 from those of one pass;
-- in two training steps there is a gradient, and probability ratios deviate by less than 1e-4 from 1 in float32: at most 2e-6,
-  except {deviations};
-- the checkpoint, loaded again, gives the same logits (1e-5).
-
-Also tried: greedy sampling against `model.generate`; training of an adapter on the default layers; gradients with gradient
-checkpointing; a critic with the model's body; ratios within 0.2 of 1 in bfloat16 (`model.autocast`). Remarks name what does not
-work. `make models` tries all again ({minutes} minutes of a CPU core) and writes this page.
-
-- **Layers.** *full*, *sliding*, *chunked*: attention; *linear*: a recurrent state, or the window of a convolution; *hybrid*: both
-  in one layer; *experts*: a mixture of experts.
-- **Adapter**: the layers that get one by default. *attention*: `q_proj`, `k_proj`, `v_proj`, `o_proj`; *MLP*: `gate_proj`,
-  `up_proj`, `down_proj`; *latent*: `q_a_proj`, `q_b_proj`, `kv_a_proj_with_mqa`, `kv_b_proj`, `o_proj`.
+- *full*, *sliding*, *chunked*: attention; *linear*: a recurrent state, or the window of a convolution; *hybrid*: both in one
+  layer; *experts*: a mixture of experts.
 - *fused*: the engine has its own pass for the family; otherwise it uses the model's. Both compute only the new tokens of a turn.
-- *own rows*: in training, each conversation has a row of its own. Elsewhere, the prompt of a group is computed once
-  (`train.share_prompts`).
+- *own rows*: in training, each conversation has a row of its own. Elsewhere, the prompt of a group is computed once.
 
-| families | layers | adapter | remarks |
-|---|---|---|---|
+| families | layers | remarks |
+|---|---|---|
 {rows}
 
 ## Refused
@@ -604,61 +594,33 @@ def write_page(results: Mapping[str, Result]) -> None:
         version=transformers.__version__,
         works=len(works),
         count=len(results),
-        minutes=round(sum(result.seconds for result in results.values()) / 60),
         rows="\n".join(_rows(works)),
-        deviations=", ".join(
-            f"`{result.family}` {deviation:.0e}"
-            for result in sorted(works, key=lambda result: result.family)
-            if (deviation := result.values["train"]["deviation"]) > _USUAL_DEVIATION
-        ),
         refused="\n".join(f"| {'; '.join(names)} | {reason} |" for reason, names in reasons.items()),
         others=", ".join(f"`{name}` ({what})" for name, what in OTHERS.items()),
     )
     PAGE.write_text(text, encoding="utf-8")
 
 
-_USUAL_DEVIATION = 2.5e-6
-
-
 def _rows(works: list[Result]) -> list[str]:
-    """A row for all families with the same layers, adapter and remarks; the rows in the order of their layers."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
+    """A row for all families with the same layers and remarks; the rows in the order of their layers."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for result in sorted(works, key=lambda result: result.family):
         groups.setdefault(_cells(result), []).append(f"`{result.family}`")
     order = sorted(groups, key=lambda cells: (cells[0].count(","), cells[0], -len(groups[cells])))
     return [f"| {', '.join(groups[cells])} | {' | '.join(cells)} |".replace("|  |", "| |") for cells in order]
 
 
-def _cells(result: Result) -> tuple[str, str, str]:
+def _cells(result: Result) -> tuple[str, str]:
     kinds = {_KINDS.get(kind, kind.removesuffix("_attention")) for kind in result.layers} - {""}
     remarks = [
         *(["fused"] if result.values["engine"]["fused"] else []),
         *([] if result.values["train"]["shared"] else ["own rows"]),
         *(f"no {what}: {_why(result.problems[trial])}" for trial, what in _NOT.items() if trial in result.problems),
     ]
-    return ", ".join(sorted(kinds, key=_ORDER.index)), _adapter(result.values.get("lora", ())), "; ".join(remarks)
+    return ", ".join(sorted(kinds, key=_ORDER.index)), "; ".join(remarks)
 
 
 _ORDER = ("full", "sliding", "chunked", "linear", "hybrid", "experts")
-_ADAPTED = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "latent": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
-    "MLP": ("gate_proj", "up_proj", "down_proj"),
-}
-"""Names of common sets of layers that get an adapter."""
-
-
-def _adapter(layers: Iterable[str]) -> str:
-    """The layers that get an adapter, common sets by their name."""
-    left, words = dict.fromkeys(layers), list[str]()
-    for word, names in _ADAPTED.items():
-        if all(name in left for name in names):
-            words.append(word)
-            for name in names:
-                del left[name]
-    return ", ".join([*words, *(f"`{name}`" for name in left)])
-
-
 _KINDS = {"conv": "linear", "mamba": "linear", "hybrid_sliding": "hybrid", "mlp": "", "moe": "experts"}
 
 

@@ -41,6 +41,7 @@ __all__ = [
     "TemplateError",
     "TurnwiseError",
     "boundary",
+    "counted",
     "failed_by",
     "hide",
     "nearest",
@@ -224,6 +225,11 @@ def traceback_of(error: BaseException, *, depth: int = 3) -> str:
         return "".join(lines)
     before = traceback_of(cause, depth=depth - 1)
     return f"{before}{type(cause).__name__}: {text_of(cause)[:200]}\n\nThis led to:\n\n{''.join(lines)}"
+
+
+def counted(count: int, noun: str) -> str:
+    """The count with its noun: `1 step`, `2,000 steps`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

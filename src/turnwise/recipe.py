@@ -88,6 +88,8 @@ class Recipe:
         config, _ = load(path, overrides)
         recipe = cls.__new__(cls)
         recipe.tree, recipe.config = config.model_dump(mode="json"), config
+        if "model.dtype" in config.chosen:
+            recipe.tree["model"]["dtype"] = config.chosen["model.dtype"]
         return recipe
 
     def with_options(self, **options: Unpack[Options]) -> Recipe:

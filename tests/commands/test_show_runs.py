@@ -55,6 +55,21 @@ def test_runs_are_a_table_with_the_options_that_differ(runs: Path, capsys: pytes
     assert "loss" in printed(capsys, runs, "--metric", "loss").splitlines()[0]
 
 
+def test_many_options_that_differ_are_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    others = {"sampling": {f"option_{n}": "x" * 20 for n in range(10)}, "seed": 1}
+    for name, options in (("one", {"seed": 0}), ("two", others)):
+        a_run(tmp_path / name, options=options)
+    lines = printed(capsys, tmp_path).splitlines()
+    head, _, table = (part.splitlines() for part in "\n".join(lines).partition("\noptions that differ:\n"))
+    assert head[0].split() == ["run", "state", "step", "reward/mean", "eval/reward/mean"]
+    assert table[0].split() == ["option", str(tmp_path / "one"), str(tmp_path / "two")]
+    rows = [line.split() for line in table[1:]]
+    assert ["seed", "0", "1"] in rows
+    assert ["sampling.option_9", "-", "x" * 20] in rows
+    longest = max(len(line) for line in lines if not line.startswith("metrics:"))
+    assert longest <= 120 + len(str(tmp_path / "two")) + 2
+
+
 def test_the_table_is_also_json_and_csv(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = json.loads(printed(capsys, runs, "--json", "--metric", "reward/mean"))
     assert [record["run"] for record in records] == [str(runs / "fast"), str(runs / "slow")]

@@ -37,7 +37,7 @@ NOT_RUN = {
     "docs/deploy.md": 2,
     "docs/engines.md": 5,
     "docs/environments.md": 1,
-    "docs/environment_libraries.md": 2,
+    "docs/environment_libraries.md": 3,
     "docs/evaluation.md": 1,
     "docs/examples.md": 1,
     "docs/memory.md": 1,
@@ -57,7 +57,7 @@ SMALL = {
 """Appended to commands that train or sample, to make them short."""
 ONLY_PARSED = {"docs/server.md"}
 """Pages whose commands need a server, or data that is not here."""
-PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "sha256sum", "torchrun", "trl"}
+PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "printf", "sha256sum", "torchrun", "trl"}
 """Programs of the shell whose arguments are not checked."""
 
 

@@ -50,7 +50,7 @@ from turnwise.types import Opening, Reply, Row, Turn
 # The checks of template, tokenizer and config files: good models, and models with one error each.
 
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "templates.md"
+PAGE = Path(__file__).parent.parent.parent / "benchmarks" / "README.md"
 
 FILES = template_files()
 
@@ -326,11 +326,10 @@ KINDS = {
 
 
 def documented(name: str) -> dict[str, str]:
-    """A template's row of docs/templates.md, by the names of its columns."""
+    """A template's row of benchmarks/README.md, by the names of its columns."""
+    section = PAGE.read_text(encoding="utf-8").partition("## chat templates")[2]
     rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGE.read_text(encoding="utf-8").splitlines()
-        if line.startswith("|")
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
     ]
     names = next(row for row in rows if row[0] == "template")  # other tables stand before
     return next(dict(zip(names, row, strict=True)) for row in rows if name in row[0].split(", "))

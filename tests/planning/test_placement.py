@@ -182,7 +182,7 @@ def test_engines_in_workers_and_on_servers_need_memory_there_and_not_in_the_trai
     (line,) = engine_memory_lines(on_gpus, model_config)
     assert line.value.endswith("sglang chooses the size of its KV cache (engine.memory_gb)")
     lines = {line.name: line.value for line in placement_lines(servers, device="cuda")}
-    assert lines["engine"].startswith("in each rollout worker: vllm: 1 servers, started by the run, x 2 devices")
+    assert lines["engine"].startswith("in each rollout worker: vllm: 1 server, started by the run, x 2 devices")
     assert engine_memory_lines(load(recipe)[0], model_config) == []
     assert main(["plan", str(recipe), "cluster=ray", "--memory-gb", "64"]) == 0
     assert "memory of a worker" in capsys.readouterr().out

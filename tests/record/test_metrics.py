@@ -202,7 +202,7 @@ def test_every_metric_of_a_run_is_listed_and_every_listed_metric_is_in_a_run(
         metric = metric_of(name)
         assert metric is not None, f"{name} is missing in turnwise.record.metric_names"
         assert kind in metric.lines.split(", "), f"{name} is written by {kind}, and metric_names does not say so"
-        assert f"| `{metric.name}` |" in PAGE
+        assert f"- `{metric.name}`" in PAGE
     listed = {metric.name for metric in METRICS if kind in metric.lines.split(", ")} - {"metrics/<name>"}
     listed -= {"workers/lost", "workers/restarted_conversations"}  # of cluster=ray: tests/cluster/test_ray.py
     listed -= {"policy_shift"}  # of credit.name=spo: tests/rewards/credit/test_tracker.py

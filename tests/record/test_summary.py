@@ -12,6 +12,7 @@ import yaml
 
 from support.conversations import Says, a_row, hold
 from support.runs import a_run
+from turnwise.config.recipe import checked, with_known_model
 from turnwise.environments.environment import SingleTurn
 from turnwise.errors import RunError
 from turnwise.record.run_directory import RunDirectory, RunLock, is_being_written
@@ -26,7 +27,7 @@ from turnwise.record.summary import (
     recorded_warnings,
     summarize_run,
 )
-from turnwise.record.writer import write_trajectories
+from turnwise.record.writer import write_config, write_trajectories
 
 
 def test_best_and_final_values_have_their_steps(tmp_path: Path) -> None:
@@ -105,6 +106,20 @@ def test_options_that_differ_from_the_defaults(tmp_path: Path) -> None:
         "health.kl": (0.5, changed["health.kl"][1]),
         "tools": (["t.py:add"], []),
     }
+
+
+@pytest.mark.parametrize(("given", "changed"), [("auto", {}), ("float32", {"model.dtype": ("float32", "auto")})])
+def test_a_type_that_was_chosen_for_the_machine_is_no_changed_option(
+    tmp_path: Path, given: str, changed: dict[str, Any]
+) -> None:
+    model = {"path": "m", "dtype": given, "device": "cpu"}
+    config = with_known_model(checked({"model": model, "data": {"train": "x.jsonl"}}, source="the test"))
+    assert config.model.dtype == "float32"
+    path = a_run(tmp_path / "a")
+    write_config(path / "config.yaml", config)
+    assert yaml.safe_load((path / "config.yaml").read_text())["model"]["dtype"] == "float32"
+    found = changed_from_defaults(summarize_run(path).options)
+    assert {name: value for name, value in found.items() if name == "model.dtype"} == changed
 
 
 def test_options_that_differ_between_runs(tmp_path: Path) -> None:

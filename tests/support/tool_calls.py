@@ -1,4 +1,4 @@
-"""How every family writes its calls, and what usually goes wrong with them: the torture table of docs/tool_calls.md."""
+"""How every family writes its calls, and what usually goes wrong with them: the torture table of benchmarks/README.md."""
 
 from __future__ import annotations
 

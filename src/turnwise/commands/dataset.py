@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from turnwise.commands.command import Context, count, print_lines, step_number
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, counted
 from turnwise.record.datasets import KINDS, DatasetChoice, write_dataset
 
 _OF = {"best": ("sft",), "min_reward": ("sft",), "pairs": ("dpo", "reward-model"), "margin": ("dpo", "reward-model")}
@@ -89,8 +89,11 @@ def _run_dataset(options: argparse.Namespace, context: Context) -> int:
     print_lines(
         context.console,
         [
-            f"{written.rows} rows of {written.groups} groups: {written.file}",
-            *(f"left out: {number} conversations that {reason}" for reason, number in written.left_out.most_common()),
+            f"{counted(written.rows, 'row')} of {counted(written.groups, 'group')}: {written.file}",
+            *(
+                f"left out: {counted(number, 'conversation')} that {reason}"
+                for reason, number in written.left_out.most_common()
+            ),
         ],
     )
     return 0

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
-from turnwise.errors import ConfigError, RunError
+from turnwise.errors import ConfigError, RunError, counted
 from turnwise.record.lines import existing_file
 from turnwise.record.metric_names import metric_hint, metric_of
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
@@ -369,7 +369,10 @@ def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:
             stops[str(trajectory.stop)] += 1
         if (error := trajectory.error) is not None:
             failed.append((trajectory.step, trajectory.id, str(error.kind), error.message))
-    yield Text(f"{stops.total()} conversations; " + ", ".join(f"{stop} {times}" for stop, times in stops.most_common()))
+    yield Text(
+        f"{counted(stops.total(), 'conversation')}; "
+        + ", ".join(f"{stop} {times}" for stop, times in stops.most_common())
+    )
     if agents:
         yield Text(f"  and of agents: {', '.join(f'{name} {times}' for name, times in agents.most_common())}")
     if dropped := sum(line.get("record/dropped") or 0 for line in read_lines(run / "metrics.jsonl", damaged=[])):

@@ -559,7 +559,8 @@ def with_known_model(config: Config) -> Config:
     changes: dict[str, Any] = {"dtype": known_dtype(config)}
     if (name := config.model.gguf_file) is not None:
         changes |= {"path": str(dequantized(config.model.path, name, changes["dtype"])), "gguf_file": None}
-    return config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    known = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    return known.with_chosen({"model.dtype": "auto"}) if config.model.dtype == "auto" else known
 
 
 def schema_problems(tree: Mapping[str, Any]) -> list[tuple[str, Any, str]]:

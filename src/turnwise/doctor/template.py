@@ -3,7 +3,7 @@
 Conversations are rendered turn by turn and in one pass, and both are compared: a template can be trained on only if a
 conversation can be continued. The model's turns are the text that the template itself renders for them, so every difference
 comes from the template: text that it changes when the conversation continues, or a message that it accepts only in another
-form. The table of templates (docs/templates.md) and `turnwise doctor` use this comparison. Further checks look at headers, at
+form. The table of templates (benchmarks/README.md) and `turnwise doctor` use this comparison. Further checks look at headers, at
 unchanged message contents, at stop tokens and at tool calls.
 
 The same checks run at the start of each run with the recipe's own rows (`preflight`). What fails is refused, unless

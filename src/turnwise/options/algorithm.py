@@ -487,7 +487,7 @@ class PpoClip(LossSection):
     clip_low: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Probability ratios of tokens are clipped at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.2
-    """And at 1 + this. Above `clip_low`: DAPO's clip-higher."""
+    """Upper bound of the ratio: 1 + this. Above `clip_low`: DAPO's clip-higher."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     """Tokens with a negative advantage and a larger ratio have no gradient."""
 
@@ -509,7 +509,7 @@ class Gspo(LossSection):
     clip_low: Annotated[float, Field(gt=0, le=1)] = 3e-4
     """Ratios of sequences (or turns) are clipped at 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 4e-4
-    """And at 1 + this."""
+    """Upper bound of the ratio: 1 + this."""
 
 
 class Gmpo(LossSection):
@@ -544,7 +544,7 @@ class Cispo(LossSection):
     clip_low: Annotated[float, Field(gt=0, le=1)] = 1.0
     """A token's weight is at least 1 - this. 1: no bound."""
     clip_high: Annotated[float, Field(gt=0)] = 4.0
-    """It is at most 1 + this."""
+    """A token's weight is at most 1 + this."""
 
 
 class Sapo(LossSection):

@@ -384,29 +384,29 @@ class HealthSection(Section):
     window: Positive = 10
     """The mean of so many latest steps is compared with a limit, or with the mean of as many first steps."""
     zero_std: Share | None = 0.95
-    """Most groups without reward differences (`groups/zero_std`)."""
+    """Most `groups/zero_std`."""
     tool_use: Share | None = 0.2
-    """Fewest tool calls, as a share of the first steps (`tool_calls/mean`)."""
+    """Fewest `tool_calls/mean`, as a share of the first steps."""
     entropy: Share | None = 0.05
-    """Least `entropy`, as a share of the first steps: a collapsed policy repeats its answers."""
+    """Least `entropy`, as a share of the first steps."""
     duplicates: Share | None = 0.99
-    """Most conversations that equal another of the group (`groups/duplicates`)."""
+    """Most `groups/duplicates`."""
     length: Annotated[float, Field(gt=1)] | None = 3.0
     """Most `tokens/sampled`, as a multiple of the first steps."""
     ratio: Above | None = 20.0
-    """Largest `ratio/max_deviation` of trainer to engine."""
+    """Largest `ratio/max_deviation`."""
     mismatch: Above | None = 0.1
-    """Largest `correction/k3` of trainer and engine, in nats (with `correction.action`)."""
+    """Largest `correction/k3`."""
     kl: Above | None = 1.0
-    """Largest `kl`, in nats."""
+    """Largest `kl`."""
     reward_correlation: Annotated[float, Field(ge=-1, le=1)] | None = -0.5
-    """Least correlation of two parts of the reward (`reward/correlation`)."""
+    """Least `reward/correlation`."""
     teacher_gap: Above | None = 0.001
-    """Least `teacher/divergence` in the first steps, in nats."""
+    """Least `teacher/divergence` in the first steps."""
     teacher_growth: Annotated[float, Field(gt=1)] | None = 2.0
     """Largest `teacher/divergence`, as a multiple of the first steps."""
     failed: Share | None = 0.2
-    """Most conversations that fail with an error (`failed`)."""
+    """Most `failed`."""
     constant_reward: Positive | None = 3
     """Warn after so many first steps with equal rewards in each group."""
     stop: list[Monitor] = []
@@ -554,6 +554,18 @@ class Config(Section):
     """Move an earlier run in `output` away. False: it is an error."""
 
     _origins: Origins = PrivateAttr(default_factory=dict)
+    _chosen: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def chosen(self) -> Mapping[str, Any]:
+        """The options that were chosen for the machine, with what the recipe says: `{"model.dtype": "auto"}`."""
+        return self._chosen
+
+    def with_chosen(self, chosen: Mapping[str, Any]) -> Config:
+        """The same recipe, of which these options were chosen for the machine."""
+        copy = self.model_copy()
+        copy._chosen = chosen
+        return copy
 
     @property
     def origins(self) -> Origins:

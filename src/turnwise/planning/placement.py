@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, counted
 from turnwise.options.algorithm import steps_of_epochs
 from turnwise.options.schema import Config
 
@@ -56,7 +56,7 @@ def batch_lines(config: Config, *, rows: int, ranks: int = 1) -> list[PlanLine]:
             )
         )
     epochs = train.total_steps * train.batch_size / max(1, rows)
-    lines.append(PlanLine("rows", f"{rows:,}; {train.total_steps} steps use each row {epochs:.3g} times"))
+    lines.append(PlanLine("rows", f"{rows:,}; {counted(train.total_steps, 'step')}, each row {epochs:.3g} times"))
     return lines
 
 
@@ -139,7 +139,7 @@ def _engine_text(config: Config) -> str:
         return f"{options['name']}: {len(urls)} servers ({', '.join(urls)})"
     servers, per_server = options["replicas"], options["tensor_parallel"] * options["data_parallel"]
     return (
-        f"{options['name']}: {servers} servers, started by the run, x {per_server} devices (tensor_parallel="
+        f"{options['name']}: {counted(servers, 'server')}, started by the run, x {per_server} devices (tensor_parallel="
         f"{options['tensor_parallel']}, data_parallel={options['data_parallel']}) = {servers * per_server} devices"
     )
 

@@ -27,6 +27,7 @@ from turnwise.json_yaml import PlainLoader, parse_json, parse_yaml, read_text
 from turnwise.record.lines import existing_file
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read_lines
 from turnwise.record.run_directory import is_being_written
+from turnwise.record.writer import CHOSEN
 
 if TYPE_CHECKING:
     from turnwise.options.section import Section
@@ -254,15 +255,20 @@ _FastLoader.yaml_implicit_resolvers = PlainLoader.yaml_implicit_resolvers
 
 def recorded_values(path: Path) -> dict[str, Any]:
     """The options of a run's config.yaml by their dotted names, such as `train.lr`; empty where there is none. Values of
-    environment variables stay references: `${NAME}`.
+    environment variables stay references: `${NAME}`, and those that were chosen for the machine are what the recipe says.
 
     Raises RunError if the file cannot be read.
     """
     file = path / "config.yaml"
     if not file.is_file():
         return {}
-    tree = parse_yaml(read_text(file, error=RunError), where=str(file), error=RunError, loader=_FastLoader)
-    return dict(_flat(tree)) if isinstance(tree, dict) else {}
+    text = read_text(file, error=RunError)
+    tree = parse_yaml(text, where=str(file), error=RunError, loader=_FastLoader)
+    comment = text.rstrip().rpartition("\n")[2]
+    chosen = (
+        parse_json(comment.removeprefix(CHOSEN), where=str(file), error=RunError) if comment.startswith(CHOSEN) else {}
+    )
+    return dict(_flat(tree)) | chosen if isinstance(tree, dict) else {}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

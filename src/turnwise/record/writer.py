@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,14 @@ def trajectory_lines(path: Path, trajectories: Iterable[Trajectory], *, step: in
 
 
 def write_config(path: Path, config: Config) -> None:
-    """Write a resolved recipe. The file is replaced in one step: it is never half written."""
-    replace_file(path, yaml.safe_dump(config.written(), sort_keys=False, allow_unicode=True))
+    """Write a resolved recipe, and as a comment what it said where the run has chosen a value. The file is replaced in one step:
+    it is never half written."""
+    text = yaml.safe_dump(config.written(), sort_keys=False, allow_unicode=True)
+    replace_file(path, text + (f"{CHOSEN}{json.dumps(config.chosen)}\n" if config.chosen else ""))
+
+
+CHOSEN = "# chosen for the machine; in the recipe: "
+"""The last line of config.yaml, before options and values as JSON."""
 
 
 def replace_file(path: Path, text: str) -> None:

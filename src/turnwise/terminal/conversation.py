@@ -20,6 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from turnwise.errors import counted
 from turnwise.record.metrics import reward_parts
 from turnwise.record.reader import turns_of_messages
 from turnwise.terminal.report import printable
@@ -262,7 +263,7 @@ def end_story(trajectory: Trajectory) -> Iterator[str]:
         index >= 0 and trajectory.turns[index].weight != 0 for segment in trajectory.segments for index in segment.turn
     )
     if lengths:
-        yield f"mask: {trained} of {sum(lengths)} tokens in {len(lengths)} segments are trained on"
+        yield f"mask: {trained} of {counted(sum(lengths), 'token')} in {counted(len(lengths), 'segment')} are trained on"
     parts = "".join(f", {name} {value:g}" for name, value in trajectory.rewards.items())
     yield f"reward: {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{parts}"
     if trajectory.error is not None:
@@ -270,7 +271,7 @@ def end_story(trajectory: Trajectory) -> Iterator[str]:
         yield from with_bars(trajectory.error.traceback or None)
     if trajectory.template_mismatch:
         yield f"template mismatch: {trajectory.template_mismatch}"
-    yield f"end: stop reason {trajectory.stop}, {len(trajectory.turns)} turns, {trajectory.seconds:.2f} s"
+    yield f"end: stop reason {trajectory.stop}, {counted(len(trajectory.turns), 'turn')}, {trajectory.seconds:.2f} s"
 
 
 def with_bars(text: str | None, *, whole: bool = False) -> Iterator[str]:
@@ -285,7 +286,7 @@ def with_bars(text: str | None, *, whole: bool = False) -> Iterator[str]:
 
 
 def _count(ids: Sequence[int]) -> str:
-    return f"{len(ids)} token" if len(ids) == 1 else f"{len(ids)} tokens"
+    return counted(len(ids), "token")
 
 
 def _ids(ids: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import RunError
+from turnwise.errors import RunError, counted
 from turnwise.record.reader import RecordedTrajectories, read_lines
 from turnwise.record.summary import RunMetrics, RunSummary, changed_from_defaults, summarize_run
 from turnwise.terminal.runs import option_text, state_line
@@ -129,7 +129,7 @@ def model_card(directory: Path, *, name: str, curve: bool, link: str = "checkpoi
     head += [f"base_model: {base}"] if known else []
     head += ["tags:", "- turnwise", "- reinforcement-learning" if run.kind == "train" else "- sft", "---"]
     further = f", and it went on to step {ran}" if ran != run.step else ""
-    done = f"{run.step} of {run.steps} steps" if run.steps is not None else f"{run.step} steps"
+    done = f"{run.step} of {counted(run.steps, 'step')}" if run.steps is not None else counted(run.step, "step")
     how = "reinforcement learning over multi-turn conversations" if run.kind == "train" else "supervised fine-tuning"
     metrics = ["| metric | last | best | step of the best |", "|---|---|---|---|"]
     metrics += [f"| `{name_}` | {last} | {best} | {step} |" for name_, last, best, step in _rows(run)]

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from turnwise.errors import RunError
+from turnwise.errors import RunError, counted
 from turnwise.record.metric_names import metric_hint
 from turnwise.record.summary import (
     HeldOutChange,
@@ -38,11 +38,7 @@ def state_line(run: RunSummary) -> Text:
     line = Text(f"{run.path}: ").append(run.state, style=_STYLES.get(run.state, ""))
     if run.step is not None:
         of = "" if run.steps in (None, run.step) else f" of {run.steps}"
-        line.append(
-            f", {run.step} {'step' if run.step == 1 else 'steps'}"
-            if run.state == "finished"
-            else f" after step {run.step}{of}"
-        )
+        line.append(f", {counted(run.step, 'step')}" if run.state == "finished" else f" after step {run.step}{of}")
     if run.ended is not None:
         line.append(f", {time.strftime('%Y-%m-%d %H:%M', time.localtime(run.ended))}")
     if run.state == "killed" and run.step is not None:
@@ -107,6 +103,9 @@ def _short(text: str) -> str:
 
 
 # several runs
+
+_WIDEST = 120
+"""Characters of a line outside of a terminal, besides the path of the run."""
 
 
 def known_metrics(runs: Sequence[RunSummary], wanted: Sequence[str]) -> list[str]:
@@ -185,7 +184,7 @@ def records_as_csv(records: Sequence[Mapping[str, Any]]) -> str:
 def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
     """Print the rows of `run_records` as a table, and why runs failed or were stopped. What is equal in all rows is said once,
     above."""
-    from turnwise.terminal.tables import number, print_table
+    from turnwise.terminal.tables import number
 
     columns = list(records[0])
     metrics = [name.removesuffix(".best") for name in columns if name.endswith(".best")]
@@ -206,13 +205,29 @@ def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
             at = "" if best is None or best == last else f" ({number(best)} @{record[f'{name}.best_step']})"
             row.append(f"{number(last)}{at}")
         shown.append(row + ["-" if record[name] is None else _cell(record[name]) for name in options])
-    print_table(console, shown)
+    _print_columns(console, shown, options)
     for record in records:
         if record["reason"]:
             text = f"{record['run']}: {record['state']}: {_short(record['reason'])}"
             console.print(text, style=_STYLES.get(record["state"]), highlight=False, markup=False, soft_wrap=True)
     if metrics:
         console.print("metrics: the last value (the best value @its step, where that is another)", style="dim")
+
+
+def _print_columns(console: Console, shown: Sequence[Sequence[str]], options: Sequence[str]) -> None:
+    """The table. If it is too wide, the options, which are its last columns, are the rows of a second table."""
+    from turnwise.terminal.tables import print_table
+
+    widths = [max(len(row[place]) for row in shown) + 2 for place in range(len(shown[0]))]
+    widest = console.width if console.is_terminal else _WIDEST + widths[0]
+    if sum(widths) <= widest or not options:
+        print_table(console, shown, widest=widest)
+        return
+    print_table(console, [row[: -len(options)] for row in shown], widest=widest)
+    console.print("\noptions that differ:", highlight=False)
+    columns = zip(*(row[-len(options) :] for row in shown[1:]), strict=True)
+    rows = [[name, *values] for name, values in zip(options, columns, strict=True)]
+    print_table(console, [["option", *(row[0] for row in shown[1:])], *rows], widest=widest)
 
 
 def _label(name: str, options: Sequence[str]) -> str:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from turnwise.errors import counted
+
 if TYPE_CHECKING:
     from turnwise.record.evaluation import Comparison, Estimate, EvaluationResult, ModelResult, ResultPart
 
@@ -89,9 +91,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def print_results(console: Console, result: EvaluationResult) -> None:
     """Print the results: one row for each model, the comparisons, and the parts by data source and by number of turns."""
-    conversations = "conversation" if result.samples_per_row == 1 else "conversations"
     title = (
-        f"{result.rows} rows of {result.data}, {result.samples_per_row} {conversations} on each row, seed {result.seed}; "
+        f"{counted(result.rows, 'row')} of {result.data}, {counted(result.samples_per_row, 'conversation')} on each row, seed "
+        f"{result.seed}; "
         f"passed: reward of at least {result.pass_reward:g}; intervals of {result.confidence:.0%}, clustered by row"
     )
     parts_of_models = [part for model in result.models for part in (*model.sources.values(), *model.turns.values())]
@@ -191,11 +193,11 @@ def p_value(value: float | None) -> str:
     return f"{value:.4f}" if value >= 1e-3 else f"{value:.1e}"
 
 
-def print_table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1) -> None:
+def print_table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 1, widest: int | None = None) -> None:
     """A table whose first row is the header, and whose first `keys` columns say what a row is about.
 
     On a terminal that is too narrow, the other columns are divided into several tables. Elsewhere, aligned text that is never cut
-    or wrapped.
+    or wrapped, divided in the same way if lines are longer than `widest` characters.
     """
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     if console.is_terminal:
@@ -210,12 +212,13 @@ def print_table(console: Console, rows: Sequence[Sequence[str]], *, keys: int = 
                 table.add_row(*(Text(row[place]) for place in part))
             console.print(table)
         return
-    for row in rows:
-        cells = [
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        _line(console, "  ".join(cells).rstrip())
+    parts = [range(len(widths))] if widest is None else _fitting(widths, widest, keys)
+    for number, part in enumerate(parts):
+        if number:
+            _line(console, "")
+        for row in rows:
+            cells = [row[n].ljust(widths[n]) if n == 0 else row[n].rjust(widths[n]) for n in part]
+            _line(console, "  ".join(cells).rstrip())
 
 
 def _fitting(widths: Sequence[int], space: int, keys: int) -> list[list[int]]:

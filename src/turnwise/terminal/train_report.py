@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise import types
+from turnwise.errors import counted
 from turnwise.options.schema import Config
 from turnwise.record.reader import read_lines
 from turnwise.record.run_directory import RunDirectory
@@ -124,8 +125,8 @@ class TrainReport(Report):
         """Print what begins; `done` steps are finished already."""
         options = config.train
         self.start(
-            f"training {config.model.path}: {options.total_steps} steps of {options.batch_size} rows x {options.group_size} "
-            f"conversations, into {config.output}",
+            f"training {config.model.path}: {counted(options.total_steps, 'step')} of {counted(options.batch_size, 'row')} x "
+            f"{counted(options.group_size, 'conversation')}, into {config.output}",
             steps=options.total_steps,
             done=done,
             notes=notes,
@@ -199,8 +200,8 @@ class SftReport(Report):
         """Print what begins; `done` of the `steps` are finished already."""
         options = config.sft
         self.start(
-            f"fine-tuning {config.model.path} on {rows} conversations: {steps} steps of {options.batch_size} "
-            f"({steps * options.batch_size / rows:.3g} epochs), into {config.output}",
+            f"fine-tuning {config.model.path} on {counted(rows, 'conversation')}: {counted(steps, 'step')} of "
+            f"{options.batch_size} ({steps * options.batch_size / rows:.3g} epochs), into {config.output}",
             steps=steps,
             done=done,
             notes=notes,
