@@ -129,7 +129,7 @@ def model_card(directory: Path, *, name: str, curve: bool, link: str = "checkpoi
     head += [f"base_model: {base}"] if known else []
     head += ["tags:", "- turnwise", "- reinforcement-learning" if run.kind == "train" else "- sft", "---"]
     further = f", and it went on to step {ran}" if ran != run.step else ""
-    done = f"{run.step} of {counted(run.steps, 'step')}" if run.steps is not None else counted(run.step, "step")
+    done = f"{run.step} of {counted(run.steps, 'step')}" if run.steps is not None else counted(run.step or 0, "step")
     how = "reinforcement learning over multi-turn conversations" if run.kind == "train" else "supervised fine-tuning"
     metrics = ["| metric | last | best | step of the best |", "|---|---|---|---|"]
     metrics += [f"| `{name_}` | {last} | {best} | {step} |" for name_, last, best, step in _rows(run)]
