@@ -180,7 +180,7 @@ def test_the_held_out_conversations_are_a_record_of_their_own(run: Path) -> None
         shown(run, evaluation=True)
     held_out = scored(hold(Says("Held out."), row=a_row(id="far")), 0.5)
     write_trajectories(run / "eval_trajectories.jsonl", [held_out], step=0)
-    assert "1 conversations; done 1" in shown(run, evaluation=True)
+    assert "1 conversation; done 1" in shown(run, evaluation=True)
     assert f"turnwise show {run} --eval --id far/0" in shown(run, evaluation=True)
     assert "Held out." in shown(run, evaluation=True, last=1)
 

@@ -98,7 +98,7 @@ def test_undo_gives_the_turns_before_it_again_and_says_if_the_environment_differ
     shown = capsys.readouterr().out
     assert shown.count("end: stop reason done, 2 turns") == 1
     assert "reward: 0.75" in shown  # the turn that was taken back has no reward
-    assert shown.count("end: stop reason done, 1 turns") == 1
+    assert shown.count("end: stop reason done, 1 turn") == 1
     assert "differently" not in shown
     changed = ["environment={use: " + str(place / "user.py") + ":guessing, arguments: {forgetful: true}}"]
     assert play(place, monkeypatch, "1\n2\n/undo\n", *changed) == 0
