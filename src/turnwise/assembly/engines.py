@@ -502,8 +502,8 @@ async def conversation_host(
             from turnwise.models.precision import use_deterministic_algorithms  # torch
 
             use_deterministic_algorithms()
-        policies = agent_policies(config, renderer, model)
         sampling = engine(config, renderer, model, updated=True, owner=owner or Owner())
+        policies = agent_policies(config, renderer, model, engine=sampling)
         try:
             await sampling.start()
             longest = context_length(model.config.to_dict()) if model is not None else longest_context(config)

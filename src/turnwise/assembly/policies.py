@@ -1,8 +1,8 @@
 """Builds the policies of a recipe, which take the turns of agents: local models with an engine each, and endpoints.
 
 A frozen local policy is loaded as every model, or shares the weights of the trained model where an adapter is trained on them.
-A trained policy is an adapter that its learner holds; without training, it is the adapter in the checkpoint. The engine of both
-is the embedded one, whatever samples the trained model.
+A trained policy is an adapter that its learner holds; without training, it is the adapter in the checkpoint. Policies on the base
+weights of the trained model are in the batches of its embedded engine; all others have an embedded engine of their own.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.chat.template_arguments import reads_argument
 from turnwise.chat.template_profile import TemplateProblem
 from turnwise.config.policy_checks import refuse_unknown_reference, refuse_unusable_policies
+from turnwise.engines.engine import Engine, TokenSampler
 from turnwise.errors import ConfigError
 from turnwise.local_paths import saved_policy
 from turnwise.models.model_config import context_length
@@ -46,14 +47,15 @@ def agent_policies(
     reference: Any | None = None,
     trained: Mapping[str, Any] | None = None,
     version: int = 0,
+    engine: TokenSampler | None = None,
 ) -> dict[str, AgentPolicy]:
     """The policies of a recipe by their names, with their models loaded.
 
     `renderer` is that of the trained model, and `model` the model that the embedded engine samples from, if there is one.
     `reference` is the reference model of a training run; without training, it is the model of `reference.path`. `trained` are
     the models of the trained policies in a training run, whose weights have the number `version`; without training, they are
-    those of the checkpoint `model.path`, or its model if it has none. Raises ConfigError if a policy cannot be used, or its
-    model not be loaded.
+    those of the checkpoint `model.path`, or its model if it has none. `engine` samples from `model`, and from policies with the
+    same base weights. Raises ConfigError if a policy cannot be used, or its model not be loaded.
     """
     refuse_unusable_policies(config)
     if reference is None:
@@ -75,7 +77,8 @@ def agent_policies(
             assert config.reference.path is not None
             loaded = _loaded(model_source(config).of_base(config.reference.path), config, model)
         # frozen weights have no number
-        made[policy.name] = _local(policy, loaded, own, config, renderer, version=version if policy.train else 0)
+        number = version if policy.train else 0
+        made[policy.name] = _local(policy, loaded, own, config, renderer, version=number, engine=engine)
     return made
 
 
@@ -126,13 +129,35 @@ def _local(
     renderer: Renderer | None,
     *,
     version: int,
+    engine: TokenSampler | None,
 ) -> AgentPolicy:
-    """A policy in this process, with an embedded engine of its own."""
+    """A policy in this process: in the batches of `engine`, or with an embedded engine of its own."""
+    own = _renderer(policy, config, renderer)
+    shared = _in_batches_of(engine, model, version) if own is renderer and policy.memory_gb is None else None
+    return AgentPolicy(
+        sampling=sampled,
+        engine=shared or _own_engine(policy, model, config, own, version),
+        renderer=own,
+        thinking=config.thinking,
+        trained=policy.train,
+        is_reference=policy.reference,
+    )
+
+
+def _in_batches_of(engine: TokenSampler | None, model: Any, version: int) -> Engine | None:
+    """An engine whose requests are in the batches of `engine`; None if that is not the embedded one, or computes with other base
+    weights."""
     from turnwise.engines.local import LocalEngine  # torch
 
-    own = _renderer(policy, config, renderer)
+    return engine.with_model(model, version) if isinstance(engine, LocalEngine) else None
+
+
+def _own_engine(policy: PolicySection, model: Any, config: Config, own: Renderer, version: int) -> Engine:
+    """An embedded engine for a policy with the renderer `own`."""
+    from turnwise.engines.local import LocalEngine  # torch
+
     known = context_length(model.config.to_dict()) is not None
-    engine = LocalEngine(
+    return LocalEngine(
         model,
         context=None if known else config.limits.context,
         memory_gb=policy.memory_gb,
@@ -142,14 +167,6 @@ def _local(
         version=version,
         autocast=config.model.autocast and policy.dtype is None,
         record_routes=config.model.router_replay and policy.train,
-    )
-    return AgentPolicy(
-        sampling=sampled,
-        engine=engine,
-        renderer=own,
-        thinking=config.thinking,
-        trained=policy.train,
-        is_reference=policy.reference,
     )
 
 

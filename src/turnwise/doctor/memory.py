@@ -30,7 +30,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference, refused_with_quantization
 from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import DEFAULT_CACHE_GB, LARGE_CACHE
-from turnwise.engines.local.fused import fused_packed_bytes
+from turnwise.engines.local.fused import fused_packed_bytes, unsupported_reason
 from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import ConfigError, Failed, TurnwiseError, boundary
 from turnwise.local_paths import refuse_other_than_model
@@ -44,6 +44,7 @@ from turnwise.models.lora import adapter_base
 from turnwise.models.model_config import KV_FACTS, RECURRENT_TYPES, context_length, kv_token_bytes
 from turnwise.models.precision import autocast
 from turnwise.models.quantization import linear_layers, stored_bytes
+from turnwise.models.vision import VisionAdapter
 from turnwise.options.algorithm import LoraSection, OptimizationSection, OptimizerSection
 from turnwise.options.schema import Config
 from turnwise.training.batch import default_micro_batch_tokens
@@ -568,10 +569,25 @@ def _policy_bytes(config: Config, trace: TracedPass) -> float:
     if config.runs_conversations_elsewhere is not None:
         return 0.0
     sources = assembly.policy_sources(config)
-    own = [policy.memory_gb for policy in config.policies if policy.name in sources]
-    caches = sum(DEFAULT_CACHE_GB if memory_gb is None else memory_gb for memory_gb in own) * 2**30
-    copied = trace.copied * sum(source is None for source in sources.values())
+    own = [policy for policy in config.policies if policy.name in sources]
+    if config.engine.embedded is not None and _mixes_adapters(config):  # these use the engine of the trained model
+        own = [policy for policy in own if policy.memory_gb is not None or sources[policy.name] is not None]
+    caches = sum(DEFAULT_CACHE_GB if policy.memory_gb is None else policy.memory_gb for policy in own) * 2**30
+    copied = trace.copied * sum(sources[policy.name] is None for policy in own)
     return _loaded_bytes(sources, trace) + caches + (copied if config.model.autocast or not on_gpu(config) else 0)
+
+
+def _mixes_adapters(config: Config) -> bool:
+    """Whether the embedded engine computes several adapters on the recipe's model in one batch."""
+    source = assembly.model_source(config)
+    if config.model.quantization.bits is not None:
+        return False
+    try:
+        with boundary("model"):
+            model = empty_model(source, read_model_config(source.path))
+            return unsupported_reason(model) is None and VisionAdapter.of(model) is None
+    except Failed:
+        return False
 
 
 def _adapter_bytes(config: Config, trace: TracedPass, on_cpu: float) -> float:

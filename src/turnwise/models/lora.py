@@ -258,6 +258,18 @@ def with_second_adapter(model: Any, lora: LoraSection, folder: str | Path | None
     return second
 
 
+def shares_base(model: Any, other: Any) -> bool:
+    """Whether two models have the same base weights in memory, and differ in their adapters only."""
+    return type(model) is type(other) and _base_tensors(model) == _base_tensors(other)
+
+
+def _base_tensors(model: Any) -> dict[str, int]:
+    """Which tensors a model has beside those of an adapter, by the names that they have without one."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    own = {name.replace(".base_layer.", "."): id(tensor) for name, tensor in tensors}
+    return {name: tensor for name, tensor in own.items() if ".lora_" not in name}
+
+
 def default_targets(model: Any) -> list[str]:
     """The names of the linear layers that a new adapter changes, or ends of names where all layers with that end are meant.
 

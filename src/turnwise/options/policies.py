@@ -43,7 +43,8 @@ class PolicySection(Section):
     bits: Literal[4] | None = None
     """4: quantize it when it is loaded."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most memory of its KV cache, in GiB. Null: 2."""
+    """An embedded engine of its own, whose KV cache takes so many GiB at most. Null: the model's engine, if both have the
+    same base weights; else 2."""
     endpoint: dict[NonEmpty, Any] | None = None
     """An OpenAI-compatible server: arguments of `turnwise.services.chat:ChatEndpoint`, such as `{url:
     "http://host:8000/v1", model: NAME}`."""

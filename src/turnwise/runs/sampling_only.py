@@ -107,10 +107,10 @@ async def conversation_context(
             return
         assert renderer is not None
         model = assembly.engine_model(config)
+        runner = assembly.runner(config, renderer, model, scripts=scripts)
         policies = None
         if scripts is None and config.runs_conversations_elsewhere is None:
-            policies = assembly.agent_policies(config, renderer, model)
-        runner = assembly.runner(config, renderer, model, scripts=scripts)
+            policies = assembly.agent_policies(config, renderer, model, engine=runner.sampler)
         assembly.connect_engine(conversations.scorer, runner.sampler, renderer)
         if config.engine.servers is not None:
             longest = assembly.longest_context(config)

@@ -19,7 +19,7 @@ from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.train_checks import refuse_without_effect, refuse_without_reward, training_warnings
 from turnwise.data.order import DataState, RowSource, initial_pass_rates
-from turnwise.engines.engine import WeightPublisher
+from turnwise.engines.engine import TokenSampler, WeightPublisher
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.record.reader import read_lines
@@ -149,7 +149,7 @@ def assemble(config: Config) -> TrainingRun:
     runner = assembly.runner(config, renderer, model, updated=True, version=opened.step)
     assembly.connect_engine(scorer, runner.sampler, renderer)
     others = _further_learners(config, learner, opened)
-    of_agents = _of_agents(config, renderer, model, learner, others, opened.step)
+    of_agents = _of_agents(config, renderer, model, learner, others, opened.step, runner.sampler)
     longest = learner.context_length
     context = assembly.conversation_context(config, renderer, runner, environments, longest=longest, policies=of_agents)
     data = _data_state(opened, inputs.rows, config)
@@ -225,14 +225,16 @@ def _of_agents(
     learner: Learner,
     others: Mapping[str, Learner],
     version: int,
+    engine: TokenSampler | None,
 ) -> dict[str, AgentPolicy]:
     """What takes turns of agents in this process; empty where the conversations run in others. `model` is that of the embedded
-    engine, and `others` are the learners of trained policies, whose weights have the number `version`."""
+    `engine`, and `others` are the learners of trained policies, whose weights have the number `version`."""
     if config.runs_conversations_elsewhere is not None:
         return {}
     trained = {name: assembly.sampled_model(config, other, config.model.path) for name, other in others.items()}
     reference = assembly.reference_model(config, learner)
-    return assembly.agent_policies(config, renderer, model, reference=reference, trained=trained, version=version)
+    loaded = {"reference": reference, "trained": trained, "version": version}
+    return assembly.agent_policies(config, renderer, model, **loaded, engine=engine)
 
 
 _MAIN = ""

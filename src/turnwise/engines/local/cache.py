@@ -437,6 +437,8 @@ class PrefixCache:
         self.length_S = np.zeros(num_slots, dtype=np.int64)
         """Tokens whose keys and values are in the row."""
         self.tokens_SC = np.zeros((num_slots, 0), dtype=np.int32)
+        self.model_S = np.zeros(num_slots, dtype=np.int64)
+        """The number of the model that has computed the row. Models with the same base weights share the cache, and no prefix."""
         self.running_S = np.zeros(num_slots, dtype=bool)
         """Whether a request is running in the slot."""
         self._prefilling_S = np.zeros(num_slots, dtype=bool)
@@ -452,34 +454,35 @@ class PrefixCache:
     # prefix search
 
     def longest_prefix(
-        self, tokens_N: np.ndarray, *, besides: int = FREE, at_least: int = 0
+        self, tokens_N: np.ndarray, model: int = 0, *, besides: int = FREE, at_least: int = 0
     ) -> tuple[PrefixMatch, PrefixMatch]:
-        """The longest prefix of these tokens that is computed, and the longest that is being prefilled in this round.
+        """The longest prefix of these tokens that the model has computed, and the longest that is being prefilled in this round.
 
         The slot `besides` does not count. If no prefix can have `at_least` tokens, none is searched for.
         """
         shared_S = self._index.shared_tokens(tokens_N)
+        others_S = self.model_S != model
+        shared_S[others_S] = -1
         if besides != FREE:
             shared_S[besides] = -1
         if int(shared_S.max()) + BLOCK <= at_least:  # the tokens after the last equal block are less than a block
             return PrefixMatch(), PrefixMatch()
         # not the slots that are being prefilled: their row may not hold the tokens yet, and all copies of a round are made
         # at the same time
-        usable_S = (self.row_S != FREE) & ~self._stale_S & ~self._prefilling_S
+        usable_S = (self.row_S != FREE) & ~self._stale_S & ~self._prefilling_S & ~others_S
+        prefilling_S = self._prefilling_S & ~others_S
         if self.kv.states:
             ends_SK = self._ends_SK.copy()
             ends_SK[:, 0] = self.length_S
             computed = self._best_state(tokens_N, np.where(usable_S, shared_S, -1), ends_SK)
-            return computed, self._best_state(
-                tokens_N, np.where(self._prefilling_S, shared_S, -1), self._ends_SK[:, :1]
-            )
+            return computed, self._best_state(tokens_N, np.where(prefilling_S, shared_S, -1), self._ends_SK[:, :1])
         computed = self._best_match(
             tokens_N, np.where(usable_S, np.minimum(shared_S, self.length_S), -1), self.length_S
         )
-        if not self._prefilling_S.any():
+        if not prefilling_S.any():
             return computed, PrefixMatch()
         no_limit_S = np.full(self.num_slots, len(tokens_N))
-        return computed, self._best_match(tokens_N, np.where(self._prefilling_S, shared_S, -1), no_limit_S)
+        return computed, self._best_match(tokens_N, np.where(prefilling_S, shared_S, -1), no_limit_S)
 
     def _best_match(self, tokens_N: np.ndarray, shared_S: np.ndarray, limit_S: np.ndarray) -> PrefixMatch:
         """Extend the best match in complete blocks (`shared_S`, -1 for slots that do not count) token by token."""
@@ -505,8 +508,10 @@ class PrefixCache:
                 return PrefixMatch(slot, end, kept)
         return PrefixMatch()
 
-    def own_prefix(self, slot: int, tokens_N: np.ndarray) -> PrefixMatch:
+    def own_prefix(self, slot: int, tokens_N: np.ndarray, model: int = 0) -> PrefixMatch:
         """What the idle slot of a conversation has of its next prompt."""
+        if self.model_S[slot] != model:
+            return PrefixMatch()
         common = self.common_prefix(slot, tokens_N)
         if not self.kv.states:
             return PrefixMatch(slot, common)
@@ -536,7 +541,10 @@ class PrefixCache:
     def shared_prefix(self, slots_B: np.ndarray) -> SharedPrefix:
         """The leading tokens that these slots, or groups of them, share, computed with the same weights."""
         length = 0 if self._stale_S[slots_B].any() else int(self.length_S[slots_B].min())
-        return shared_prefix(self.tokens_SC[slots_B, :length])
+        tokens_BL = self.tokens_SC[slots_B, :length]
+        # the first tokens of different models are different, so that these share nothing
+        tokens_BL[:, :1] -= (self.model_S[slots_B, None] << 25).astype(np.int32)
+        return shared_prefix(tokens_BL)
 
     # the life of a slot
 
@@ -549,12 +557,13 @@ class PrefixCache:
         """Whether the slot is idle and its conversation is over: its contents may be overwritten."""
         return not self.running_S[slot] and self._conversation_S[slot] is None
 
-    def start_request(self, slot: int, conversation: str, tokens_N: np.ndarray, cached: int) -> None:
+    def start_request(self, slot: int, conversation: str, tokens_N: np.ndarray, cached: int, model: int = 0) -> None:
         """A request runs in the slot from now on. The row holds the first `cached` tokens before the prefill starts."""
         if self._slot_of.get(conversation, slot) == slot:
             self._slot_of[conversation] = slot
             self._conversation_S[slot] = conversation
         self.running_S[slot] = self._prefilling_S[slot] = True
+        self.model_S[slot] = model
         self.length_S[slot] = cached
         self.tokens_SC[slot, : len(tokens_N)] = tokens_N
         self._index.set(slot, tokens_N)
@@ -600,14 +609,15 @@ class PrefixCache:
         if slot is not None:
             self._conversation_S[slot] = None
 
-    def invalidate(self) -> None:
-        """The weights have changed: free idle slots now, and running slots when their request finishes."""
-        for slot in np.flatnonzero(self.row_S != FREE):
+    def invalidate(self, model: int = 0) -> None:
+        """The weights of a model have changed: free its idle slots now, and running slots when their request finishes."""
+        for slot in np.flatnonzero((self.row_S != FREE) & (self.model_S == model)):
             if self.running_S[slot]:
                 self._stale_S[slot] = True
             else:
                 self._free(int(slot))
-        if self.kv.num_rows and not self.running_S.any() and self.kv.max_rows(self.kv.capacity) < self.num_slots:
+        resident = (self.row_S != FREE).any()
+        if self.kv.num_rows and not resident and self.kv.max_rows(self.kv.capacity) < self.num_slots:
             # a single long conversation has made the rows long and few: start again with short rows
             self.kv.resize(0, 0)
 

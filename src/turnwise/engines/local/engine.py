@@ -90,7 +90,7 @@ class LocalEngine:
                 f"engine.memory_gb is {memory_gb:.3g}, and the recurrent states of one conversation of {type(model).__name__} "
                 f"take {kv.row_bytes / 2**30:.3g} GiB: give the cache more"
             )
-        self._model, self._autocast, self._masks = model, autocast, masks
+        self._models, self._autocast, self._masks = [model], autocast, masks
         self._core = EngineCore(
             forward,
             PrefixCache(kv, num_slots=slots, context=context),
@@ -114,7 +114,7 @@ class LocalEngine:
     @property
     def version(self) -> int:
         """The version of the weights that new tokens are sampled with."""
-        return self._core.version
+        return self._core.versions[0]
 
     @property
     def context(self) -> int:
@@ -150,9 +150,22 @@ class LocalEngine:
 
         Raises EngineError if the engine is closed, the model fails, or the request can never be served.
         """
+        return await self._generate(request, 0)
+
+    def with_model(self, model: PreTrainedModel, version: int) -> SecondModel | None:
+        """An engine for a second model with the same base weights, whose requests are in the same batches and which shares the
+        cache; None if they cannot be. `version` is the number of its weights."""
+        if self._requests or not self._core.forward.add_model(model):
+            return None
+        self._models.append(model)
+        self._core.versions.append(version)
+        return SecondModel(self, len(self._models) - 1)
+
+    async def _generate(self, request: Request, model: int) -> Completion:
+        """`generate`, by the model with this number."""
         if self._closed:
             raise EngineError("the engine is closed: create a new LocalEngine, or generate before close()")
-        pending = self._prepare(request)
+        pending = self._prepare(request, model)
         self._start()
         self._requests.add(pending)
         self._core.add(pending)
@@ -181,13 +194,17 @@ class LocalEngine:
         Running requests go on with their own keys and values, and their next tokens carry the new version. Raises
         EngineError, before anything is changed, if names or shapes are not those of the model.
         """
+        self._load(version, weights, 0)
+
+    def _load(self, version: int, weights: Mapping[str, torch.Tensor] | None, model: int) -> None:
+        """`load_weights` for the model with this number."""
         if weights is not None:
-            _copy_weights(self._model, weights)
-        self._core.use_weights(version)
+            _copy_weights(self._models[model], weights)
+        self._core.use_weights(version, model)
 
     def publisher(self, learner: WeightSource) -> WeightPublisher:
         """Nothing is copied if the learner changes the parameters of this engine's model."""
-        model = self._model
+        model = self._models[0]
         if learner.trains(model):
             return SharedWeights(self, self.free_cache)
         return CopiedWeights(self, lambda: learner.copy_weights(model), self.free_cache)
@@ -200,7 +217,7 @@ class LocalEngine:
             self._task.cancel()
         self._task = None
 
-    def _prepare(self, request: Request) -> PendingRequest:
+    def _prepare(self, request: Request, model: int) -> PendingRequest:
         """Check that the request can be served."""
         prompt_N = np.asarray(request.token_ids, dtype=np.int32)
         max_tokens = self._limits.max_tokens(prompt_N, request.sampling)
@@ -213,6 +230,7 @@ class LocalEngine:
             matcher=self._matcher(request),
             routes=request.routes if self._core.cache.kv.routes is not None else None,
             future=asyncio.get_running_loop().create_future(),
+            model=model,
         )
 
     def _matcher(self, request: Request) -> Matcher | None:
@@ -230,20 +248,20 @@ class LocalEngine:
             return None
         if not isinstance(self._core.forward, VisionForward):
             raise EngineError(
-                f"the request contains {len(request.media)} images or videos, and {type(self._model).__name__} does not accept "
-                f"them. Use a vision model, or messages of text"
+                f"the request contains {len(request.media)} images or videos, and {type(self._models[0]).__name__} does not "
+                f"accept them. Use a vision model, or messages of text"
             )
         return self._core.forward.make_prompt(prompt_N, request.media)
 
     def _explain_overflow(self, tokens_N: np.ndarray, request: PendingRequest) -> str:
         """Why the logits after these tokens are NaN or infinite."""
-        where = None
+        where, model = None, self._models[request.model]
         if request.vision_prompt is None:
-            ids_1T = torch.from_numpy(tokens_N.astype(np.int64)).to(next(self._model.parameters()).device)[None]
+            ids_1T = torch.from_numpy(tokens_N.astype(np.int64)).to(next(model.parameters()).device)[None]
             with bfloat16_autocast(ids_1T.device, self._autocast):
-                where = overflowing_module(self._model, lambda: self._model(input_ids=ids_1T, use_cache=False))
+                where = overflowing_module(model, lambda: model(input_ids=ids_1T, use_cache=False))
         return (
-            f"{type(self._model).__name__} gives NaN or infinite logits after {len(tokens_N)} tokens"
+            f"{type(model).__name__} gives NaN or infinite logits after {len(tokens_N)} tokens"
             f"{'' if where is None else f', first in {where}'}: the weights may have diverged (lower train.lr, or go back to an "
             f"earlier checkpoint), or the model's dtype is too narrow for it (model.dtype)"
         )
@@ -258,7 +276,7 @@ class LocalEngine:
             if self._requests:
                 self._fail_all("the event loop of the request has ended")
         if self._task is None or self._task.done():
-            self._core.forward.reload_parameters(changed=False)
+            self._core.read_weights()
             self._task = loop.create_task(self._run())
 
     async def _run(self) -> None:
@@ -300,6 +318,62 @@ class LocalEngine:
                 error = EngineError(message)
                 error.__cause__ = cause
                 request.future.set_exception(error)
+
+
+class SecondModel:
+    """An `Engine` over a further model of a `LocalEngine`, with the same base weights (`LocalEngine.with_model`)."""
+
+    def __init__(self, engine: LocalEngine, model: int) -> None:
+        self._engine, self._number = engine, model
+        self._closed = False
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that new tokens are sampled with."""
+        return self._engine._core.versions[self._number]
+
+    @property
+    def context(self) -> int:
+        """The most tokens of a conversation."""
+        return self._engine.context
+
+    @property
+    def constrains(self) -> bool:
+        """Whether it samples under grammars."""
+        return self._engine.constrains
+
+    @property
+    def continues_forms(self) -> bool:
+        """Whether it does so behind the beginning of a turn."""
+        return self._engine.continues_forms
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def generate(self, request: Request) -> Completion:
+        """See `LocalEngine.generate`."""
+        if self._closed:
+            raise EngineError("the engine of the second model is closed: generate before close()")
+        return await self._engine._generate(request, self._number)
+
+    def release(self, conversation: str) -> None:
+        """See `LocalEngine.release`."""
+        self._engine.release(conversation)
+
+    async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """See `LocalEngine.load_weights`."""
+        self._engine._load(version, weights, self._number)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        """See `LocalEngine.publisher`."""
+        model = self._engine._models[self._number]
+        if learner.trains(model):
+            return SharedWeights(self, self._engine.free_cache)
+        return CopiedWeights(self, lambda: learner.copy_weights(model), self._engine.free_cache)
+
+    async def close(self) -> None:
+        """Refuse further requests. The memory is the first model's."""
+        self._closed = True
 
 
 def _context(model: PreTrainedModel, context: int | None) -> int:

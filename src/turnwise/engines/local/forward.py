@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 
 from turnwise.engines.local.cache import NOTHING_SHARED, KVCache, KVShape, SharedPrefix, StateShape
 from turnwise.engines.local.fused import FusedForward
+from turnwise.engines.local.linears import ModelRows
 from turnwise.engines.local.row_cache import RowCache, RowView, probe_layers, routed, unsupported
 from turnwise.errors import EngineError, Failed, boundary
 from turnwise.models.model_config import RECURRENT_TYPES, TYPES_BY_TOKEN
@@ -97,17 +98,39 @@ class CachedForward(Protocol):
         """Free copies of weights that `reload_parameters` would make again after a change."""
         ...
 
-    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def add_model(self, model: PreTrainedModel) -> bool:
+        """Compute another model in the same passes, which has the same base weights and an adapter of its own, or none. Returns
+        whether that is possible."""
+        ...
+
+    def of_models(self, models_M: np.ndarray) -> ModelRows | None:
+        """For `decode`: the model of each row, by its number, 0 for the first; None if there is only one model."""
+        ...
+
+    def prefill(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        tokens_N: Sequence[np.ndarray],
+        models_N: np.ndarray | None = None,
+    ) -> None:
         """Compute keys and values of the tokens `tokens_N[n]`, whose first index in the sequence is `starts_N[n]`, and write
-        them to row `rows_N[n]`."""
+        them to row `rows_N[n]`. `models_N`: the models of the sequences; None: the first."""
         ...
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
+        self,
+        kv: KVCache,
+        rows_B: np.ndarray,
+        positions_B: np.ndarray,
+        tokens_B: np.ndarray,
+        shared: SharedPrefix,
+        models: ModelRows | None = None,
     ) -> torch.Tensor:
         """Run one token of each row, in ascending order of rows, and return float32 logits [B, V].
 
-        `shared` is a prefix that some or all of these rows have in common.
+        `shared` is a prefix that some or all of these rows have in common. `models`: those of the rows; None: the first.
         """
         ...
 
@@ -268,7 +291,20 @@ class GenericForward:
         if self.copy is not None:
             self.copy.free()
 
-    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def add_model(self, model: PreTrainedModel) -> bool:
+        return False  # the model's own forward has one adapter
+
+    def of_models(self, models_M: np.ndarray) -> ModelRows | None:
+        return None
+
+    def prefill(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        tokens_N: Sequence[np.ndarray],
+        models_N: np.ndarray | None = None,
+    ) -> None:
         lengths_N = np.array([len(tokens) for tokens in tokens_N])
         padded_NT = np.stack([np.pad(tokens, (0, int(lengths_N.max()) - len(tokens))) for tokens in tokens_N])
         if not kv.states:
@@ -298,7 +334,13 @@ class GenericForward:
             done_N[rows] = stop
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
+        self,
+        kv: KVCache,
+        rows_B: np.ndarray,
+        positions_B: np.ndarray,
+        tokens_B: np.ndarray,
+        shared: SharedPrefix,
+        models: ModelRows | None = None,
     ) -> torch.Tensor:
         return self._run(kv, rows_B, positions_B, np.ones_like(rows_B), tokens_B[:, None])
 
@@ -506,7 +548,14 @@ class VisionForward(GenericForward):
         else:
             self.fused.free_copies()
 
-    def prefill(self, kv: KVCache, rows_N: np.ndarray, starts_N: np.ndarray, tokens_N: Sequence[np.ndarray]) -> None:
+    def prefill(
+        self,
+        kv: KVCache,
+        rows_N: np.ndarray,
+        starts_N: np.ndarray,
+        tokens_N: Sequence[np.ndarray],
+        models_N: np.ndarray | None = None,
+    ) -> None:
         if self.fused is None:
             super().prefill(kv, rows_N, starts_N, tokens_N)
             return
@@ -514,7 +563,13 @@ class VisionForward(GenericForward):
             self.fused.prefill(kv, rows_N, starts_N, tokens_N)
 
     def decode(
-        self, kv: KVCache, rows_B: np.ndarray, positions_B: np.ndarray, tokens_B: np.ndarray, shared: SharedPrefix
+        self,
+        kv: KVCache,
+        rows_B: np.ndarray,
+        positions_B: np.ndarray,
+        tokens_B: np.ndarray,
+        shared: SharedPrefix,
+        models: ModelRows | None = None,
     ) -> torch.Tensor:
         if self.fused is None:
             return super().decode(kv, rows_B, positions_B, tokens_B, shared)

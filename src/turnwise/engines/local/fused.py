@@ -50,7 +50,7 @@ from transformers import (
 )
 
 from turnwise.engines.local.cache import KVCache, KVShape, SharedPrefix, StateShape
-from turnwise.engines.local.linears import FusedLinear, FusedLinears, RMSNorm
+from turnwise.engines.local.linears import FusedLinear, FusedLinears, LayerSource, ModelRows, RMSNorm, SharedBase
 from turnwise.engines.local.recurrent import (
     GatedDeltaRule,
     Mamba2,
@@ -62,7 +62,7 @@ from turnwise.engines.local.recurrent import (
 )
 from turnwise.engines.local.row_cache import routed
 from turnwise.models.cpu import PackedLayers, packed_bytes
-from turnwise.models.lora import linear_adapter
+from turnwise.models.lora import linear_adapter, shares_base
 from turnwise.models.precision import Bfloat16Linears, additive_mask, in_evaluation
 from turnwise.models.precision import autocast as bfloat16_autocast
 
@@ -356,7 +356,7 @@ class _Family:
     """Whether the output of attention is multiplied by a gate, which the projection of queries computes too."""
     centred: bool = False
     """Whether the factor of a norm is 1 + its weight."""
-    recurrent: Callable[[Any, PackedLayers | None, torch.dtype], Recurrent] | None = None
+    recurrent: Callable[[Any, LayerSource, torch.dtype], Recurrent] | None = None
     """What computes a recurrent layer."""
     blocks: Mapping[str, Sequence[str]] = field(
         default_factory=lambda: {"input_layernorm": ("self_attn",), "post_attention_layernorm": ("mlp",)}
@@ -494,7 +494,6 @@ class FusedPart:
     """A part of a layer that reads normalized hidden states."""
 
     module: FusedAttention | Recurrent | FusedFeedForward | nn.Module
-    """An `nn.Module` is the model's own module of experts."""
     scale: float = 1.0
     """A factor of its result (Falcon-H1)."""
 
@@ -524,14 +523,14 @@ class FusedParameters:
     """The model's rotary embedding."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, packed: PackedLayers | None, dtype: torch.dtype) -> FusedParameters:
+    def of(cls, model: PreTrainedModel, source: LayerSource, dtype: torch.dtype) -> FusedParameters:
         """Look up the parameters of a model that the fused pass supports, and make the copies. `dtype` is that of hidden states
         between linear layers."""
         text = text_part(model)
         family = FAMILIES[type(text)]
-        blocks = [block for layer in text.layers for block in _blocks(layer, family, packed, dtype)]
+        blocks = [block for layer in text.layers for block in _blocks(layer, family, source, dtype)]
         norm = _norm(text.get_submodule(family.last_norm), family)
-        head = FusedLinear.of(model.get_output_embeddings(), packed)
+        head = FusedLinear.of(model.get_output_embeddings(), source)
         rotary = None if family.rotary is None else getattr(text, family.rotary)
         return cls(text.get_input_embeddings().weight, blocks, norm, head, rotary)
 
@@ -546,35 +545,35 @@ class FusedParameters:
         return max(index for index, block in enumerate(self.blocks) if any(part.keeps for part in block.parts))
 
 
-def _blocks(layer: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> Iterator[FusedBlock]:
+def _blocks(layer: Any, family: _Family, source: LayerSource, dtype: torch.dtype) -> Iterator[FusedBlock]:
     children = dict(layer.named_children())
     for norm, names in family.blocks.items():
-        parts = [_part(layer, children[name], family, packed, dtype) for name in names if name in children]
+        parts = [_part(layer, children[name], family, source, dtype) for name in names if name in children]
         yield FusedBlock(_norm(children[norm], family), parts)
 
 
-def _part(layer: Any, module: Any, family: _Family, packed: PackedLayers | None, dtype: torch.dtype) -> FusedPart:
+def _part(layer: Any, module: Any, family: _Family, source: LayerSource, dtype: torch.dtype) -> FusedPart:
     if _is_expert_block(module):
         return FusedPart(module)
     if _attends(module):
-        qkv = FusedLinears.of((module.q_proj, module.k_proj, module.v_proj), packed)
-        output = FusedLinear.of(module.get_submodule(family.output), packed)
+        qkv = FusedLinears.of((module.q_proj, module.k_proj, module.v_proj), source)
+        output = FusedLinear.of(module.get_submodule(family.output), source)
         attention = FusedAttention(
             qkv, output, _qk_norm(module, family), family.gated, getattr(layer, "attention_in_multiplier", 1.0)
         )
         return FusedPart(attention, getattr(layer, "attn_out_multiplier", 1.0))
     if not {"conv", "conv1d"}.isdisjoint(dict(module.named_children())):
         assert family.recurrent is not None
-        return FusedPart(family.recurrent(module, packed, dtype), getattr(layer, "ssm_out_multiplier", 1.0))
+        return FusedPart(family.recurrent(module, source, dtype), getattr(layer, "ssm_out_multiplier", 1.0))
     *inputs, output = (module.get_submodule(name) for name in family.feed_forward)
     if len(inputs) == 1:
         size = inputs[0].out_features
         sizes = [size] if family.ungated else [size // 2] * 2
-        projections = FusedLinears([FusedLinear.of(inputs[0], packed)], sizes)
+        projections = FusedLinears([FusedLinear.of(inputs[0], source)], sizes)
     else:
-        projections = FusedLinears.of(inputs, packed)
+        projections = FusedLinears.of(inputs, source)
     feed_forward = FusedFeedForward(
-        projections, FusedLinear.of(output, packed), getattr(module, "gate_multiplier", 1.0)
+        projections, FusedLinear.of(output, source), getattr(module, "gate_multiplier", 1.0)
     )
     return FusedPart(feed_forward, getattr(module, "down_multiplier", 1.0))
 
@@ -648,6 +647,7 @@ class FusedForward:
         """What has bfloat16 copies of weights, with autocast."""
         self._model: PreTrainedModel = model if self.copy is None else self.copy.model
         self._packed = PackedLayers() if self.copy is None and fused_packed_bytes(model) else None
+        self._source, self._base = model, SharedBase(self._model, torch.bfloat16 if autocast else None)
         embedding = text.get_input_embeddings().weight
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
@@ -657,7 +657,7 @@ class FusedForward:
             dtype=torch.bfloat16 if autocast else embedding.dtype,
             device=embedding.device,
         )
-        self._parameters = FusedParameters.of(self._model, self._packed, self._dims.dtype)
+        self._parameters = self._read(self._packed)
         self._scales = _Scales.of(config)
         eps: float = getattr(config, FAMILIES[type(text)].eps)
         self._rms_norm = RMSNorm(eps, (attention.head_dim, config.hidden_size), embedding.device)
@@ -699,7 +699,7 @@ class FusedForward:
             self.copy.refresh(force=changed)
         if changed and self._packed is not None:
             self._packed.clear()
-        self._parameters = FusedParameters.of(self._model, self._packed, self._dims.dtype)
+        self._parameters = self._read(self._packed)
 
     def free_copies(self) -> None:
         if self.copy is None and self._packed is None:
@@ -708,7 +708,24 @@ class FusedForward:
             self.copy.free()
         if self._packed is not None:
             self._packed.clear()
-        self._parameters = FusedParameters.of(self._model, None, self._dims.dtype)
+        self._parameters = self._read(None)
+
+    def _read(self, packed: PackedLayers | None) -> FusedParameters:
+        return FusedParameters.of(self._model, LayerSource(packed, self._base), self._dims.dtype)
+
+    def add_model(self, model: PreTrainedModel) -> bool:
+        if unsupported_reason(model) is not None or not shares_base(self._source, model):
+            return False
+        # the first model's modules of experts compute for all
+        blocks = _expert_blocks(text_part(self._source)) + _expert_blocks(text_part(model))
+        if any(linear_adapter(part) is not None for block in blocks for part in block.modules()):
+            return False
+        self._base.add(model)
+        self.reload_parameters(changed=False)
+        return True
+
+    def of_models(self, models_M: np.ndarray) -> ModelRows | None:
+        return None if self._base.count == 1 else ModelRows(models_M, self._dims.device)
 
     def prefill(
         self,
@@ -716,6 +733,7 @@ class FusedForward:
         rows_N: np.ndarray,
         starts_N: np.ndarray,
         tokens_N: Sequence[np.ndarray],
+        models_N: np.ndarray | None = None,
         *,
         angles_M: np.ndarray | None = None,
     ) -> None:
@@ -725,6 +743,7 @@ class FusedForward:
         sequence_M = np.repeat(np.arange(len(lengths_N)), lengths_N)
         offset_M = np.arange(len(sequence_M)) - np.repeat(lengths_N.cumsum() - lengths_N, lengths_N)
         rows_M, positions_M = rows_N[sequence_M], starts_N[sequence_M] + offset_M
+        self._base.rows = None if models_N is None else self.of_models(models_N[sequence_M])
         index_J = self._flat_index(kv, rows_M, positions_M).view(-1)
         now = _Pass(
             attention=PrefillAttention(self._dims, rows_N, starts_N, lengths_N),
@@ -749,10 +768,12 @@ class FusedForward:
         positions_B: np.ndarray,
         tokens_B: np.ndarray,
         shared: SharedPrefix,
+        models: ModelRows | None = None,
         *,
         angles_B: np.ndarray | None = None,
     ) -> torch.Tensor:
         """See `CachedForward`, and `prefill`."""
+        self._base.rows = models
         # steps with the same batch pass the same array of rows
         cached, shape = self._decode_index, tuple(kv.tensors[0].shape)
         if cached is None or cached[0] is not rows_B or cached[1] != shape:

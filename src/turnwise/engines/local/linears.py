@@ -1,9 +1,11 @@
 """The linear layers and norms of the fused pass: references to the model's parameters, and copies that are packed or joined.
 
 A linear layer may have a LoRA adapter. Its product is added to that of the layer, as in the model's own forward; the weights are
-not merged, because a merged bfloat16 weight would lose most of a small adapter by rounding. Does not know what a layer is for.
+not merged, because a merged bfloat16 weight would lose most of a small adapter by rounding. Several models may share all other
+weights; then each token of a pass has the adapter of its own model, and the product with the shared weight is computed once. Does
+not know what a layer is for.
 
-Axes: M tokens, I inputs, O or F outputs.
+Axes: M tokens, I inputs, O or F outputs, X ranks of all adapters of a layer, one behind the other.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -19,27 +22,161 @@ from turnwise.models.cpu import PackedLayers, fewest_rows, is_packed, onednn_lin
 from turnwise.models.lora import LinearAdapter, linear_adapter
 
 
+class ModelRows:
+    """Which of the models that share their base weights each token of a pass belongs to: `models_M`, indices from 0."""
+
+    def __init__(self, models_M: np.ndarray, device: torch.device) -> None:
+        first = int(models_M[0])
+        self.only = first if (models_M == first).all() else None
+        """The model of all tokens; None if there are several."""
+        self._models_M, self._device = models_M, device
+        self._others: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def of_others(self, widths: tuple[int, ...]) -> torch.Tensor:
+        """Which columns [M, X] are those of other models than the token's. `widths`: the number of columns of each model."""
+        others_MX = self._others.get(widths)
+        if others_MX is None:
+            of_column_X = np.repeat(np.arange(len(widths)), widths)
+            others_MX = torch.from_numpy(self._models_M[:, None] != of_column_X).to(self._device)
+            self._others[widths] = others_MX
+        return others_MX
+
+    def groups(self) -> list[tuple[int, torch.Tensor]]:
+        """For each model of the pass: its tokens."""
+        return [
+            (int(model), torch.from_numpy(np.flatnonzero(self._models_M == model)).to(self._device))
+            for model in np.unique(self._models_M)
+        ]
+
+
+class SharedBase:
+    """The models that a pass computes together. All have the base weights of the first, and adapters of their own."""
+
+    def __init__(self, first: Any, dtype: torch.dtype | None) -> None:
+        """`first` is the model whose modules are read. `dtype` is that of its adapters, where it has copies; None: their own."""
+        self._first, self._dtype = first, dtype
+        self._others: list[dict[int, Any]] = []  # of each further model: its modules, by the ids of those of the first
+        self.rows: ModelRows | None = None
+        """Of the present pass; None: all tokens are of the first model."""
+
+    @property
+    def count(self) -> int:
+        """The number of models."""
+        return 1 + len(self._others)
+
+    def add(self, model: Any) -> None:
+        """A further model, with modules of the same names."""
+        modules = dict(model.named_modules())
+        self._others.append(
+            {id(module): modules[name] for name, module in self._first.named_modules() if name in modules}
+        )
+
+    def modules(self, module: Any) -> list[Any]:
+        """A module of the first model, and those in the same place of the others."""
+        return [module, *(others[id(module)] for others in self._others)]
+
+    def adapters(self, module: Any) -> Sequence[LinearAdapter | None]:
+        """The adapters of a linear layer in all models."""
+        first, *others = (linear_adapter(each) for each in self.modules(module))
+        if self._dtype is None:
+            return [first, *others]
+        return [
+            first,
+            *(
+                None if each is None else LinearAdapter(each.down.to(self._dtype), each.up.to(self._dtype), each.scale)
+                for each in others
+            ),
+        ]
+
+    def has_adapter(self, module: Any) -> bool:
+        """Whether a linear layer has an adapter in any of the models."""
+        return any(linear_adapter(each) is not None for each in self.modules(module))
+
+
+class FusedAdapters:
+    """The adapters of a linear layer in several models."""
+
+    def __init__(self, adapters: Sequence[LinearAdapter | None], base: SharedBase) -> None:
+        self._adapters, self._base = adapters, base
+        self._widths = tuple(0 if each is None else len(each.down) for each in adapters)
+        self._joined: tuple[torch.Tensor, torch.Tensor] | None = None  # made in the first pass with several models
+
+    def __call__(self, values_MI: torch.Tensor, result_MF: torch.Tensor) -> torch.Tensor:
+        """The result of the layer, with the product of the adapter of each token's model."""
+        rows = self._base.rows
+        if rows is None or rows.only is not None:
+            adapter = self._adapters[0 if rows is None else rows.only or 0]
+            return result_MF if adapter is None else with_adapter(adapter, values_MI, result_MF)
+        if self._joined is None:
+            self._joined = _joined([each for each in self._adapters if each is not None])
+        down_XI, up_XF = self._joined
+        if len(up_XF) == 0:
+            return self._by_model(rows, values_MI, result_MF)
+        # all adapters see all tokens, which is cheap; a token keeps what its own adapter makes of it
+        low_MX = F.linear(values_MI.to(down_XI.dtype), down_XI).masked_fill_(rows.of_others(self._widths), 0.0)
+        if result_MF.dtype == low_MX.dtype:
+            return torch.addmm(result_MF, low_MX, up_XF)
+        return (result_MF + torch.mm(low_MX, up_XF)).to(result_MF.dtype)
+
+    def _by_model(self, rows: ModelRows, values_MI: torch.Tensor, result_MF: torch.Tensor) -> torch.Tensor:
+        """The same, one model after the other: what is not finite in one adapter stays in its own tokens."""
+        for model, index_M in rows.groups():
+            if (adapter := self._adapters[model]) is not None:
+                own_MF = with_adapter(adapter, values_MI.index_select(0, index_M), result_MF.index_select(0, index_M))
+                result_MF = result_MF.index_copy(0, index_M, own_MF)
+        return result_MF
+
+
+def _joined(adapters: Sequence[LinearAdapter]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first matrices [X, I] of all adapters, and the second, with their scales [X, F]; that is empty if any of its values
+    is not finite, because 0 * NaN would reach the tokens of all models."""
+    down_XI = torch.cat([each.down.detach() for each in adapters])
+    up_XF = torch.cat([each.up.detach().t() * each.scale for each in adapters])
+    return down_XI, up_XF if bool(torch.isfinite(up_XF).all()) else up_XF[:0]
+
+
+def with_adapter(adapter: LinearAdapter, values_MI: torch.Tensor, result_MF: torch.Tensor) -> torch.Tensor:
+    """The result of a linear layer with the product of its adapter."""
+    low_MR = F.linear(values_MI.to(adapter.down.dtype), adapter.down)
+    return (result_MF + F.linear(low_MR, adapter.up) * adapter.scale).to(result_MF.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Where the linear layers of a pass come from."""
+
+    packed: PackedLayers | None
+    """Their packed weights; None: they are not packed."""
+    base: SharedBase
+    """The models whose adapters they have."""
+
+
 @dataclass(frozen=True, slots=True)
 class FusedLinear:
-    """A linear layer, with or without an adapter."""
+    """A linear layer, with or without adapters."""
 
     weight_IO: torch.Tensor
     """The weight [O, I], transposed: a view, or a copy of several weights."""
     bias: torch.Tensor | None
-    adapter: LinearAdapter | None
+    adapter: LinearAdapter | FusedAdapters | None
+    """Of one model, or of several."""
     onednn_rows: int
     """The number of rows from which on oneDNN is faster."""
     onednn_weight: torch.Tensor
     """The weight for oneDNN: in its own layout, or as it is."""
 
     @classmethod
-    def of(cls, module: Any, packed: PackedLayers | None) -> FusedLinear:
+    def of(cls, module: Any, source: LayerSource) -> FusedLinear:
         """The parameters of `nn.Linear`, or of peft's layer around it."""
-        adapter = linear_adapter(module)
-        base = module if adapter is None else module.get_base_layer()
+        packed, adapters = source.packed, source.base.adapters(module)
+        base = module if adapters[0] is None else module.get_base_layer()
         weight = base.weight
         rows = fewest_rows(weight, packed=packed is not None)
         onednn_weight = packed.of(weight) if packed is not None and is_packed(weight) else weight
+        if all(each is None for each in adapters):
+            adapter = None
+        else:
+            adapter = adapters[0] if len(adapters) == 1 else FusedAdapters(adapters, source.base)
         return cls(weight.t(), base.bias, adapter, rows, onednn_weight)
 
     def __call__(self, values_MD: torch.Tensor) -> torch.Tensor:
@@ -52,8 +189,9 @@ class FusedLinear:
         adapter = self.adapter
         if adapter is None:
             return result_MF
-        low_MR = F.linear(values_MD.to(adapter.down.dtype), adapter.down)
-        return (result_MF + F.linear(low_MR, adapter.up) * adapter.scale).to(result_MF.dtype)
+        if isinstance(adapter, FusedAdapters):
+            return adapter(values_MD, result_MF)
+        return with_adapter(adapter, values_MD, result_MF)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +204,14 @@ class FusedLinears:
     """The outputs of each layer."""
 
     @classmethod
-    def of(cls, modules: Sequence[Any], packed: PackedLayers | None) -> FusedLinears:
+    def of(cls, modules: Sequence[Any], source: LayerSource) -> FusedLinears:
         """The parameters of these layers."""
+        packed = source.packed
         sizes = [module.out_features for module in modules]
         weights, biases = [module.weight for module in modules], [module.bias for module in modules]
-        plain = all(type(module) is torch.nn.Linear for module in modules)
+        plain = all(type(module) is torch.nn.Linear and not source.base.has_adapter(module) for module in modules)
         if packed is None or not plain or len({bias is None for bias in biases}) > 1 or not is_packed(*weights):
-            return cls([FusedLinear.of(module, packed) for module in modules], sizes)
+            return cls([FusedLinear.of(module, source) for module in modules], sizes)
         bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
         rows, onednn_weight = fewest_rows(*weights, packed=True), packed.of(*weights)
         # large weights are left to oneDNN for any number of rows, and need no second copy

@@ -25,8 +25,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from turnwise.engines.local.cache import StateShape
-from turnwise.engines.local.linears import FusedLinear, FusedLinears, RMSNorm
-from turnwise.models.cpu import PackedLayers
+from turnwise.engines.local.linears import FusedLinear, FusedLinears, LayerSource, RMSNorm
 
 _CHUNK, _SHORTEST_CHUNK = 64, 16
 """Tokens of a chunk of a scan: it pads sequences to whole chunks, and computes all pairs of tokens in a chunk."""
@@ -153,8 +152,8 @@ def _taps(convolution: nn.Conv1d) -> torch.Tensor:
 class ShortConvolution:
     """The gated short convolution of LFM2 (Liquid AI, 2025)."""
 
-    def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
-        self._in, self._out = FusedLinear.of(module.in_proj, packed), FusedLinear.of(module.out_proj, packed)
+    def __init__(self, module: Any, source: LayerSource, dtype: torch.dtype) -> None:
+        self._in, self._out = FusedLinear.of(module.in_proj, source), FusedLinear.of(module.out_proj, source)
         self._weight_KC, self._bias = _taps(module.conv), module.conv.bias
         self.state_shapes = [StateShape(tuple(self._weight_KC.shape), dtype)]
 
@@ -169,11 +168,11 @@ class ShortConvolution:
 class GatedDeltaRule:
     """Linear attention with the gated delta rule (Yang et al., 2024), as in Qwen3.5 and Qwen3-Next."""
 
-    def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
+    def __init__(self, module: Any, source: LayerSource, dtype: torch.dtype) -> None:
         names = dict(module.named_children())
         wanted = ("qkv", "z", "b", "a") if "in_proj_qkv" in names else ("qkvz", "ba")
-        self._in = FusedLinears.of([names[f"in_proj_{name}"] for name in wanted], packed)
-        self._out = FusedLinear.of(module.out_proj, packed)
+        self._in = FusedLinears.of([names[f"in_proj_{name}"] for name in wanted], source)
+        self._out = FusedLinear.of(module.out_proj, source)
         self._module, self._weight_KC = module, _taps(module.conv1d)
         self._heads, self._sizes = (module.num_k_heads, module.num_v_heads), (module.head_k_dim, module.head_v_dim)
         self._rate_H = -module.A_log.detach().float().exp()
@@ -328,8 +327,8 @@ def _chunked_delta_rule(
 class Mamba2:
     """Mamba 2 (Dao and Gu, 2024), as in Granite 4 hybrid, Bamba, Nemotron-H and, with factors of its own, Falcon-H1."""
 
-    def __init__(self, module: Any, packed: PackedLayers | None, dtype: torch.dtype) -> None:
-        self._in, self._out = FusedLinear.of(module.in_proj, packed), FusedLinear.of(module.out_proj, packed)
+    def __init__(self, module: Any, source: LayerSource, dtype: torch.dtype) -> None:
+        self._in, self._out = FusedLinear.of(module.in_proj, source), FusedLinear.of(module.out_proj, source)
         self._module, self._weight_KC = module, _taps(module.conv1d)
         self._widths = [module.intermediate_size, self._weight_KC.shape[1], module.num_heads]
         self._rate_H = -module.A_log.detach().float().exp()

@@ -28,6 +28,7 @@ import torch
 
 from turnwise.engines.local.cache import FREE, PrefixCache, PrefixMatch, SharedPrefix
 from turnwise.engines.local.forward import CachedForward, VisionForward, VisionPrompt
+from turnwise.engines.local.linears import ModelRows
 from turnwise.errors import EngineError, GrammarError
 from turnwise.models.cpu import TorchThreads
 from turnwise.models.distribution import AllowedTokens, sampling_logits
@@ -75,6 +76,8 @@ class PendingRequest:
     max_tokens: int
     """Tokens that may be sampled: `Sampling.max_tokens`, or the rest of the context if that is less."""
     future: asyncio.Future[Completion]
+    model: int = 0
+    """The number of the model that samples; models with the same base weights are in one batch."""
     matcher: Matcher | None = None
     """Where the turn is in its grammar, after all tokens sampled so far; None without a constraint."""
     partial: PartialCompletion = field(default_factory=PartialCompletion)
@@ -250,6 +253,7 @@ class Scheduler:
         while self.waiting and plan.prefill_tokens < budget:
             request = self.waiting.popleft()
             tokens = request.token_ids.tobytes() + (b"" if request.routes is None else request.routes.data)
+            tokens += bytes([request.model])
             placement = _Placement.DEFERRED if tokens in deferred_tokens else self._place(request, tokens, plan)
             if placement is _Placement.NO_ROOM:
                 self.waiting.appendleft(request)
@@ -267,14 +271,14 @@ class Scheduler:
         prefix_N = tokens_N[:-1]
         conversation = request.request.conversation
         own_slot = cache.idle_slot_of(conversation)
-        own = cache.own_prefix(own_slot, prefix_N) if own_slot != FREE else PrefixMatch()
+        own = cache.own_prefix(own_slot, prefix_N, request.model) if own_slot != FREE else PrefixMatch()
         own = cache.computed_with(own, request.routes)
         own_tokens = own.tokens
         enough = own_tokens + MIN_COPY_TOKENS
         if key in plan.sources:
             source, in_round = plan.sources[key], PrefixMatch()
         else:
-            source, in_round = cache.longest_prefix(prefix_N, besides=own_slot, at_least=enough)
+            source, in_round = cache.longest_prefix(prefix_N, request.model, besides=own_slot, at_least=enough)
             source = cache.computed_with(source, request.routes)
         if in_round.tokens >= max(source.tokens, own_tokens) + MIN_COPY_TOKENS:
             return _Placement.DEFERRED
@@ -302,7 +306,7 @@ class Scheduler:
         begins_with = source if source.slot != FREE else own
         if cached == 0 or begins_with.slot != slot or begins_with.state != 0:
             plan.states.append((slot, begins_with if cached else PrefixMatch()))
-        cache.start_request(slot, conversation, prefix_N, cached)
+        cache.start_request(slot, conversation, prefix_N, cached, request.model)
         plan.prefill_tokens += len(prefix_N) - cached
         plan.started.append((slot, request))
         return _Placement.STARTED
@@ -391,7 +395,8 @@ class Scheduler:
             if isinstance(self._forward, VisionForward) and any(vision_prompts):
                 self._forward.prefill_with_images(cache.kv, cache.row_S[slots], starts_N, tokens_N, vision_prompts)
             else:
-                self._forward.prefill(cache.kv, cache.row_S[slots], starts_N, tokens_N)
+                models_N = cache.model_S[slots]
+                self._forward.prefill(cache.kv, cache.row_S[slots], starts_N, tokens_N, models_N)
         cache.length_S[slots] = stops_N
 
     def _chunk_end(self, prompt: _Prefill, start: int) -> int:
@@ -533,6 +538,10 @@ class DecodeStep:
 
     slots_B: np.ndarray
     rows_B: np.ndarray
+    models: ModelRows | None
+    """The models of the requests; None if there is one model."""
+    versions_B: np.ndarray
+    """The versions of the weights that sample."""
     layout: int
     """`PrefixCache.layout` when `rows_B` was read."""
     stop_token_ids_BK: np.ndarray
@@ -590,7 +599,16 @@ class RunningBatch:
         partial = PartialCompletion(*(column[slot, :num_sampled].copy() for column in self._sampled))
         return self.requests.pop(slot), partial
 
-    def make_step(self, slots: Sequence[int], rows_B: np.ndarray, *, layout: int, shared: SharedPrefix) -> DecodeStep:
+    def make_step(
+        self,
+        slots: Sequence[int],
+        rows_B: np.ndarray,
+        *,
+        models: ModelRows | None,
+        versions_B: np.ndarray,
+        layout: int,
+        shared: SharedPrefix,
+    ) -> DecodeStep:
         """The next decode step: `slots` are all running slots, in the order of their KV rows."""
         requests = [self.requests[slot] for slot in slots]
         samplings = [request.request.sampling for request in requests]
@@ -602,6 +620,8 @@ class RunningBatch:
         self.step = DecodeStep(
             slots_B=np.array(slots),
             rows_B=rows_B,
+            models=models,
+            versions_B=versions_B,
             layout=layout,
             stop_token_ids_BK=np.array(stop_token_ids, dtype=np.int64),
             max_tokens_B=np.array([request.max_tokens for request in requests]),
@@ -645,11 +665,11 @@ class RunningBatch:
         words_MW = torch.from_numpy(np.stack(masks).view(np.int32)) if masks else torch.zeros((1, 0), dtype=torch.int32)
         return AllowedTokens(words_MW.to(self._device), torch.from_numpy(index_B).to(self._device)), failed
 
-    def append(self, step: DecodeStep, sampled: SampledTokens, version: int) -> list[tuple[int, str]]:
+    def append(self, step: DecodeStep, sampled: SampledTokens) -> list[tuple[int, str]]:
         """Append one sampled token to each request. Returns (slot, finish reason) of the requests that end with it."""
         slots_B, num_sampled_B = step.slots_B, self._num_sampled_S[step.slots_B]
         for column, values in zip(
-            self._sampled, (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, version), strict=True
+            self._sampled, (sampled.tokens_B, sampled.logprobs_B, sampled.raw_logprobs_B, step.versions_B), strict=True
         ):
             column[slots_B, num_sampled_B] = values
         self._last_token_S[slots_B] = sampled.tokens_B
@@ -684,7 +704,7 @@ COMPACT_AFTER = 16
 
 
 class EngineCore:
-    """Waiting and running requests, the cache, and the model."""
+    """Waiting and running requests, the cache, and the models, which share one forward pass."""
 
     def __init__(
         self,
@@ -701,8 +721,9 @@ class EngineCore:
         self.explain = explain
         self.stats = Stats()
         self.scheduler = Scheduler(cache, forward, threads, self.stats)
-        self.version = version
-        """The version of the weights."""
+        self.versions = [version]
+        """The version of the weights of each model."""
+        self._weights_changed = False
         self._unused_reads = 0
         """Rows that attention has read in vain since rows were moved together."""
 
@@ -727,18 +748,27 @@ class EngineCore:
             self.batch.remove(slot)
         self.cache.clear()
 
-    def use_weights(self, version: int) -> None:
-        """The model's weights have changed: nothing that was computed before is reused by a later request."""
-        self.version = version
-        self.forward.reload_parameters()
-        self.cache.invalidate()
+    def use_weights(self, version: int, model: int = 0) -> None:
+        """The weights of a model have changed: nothing that was computed with them before is reused by a later request."""
+        self.versions[model] = version
+        self._weights_changed = (
+            True  # read when they are used: the weights of several models change one after the other
+        )
+        self.cache.invalidate(model)
         self.batch.step = None
+
+    def read_weights(self) -> None:
+        """Read the parameters of the models, which may have been replaced by other tensors, and the changed weights."""
+        self.forward.reload_parameters(changed=self._weights_changed)
+        self._weights_changed = False
 
     def step(self) -> int:
         """Start waiting requests, sample one token for each running request, and resolve the futures of those that end.
 
         Returns how many ended. Raises whatever the model raises; the state is then undefined until `reset`.
         """
+        if self._weights_changed:
+            self.read_weights()
         with self.forward.inference():
             for slot, request in self.scheduler.admit():
                 self.batch.add(slot, request)
@@ -753,7 +783,7 @@ class EngineCore:
         self._unused_reads += int(step.rows_B[-1]) + 1 - len(step.rows_B)
         self.stats.decode_steps += 1
         self.stats.sampled_tokens += len(fed_B)
-        finished = self.batch.append(step, sampled, self.version)
+        finished = self.batch.append(step, sampled)
         if len(overflowed := sampled.overflowed):
             self._fail(step.slots_B[overflowed].tolist())
         for slot, finish_reason in finished:
@@ -815,8 +845,14 @@ class EngineCore:
                 cache.compact(running)
             self._unused_reads = 0
         running.sort(key=lambda slot: cache.row_S[slot])
+        models_B = cache.model_S[running]
         return self.batch.make_step(
-            running, cache.row_S[running], layout=cache.layout, shared=cache.shared_prefix(np.array(running))
+            running,
+            cache.row_S[running],
+            models=self.forward.of_models(models_B),
+            versions_B=np.array(self.versions)[models_B],
+            layout=cache.layout,
+            shared=cache.shared_prefix(np.array(running)),
         )
 
     def _should_compact(self, rows_B: np.ndarray) -> bool:
@@ -848,7 +884,7 @@ class EngineCore:
                 offsets_B = step.position_offsets_B
                 logits_BV = forward.decode_after_images(kv, step.rows_B, positions_B, fed_B, offsets_B, step.shared)
             else:
-                logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared)
+                logits_BV = forward.decode(kv, step.rows_B, positions_B, fed_B, step.shared, step.models)
             sampled = sample_tokens(logits_BV, step.sampling, self.batch.uniforms(step), allowed)
         return fed_B, positions_B, sampled
 
