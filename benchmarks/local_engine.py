@@ -4,6 +4,7 @@
     python benchmarks/local_engine.py --conversations 32 --repeats 5 --group 8
     python benchmarks/local_engine.py --device cuda --size 0.5B --conversations 32 256
     python benchmarks/local_engine.py --model qwen3_5 granite_hybrid lfm2 --conversations 32
+    python benchmarks/local_engine.py --policies 2 --conversations 32
 
 Each conversation has a prompt of about 128 tokens and four turns. After each turn its environment adds 16 tokens. Turns have
 different lengths, 32 tokens on average. All prompts are different; with `--group 8`, groups of 8 conversations have the same
@@ -16,7 +17,9 @@ prompt, as in training, which favours the embedded engine. The model is a Qwen3 
   computes the complete history again. It computes no log-probabilities here, so it does less work than the other two.
 
 Prints the sampled tokens per second (on a CPU per second of CPU time, so that other programs disturb less), and in the last line
-`local_engine_speedup <embedded / lock-step at 32 conversations>`, the lowest of all models.
+`local_engine_speedup <embedded / lock-step at 32 conversations>`, the lowest of all models. With `--policies 2`, the
+conversations are divided among two adapters of rank 16 on one base, and an engine that computes both in one batch is compared
+with an engine for each; the last line is `local_engine_policies <one engine / an engine for each>`.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -45,6 +48,8 @@ from transformers import (
 
 from turnwise.engines.local import LocalEngine
 from turnwise.models.cpu import with_fast_layers
+from turnwise.models.lora import add_adapter, with_second_adapter
+from turnwise.options.algorithm import LoraSection
 from turnwise.types import Request, Sampling
 
 VOCABULARY, TURNS, BRIDGE = 1024, 4, 16
@@ -238,6 +243,37 @@ def measure_model(name: str, table: Table, options: argparse.Namespace) -> float
     return speedup
 
 
+def measure_policies(name: str, table: Table, options: argparse.Namespace) -> float:
+    """Add the rows of one model to the table. Returns the speed of one engine for all adapters, compared with an engine for each,
+    at the last number of conversations."""
+    base = with_fast_layers(make_model(name, options.size, options.device))
+    add_adapter(base, LoraSection(rank=16))
+    models = [base, *(with_second_adapter(base, LoraSection(rank=16)) for _ in range(options.policies - 1))]
+    first = LocalEngine(base, threads=options.threads)
+    joined = [first, *(first.with_model(model, 0) for model in models[1:])]
+    apart = [LocalEngine(model, threads=options.threads) for model in models]
+
+    async def play(engines: Sequence[Any], scripts: list[Script]) -> None:
+        parts = [
+            converse(engine, scripts[number :: len(engines)], forget=False) for number, engine in enumerate(engines)
+        ]
+        await asyncio.gather(*parts)
+
+    ways: dict[str, Callable[[list[Script]], None]] = {
+        "one engine": lambda scripts: asyncio.run(play(joined, scripts)),
+        "an engine for each": lambda scripts: asyncio.run(play(apart, scripts)),
+        "one policy": lambda scripts: asyncio.run(play(apart[:1], scripts)),
+    }
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
+    measure(ways, 4, 1, options.group, clock)  # warm-up
+    ratio = 0.0
+    for count in options.conversations:
+        speeds = measure(ways, count, options.repeats, options.group, clock)
+        ratio = speeds["one engine"] / speeds["an engine for each"]
+        table.add_row(name, str(count), *[f"{speed:,.0f}" for speed in speeds.values()], f"{ratio:.2f}")
+    return ratio
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -256,9 +292,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", choices=SIZES, default="0.9M")
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["qwen3"])
+    parser.add_argument(
+        "--policies", type=int, help="compare this number of adapters in one engine with an engine for each"
+    )
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    if options.policies:
+        table = Table(title=f"sampled tokens per second, {TURNS} turns, {options.policies} policies")
+        for column in ("model", "at once", "one engine", "an engine for each", "one policy", "x an engine for each"):
+            table.add_column(column, justify="right")
+        ratios = [measure_policies(name, table, options) for name in options.model]
+        Console(width=100).print(table)
+        print(f"local_engine_policies {min(ratios):.2f}")
+        return
     table = Table(title=f"sampled tokens per second, {TURNS} turns, {torch.get_num_threads()} threads at most")
     for column in ("model", "at once", "embedded", "re-prefilling", "lock-step", "x re-prefilling", "x lock-step"):
         table.add_column(column, justify="right")

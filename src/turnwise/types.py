@@ -277,6 +277,8 @@ class Request:
     routes: Routes | None = None
     """The experts that have computed the first tokens of the prompt. An engine that records experts uses them again where it
     computes these tokens again."""
+    policy: str = ""
+    """The policy that samples, where several are on one server; empty: the recipe's model. An engine sets it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,6 +85,65 @@ def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
         assert line["version/newest"] == line["step"] - 1
 
 
+TWO_SIDES = """
+from turnwise import Opening, Reply, SamplingChange, current_episode, environment
+
+CUT = SamplingChange(max_tokens=6, answers_cut=True)
+
+def even(turn):
+    return sum(token % 2 == 0 for token in turn.completion.token_ids) / 6
+
+@environment
+async def two_sides(row):
+    mine = yield Opening(messages=row.messages, sampling=CUT)
+    async with current_episode().agent("other", messages=row.messages, policy="second", sampling=CUT) as other:
+        theirs = await other.turn()
+        other.add_reward(1 - even(theirs))
+    yield Reply(reward=even(mine), done=True)
+"""
+"""The sides are rewarded for opposite tokens, so their adapters become different."""
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_two_trained_policies_are_two_adapters_at_one_server(name: str, tmp_path: Path) -> None:
+    (tmp_path / "two_sides.py").write_text(TWO_SIDES, encoding="utf-8")
+    engine = {"name": name, "python": str(engine_env.python(name)), "memory_gb": 0.1}
+    recipe = save_recipe(
+        tmp_path,
+        MODEL,
+        policies={"second": {"train": True, "lora": {"rank": 2, "alpha": 32}}},
+        data={"train": str(ROOT / "demo" / "train.jsonl")},
+        environment=f"{tmp_path}/two_sides.py:two_sides",
+        # without compilation, which takes longer than this run
+        engine=engine | ({"arguments": ["--enforce-eager"]} if name == "vllm" else {}),
+        train={"steps": 3, "batch_size": 2, "group_size": 4, "lr": 0.02},
+        record={"trainer_logprobs": True},
+    )
+    options = ["model.device=cpu", "model.lora.rank=4", "model.lora.alpha=64", f"output={tmp_path / 'run'}"]
+    run = assemble(load(recipe, options)[0])
+    train_silently(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        # before its optimizer step, what each learner computes is what the server has sampled with its adapter
+        assert 0 < line["ratio/max_deviation"] < 1e-4
+        assert 0 < line["policies/second/ratio/max_deviation"] < 1e-4
+    written = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    assert [line["error"] for line in written] == [None] * 48
+    versions = {
+        (line.get("policy", ""), line["step"], version)
+        for line in written
+        for segment in line["segments"]
+        for version in segment["version"]
+        if version >= 0
+    }
+    assert versions == {(policy, step, step - 1) for policy in ("", "second") for step in (1, 2, 3)}
+    # after the last step, the adapters differ by much more than the tolerance
+    ids = [5, 17, 300, 12, 40]
+    own, other = (torch.tensor(policy.learner.token_logprobs(ids)) for policy in run.policies)
+    assert (own - other).abs().max() > 0.1
+
+
 @pytest.mark.engines
 def test_sglang_takes_weights_of_a_vocabulary_that_it_does_not_fill_up(tmp_path: Path) -> None:
     """Gemma 3 has an embedding of its own in SGLang, without rows of zeros behind a vocabulary that is no multiple of 64."""

@@ -334,6 +334,7 @@ def built(tmp_path: Path, **engine: Any) -> RemoteEngine:
         "data": {"train": str(demo / "train.jsonl")},
         "sampling": engine.pop("sampling", {}),
         "deterministic": engine.pop("deterministic", False),
+        "policies": engine.pop("policies", {}),
         "engine": {"name": "sglang", **engine},
         "output": str(tmp_path),
     }
@@ -358,6 +359,9 @@ def test_options_of_the_recipe(tmp_path: Path) -> None:
     assert built(tmp_path, update_mode="in_place")._api._pause_mode == "in_place"  # type: ignore[attr-defined]
     assert built(tmp_path, model={"lora": {"rank": 4}})._api._pause_mode == "abort"  # type: ignore[attr-defined]
     assert "--max-lora-rank=4" in arguments(built(tmp_path, model={"lora": {"rank": 4}}))[0]
+    second = {"second": {"train": True, "lora": 8}}
+    command = arguments(built(tmp_path, model={"lora": {"rank": 4}}, policies=second))[0]
+    assert {"--max-lora-rank=8", "--max-loras-per-batch=3"} <= set(command)
 
 
 @pytest.mark.parametrize(
@@ -368,6 +372,13 @@ def test_options_of_the_recipe(tmp_path: Path) -> None:
         ({"sampling": {"top_k": 5, "top_p": 0.9}}, r"sampling\.top_k and sampling\.top_p cannot be combined"),
         ({"model": {"lora": {"rank": 4, "dora": True}}}, r"model\.lora\.dora=true cannot be combined"),
         ({"model": {"lora": {"rank": 4}}, "update_mode": "in_place"}, r"engine\.update_mode=in_place has no effect"),
+        (
+            {
+                "model": {"lora": {"rank": 4}},
+                "policies": {"second": {"train": True, "lora": {"rank": 4, "dora": True}}},
+            },
+            r"the policy 'second': model\.lora\.dora=true cannot be combined",
+        ),
         ({"deterministic": True}, r"deterministic=true cannot be combined with engine\.name=sglang"),
     ],
 )

@@ -37,6 +37,8 @@ class FakeServer:
     token: str | None = None
     version: int = 0
     label: str = "0"
+    adapters: dict[str, int] = field(default_factory=dict)
+    """The versions of the weights of further policies, by name."""
     owner: str | None = None
     claiming: asyncio.Event | None = None
     """Set when the server has been claimed; the answer is not sent then."""
@@ -121,7 +123,7 @@ class FakeServer:
         return response
 
     async def _sample(self, response: web.StreamResponse, body: dict[str, Any]) -> None:
-        last, ids, finish = body["ids"][-1], [], None
+        last, ids, finish, policy = body["ids"][-1], [], None, body["policy"]
         broken = self.break_after.pop(0) if self.break_after else None
         aborted = self.abort_after.pop(0) if self.abort_after else None
         while finish is None:
@@ -137,14 +139,14 @@ class FakeServer:
                 finish = "aborted"
                 token = []
             else:
-                token = [rule(last, self.version)]
+                token = [rule(last, self.adapters.get(policy, 0) if policy else self.version)]
                 last = token[0]
                 ids += token
                 finish = "stop" if last in body["stop"] else "length" if len(ids) >= body["max"] else None
             event = {
                 "ids": token,
                 "logprobs": [-9.0 if self.wrong_weights else -0.5 - self.version / 10] * len(token),
-                "labels": [self.label] * len(token),
+                "labels": [str(self.adapters.get(policy, 0)) if policy else self.label] * len(token),
                 "finish": finish,
                 "cached": len(body["ids"]) // 2,
                 **self.bad,
@@ -183,7 +185,10 @@ class FakeServer:
                 if self.fail_load:
                     self.fail_load = False
                     return web.json_response({"error": "half of the weights are missing"}, status=500)
-                self.version, self.label = body["version"], str(body["version"])
+                if body["policy"]:
+                    self.adapters[body["policy"]] = body["version"]
+                else:
+                    self.version, self.label = body["version"], str(body["version"])
             case "label":
                 self.label = str(body["version"])
         return web.json_response({})
@@ -218,6 +223,7 @@ class FakeApi:
             "max": request.sampling.max_tokens,
             "stop": list(request.sampling.stop_token_ids),
             "seed": request.seed,
+            "policy": request.policy,
         }
         async for event in server.events("/generate", body):
             labels = event["labels"]
@@ -243,7 +249,7 @@ class FakeApi:
     async def load(self, server: HttpServer, update: WeightUpdate) -> None:
         if not update.path.exists():
             raise EngineError(f"{update.path} is gone")
-        await self._call(server, "load", version=update.version)
+        await self._call(server, "load", version=update.version, policy=update.policy)
 
     async def label(self, server: HttpServer, version: int) -> None:
         await self._call(server, "label", version=version)

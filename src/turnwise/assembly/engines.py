@@ -78,6 +78,8 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
     facts, vocab_size = model_facts(config), _vocab_size(config)
     context = config.limits.context or context_length(facts)
     trainer = trainer_gpus(config) if inputs.trained else []
+    recipes = (config, *map(config.of_policy, config.served_policies))
+    ranks = [recipe.model.lora.rank for recipe in recipes if recipe.model.lora.rank is not None]
     served = ServedModel(
         path=str(Path(config.model.path).expanduser().absolute()),
         facts=facts,
@@ -88,7 +90,8 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
         memory_gb=cache_gb(config, context) if options.starts_servers else None,
         max_requests=math.ceil(config.max_concurrent / options.replicas),
         trained=inputs.trained,
-        lora_rank=config.model.lora.rank if inputs.trained else None,
+        lora_rank=max(ranks) if ranks and inputs.trained else None,
+        adapters=max(1, len(ranks)),
         devices=functools.cache(functools.partial(_devices, config, options, tuple(trainer))),
         logs=Path(config.output) / "engine",
         owner=inputs.owner,

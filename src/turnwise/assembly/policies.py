@@ -1,8 +1,9 @@
 """Builds the policies of a recipe, which take the turns of agents: local models with an engine each, and endpoints.
 
 A frozen local policy is loaded as every model, or shares the weights of the trained model where an adapter is trained on them.
-A trained policy is an adapter that its learner holds; without training, it is the adapter in the checkpoint. Policies on the base
-weights of the trained model are in the batches of its embedded engine; all others have an embedded engine of their own.
+A trained policy is an adapter that its learner holds; without training, it is the adapter in the checkpoint. Policies on the
+base weights of the trained model are in the batches of its embedded engine, and in training at its servers; all others have an
+embedded engine of their own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from turnwise.chat.template_arguments import reads_argument
 from turnwise.chat.template_profile import TemplateProblem
 from turnwise.config.policy_checks import refuse_unknown_reference, refuse_unusable_policies
 from turnwise.engines.engine import Engine, TokenSampler
+from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.errors import ConfigError
 from turnwise.local_paths import saved_policy
 from turnwise.models.model_config import context_length
@@ -78,6 +80,9 @@ def agent_policies(
             loaded = _loaded(model_source(config).of_base(config.reference.path), config, model)
         # frozen weights have no number
         number = version if policy.train else 0
+        if trained is not None and policy in config.served_policies and isinstance(engine, RemoteEngine):
+            made[policy.name] = _served(policy, own, config, renderer, engine.with_policy(policy.name, number))
+            continue
         made[policy.name] = _local(policy, loaded, own, config, renderer, version=number, engine=engine)
     return made
 
@@ -142,6 +147,14 @@ def _local(
         trained=policy.train,
         is_reference=policy.reference,
     )
+
+
+def _served(
+    policy: PolicySection, sampled: Sampling, config: Config, renderer: Renderer | None, engine: Engine
+) -> AgentPolicy:
+    """A trained policy whose adapter is at the servers of the engine."""
+    own = _renderer(policy, config, renderer)
+    return AgentPolicy(sampling=sampled, engine=engine, renderer=own, thinking=config.thinking, trained=True)
 
 
 def _in_batches_of(engine: TokenSampler | None, model: Any, version: int) -> Engine | None:

@@ -46,8 +46,14 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
         return []
     changed = changed_options(engine)
     started = next((option for option in _OF_STARTED if option in changed), None)
+    own = _OF_ENGINE.get(name) or (lambda recipe, section: [])
     return [
-        *(own(config, engine) if (own := _OF_ENGINE.get(name)) is not None else []),
+        *own(config, engine),
+        *(
+            (holds, f"the policy {policy.name!r}: {message}")
+            for policy in config.served_policies
+            for holds, message in own(config.of_policy(policy), engine)
+        ),
         (
             engine.url is not None and started is not None,
             f"engine.{started} has no effect with engine.url, because turnwise then starts no server: remove one of them",

@@ -569,7 +569,7 @@ def _policy_bytes(config: Config, trace: TracedPass) -> float:
     if config.runs_conversations_elsewhere is not None:
         return 0.0
     sources = assembly.policy_sources(config)
-    own = [policy for policy in config.policies if policy.name in sources]
+    own = [policy for policy in config.policies if policy.name in sources and policy not in config.served_policies]
     if config.engine.embedded is not None and _mixes_adapters(config):  # these use the engine of the trained model
         own = [policy for policy in own if policy.memory_gb is not None or sources[policy.name] is not None]
     caches = sum(DEFAULT_CACHE_GB if policy.memory_gb is None else policy.memory_gb for policy in own) * 2**30

@@ -44,7 +44,7 @@ class PolicySection(Section):
     """4: quantize it when it is loaded."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """An embedded engine of its own, whose KV cache takes so many GiB at most. Null: the model's engine, if both have the
-    same base weights; else 2."""
+    same base weights (on servers: if it is trained); else 2."""
     endpoint: dict[NonEmpty, Any] | None = None
     """An OpenAI-compatible server: arguments of `turnwise.services.chat:ChatEndpoint`, such as `{url:
     "http://host:8000/v1", model: NAME}`."""

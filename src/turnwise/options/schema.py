@@ -596,6 +596,11 @@ class Config(Section):
         """The policies that are trained beside the model of the section `model`."""
         return [policy for policy in self.policies if policy.train]
 
+    @property
+    def served_policies(self) -> list[PolicySection]:
+        """The trained policies that the servers of the engine sample for: all but those with an engine of their own."""
+        return [policy for policy in self.trained_policies if self.engine.servers and policy.memory_gb is None]
+
     def of_policy(self, policy: PolicySection) -> Config:
         """The recipe as a trained policy reads it: with its adapter, loss, credit, learning rate and sampling."""
         return self.model_copy(

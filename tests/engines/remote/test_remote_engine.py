@@ -665,6 +665,41 @@ def test_a_server_that_comes_back_gets_the_present_weights(tmp_path: Path) -> No
     run(main())
 
 
+def test_policies_at_one_server_have_weights_and_versions_of_their_own(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path, patience=5.0) as engine:
+            second = engine.with_policy("second", 4)
+            await engine.load_weights(5, WEIGHTS)
+            await second.load_weights(7, WEIGHTS)
+
+            async def check() -> None:
+                for sampler, version in ((engine, 5), (second, 7)):
+                    completion = await sampler.generate(request([4]))
+                    assert sampler.version == version
+                    assert list(completion.versions) == [version] * 8
+                    assert list(completion.token_ids) == expected(4, 8, version)
+
+            await check()
+            server.fail_load = True
+            with pytest.raises(
+                EngineError, match=r"version 8 of the policy 'second' were not taken over; .* version 7"
+            ):
+                await second.load_weights(8, WEIGHTS)
+            await check()
+            port = int(server.url.rpartition(":")[2])
+            await server.stop()
+            server.version, server.label, server.owner, server.adapters = 0, "-1", None, {}
+            task = asyncio.create_task(second.generate(request([4])))
+            await asyncio.sleep(0.3)
+            await server.start(port)
+            assert list((await task).versions) == [7] * 8
+            await check()
+            assert len(list(tmp_path.rglob("*.safetensors"))) == 2
+        assert list(tmp_path.rglob("*")) == []
+
+    run(main())
+
+
 def test_requests_wait_while_the_servers_sleep(tmp_path: Path) -> None:
     async def main() -> None:
         async with fake_servers(2) as servers, engine_on(servers, files=tmp_path) as engine:

@@ -127,6 +127,13 @@ def test_an_adapter_is_served_with_a_rank_that_vllm_supports() -> None:
     assert "--enable-lora" not in command_of(replica)[0]
 
 
+def test_a_server_has_room_for_the_adapters_of_the_trained_policies_without_an_engine_of_their_own() -> None:
+    policies = {"second": {"train": True, "lora": 30}, "third": {"train": True, "memory_gb": 1}}
+    (replica,) = replicas_of(model={"lora": {"rank": 12}}, policies=policies)
+    command = command_of(replica)[0]
+    assert [value(command, f"--max-{name}") for name in ("lora-rank", "loras", "cpu-loras")] == ["32", "2", "3"]
+
+
 def test_given_servers_are_used_with_their_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVER_KEY", "abc")
     replicas = replicas_of({"url": ["http://a:1/", "http://b:2"], "api_key_env": "SERVER_KEY"})
@@ -195,22 +202,28 @@ def test_each_update_of_an_adapter_has_a_name_of_its_own(tmp_path: Path) -> None
         server = HttpServer(f"http://127.0.0.1:{runner.addresses[0][1]}")
         api = VllmApi(vocab_size=9, labels=True, adapter=True, owner=Owner())
         api._models[server.url] = "base"
-        for number in (1, 2):
-            update = WeightUpdate(version=number, path=tmp_path / str(number), adapter=True, checksum="", size=1)
+        for number, policy in ((1, ""), (1, "second"), (2, "")):
+            path = tmp_path / f"{number}{policy}"
+            update = WeightUpdate(version=number, path=path, adapter=True, checksum="", size=1, policy=policy)
             await api.pause(server)
             await api.load(server, update)
-            calls.append(("serves", api._served_model(server)))
+            calls.append(("serves", api._served_model(server, policy)))
         await server.close()
         await runner.cleanup()
         return calls
 
-    calls = [call for call in asyncio.run(main()) if call[0] != "/update_weight_version"]
-    first, second = (name for path, name in calls if path == "serves")
-    assert first != second
+    calls = asyncio.run(main())
+    assert sum(path == "/update_weight_version" for path, _ in calls) == 2  # not for the further policy
+    calls = [call for call in calls if call[0] != "/update_weight_version"]
+    first, other, second = (name for path, name in calls if path == "serves")
+    assert len({first, other, second}) == 3
     assert calls == [
         ("/pause", {"mode": "abort"}),  # a request that runs keeps its adapter
         ("/v1/load_lora_adapter", {"lora_name": first, "lora_path": str(tmp_path / "1")}),
         ("serves", first),
+        ("/pause", {"mode": "abort"}),
+        ("/v1/load_lora_adapter", {"lora_name": other, "lora_path": str(tmp_path / "1second")}),
+        ("serves", other),
         ("/pause", {"mode": "abort"}),
         ("/v1/load_lora_adapter", {"lora_name": second, "lora_path": str(tmp_path / "2")}),
         ("/v1/unload_lora_adapter", {"lora_name": first}),

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,6 +46,19 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
+class ServedWeights:
+    """The weights of one policy at the servers of an engine."""
+
+    policy: str
+    """Its name; empty: the recipe's model."""
+    version: int
+    update: WeightUpdate | None = None
+    """The weights that the servers have; None: those that they were started with."""
+    deviation: float | None = None
+    """The largest difference of log-probabilities between servers and trainer in the last probe."""
+
+
 class RemoteEngine:
     """An `Engine` on one or several servers of one kind.
 
@@ -68,7 +81,9 @@ class RemoteEngine:
         sleeps: bool = False,
         constrains: bool = False,
     ) -> None:
-        self.version = version
+        self._main = ServedWeights("", version)
+        self._weights = [self._main]
+        """Of all policies at the servers, first of the recipe's model."""
         self.probe = probe
         """How the servers are probed after an update; None: not at all."""
         self.sleeps = sleeps
@@ -85,12 +100,18 @@ class RemoteEngine:
         """Set while requests may be sent: not during a weight update."""
         self._open.set()
         self._update = asyncio.Lock()
-        self._current: WeightUpdate | None = None
-        """The weights that the servers have; None: those that they were started with."""
-        self.deviation: float | None = None
-        """The largest difference of log-probabilities between servers and trainer in the last probe."""
         self._closed = False
         self._context = context
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the servers sample with."""
+        return self._main.version
+
+    @property
+    def deviation(self) -> float | None:
+        """The largest difference of log-probabilities between servers and trainer in the last probe."""
+        return self._main.deviation
 
     @property
     def servers(self) -> Sequence[str]:
@@ -109,6 +130,18 @@ class RemoteEngine:
     async def generate(self, request: Request) -> Completion:
         """See `Engine.generate`. A request whose server is lost goes on at another server, after the tokens that are known; one
         with a grammar begins again."""
+        return await self._generate(request, self._main)
+
+    def with_policy(self, name: str, version: int) -> ServedPolicy:
+        """An engine for a further policy: an adapter of its own at the same servers. `version` is the number of its weights.
+        Before its first update it samples as the weights that the servers were started with."""
+        weights = ServedWeights(name, version)
+        self._weights.append(weights)
+        return ServedPolicy(self, weights)
+
+    async def _generate(self, request: Request, weights: ServedWeights) -> Completion:
+        """`generate`, by one of the policies."""
+        request = replace(request, policy=weights.policy) if weights.policy else request
         joined: JoinedCompletion | None = None
         whole = request.constraint is not None  # a server begins a grammar with the first token that it samples
         losses = aborts = 0
@@ -120,7 +153,7 @@ class RemoteEngine:
                 joined.truncate(0)
             known = len(joined.token_ids)
             try:
-                await self._sample(replica, joined)
+                await self._sample(replica, joined, weights)
             except (ServerLost, ServerFailed) as error:
                 progress = not whole and len(joined.token_ids) > known
                 if isinstance(error, ServerFailed) and await replica.server.healthy(replica.health_path):
@@ -134,10 +167,10 @@ class RemoteEngine:
                             f"the request lost its server {losses} times without a new token: {error}"
                         ) from error
                     self._replicas.lose(replica)
-            if joined.versions and max(joined.versions) > self.version:
+            if joined.versions and max(joined.versions) > weights.version:
                 with waiting_for_others():
                     await self._open.wait()  # an update is not decided yet
-                joined.drop_versions_above(self.version)
+                joined.drop_versions_above(weights.version)
             joined.close_if_complete(self._decode)
             if joined.finish is not None:
                 replica.failed_starts, replica.served = 0, time.monotonic()
@@ -208,24 +241,37 @@ class RemoteEngine:
         weights, or has other log-probabilities, all servers get the previous weights again, the version stays, and EngineError
         is raised. Requests that are running go on; those that have sampled with rejected weights repeat these tokens.
         """
+        await self._update_of(self._main, version, weights, probe)
+
+    async def _update_of(
+        self,
+        of: ServedWeights,
+        version: int,
+        weights: Mapping[str, Any] | WriteAdapter | None,
+        probe: Probe | None,
+    ) -> None:
+        """`update`, for one of the policies."""
         update = None
         if callable(weights):  # an adapter is small, and its trainer may belong to this thread
             update = self._write(version, weights)
         elif weights is not None:
             # requests go on meanwhile; the trainer does not change its weights before this method returns
             update = await asyncio.to_thread(self._write, version, weights)
+        if update is not None:
+            update = replace(update, policy=of.policy)
         try:
             async with self._updating():
                 if update is None:
-                    await self._on_all(lambda server: self._api.label(server, version))
-                    await self._compare(probe, version)
-                    if self._current is not None:
-                        self._current = replace(self._current, version=version)
+                    if of is self._main:  # which the servers label
+                        await self._on_all(lambda server: self._api.label(server, version))
+                    await self._compare(of, probe, version)
+                    if of.update is not None:
+                        of.update = replace(of.update, version=version)
                 else:
-                    await self._replace(update, probe)
-                self.version = version
+                    await self._replace(of, update, probe)
+                of.version = version
         finally:
-            if update is not None and update is not self._current and self._files is not None:
+            if update is not None and update is not of.update and self._files is not None:
                 self._files.discard(update)  # it was not taken over
 
     def publisher(self, learner: WeightSource) -> WeightPublisher:
@@ -235,7 +281,7 @@ class RemoteEngine:
         """What each server samples behind the prompt of a probe with the present weights, for a trainer in another process, which
         checks the answers. Raises EngineError."""
         async with self._updating():
-            return await self._answers(probe, self.version)
+            return await self._answers(self._main, probe, self.version)
 
     async def sleep(self) -> None:
         """Free the memory of the servers' devices until `wake`. No request may be running."""
@@ -270,14 +316,14 @@ class RemoteEngine:
 
     # one request
 
-    async def _sample(self, replica: Replica, joined: JoinedCompletion) -> None:
+    async def _sample(self, replica: Replica, joined: JoinedCompletion, weights: ServedWeights) -> None:
         """Send a request for the rest of a completion, and add its parts.
 
         A server reports the versions of tokens at the end of a request. If the server is lost before, and the weights changed
         meanwhile, only the tokens from before the change are kept: the versions of the others are not known.
         """
         assert self.info is not None
-        first, version = len(joined.token_ids), self.version
+        first, version = len(joined.token_ids), weights.version
         certain = first
         replica.running += 1
         complete = False
@@ -286,7 +332,7 @@ class RemoteEngine:
                 async for part in parts:
                     check_part(replica.name, part, vocab_size=self.info.vocab_size, room=joined.room)
                     joined.add(part, version)
-                    if self.version == version and self._open.is_set():
+                    if weights.version == version and self._open.is_set():
                         certain = len(joined.token_ids)
                     if part.finish is not None:
                         complete = True
@@ -347,8 +393,8 @@ class RemoteEngine:
             return self._files.write_adapter(version, weights)
         return self._files.write(version, weights)
 
-    async def _replace(self, update: WeightUpdate, probe: Probe | None) -> None:
-        """Give all servers other weights. If one of them fails, all get the previous weights again."""
+    async def _replace(self, of: ServedWeights, update: WeightUpdate, probe: Probe | None) -> None:
+        """Give all servers other weights of a policy. If one of them fails, all get the previous weights again."""
         assert self._files is not None
         changed: list[Replica] = []
 
@@ -371,20 +417,21 @@ class RemoteEngine:
             else:  # each server has a group of its own with this process, and broadcasts in two groups must not overlap
                 for replica in self._replicas.all:
                     await change(replica)
-            await self._compare(probe, update.version)
+            await self._compare(of, probe, update.version)
         except BaseException as error:
-            if self._current is None or self._current.tensors is None:
-                await asyncio.gather(*map(self._give_back, changed))
+            if of.update is None or of.update.tensors is None:
+                await asyncio.gather(*(self._give_back(replica, of) for replica in changed))
             else:  # broadcasts, as above
                 for replica in changed:
-                    await self._give_back(replica)
+                    await self._give_back(replica, of)
             if isinstance(error, EngineError):
+                name = f" of the policy {of.policy!r}" if of.policy else ""
                 raise EngineError(
-                    f"the weights of version {update.version} were not taken over; the engine goes on with version "
-                    f"{self.version}: {error}"
+                    f"the weights of version {update.version}{name} were not taken over; the engine goes on with version "
+                    f"{of.version}: {error}"
                 ) from error
             raise
-        previous, self._current = self._current, update
+        previous, of.update = of.update, update
         if previous is not None:
             self._files.discard(previous)
 
@@ -398,18 +445,22 @@ class RemoteEngine:
         await (self._repeated(replica, load) if update.tensors is None else load())
         replica.server.note_progress()
 
-    async def _compare(self, probe: Probe | None, version: int) -> None:
-        """Raise EngineError if a server's log-probabilities are not those of the trainer."""
+    async def _compare(self, of: ServedWeights, probe: Probe | None, version: int) -> None:
+        """Raise EngineError if a server's log-probabilities of a policy are not those of the trainer."""
         if probe is not None:
-            for answer in await self._answers(probe, version):
-                self.deviation = check_answer(answer, probe, version)
+            for answer in await self._answers(of, probe, version):
+                of.deviation = check_answer(answer, probe, version)
 
-    async def _answers(self, probe: ProbePrompt, version: int) -> list[ProbeAnswer]:
-        """What each server samples behind the prompt of a probe. Raises EngineError."""
+    async def _answers(self, of: ServedWeights, probe: ProbePrompt, version: int) -> list[ProbeAnswer]:
+        """What each server samples of a policy behind the prompt of a probe. Raises EngineError."""
         assert self.info is not None
         count = min(probe.tokens, self.info.context - len(probe.prompt))
         request = Request(
-            conversation="probe", token_ids=probe.prompt, sampling=Sampling(max_tokens=count), seed=version
+            conversation="probe",
+            token_ids=probe.prompt,
+            sampling=Sampling(max_tokens=count),
+            seed=version,
+            policy=of.policy,
         )
 
         async def ask(replica: Replica) -> ProbeAnswer:
@@ -434,12 +485,12 @@ class RemoteEngine:
                 joined.add(part, version)
         return joined
 
-    async def _give_back(self, replica: Replica) -> None:
-        """The present weights for a server whose update has failed or was rejected. Its running requests start again."""
+    async def _give_back(self, replica: Replica, of: ServedWeights) -> None:
+        """The present weights of a policy for a server whose update has failed or was rejected. Running requests start again."""
         try:
             await self._api.pause(replica.server, abort=True)
-            if self._current is not None:
-                await self._api.load(replica.server, self._current)
+            if of.update is not None:
+                await self._api.load(replica.server, of.update)
             elif replica.process is not None:
                 raise ServerLost("a restart gives back the weights from before the first update")
             await self._api.resume(replica.server)
@@ -475,10 +526,11 @@ class RemoteEngine:
             )
         self.info = info
         if self._files is not None:
-            if self._current is not None:
-                await self._load(replica, self._current)
-            else:
+            if self._main.update is None:
                 await self._api.label(replica.server, self.version)
+            for weights in self._weights:
+                if weights.update is not None:
+                    await self._load(replica, weights.update)
 
     async def _claim(self, replica: Replica) -> None:
         """Become the owner of a server's weights."""
@@ -504,3 +556,50 @@ class RemoteEngine:
                 self._replicas.lose(replica)
 
         await asyncio.gather(*map(on, self._replicas.all))
+
+
+class ServedPolicy:
+    """An `Engine` for a further policy at the servers of a `RemoteEngine` (`RemoteEngine.with_policy`)."""
+
+    def __init__(self, engine: RemoteEngine, weights: ServedWeights) -> None:
+        self._engine, self._weights = engine, weights
+        self.constrains = engine.constrains
+        """Whether the servers sample under grammars."""
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that the servers sample with."""
+        return self._weights.version
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens of a sequence that the servers take; None before the start."""
+        return self._engine.context
+
+    async def start(self) -> None:
+        """See `RemoteEngine.start`."""
+        await self._engine.start()
+
+    async def generate(self, request: Request) -> Completion:
+        """See `RemoteEngine.generate`."""
+        return await self._engine._generate(request, self._weights)
+
+    def release(self, conversation: str) -> None:
+        self._engine.release(conversation)
+
+    async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
+        """See `RemoteEngine.load_weights`."""
+        await self.update(version, weights)
+
+    async def update(
+        self, version: int, weights: Mapping[str, Any] | WriteAdapter | None, probe: Probe | None = None
+    ) -> None:
+        """See `RemoteEngine.update`. Nothing of the other policies changes."""
+        await self._engine._update_of(self._weights, version, weights, probe)
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        """The publisher of the recipe's model, which comes first, lets the servers sleep and wakes them."""
+        return RemoteWeights(self, learner, self._engine.probe)
+
+    async def close(self) -> None:
+        """The servers are those of the other engine, which ends them."""

@@ -49,7 +49,7 @@ class ServedModel:
     trained: bool
     """Whether the weights change during the run."""
     lora_rank: int | None
-    """The rank of the trained adapter; None if all weights are trained, or none."""
+    """The rank of the trained adapter, or the largest of several; None if all weights are trained, or none."""
     devices: Callable[[], Sequence[str]]
     """The value of CUDA_VISIBLE_DEVICES for each server that turnwise starts; empty: that of this process. Raises ConfigError if
     there are too few."""
@@ -57,6 +57,8 @@ class ServedModel:
     """The directory of the log files."""
     owner: Owner
     """This process, as the servers know it."""
+    adapters: int = 1
+    """The number of trained adapters: that of the model, and those of further policies."""
     experts: ExpertLayers | None = None
     """The layers with experts, if the experts of each token are recorded."""
     trainer_gpu: int = 0

@@ -61,6 +61,8 @@ class WeightUpdate:
     """CRC-32 of the file, or of the bytes of all tensors. A worker computes it again from what it has received."""
     size: int
     """Bytes of the weights."""
+    policy: str = ""
+    """The policy whose adapter it is; empty: the recipe's model."""
 
 
 class WeightStore(Protocol):

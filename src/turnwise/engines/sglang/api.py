@@ -214,8 +214,8 @@ class SglangApi:
         self._owner = owner
         self._facts: dict[str, Mapping[str, Any]] = {}
         """/server_info of each server."""
-        self._adapters: dict[str, str] = {}
-        """The name of the adapter that each server uses."""
+        self._adapters: dict[tuple[str, str], str] = {}
+        """The names of the adapters that servers have, by server and policy."""
         self._aborts: set[asyncio.Task[Any]] = set()
         """Requests to free cancelled requests. The event loop keeps only weak references to tasks."""
 
@@ -232,7 +232,7 @@ class SglangApi:
                 f"model.router_replay=true, and {server.url} reports no experts: start it with --enable-return-routed-experts"
             )
         self._facts[server.url] = facts
-        self._adapters.pop(server.url, None)
+        self._adapters = {key: name for key, name in self._adapters.items() if key[0] != server.url}
         self._groups.drop(server.url)  # the workers are new if the server was started again
         return ServerInfo(
             vocab_size=self.vocab_size,
@@ -262,9 +262,9 @@ class SglangApi:
             },
             "return_logprob": True,
             "stream": True,
-            "lora_path": self._adapters.get(server.url),
+            "lora_path": self._adapters.get((server.url, request.policy)),
             # prefixes that other weights have computed have another key, and are never hit
-            "extra_key": f"{self._owner.process}:{version}",
+            "extra_key": f"{self._owner.process}:{version}{request.policy}",
         }
         if self._experts is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": first_unknown(request)}
@@ -315,7 +315,8 @@ class SglangApi:
             await self._load_weights(server, update)
             await self._check_checksums(server, contents)
             self._shapes = self._shapes or WeightShapes(contents.shapes)
-        await self.label(server, update.version)
+        if not update.policy:
+            await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
         await self._set_label(server, f"{self._owner.name}#{self._owner.process}:{int(time.time())}:{version}")
@@ -331,7 +332,7 @@ class SglangApi:
                 "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
                 "return_logprob": True,
                 "logprob_start_len": 0,
-                "lora_path": self._adapters.get(server.url),
+                "lora_path": self._adapters.get((server.url, "")),
                 "extra_key": secrets.token_hex(8),  # nothing is taken from the prefix cache
             },
         )
@@ -359,6 +360,8 @@ class SglangApi:
         versions = None
         if finish is not None and self._labels:
             versions = self._versions(server, meta.get("weight_versions"), meta.get("completion_tokens", 0))
+            if request.policy:  # a request keeps its adapter; the label is that of the model's weights
+                versions = [version] * len(versions)
             if self._pause_mode == "in_place" and not self._facts[server.url].get("disable_overlap_schedule"):
                 versions = with_pending_tokens(versions, version)
         return Part(
@@ -489,9 +492,9 @@ class SglangApi:
                 check_checksums(server.url, rank["checksums"], contents)
 
     async def _load_adapter(self, server: HttpServer, update: WeightUpdate) -> None:
-        """Load an adapter under a new name, and unload the previous one."""
+        """Load an adapter under a new name, and unload the previous one of the policy."""
         assert update.path is not None
-        name = f"{self._owner.process}-{update.path.name}"
+        name, place = f"{self._owner.process}-{update.path.name}", (server.url, update.policy)
         try:
             await server.post("/load_lora_adapter", {"lora_name": name, "lora_path": str(update.path)})
         except ServerRefused as error:
@@ -499,7 +502,7 @@ class SglangApi:
                 f"{server.url} takes no LoRA adapter: start it with --enable-lora, --max-lora-rank and --lora-target-modules "
                 f"(docs/engines.md): {error}"
             ) from error
-        previous, self._adapters[server.url] = self._adapters.get(server.url), name
+        previous, self._adapters[place] = self._adapters.get(place), name
         if previous is not None:
             await server.post("/unload_lora_adapter", {"lora_name": previous})
 

@@ -87,7 +87,9 @@ def server_command(
     if options.data_parallel > 1:
         arguments.append(f"--dp-size={options.data_parallel}")
     if served.lora_rank is not None:
-        arguments += ["--enable-lora", f"--max-lora-rank={served.lora_rank}", "--max-loras-per-batch=2"]
+        arguments += ["--enable-lora", f"--max-lora-rank={served.lora_rank}"]
+        # one more: a new adapter arrives before the one that it replaces is removed
+        arguments += [f"--max-loras-per-batch={served.adapters + 1}"]
         arguments += ["--lora-target-modules", *_MODULES]
         if served.cpu:
             arguments.append("--lora-backend=torch_native")

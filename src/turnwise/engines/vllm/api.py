@@ -235,8 +235,8 @@ class VllmApi:
         self._sender = WeightSender(owner.name, _LEASE, sending)
         self._models: dict[str, str] = {}
         """The name of the model at each server."""
-        self._adapters: dict[str, str] = {}
-        """The name of the adapter that each server uses; empty before the first update."""
+        self._adapters: dict[tuple[str, str], str] = {}
+        """The names of the adapters that servers have, by server and policy; empty before the first update."""
         self._checked_pixels: set[str] = set()
         """Servers that take the pixels of images as the trainer has them."""
 
@@ -249,7 +249,8 @@ class VllmApi:
     async def info(self, server: HttpServer) -> ServerInfo:
         base = await self._base_model(server)
         self._models[server.url] = base["id"]
-        self._adapters.pop(server.url, None)  # a server that was started again has none
+        # a server that was started again has none
+        self._adapters = {key: name for key, name in self._adapters.items() if key[0] != server.url}
         return ServerInfo(
             vocab_size=self._vocab_size, context=base["max_model_len"], logprob_kind=await self._logprob_kind(server)
         )
@@ -268,7 +269,7 @@ class VllmApi:
         if features is not None:
             await self._check_pixels(server, request)
         body = {
-            "model": self._served_model(server),
+            "model": self._served_model(server, request.policy),
             "token_ids": list(request.token_ids),
             "features": features,
             "sampling_params": {
@@ -278,7 +279,7 @@ class VllmApi:
                 **routed_experts_params(self._experts, request),
             },
             # blocks that other weights have computed have another salt, and are never hit
-            "cache_salt": self._labels.of(version),
+            "cache_salt": self._labels.of(version) + request.policy,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
@@ -294,6 +295,10 @@ class VllmApi:
                 yield replace(part, finish=None, routes=None)
                 if part.finish is not None:
                     finish, versions = part.finish, self._labels.versions(server.url, spans, count)
+                    if request.policy and versions is not None:
+                        versions = [
+                            version
+                        ] * count  # a request keeps its adapter; the label is that of the model's weights
                     routes = part.routes
         yield Part(finish=finish, all_versions=versions, cached_tokens=cached, routes=routes)
 
@@ -312,10 +317,11 @@ class VllmApi:
 
     async def load(self, server: HttpServer, update: WeightUpdate) -> None:
         if update.adapter:
-            await self._load_adapter(server, str(update.path))
+            await self._load_adapter(server, update)
         else:
             await self._sender.send(server.url, update, partial(self._rpc, server))
-        await self.label(server, update.version)
+        if not update.policy:
+            await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
         await server.post("/update_weight_version", {"new_version": self._labels.of(version)})
@@ -329,15 +335,15 @@ class VllmApi:
     async def wake(self, server: HttpServer) -> None:
         await server.post("/wake_up")
 
-    def _served_model(self, server: HttpServer) -> str:
+    def _served_model(self, server: HttpServer, policy: str = "") -> str:
         """The name of the model that has the present weights. A new adapter changes nothing before the first update."""
-        return self._adapters.get(server.url, self._models[server.url])
+        return self._adapters.get((server.url, policy), self._models[server.url])
 
-    async def _load_adapter(self, server: HttpServer, path: str) -> None:
-        """Load an adapter under a new name, and unload the previous one. No request may be running."""
-        name = f"{ADAPTER}-{secrets.token_hex(4)}"
-        await server.post_text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        previous, self._adapters[server.url] = self._adapters.get(server.url), name
+    async def _load_adapter(self, server: HttpServer, update: WeightUpdate) -> None:
+        """Load an adapter under a new name, and unload the previous one of the policy. No request may be running."""
+        name, place = f"{ADAPTER}-{secrets.token_hex(4)}", (server.url, update.policy)
+        await server.post_text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(update.path)})
+        previous, self._adapters[place] = self._adapters.get(place), name
         if previous is not None:
             await server.post_text("/v1/unload_lora_adapter", {"lora_name": previous})
 

@@ -89,8 +89,8 @@ class InProcessApi:
         self._sender = WeightSender(owner.name, _LEASE, sending)
         self._request_ids = itertools.count()
         self._lora_ids = itertools.count(1)
-        self._lora: Any | None = None
-        """vLLM's request for the trained adapter; None before the first update."""
+        self._loras: dict[str, Any] = {}
+        """vLLM's requests for the trained adapters, by policy; empty before the first update."""
 
     def close(self) -> None:
         self._sender.close()
@@ -99,7 +99,7 @@ class InProcessApi:
         pass
 
     async def info(self, server: HttpServer) -> ServerInfo:
-        self._lora = None  # an engine that was started again has none
+        self._loras.clear()  # an engine that was started again has none
         return ServerInfo(
             vocab_size=self._vocab_size,
             context=_llm(server).model_config.max_model_len,
@@ -127,8 +127,10 @@ class InProcessApi:
             **routed_experts_params(self._experts, request),
             output_kind=RequestOutputKind.DELTA,
         )
-        prompt = _prompt(request, self._labels.of(version))
-        outputs = llm.generate(prompt, params, f"turnwise-{next(self._request_ids)}", lora_request=self._lora)
+        prompt = _prompt(request, self._labels.of(version) + request.policy)
+        outputs = llm.generate(
+            prompt, params, f"turnwise-{next(self._request_ids)}", lora_request=self._loras.get(request.policy)
+        )
         count = 0
         try:
             async with aclosing(outputs):
@@ -139,9 +141,12 @@ class InProcessApi:
                     yield Part(token_ids=ids, logprobs=_logprobs(ids, choice.logprobs))
                     if choice.finish_reason is not None:
                         spans = [(span.version, span.start, span.end) for span in choice.weight_versions or ()]
+                        versions = self._labels.versions(server.url, spans, count)
+                        if request.policy and versions is not None:
+                            versions = [version] * count  # as at a server
                         yield Part(
                             finish="aborted" if choice.finish_reason == "abort" else choice.finish_reason,
-                            all_versions=self._labels.versions(server.url, spans, count),
+                            all_versions=versions,
                             cached_tokens=output.num_cached_tokens,
                             routes=self._routes(server, choice.routed_experts),
                         )
@@ -176,12 +181,13 @@ class InProcessApi:
             number = next(self._lora_ids)
             lora = LoRARequest(lora_name=f"{ADAPTER}-{number}", lora_int_id=number, lora_path=str(update.path))
             await _llm(server).add_lora(lora)
-            previous, self._lora = self._lora, lora
+            previous, self._loras[update.policy] = self._loras.get(update.policy), lora
             if previous is not None:
                 await _llm(server).remove_lora(previous.lora_int_id)
         else:
             await self._sender.send(server.url, update, partial(_rpc, server))
-        await self.label(server, update.version)
+        if not update.policy:
+            await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
         await _llm(server).update_weight_version(self._labels.of(version))

@@ -64,7 +64,16 @@ def engine_arguments(options: VllmEngineSection, served: ServedModel) -> list[st
         tokens = max(_LEAST_BATCH, served.context or 0)
         arguments += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(tokens)]
     if served.lora_rank is not None:
-        arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(_supported_rank(served.lora_rank))]
+        count = served.adapters
+        arguments += [
+            "--enable-lora",
+            "--max-loras",
+            str(count),
+            "--max-lora-rank",
+            str(_supported_rank(served.lora_rank)),
+        ]
+        if count > 1:  # a new adapter arrives before the one that it replaces is removed, and must not displace a third
+            arguments += ["--max-cpu-loras", str(count + 1)]
     if "vision_config" in served.facts:
         # turnwise sends pixels as the trainer has them, normalized; it sends no videos
         arguments += ["--no-mm-device-do-normalize", "--limit-mm-per-prompt", '{"video": 0}']
