@@ -647,7 +647,7 @@ class FusedForward:
         """What has bfloat16 copies of weights, with autocast."""
         self._model: PreTrainedModel = model if self.copy is None else self.copy.model
         self._packed = PackedLayers() if self.copy is None and fused_packed_bytes(model) else None
-        self._source, self._base = model, SharedBase(self._model, torch.bfloat16 if autocast else None)
+        self._base = SharedBase(self._model, model, torch.bfloat16 if autocast else None)
         embedding = text.get_input_embeddings().weight
         self._dims = AttentionDims(
             heads=config.num_attention_heads,
@@ -714,10 +714,11 @@ class FusedForward:
         return FusedParameters.of(self._model, LayerSource(packed, self._base), self._dims.dtype)
 
     def add_model(self, model: PreTrainedModel) -> bool:
-        if unsupported_reason(model) is not None or not shares_base(self._source, model):
+        source = self._base.source
+        if unsupported_reason(model) is not None or not shares_base(source, model):
             return False
         # the first model's modules of experts compute for all
-        blocks = _expert_blocks(text_part(self._source)) + _expert_blocks(text_part(model))
+        blocks = _expert_blocks(text_part(source)) + _expert_blocks(text_part(model))
         if any(linear_adapter(part) is not None for block in blocks for part in block.modules()):
             return False
         self._base.add(model)

@@ -52,9 +52,11 @@ class ModelRows:
 class SharedBase:
     """The models that a pass computes together. All have the base weights of the first, and adapters of their own."""
 
-    def __init__(self, first: Any, dtype: torch.dtype | None) -> None:
-        """`first` is the model whose modules are read. `dtype` is that of its adapters, where it has copies; None: their own."""
+    def __init__(self, first: Any, source: Any, dtype: torch.dtype | None) -> None:
+        """`first` is the model whose modules are read: `source`, or with copies of its weights of another `dtype`."""
         self._first, self._dtype = first, dtype
+        self.source = source
+        """The first model."""
         self._others: list[dict[int, Any]] = []  # of each further model: its modules, by the ids of those of the first
         self.rows: ModelRows | None = None
         """Of the present pass; None: all tokens are of the first model."""

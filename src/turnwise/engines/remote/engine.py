@@ -81,8 +81,7 @@ class RemoteEngine:
         sleeps: bool = False,
         constrains: bool = False,
     ) -> None:
-        self._main = ServedWeights("", version)
-        self._weights = [self._main]
+        self._weights = [ServedWeights("", version)]
         """Of all policies at the servers, first of the recipe's model."""
         self.probe = probe
         """How the servers are probed after an update; None: not at all."""
@@ -102,6 +101,11 @@ class RemoteEngine:
         self._update = asyncio.Lock()
         self._closed = False
         self._context = context
+
+    @property
+    def _main(self) -> ServedWeights:
+        """The weights of the recipe's model."""
+        return self._weights[0]
 
     @property
     def version(self) -> int:
