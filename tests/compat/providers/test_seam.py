@@ -98,6 +98,12 @@ def test_a_gymnasium_environment_is_played_by_its_id() -> None:
         ("gymnasium:", r"'gymnasium:' has no name; write gymnasium:NAME"),
         ("gymnasium:FrozenLak-v1", "FrozenLak"),
         ("trl:nowhere.py:Class", "nowhere.py"),
+        (
+            "textarna:Nim-v0",
+            r"no provider and no module 'textarna'; did you mean 'textarena'\?; the providers are: reasoning_gym",
+        ),
+        ("nemo_gym:x", "there is no provider nemo_gym: its package needs Python 3.12"),
+        ("alfworld:x", "there is no provider alfworld: its games are those of TextWorld"),
     ],
 )
 def test_a_name_that_is_not_there_is_told(use: str, message: str) -> None:

@@ -164,6 +164,14 @@ PROVIDERS: dict[str, Provider] = {
 """The providers by name."""
 
 
+_ELSEWHERE = {
+    "nemo_gym": "its package needs Python 3.12 and servers of its own: run its agents on the recipe's server (docs/agents.md)",
+    "alfworld": "its games are those of TextWorld, and must be downloaded (alfworld-download): write an environment with its "
+    "package (docs/environments.md)",
+}
+"""Libraries without a provider, and what to do instead."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
     """What an environment of a provider brings, for people."""
@@ -194,23 +202,38 @@ class HasNames(Protocol):
 
 
 def provider_of(reference: str) -> tuple[Provider, str] | None:
-    """The provider that a reference names, and the name behind the colon; None for other references."""
+    """The provider that a reference names, and the name behind the colon; None for other references. Raises ConfigError for a
+    library that is known and has no provider."""
     place, colon, name = reference.partition(":")
     provider = PROVIDERS.get(place) if colon else None
+    if colon and place in _ELSEWHERE:
+        raise ConfigError(f"environment: there is no provider {place}: {_ELSEWHERE[place]}")
     return None if provider is None else (provider, name)
+
+
+def _own(reference: str) -> Any:
+    """What a reference names that is of no provider. Raises ConfigError, with the most similar provider if there is no such
+    module."""
+    place = reference.partition(":")[0]
+    if place.isidentifier() and (similar := nearest(place, PROVIDERS)) and importlib.util.find_spec(place) is None:
+        raise ConfigError(
+            f"environment: {reference!r}: there is no provider and no module {place!r}{similar}; the providers are: "
+            f"{', '.join(PROVIDERS)}"
+        )
+    return resolve(reference, key="environment")
 
 
 def environment_class(reference: str) -> Any:
     """The class or function that a recipe's environment names, without its arguments. Raises ConfigError."""
     found = provider_of(reference)
-    return resolve(reference, key="environment") if found is None else found[0].make_class()
+    return _own(reference) if found is None else found[0].make_class()
 
 
 def environment_target(reference: str) -> Callable[..., Any]:
     """The callable that makes the environment with the recipe's arguments. Raises ConfigError."""
     found = provider_of(reference)
     if found is None:
-        return resolve(reference, key="environment")
+        return _own(reference)
     provider, name = found
     if not name:
         raise ConfigError(f"environment: {reference!r} has no name; write {provider.name}:NAME ({provider.brings})")
