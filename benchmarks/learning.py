@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from learning_tasks import distillation
+from learning_tasks import delegation, distillation
 from learning_tasks.report import Curve, Point, draw, markdown, print_tables
 from learning_tasks.setups import TASKS, Setup, Task
 from learning_tasks.start_model import make_data, prepare
@@ -74,10 +74,12 @@ def main() -> None:
     data = make_data()
     start = options.out / f"start-{version_of('start_model', data['conversations'])}"
     os.environ.update(environment(start))
-    if any(task != "distillation" for task in options.tasks):
+    if any(task not in ("distillation", "delegation") for task in options.tasks):
         prepare(start, data)
     if "distillation" in options.tasks and not options.report:
         distillation.prepare(start)
+    if "delegation" in options.tasks and not options.report:
+        delegation.prepare(start / "delegation")
     runs = [
         Run(task, setup, seed, steps, version_of(task.name, start.name, *(data[name] for name in task.data)))
         for seed in range(1 if options.quick else options.seeds)
@@ -177,7 +179,7 @@ def read_curve(run: Run, folder: Path) -> Curve:
     steps = list(read_lines(folder / "metrics.jsonl"))
     tokens = [0]
     for step in steps:
-        tokens.append(tokens[-1] + step["tokens/sampled"])
+        tokens.append(tokens[-1] + sum(step[name] for name in step if name.endswith("tokens/sampled")))  # and of agents
     lines = list(read_lines(folder / "evaluations.jsonl")) if run.task.evaluated else steps
     points = [Point(line["step"], tokens[line["step"]], line["reward/mean"]) for line in lines]
     seconds = sum(step["seconds/step"] for step in steps)

@@ -45,6 +45,8 @@ def setups(names: tuple[str, ...], steps: int, quick_steps: int) -> tuple[Setup,
 ESTIMATORS = ("grpo", "turn_return", "turn_gae", "gigpo")
 BIASED = ("mt_grpo", "igpo", "kevin")
 TEACHER = ("teacher.path=${LEARNING}/teacher/checkpoint", "teacher.signal=divergence", "teacher.divergence=forward_kl")
+SUB_AGENT = ("environment.arguments.solver=true",)
+SOLVER = ("environment.arguments.policy=solver", "policies={solver: {train: true}}", "model.lora.rank=8")
 ONE_TRY = ("credit.name=grpo", "data.train=${LEARNING}/one_try.jsonl")
 
 TASKS = (
@@ -94,6 +96,20 @@ TASKS = (
         start=0.47,
         optimum=1.0,
         level=0.95,
+        data=(),
+        evaluated=True,
+    ),
+    Task(
+        "delegation",
+        "two of three questions in the prompt, alone or with a sub-agent that sees one",
+        (
+            Setup("planner alone", (), 40, 1),
+            Setup("planner and solver", (*SUB_AGENT, *SOLVER), 40, 1),
+            Setup("one policy as both", SUB_AGENT, 40, 1),
+        ),
+        start=0.17,
+        optimum=1.0,
+        level=0.5,
         data=(),
         evaluated=True,
     ),
