@@ -307,6 +307,44 @@ def test_weights_that_overflow_at_the_start_are_named_with_their_layer() -> None
         LocalEngine(model, threads=1)
 
 
+def test_after_new_weights_an_engine_samples_bit_by_bit_as_one_that_is_new() -> None:
+    """So does that of a run that is resumed: nothing of earlier steps decides how products are summed up."""
+    model = hybrid("llama4")
+
+    async def sample(engine: LocalEngine, step: int) -> list[list[float]]:
+        random, found = np.random.default_rng(step), list[list[float]]()
+        prompts = [random_tokens(random, 20, 40) for _ in range(3)]
+        histories = [list(prompts[index // 4]) for index in range(12)]
+        for turn in range(3):
+            asked = [
+                Request(
+                    conversation=f"{step}/{index}",
+                    token_ids=list(history),
+                    sampling=Sampling(max_tokens=int(random.integers(4, 30)), stop_token_ids=(5, 6, 7)),
+                    seed=1000 * step + 10 * index + turn,
+                )
+                for index, history in enumerate(histories)
+            ]
+            said = await asyncio.gather(*map(engine.generate, asked))
+            for history, one in zip(histories, said, strict=True):
+                history += [*one.token_ids, *random_tokens(random, 2, 9)]
+            found += [list(one.logprobs) for one in said]
+        for index in range(12):
+            engine.release(f"{step}/{index}")
+        return found
+
+    async def run() -> None:
+        used = LocalEngine(model, threads=1, context=256)
+        for step in range(8):
+            new = LocalEngine(model, threads=1, context=256)
+            assert await sample(used, step) == await sample(new, step), step
+            await new.close()
+            await used.load_weights(step + 1)
+        await used.close()
+
+    asyncio.run(run())
+
+
 def test_memory_smaller_than_one_state_is_refused() -> None:
     with pytest.raises(EngineError, match=r"memory_gb is .*recurrent states of one conversation of Qwen3_5ForCausalLM"):
         LocalEngine(hybrid("qwen3_5"), threads=1, memory_gb=1e-6)

@@ -26,6 +26,7 @@ from turnwise.engines.engine import Engine, SharedWeights
 from turnwise.engines.local import LocalEngine
 from turnwise.engines.local.cache import FREE, SHARED_READS, KVCache, KVShape, PrefixCache, PrefixMatch, shared_prefix
 from turnwise.engines.local.forward import GenericForward
+from turnwise.engines.local.scheduler import LONGEST_WAIT
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 
@@ -73,6 +74,31 @@ def test_a_group_computes_its_prompt_once() -> None:
     assert engine.stats.prefilled_tokens == distinct + 8
     for index, answer in enumerate(answers):
         is_greedy(model, prompts[index // 3], answer)
+
+
+@pytest.mark.parametrize(("running", "together"), [(20, [2, 1]), (4, [1, 1, 1])])
+def test_requests_that_arrive_one_by_one_start_together_beside_many_others(running: int, together: list[int]) -> None:
+    engine, started = LocalEngine(make("qwen3"), threads=1), list[tuple[int, int]]()
+    scheduler = engine._core.scheduler
+    prefill = scheduler._prefill
+
+    def counted(plan: Any) -> None:
+        started.append((engine.stats.decode_steps, len(plan.started)))
+        prefill(plan)
+
+    scheduler._prefill = counted
+
+    async def play() -> None:
+        asked = [asyncio.create_task(engine.generate(speak(str(i), tokens(10, i), 40, i))) for i in range(running)]
+        for step in (5, 6, 20):
+            while engine.stats.decode_steps < step:
+                await asyncio.sleep(0)
+            asked.append(asyncio.create_task(engine.generate(speak(f"at {step}", tokens(9, 50 + step), 3))))
+        await asyncio.gather(*asked)
+
+    asyncio.run(play())
+    assert [count for _, count in started] == [running, *together]
+    assert 20 <= started[-1][0] <= 20 + LONGEST_WAIT
 
 
 def test_a_new_conversation_takes_over_a_released_one() -> None:

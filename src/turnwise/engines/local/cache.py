@@ -616,9 +616,8 @@ class PrefixCache:
                 self._stale_S[slot] = True
             else:
                 self._free(int(slot))
-        resident = (self.row_S != FREE).any()
-        if self.kv.num_rows and not resident and self.kv.max_rows(self.kv.capacity) < self.num_slots:
-            # a single long conversation has made the rows long and few: start again with short rows
+        if self.kv.num_rows and not (self.row_S != FREE).any():
+            # as a new cache: when rows are lengthened decides how products are summed up, and a run that is resumed has a new one
             self.kv.resize(0, 0)
 
     def clear(self) -> None:

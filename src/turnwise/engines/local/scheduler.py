@@ -163,6 +163,11 @@ MAX_PREFILL_TOKENS_PER_STEP = 8192
 """Prompt tokens that may be prefilled between two decode steps: running requests wait no longer than that."""
 PREFILL_CHUNK_TOKENS = 4096
 """Tokens of one prefill pass, padding included. Longer prompts are prefilled in chunks."""
+WORTH_WAITING = 0.125
+"""The part of a decode step's work that waiting requests may miss before they start: a prefill of one short prompt takes as long
+as a decode step, and hardly less than a prefill of several."""
+LONGEST_WAIT = 4
+"""Decode steps that a request waits at most for others to start with it."""
 
 
 @dataclass(slots=True)
@@ -232,9 +237,17 @@ class Scheduler:
     def __init__(self, cache: PrefixCache, forward: CachedForward, threads: TorchThreads, stats: Stats) -> None:
         self._cache, self._forward, self._threads, self._stats = cache, forward, threads, stats
         self.waiting: deque[PendingRequest] = deque()
+        self._steps_missed: list[float] = []
+        """Of each decode step since a request waits: the waiting requests, as a part of the running ones."""
 
-    def admit(self) -> Iterator[tuple[int, PendingRequest]]:
-        """Start all requests that can start now. Yields (slot, request), with the prompt prefilled but for its last token."""
+    def admit(self, running: int) -> Iterator[tuple[int, PendingRequest]]:
+        """Start requests while `running` others run. Yields (slot, request), with the prompt prefilled but for its last token.
+
+        Requests that arrive one by one start together: many others would wait for a prefill of each of them.
+        """
+        if self._await_others(running):
+            return
+        self._steps_missed.clear()
         budget = MAX_PREFILL_TOKENS_PER_STEP
         while self.waiting and budget > 0:
             started = self._plan_round(budget)
@@ -244,6 +257,13 @@ class Scheduler:
             self._prefill(started)
             budget -= max(1, started.prefill_tokens)
             yield from started.started
+
+    def _await_others(self, running: int) -> bool:
+        """Whether the waiting requests, which are few beside those that run, let another decode step pass."""
+        if not (self.waiting and running):
+            return False
+        self._steps_missed.append(len(self.waiting) / running)
+        return len(self._steps_missed) <= LONGEST_WAIT and sum(self._steps_missed) < WORTH_WAITING
 
     def _plan_round(self, budget: int) -> _Round:
         """Give slots to waiting requests in order of arrival, until `budget` tokens are to be prefilled or no slot is left."""
@@ -756,6 +776,7 @@ class EngineCore:
         )
         self.cache.invalidate(model)
         self.batch.step = None
+        self._unused_reads = 0
 
     def read_weights(self) -> None:
         """Read the parameters of the models, which may have been replaced by other tensors, and the changed weights."""
@@ -770,7 +791,7 @@ class EngineCore:
         if self._weights_changed:
             self.read_weights()
         with self.forward.inference():
-            for slot, request in self.scheduler.admit():
+            for slot, request in self.scheduler.admit(len(self.batch.requests)):
                 self.batch.add(slot, request)
             if not self.batch.requests:
                 raise EngineError(f"no slot for any of {len(self.scheduler.waiting)} waiting requests")
