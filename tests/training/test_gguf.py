@@ -48,8 +48,9 @@ def in_file(name: str) -> str:
     return f"blk.{layer}.{IN_LAYER['.'.join(middle)]}.{kind}"
 
 
-def save_gguf(folder: Path) -> tuple[Any, str]:
-    """A tiny model, and the name of a file with its matrices in 8 bits and a tokenizer with a template."""
+def save_gguf(folder: Path, *, without: str = "") -> tuple[Any, str]:
+    """A tiny model, and the name of a file with its matrices in 8 bits and a tokenizer with a template. The file lacks the tensor
+    `without`."""
     reader = merging_tokenizer()
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(
@@ -88,6 +89,8 @@ def save_gguf(folder: Path) -> tuple[Any, str]:
     writer.add_chat_template(reader.chat_template)
     for name, tensor in model.state_dict().items():
         values = tensor.numpy()
+        if in_file(name) == without:
+            continue
         if values.ndim == 1:
             writer.add_tensor(in_file(name), values)
         else:
@@ -151,6 +154,18 @@ def test_a_file_that_is_not_there_or_not_readable_is_refused(tmp_path: Path, mon
         ConfigError, match=r"model\.gguf_file=absent\.gguf could not be read: .*use the model's safetensors"
     ):
         load(file)
+    assert list((tmp_path / "cache" / "turnwise" / "gguf").iterdir()) == []
+
+
+def test_a_file_without_a_parameter_is_refused_and_not_filled_with_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    _, name = save_gguf(tmp_path / "model", without="blk.1.ffn_up.weight")
+    with pytest.raises(
+        ConfigError, match=r"no values for 1 parameters .*model\.layers\.1\.mlp\.up_proj\.weight.*safetensors files"
+    ):
+        load(recipe(tmp_path, name))
     assert list((tmp_path / "cache" / "turnwise" / "gguf").iterdir()) == []
 
 

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,15 @@ def dequantized(directory: str, name: str, dtype: str) -> Path:
     return target
 
 
+def _check_complete(missing: Collection[str]) -> None:
+    """Raises ValueError for parameters without a value: transformers leaves random numbers there, and only writes a warning."""
+    if missing:
+        raise ValueError(
+            f"the file has no values for {len(missing)} parameters under names that the package `gguf` knows: "
+            f"{', '.join(sorted(missing)[:3])}{' ...' if len(missing) > 3 else ''}"
+        )
+
+
 def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "turnwise" / "gguf"
 
@@ -73,7 +83,11 @@ def _convert(file: Path, folder: Path, dtype: str) -> None:
     try:
         with boundary("model"):  # files of many programs and kinds
             tokenizer = AutoTokenizer.from_pretrained(**where)
-            model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=getattr(torch, dtype))
+            model: Any
+            model, about = AutoModelForCausalLM.from_pretrained(
+                **where, dtype=getattr(torch, dtype), output_loading_info=True
+            )
+            _check_complete(about["missing_keys"])
             for name in _QUANTIZED:
                 if hasattr(model.config, name):
                     delattr(model.config, name)
