@@ -83,10 +83,10 @@ def _convert(file: Path, folder: Path, dtype: str) -> None:
     try:
         with boundary("model"):  # files of many programs and kinds
             tokenizer = AutoTokenizer.from_pretrained(**where)
-            model: Any
-            model, about = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 **where, dtype=getattr(torch, dtype), output_loading_info=True
             )
+            model, about = loaded
             _check_complete(about["missing_keys"])
             for name in _QUANTIZED:
                 if hasattr(model.config, name):
