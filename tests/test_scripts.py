@@ -204,7 +204,7 @@ LEARNING_ROOT = Path(__file__).resolve().parents[1]
 
 GROUP = 8
 
-DOORS, DIGGING, GUESSING, _ = TASKS
+DOORS, DIGGING, GUESSING, *_ = TASKS
 
 
 def digging_problem(first, second):
