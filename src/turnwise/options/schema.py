@@ -486,6 +486,15 @@ class CheckpointSection(Section):
     `data.eval`."""
 
 
+class Chosen(dict[str, Any]):
+    """What a recipe says of the options that were chosen for the machine. Recipes with equal values are equal, whatever it is."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chosen)
+
+    __hash__ = None
+
+
 class Config(Section):
     """A recipe."""
 
@@ -554,7 +563,7 @@ class Config(Section):
     """Move an earlier run in `output` away. False: it is an error."""
 
     _origins: Origins = PrivateAttr(default_factory=dict)
-    _chosen: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+    _chosen: Chosen = PrivateAttr(default_factory=lambda: Chosen())
 
     @property
     def chosen(self) -> Mapping[str, Any]:
@@ -564,7 +573,7 @@ class Config(Section):
     def with_chosen(self, chosen: Mapping[str, Any]) -> Config:
         """The same recipe, of which these options were chosen for the machine."""
         copy = self.model_copy()
-        copy._chosen = chosen
+        copy._chosen = Chosen(chosen)
         return copy
 
     @property
