@@ -295,6 +295,18 @@ def same(trajectory: Trajectory, turn: Turn) -> list[dict[str, Any]]:
     return trajectory.messages[: turn.message_index]
 
 
+def shouts(trajectory: Trajectory, turn: Turn) -> list[dict[str, Any]]:
+    messages = trajectory.messages[: turn.message_index]
+    messages[0]["content"] = trajectory.row.fields["answer"] = "CHANGED"
+    return messages
+
+
+def test_what_a_context_changes_in_place_stays_out_of_the_record(recipe: Path, tmp_path: Path) -> None:
+    trajectories, _, _ = train_run(recipe, tmp_path / "run", f"teacher.context={HERE}:shouts", "train.steps=1")
+    assert trajectories
+    assert "CHANGED" not in json.dumps(trajectories)
+
+
 def test_a_context_shows_its_images_to_the_teacher(tmp_path: Path) -> None:
     """A context with the messages of the student is what the student read: without the images, the teacher would differ."""
     recipe = save_image_recipe(tmp_path)

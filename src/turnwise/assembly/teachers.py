@@ -24,6 +24,7 @@ from turnwise.options.section import Use
 from turnwise.options.teacher import TeacherModel
 from turnwise.training.learner import Learner
 from turnwise.types import Failure, Media, Row, Trajectory
+from turnwise.user_code.copies import ConversationCopies
 
 if TYPE_CHECKING:
     from turnwise.training.teacher import Scores, ScoresTokens, TeacherPrompt, TeacherStep
@@ -106,8 +107,9 @@ def _prompt(use: Use, renderer: Renderer) -> TeacherPrompt:
 
     def prompt(trajectory: Trajectory, index: int) -> tuple[Sequence[int], Sequence[Media]]:
         turn = trajectory.turns[index]
-        with boundary("teacher"):
-            messages: Any = function(trajectory, turn)
+        with boundary("teacher"):  # copies: what it changes in messages stays out of the record
+            given = ConversationCopies().trajectory(trajectory)
+            messages: Any = function(given, given.turns[index])
         problem = _problem(messages)
         if problem is not None:
             raise Failed(
