@@ -157,7 +157,7 @@ def test_workers_get_the_directory_of_the_command_with_helpers_and_say_what_thei
 
 @pytest.mark.cluster
 @pytest.mark.ray
-def test_the_gpu_of_a_command_that_trains_is_given_to_no_worker() -> None:
+def test_the_gpu_of_a_command_that_trains_is_given_to_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs that do not exist, which Ray gives away all the same."""
     with cluster(cpus=2, gpus=3) as started:
         assert ray_api.connect(started.address, WorkersSection()) is True
@@ -169,8 +169,38 @@ def test_the_gpu_of_a_command_that_trains_is_given_to_no_worker() -> None:
         assert [1] not in given
         with pytest.raises(ConfigError, match="GPU 1 of this machine, on which the model is trained, is reserved"):
             ray_api.hold_gpu("1", 1)
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # as Ray sets it for `ray job submit --entrypoint-num-gpus 1`
+        assert ray_api.hold_gpu("1", 1) is None
         ray_api.kill(held)
         ray_api.kill(ray_api.hold_gpu("1", 60))  # those that were held meanwhile are given back, too
+
+
+_WAITS = (
+    "import sys, time; from turnwise.options.engines import WorkersSection; from turnwise.ray_workers import ray_api; "
+)
+_WAITS += "ray_api.connect(sys.argv[1], WorkersSection()); print('connected', flush=True); time.sleep(600)"
+
+
+@pytest.mark.cluster
+@pytest.mark.ray
+def test_a_head_that_is_gone_is_named_with_what_to_do() -> None:
+    with cluster(cpus=1) as started:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WAITS, started.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "connected\n"
+            started.head_node.kill_gcs_server(check_alive=False)
+            lines = iter(process.stderr.readline, "")
+            said = next((line for line in lines if line.startswith("turnwise: ")), "")
+        finally:
+            process.kill()
+            process.communicate()
+    assert f"the head of the Ray cluster ({started.address}) does not answer" in said
+    assert "resume=auto" in said
 
 
 # Images of rows and of environments in rollout workers: the trainer has the pixels that the model of the worker has

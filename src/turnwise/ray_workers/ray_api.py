@@ -18,6 +18,8 @@ import socket
 import subprocess
 import sys
 import termios
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -315,6 +317,7 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
                     logging_level=logging.ERROR,
                     runtime_env=copied or None,
                 )
+                _watch_head(ray)
                 return True
             except RuntimeEnvSetupError as error:
                 reason = str(error).strip().splitlines()[-1].rstrip(".")  # the first line is a heading
@@ -330,6 +333,39 @@ def connect(address: str | None, needs: WorkersSection | RanksSection) -> bool:
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 raise _no_cluster(address, error) from error
     raise AssertionError("the loop above returns or raises")
+
+
+_HEAD_PAUSE, _HEAD_ATTEMPTS = 3.0, 3
+"""Seconds between two connections to the head of the cluster, and how many must fail one after the other."""
+
+
+def _watch_head(ray: Any) -> None:
+    """Say it if the head of the cluster (its GCS) is gone: Ray itself waits for a minute, and then ends this process from inside,
+    where no exception can explain it."""
+    if ray.util.client.ray.is_connected():
+        return  # the server of the client ends the connection, which is an exception here
+    address = ray.get_runtime_context().gcs_address
+    host, _, port = address.rpartition(":")
+
+    def watch() -> None:
+        missed = 0
+        while ray.is_initialized():
+            time.sleep(_HEAD_PAUSE)
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _HEAD_PAUSE).close()
+                missed = 0
+            except OSError as error:
+                missed += 1
+                if missed == _HEAD_ATTEMPTS and ray.is_initialized():
+                    print(
+                        f"turnwise: the head of the Ray cluster ({address}) does not answer: {error}. Ray ends this process "
+                        f"if it stays away. Then start the cluster and the same command again, with resume=auto, which goes "
+                        f"on after the newest checkpoint",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+
+    threading.Thread(target=watch, name="head of the Ray cluster", daemon=True).start()
 
 
 def _no_cluster(address: str | None, error: Exception) -> ConfigError:
@@ -401,7 +437,8 @@ def hold_gpu(name: str, seconds: float) -> Any:
     """Reserve the GPU that this process uses on its machine, so that Ray gives it to no worker.
 
     `name` is that in CUDA_VISIBLE_DEVICES, or its number. Returns the handle of what holds it until it is killed or this process
-    ends; None if Ray gives away no GPUs of this machine. Raises ConfigError if another actor has it.
+    ends; None if Ray gives away no GPUs of this machine, or has reserved it for this process (`ray job submit
+    --entrypoint-num-gpus`). Raises ConfigError if another actor has it.
     """
     import ray
     from ray.exceptions import GetTimeoutError
@@ -428,7 +465,8 @@ def hold_gpu(name: str, seconds: float) -> Any:
     finally:
         for actor in holders.values():
             kill(actor)
-    if count == 0:
+    of_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ and os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if count == 0 or (of_job and name in of_job):
         return None
     raise ConfigError(
         f"GPU {name} of this machine, on which the model is trained, is reserved by another actor of the Ray cluster, which has "
