@@ -140,7 +140,7 @@ def traffic(sizes: Sizes, gpus: int, mesh: MeshSection) -> Traffic:
     For each micro-batch, weights (2 bytes) are gathered twice and gradients (4 bytes) added up once, while passes are computed;
     the sums of `tensor` are not hidden. Gradients are added up between groups once for each step.
     """
-    groups, shard, tensor = mesh.shape(gpus)
+    groups, shard, _, tensor = mesh.shape(gpus)
     rounds = -(-CONVERSATIONS // (groups * shard))
     own = sizes.layers / tensor + sizes.root
     gathered = (2 * 2 + 4) * own * (shard - 1) / shard
@@ -168,7 +168,7 @@ def rows() -> Iterator[str]:
             total = sum(parts.values())
             kept = parts["weights"] + parts["gradients"] + parts["optimizer"]
             gathered = parts["gathered layers"]
-            groups, shard, tensor = config.cluster.mesh.shape(setting.gpus)
+            groups, shard, _, tensor = config.cluster.mesh.shape(setting.gpus)
             mesh = ", ".join(
                 f"{name}: {size}"
                 for name, size in (("replicate", groups), ("shard", shard), ("tensor", tensor))

@@ -1,6 +1,6 @@
 """What each rank of test_sharded.py runs: one program after the other, in processes that import torch and transformers once.
 
-The argument is JSON: for each program a list of its module in this folder and of its own arguments.
+The argument is JSON: for each program `cluster.mesh`, its module in this folder and its own arguments.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    for words in json.loads(sys.argv[1]):
-        sys.argv = words
+    for mesh, *words in json.loads(sys.argv[1]):
+        sys.argv, os.environ["MESH"] = words, json.dumps(mesh)
+        sys.modules.pop(f"cluster.{words[0]}", None)  # it reads its arguments when it is imported
         importlib.import_module(f"cluster.{words[0]}").main()
     # without finalizing the interpreter, as a command's rank ends: threads of gloo could abort it
     sys.stdout.flush()

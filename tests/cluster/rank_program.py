@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from cluster.tensors import difference
-from training.test_batch import group
-from turnwise.errors import RunError
+from training.test_batch import group, trajectory
+from turnwise.errors import ConfigError, RunError
 from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import (
     Cispo,
@@ -37,17 +37,19 @@ from turnwise.options.algorithm import (
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.options.teacher import TeacherSection
 from turnwise.training import optimizer
-from turnwise.training.batch import Batch, pack
+from turnwise.training.batch import Batch, MicroBatch, pack
 from turnwise.training.fingerprint import of_file
+from turnwise.training.forward import Forward
 from turnwise.training.learner import UpdateStats
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import ShardOptions
-from turnwise.training.sharded import shards
-from turnwise.training.sharded.commands import Rank, follow
+from turnwise.training.sharded import commands, shards
+from turnwise.training.sharded.commands import CompareMachines, Rank, follow
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
 from turnwise.training.sharded.sharded_model import DividedParts, complete
+from turnwise.training.sharded.together import own_part
 from turnwise.training.teacher import LearnerTeacher, Teacher, TeacherStep
 from turnwise.types import Group, Sampling
 
@@ -71,6 +73,38 @@ class Part:
     def run(self, rank: Rank) -> float:
         weights = list(rank.built.parameters.values())
         return sum(weight.to_local().numel() for weight in weights) / sum(weight.numel() for weight in weights)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A command of this test: what a pass over a long conversation keeps for its backward pass on each rank, in bytes."""
+
+    micro: MicroBatch[Any]
+
+    def run(self, rank: Rank) -> list[int]:
+        kept: list[Any] = [None] * rank.ranks.size
+        dist.all_gather_object(kept, kept_by(rank.built._forward, own_part(self.micro, rank.ranks.mesh)))
+        return kept
+
+
+def kept_by(forward: Forward, micro: MicroBatch[Any]) -> int:
+    found: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        logprob_N, _ = forward.logprobs(micro)
+    assert logprob_N.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+def long_micro_batch() -> MicroBatch[Any]:
+    ids = [5 + index % 200 for index in range(2000)]
+    conversation = trajectory("a", [("context", ids[:100]), ("turn", ids), ("context", ids), ("turn", ids)], [1.0, 1.0])
+    (micro,) = pack([conversation], micro_batch_tokens=8192).micro_batches
+    return micro.to(torch.device("cpu"))  # without the sequences
 
 
 @dataclass(frozen=True)
@@ -110,6 +144,22 @@ class RefuseShards:
             own = str(error)
         dist.all_gather_object(errors, own)
         return errors
+
+
+@dataclass(frozen=True)
+class RefuseMachines:
+    """A command of this test: the errors of all ranks, where they have other versions, or do not see a file."""
+
+    versions: dict[str, str]
+    file: Path | None
+
+    def run(self, rank: Rank) -> list[str]:
+        commands._SIGHT = 0.1
+        try:
+            CompareMachines(self.versions, self.file).run(rank)
+        except ConfigError as error:
+            return rank.ranks.share(str(error))
+        return []
 
 
 @dataclass(frozen=True)
@@ -176,7 +226,7 @@ CASES = {
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
     "idle_experts": Case(model="one_sided", experts="eager"),
-    **{name: Case(model=name) for name in ("llama", "mistral", "qwen2")},
+    **{name: Case(model=name) for name in ("llama", "mistral", "qwen2", "window", "capped")},
     "teacher_sampled": Case(loss=Reinforce(), teacher=teacher(path="teacher", gamma=0.5), epochs=2),
     "teacher_divergence": Case(
         teacher=teacher(path="teacher", signal="divergence", divergence="jsd", top_k=3), epochs=2
@@ -204,6 +254,7 @@ def options_of(case: Case) -> ShardOptions:
         correction=case.correction,
         optimizer=case.optimizer,
         sharding=case.sharding,
+        folder=OUT.parent,
         reference=case.reference,
         teacher=case.teacher,
         teachers=teachers_of(case),
@@ -376,6 +427,12 @@ def damaged(ranks: Ranks, folder: Path) -> list[str]:
     return ShardedLearner(ranks, options_of(Case())).leader.run(RefuseShards(copy))
 
 
+def refused_machines(ranks: Ranks) -> list[list[str]]:
+    learner = ShardedLearner(ranks, options_of(Case()))
+    other = {**commands.installed(), "torch": "1.0"}
+    return [learner.leader.run(RefuseMachines(*one)) for one in ((other, None), (commands.installed(), Path("/a/b")))]
+
+
 def numbers_of(ranks: Ranks) -> list[list[int]]:
     return ShardedLearner(ranks, options_of(Case())).leader.run(Numbers())
 
@@ -405,10 +462,19 @@ def main() -> None:
         WRITTEN.mkdir()
         results["resumed"] = resumed(ranks, WRITTEN)
         results["numbers"] = numbers_of(ranks)
-        if ranks.size == 2 and ranks.mesh.tensor is None:
+        if ranks.mesh.context is not None and ranks.mesh.tensor is None:
+            learner = ShardedLearner(ranks, options_of(Case()))
+            results["kept"] = [
+                kept_by(local(Case())._forward, long_micro_batch()),
+                *learner.leader.run(Kept(long_micro_batch())),
+            ]
+        if ranks.size == 2 and ranks.mesh.together is None:
             results["damaged"] = damaged(ranks, WRITTEN)
             results["with_masters"] = with_masters(ranks, WRITTEN)
-            results["optimizers"] = {name: resumed(ranks, WRITTEN / name, case) for name, case in OPTIMIZERS.items()}
+            results["machines"] = refused_machines(ranks)
+        if ranks.size == 2 and ranks.mesh.context is None:
+            chosen = OPTIMIZERS if ranks.mesh.tensor is None else ("eight_bits", "stochastic")
+            results["optimizers"] = {name: resumed(ranks, WRITTEN / name, OPTIMIZERS[name]) for name in chosen}
     if READ is not None:
         results["from_other_ranks"] = from_other_ranks(ranks, READ)
     OUT.write_text(json.dumps(results))

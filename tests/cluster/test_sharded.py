@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -19,6 +21,8 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from transformers import (
     AutoConfig,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -85,6 +89,24 @@ IN_TWO_GROUPS = [
 
 
 TOGETHER = {
+    "parts": [
+        "ppo_clip_epochs",
+        "sync_each",
+        "gspo",
+        "cispo",
+        "lora_reference",
+        "checkpointing",
+        "selection",
+        "separate_rows",
+        "one_micro_batch",
+        "experts",
+        "teacher_sampled",
+        "teacher_divergence",
+        "window",
+        "capped",
+    ],
+    "two_parts": ["ppo_clip_epochs", "lora_copy", "experts"],
+    "parts_of_pairs": ["one_micro_batch", "experts", "lora_reference", "teacher_divergence"],
     "pair": [
         "ppo_clip_epochs",
         "sync_each",
@@ -100,7 +122,9 @@ TOGETHER = {
     ],
     "square": ["ppo_clip_epochs", "lora_copy", "experts", "separate_rows"],
 }
-"""On two and four ranks, of which two compute each micro-batch together."""
+"""On two and four ranks, of which two, or all four, compute each micro-batch together."""
+
+CHAIN = ("one", "two", "pair", "parts", "four", "square", "two_parts", "parts_of_pairs")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512,
@@ -116,18 +140,24 @@ DENSE: dict[str, Any] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
 }
 """Types of models that tensor parallelism divides, beside those of `model` and `experts`."""
+OF_PARTS: dict[str, Any] = {
+    "window": (MistralConfig, MistralForCausalLM, {"sliding_window": 4}),
+    "capped": (Gemma2Config, Gemma2ForCausalLM, {"sliding_window": 4, "head_dim": 8, "final_logit_softcapping": 5.0}),
+}
+"""Models whose layers see some of the tokens before a token only, or have no output layer of their own."""
+
+Mesh = dict[str, int]
 
 
-def run_ranks(size: int, *programs: Sequence[Path | str], **mesh: int) -> None:
-    """Run programs of this folder on `size` ranks."""
-    words = json.dumps([[str(word) for word in program] for program in programs])
+def run_ranks(size: int, *programs: Sequence[Path | str | Mesh]) -> None:
+    """Run programs of this folder on `size` ranks, each on a mesh of its own."""
+    words = json.dumps([[mesh, *map(str, words)] for mesh, *words in programs])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     source = TESTS.parent / "src"
     environment = {
         **os.environ,
         "PYTHONPATH": f"{TESTS}{os.pathsep}{source}",
         "OMP_NUM_THREADS": "1",
-        "MESH": json.dumps(mesh),
     }
     command = [*launcher, str(TESTS / "cluster" / "programs.py"), words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
@@ -146,47 +176,57 @@ def save_one_sided(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The results of all programs by the names of their files: of one rank, of two ranks, of four ranks in two groups, of two
-    and four ranks that compute in pairs, and of one rank that goes on with what four have saved."""
+    """The results of all programs by the names of their files: of one rank, of two ranks, of two that compute together with parts
+    of the layers (`pair`) or of the tokens (`parts`), of four ranks in two groups, in two pairs, in two groups with parts, and
+    all together, and of one rank. Each goes on with what the one before has saved."""
     out = tmp_path_factory.mktemp("ranks")
     mixture("qwen3_moe").save_pretrained(model.parent / "experts")
     save_one_sided(model.parent / "one_sided")
     save_model(model.parent / "teacher", seed=3)
-    for name, (config, kind) in DENSE.items():
+    for name, (config, kind, *options) in {**DENSE, **OF_PARTS}.items():
         torch.manual_seed(4)
-        kind(config(**SIZES)).save_pretrained(model.parent / name)
+        kind(config(**SIZES, **(options[0] if options else {}))).save_pretrained(model.parent / name)
     head = save_head(model, out / "head")
     vision = save_vision_model(out / "vision")
-    run_ranks(1, ["rank_program", model, out / "one.json", out / "of-1", "-", *ON_ONE_RANK])
+    saved: Path | str = "-"
+
+    def passes(name: str, mesh: Mesh, cases: Sequence[str]) -> Sequence[Path | str | Mesh]:
+        nonlocal saved
+        before, saved = saved, out / f"of-{name}"
+        return [mesh, "rank_program", model, out / f"{name}.json", saved, before, *cases]
+
+    def critics(name: str, mesh: Mesh, cases: Sequence[str]) -> Sequence[Path | str | Mesh]:
+        return [mesh, "critic_program", model, head, out / f"{name}-critics.json", out / f"{name}-critic", "-", *cases]
+
+    run_ranks(1, passes("one", {}, ON_ONE_RANK))
     run_ranks(
         2,
-        ["rank_program", model, out / "two.json", out / "of-2", out / "of-1", *EXACT, *ROUNDED],
-        ["critic_program", model, head, out / "two-critics.json", out / "critic", "-", *CRITIC_EXACT, "bfloat16"],
-        ["image_program", vision, out / "images.json"],
-    )
-    run_ranks(4, ["rank_program", model, out / "four.json", out / "of-4", out / "of-2", *IN_TWO_GROUPS], replicate=2)
-    run_ranks(
-        2,
-        ["rank_program", model, out / "pair.json", out / "of-pair", out / "of-4", *TOGETHER["pair"]],
-        ["critic_program", model, head, out / "pair-critics.json", out / "pair-critic", "-", "all weights", "lora"],
-        tensor=2,
+        passes("two", {}, [*EXACT, *ROUNDED]),
+        passes("pair", {"tensor": 2}, TOGETHER["pair"]),
+        passes("parts", {"context": 2}, TOGETHER["parts"]),
+        critics("two", {}, [*CRITIC_EXACT, "bfloat16"]),
+        critics("pair", {"tensor": 2}, CRITIC_TOGETHER),
+        critics("parts", {"context": 2}, CRITIC_TOGETHER),
+        [{}, "image_program", vision, out / "images.json"],
     )
     run_ranks(
         4,
-        ["rank_program", model, out / "square.json", out / "of-square", out / "of-pair", *TOGETHER["square"]],
-        tensor=2,
+        passes("four", {"replicate": 2}, IN_TWO_GROUPS),
+        passes("square", {"tensor": 2}, TOGETHER["square"]),
+        passes("two_parts", {"context": 2}, TOGETHER["two_parts"]),
+        passes("parts_of_pairs", {"context": 2, "tensor": 2}, TOGETHER["parts_of_pairs"]),
     )
     run_ranks(
         1,
-        ["rank_program", model, out / "again.json", "-", out / "of-square"],
-        ["critic_program", model, head, out / "one-critic.json", "-", out / "critic"],
+        [{}, "rank_program", model, out / "again.json", "-", saved],
+        [{}, "critic_program", model, head, out / "one-critic.json", "-", out / "two-critic"],
     )
     return {file.stem: json.loads(file.read_text()) for file in out.glob("*.json")}
 
 
 @pytest.fixture(scope="module")
 def results(of_all_programs: dict[str, Any]) -> dict[str, Any]:
-    return {name: of_all_programs[name] for name in ("one", "two", "four", "pair", "square", "again")}
+    return {name: of_all_programs[name] for name in (*CHAIN, "again")}
 
 
 @pytest.mark.cluster
@@ -236,7 +276,7 @@ def test_ranks_in_bfloat16_differ_by_rounding(results: dict[str, Any], case: str
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("ranks", ["one", "two", "four", "pair", "square"])
+@pytest.mark.parametrize("ranks", CHAIN)
 def test_ranks_and_one_process_go_on_with_each_others_state(results: dict[str, Any], ranks: str) -> None:
     losses = results[ranks]["resumed"]
     assert losses["expected"][0] != losses["expected"][1]
@@ -246,10 +286,27 @@ def test_ranks_and_one_process_go_on_with_each_others_state(results: dict[str, A
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("ranks", "part"), [("one", 1.0), ("two", 0.5), ("four", 0.5), ("pair", 0.5), ("square", 0.25)]
+    ("ranks", "part"),
+    [
+        ("one", 1.0),
+        ("two", 0.5),
+        ("four", 0.5),
+        ("pair", 0.5),
+        ("parts", 0.5),
+        ("square", 0.25),
+        ("two_parts", 0.25),
+        ("parts_of_pairs", 0.25),
+    ],
 )
 def test_a_group_of_ranks_has_the_complete_model(results: dict[str, Any], ranks: str, part: float) -> None:
     assert results[ranks]["resumed"]["part"] == pytest.approx(part, abs=0.01)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("ranks", ["parts", "two_parts"])
+def test_each_rank_keeps_the_activations_of_its_tokens(results: dict[str, Any], ranks: str) -> None:
+    complete, *parts = results[ranks]["kept"]
+    assert max(parts) < 0.55 * complete
 
 
 @pytest.mark.cluster
@@ -280,6 +337,15 @@ def test_a_part_that_one_rank_cannot_read_is_the_same_error_on_all_ranks(results
     assert "damaged cannot be read (FileNotFoundError" in first
 
 
+@pytest.mark.cluster
+def test_ranks_with_other_versions_or_another_directory_are_refused(results: dict[str, Any]) -> None:
+    versions, folder = results["two"]["machines"]
+    assert versions[0] == versions[1]
+    assert folder[0] == folder[1]
+    assert re.fullmatch(r"trainer rank 0 \(.*\) has torch .*, and rank 0 has 1\.0: install .*", versions[0])
+    assert re.match(r"trainer rank 0 \(.*\) does not see what rank 0 writes into /a: output must be in", folder[0])
+
+
 def test_a_state_without_its_index_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"the state of the optimizer in .* cannot be read \(FileNotFoundError"):
         complete_state(tmp_path, ["weight"])
@@ -297,19 +363,25 @@ def test_a_state_with_a_missing_part_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 def test_another_number_of_ranks_goes_on_with_a_saved_state(results: dict[str, Any]) -> None:
-    assert results["two"]["from_other_ranks"] == pytest.approx(results["one"]["resumed"]["expected"], abs=1e-6)
-    assert results["four"]["from_other_ranks"] == pytest.approx(results["two"]["resumed"]["expected"], abs=1e-6)
-    assert results["pair"]["from_other_ranks"] == pytest.approx(results["four"]["resumed"]["expected"], abs=1e-6)
-    assert results["square"]["from_other_ranks"] == pytest.approx(results["pair"]["resumed"]["expected"], abs=1e-6)
-    assert results["again"]["from_other_ranks"] == pytest.approx(results["square"]["resumed"]["expected"], abs=1e-6)
+    for before, after in itertools.pairwise((*CHAIN, "again")):
+        assert results[after]["from_other_ranks"] == pytest.approx(results[before]["resumed"]["expected"], abs=1e-6)
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("optimizer", "tolerance"), [("eight_bits", 2e-3), ("kahan", 1e-3), ("stochastic", 2e-3)])
+@pytest.mark.parametrize(
+    ("ranks", "optimizer", "tolerance"),
+    [
+        ("two", "eight_bits", 2e-3),
+        ("two", "kahan", 1e-3),
+        ("two", "stochastic", 2e-3),
+        ("pair", "eight_bits", 2e-3),
+        ("pair", "stochastic", 2e-3),
+    ],
+)
 def test_optimizers_that_save_memory_go_on_with_their_state(
-    results: dict[str, Any], optimizer: str, tolerance: float
+    results: dict[str, Any], ranks: str, optimizer: str, tolerance: float
 ) -> None:
-    losses = results["two"]["optimizers"][optimizer]
+    losses = results[ranks]["optimizers"][optimizer]
     assert losses["expected"][0] > losses["expected"][1] + tolerance
     for name in ("from_one", "in_one"):  # the parts of two ranks have other blocks of 8 bits, and other random numbers
         assert losses[name] == pytest.approx(losses["expected"], abs=tolerance)
@@ -336,6 +408,7 @@ def test_micro_batches_are_shared_out_in_the_fewest_rounds(
 
 
 CRITIC_EXACT = ["all weights", "lora", "clip", "one micro-batch"]
+CRITIC_TOGETHER = ["all weights", "lora"]
 
 
 def save_head(model: Path, folder: Path) -> Path:
@@ -350,21 +423,19 @@ def save_head(model: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def critic_results(of_all_programs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "two": of_all_programs["two-critics"],
-        "pair": of_all_programs["pair-critics"],
-        "one": of_all_programs["one-critic"],
-    }
+    results = {name: of_all_programs[f"{name}-critics"] for name in ("two", "pair", "parts")}
+    return {**results, "one": of_all_programs["one-critic"]}
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("ranks", "case"), [*(("two", case) for case in CRITIC_EXACT), ("pair", "all weights"), ("pair", "lora")]
+    ("ranks", "case"),
+    [*(("two", case) for case in CRITIC_EXACT), *itertools.product(("pair", "parts"), CRITIC_TOGETHER)],
 )
 def test_two_ranks_compute_what_one_process_computes(critic_results: dict[str, Any], ranks: str, case: str) -> None:
     result = critic_results[ranks][case]
     actual, expected = result["ranks"], result["one"]
-    assert result["gradients"] < (1e-4 if ranks == "pair" else 1e-5)
+    assert result["gradients"] < (1e-5 if ranks == "two" else 1e-4)
     assert actual["values"] == pytest.approx(expected["values"], abs=1e-5)
     assert max(expected["values"]) - min(expected["values"]) > 0.1
     for update, of_one in zip(actual["updates"], expected["updates"], strict=True):

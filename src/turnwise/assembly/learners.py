@@ -261,6 +261,7 @@ def _learner(
                 autocast=config.model.autocast,
                 deterministic=config.deterministic,
                 router_replay=config.model.router_replay,
+                folder=Path(config.output).absolute().parent,
             ),
         )
     from turnwise.models.precision import use_deterministic_algorithms  # torch

@@ -183,8 +183,8 @@ def _fine_tuning_plan(config: Config, options: argparse.Namespace) -> tuple[Mapp
     from turnwise import assembly
     from turnwise.config.sft_checks import refuse_sft_without_effect
     from turnwise.doctor.memory import on_gpu, read_model_config
-    from turnwise.models.model_config import context_length, refuse_indivisible
-    from turnwise.planning.memory import number_of_ranks
+    from turnwise.models.model_config import context_length
+    from turnwise.planning.memory import number_of_ranks, refuse_undivided
     from turnwise.planning.placement import fine_tuning_lines, refuse_idle_ranks, trainer_lines
     from turnwise.sft.fine_tune import conversation_tokens
 
@@ -193,8 +193,8 @@ def _fine_tuning_plan(config: Config, options: argparse.Namespace) -> tuple[Mapp
     refuse_idle_ranks(config, ranks)
     rows, model_config = assembly.conversations(config), _known_model(config, read_model_config)
     longest = None if model_config is None else context_length(model_config.to_dict())
-    if model_config is not None and config.cluster.mesh.tensor > 1:
-        refuse_indivisible(model_config, config.cluster.mesh.tensor)
+    if model_config is not None:
+        refuse_undivided(config, model_config, section="sft")
     bounds = [bound for bound in (config.limits.context, longest) if bound is not None]
     counted = conversation_tokens(config, rows[:_COUNTED])
     sections = {

@@ -216,7 +216,7 @@ def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int
     _distribute_evenly(model)
     tokens = options.micro_batch_tokens
     if tokens is None:
-        tokens = default_micro_batch_tokens(torch.device("cuda" if options.on_gpu else "cpu"), large=large)
+        tokens = default_tokens(options.on_gpu, large=large)
     row, places_N = _micro_batch(options.workload, tokens)
     # the values are on the CPU, and what is kept is that of the device: an accelerator keeps the gathered keys
     tree = replace(Tree.of(row.runs), accelerated=options.on_gpu)
@@ -243,6 +243,11 @@ def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int
             del hidden_TD
     # measured peaks on a CPU are higher by about the weights that products read (benchmarks/memory.py)
     return activations, live.peak + (0 if options.on_gpu else live.viewed)
+
+
+def default_tokens(gpu: bool, *, large: bool = False) -> int:
+    """See `default_micro_batch_tokens`."""
+    return default_micro_batch_tokens(torch.device("cuda" if gpu else "cpu"), large=large)
 
 
 _EVEN = "turnwise_even"

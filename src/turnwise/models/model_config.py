@@ -67,6 +67,20 @@ def refuse_indivisible(config: Any, ranks: int) -> None:
             )
 
 
+def refuse_uncut(config: Any, ranks: int) -> None:
+    """Raise ConfigError if ranks with parts of the tokens cannot compute a model with this configuration (of transformers)."""
+    layers = set(getattr(config.get_text_config(), "layer_types", None) or []).intersection(RECURRENT_TYPES)
+    reason = f"layers of the type {', '.join(sorted(layers))}, whose state goes from token to token" if layers else None
+    if getattr(config, "vision_config", None) is not None:
+        reason = "images, whose tokens need each other"
+    if reason is not None:
+        model = f"the model {getattr(config, 'name_or_path', '')}".strip()
+        raise ConfigError(
+            f"cluster.mesh.context={ranks}: {model} ({config.model_type}) has {reason}: it cannot be computed in parts. Use "
+            f"cluster.mesh.shard instead, and model.gradient_checkpointing for long conversations"
+        )
+
+
 # Rounding
 
 

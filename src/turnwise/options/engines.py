@@ -16,7 +16,7 @@ from pydantic import Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from turnwise.errors import ConfigError
-from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Seconds, Section
+from turnwise.options.section import NonEmpty, NotNegative, PathText, Positive, Seconds, Section, changed_options
 
 # engines
 
@@ -333,43 +333,50 @@ class FsdpSection(Section):
 
 
 class MeshSection(Section):
-    """How the ranks are arranged: `replicate` groups of `shard` times `tensor` ranks each. Each group has one complete model,
-    divided among its ranks, so that weights are gathered inside of a group only, and gradients are added up between the groups
-    (HSDP). With several machines, let each machine be a group."""
+    """How the ranks are arranged: `replicate` groups of `shard` times `context` times `tensor` ranks each. Each group has one
+    complete model, divided among its ranks, so that weights are gathered inside of a group only, and gradients are added up
+    between the groups (HSDP). With several machines, let each machine be a group."""
 
     replicate: Positive | None = None
-    """Number of groups. Null: ranks / (`shard` x `tensor`), or 1 without `shard`."""
+    """Number of groups. Null: ranks / (`shard` x `context` x `tensor`), or 1 without `shard`."""
     shard: Positive | None = None
-    """Ranks of a group, such as a machine's GPUs. Null: ranks / (`replicate` x `tensor`)."""
+    """Ranks of a group, such as a machine's GPUs. Null: ranks / (`replicate` x `context` x `tensor`)."""
+    context: Positive = 1
+    """Ranks that compute each micro-batch together, with a part of its tokens each (context parallelism)."""
     tensor: Positive = 1
-    """Neighbouring ranks that compute each micro-batch together (tensor parallelism)."""
+    """Neighbouring ranks that compute each micro-batch together, with a part of each layer (tensor parallelism)."""
 
-    def shape(self, ranks: int) -> tuple[int, int, int]:
-        """`replicate`, `shard` and `tensor` for so many ranks. Raises ConfigError if `ranks` cannot be arranged like this."""
-        sets = ranks // self.tensor
+    @property
+    def together(self) -> int:
+        """How many ranks compute a micro-batch together."""
+        return self.context * self.tensor
+
+    def shape(self, ranks: int) -> tuple[int, int, int, int]:
+        """`replicate`, `shard`, `context` and `tensor` for so many ranks. Raises ConfigError if `ranks` cannot be arranged like
+        this."""
+        sets = ranks // self.together
         groups = self.replicate or sets // (self.shard or max(sets, 1))
         shard = self.shard or sets // max(groups, 1)
-        if groups * shard * self.tensor != ranks:
-            set_options = {
-                name: value
-                for name, value in vars(self).items()
-                if value is not None and (name, value) != ("tensor", 1)
-            }
+        if groups * shard * self.together != ranks:
+            set_options = {name: getattr(self, name) for name in changed_options(self)}
             given = " and ".join(f"cluster.mesh.{name}={value}" for name, value in set_options.items())
-            fixed = (self.replicate or 1) * (self.shard or 1) * self.tensor
+            fixed = (self.replicate or 1) * (self.shard or 1) * self.together
             need = f"{fixed} ranks" if self.replicate and self.shard else f"a multiple of {fixed}"
             raise ConfigError(f"{given}, and there are {ranks} ranks: use {need}, or change the mesh")
-        return groups, shard, self.tensor
+        return groups, shard, self.context, self.tensor
 
     def sets(self, ranks: int) -> int:
-        """How many of so many ranks, or sets of `tensor` ranks, have micro-batches of their own."""
-        groups, shard, _ = self.shape(ranks)
+        """How many of so many ranks, or sets of `together` ranks, have micro-batches of their own."""
+        groups, shard, *_ = self.shape(ranks)
         return groups * shard
 
     @property
     def of_sets(self) -> str:
         """For messages after a number of `sets`."""
-        return "" if self.tensor == 1 else f" (each of cluster.mesh.tensor={self.tensor} together)"
+        given = [
+            f"cluster.mesh.{name}={getattr(self, name)}" for name in ("context", "tensor") if getattr(self, name) > 1
+        ]
+        return f" (each of {' x '.join(given)} together)" if given else ""
 
 
 class WorkersSection(Section):

@@ -6,21 +6,25 @@ workers and on servers that turnwise starts; the embedded engine of one process 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from turnwise import assembly
 from turnwise.assembly.engines import cache_gb
+from turnwise.config.train_checks import needs_critic, needs_reference
 from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
     PROGRAM_BYTES,
     MemoryPart,
     Prediction,
     Workload,
+    changed,
+    default_tokens,
     empty_model,
     kv_cache_bytes,
     machine_gib,
@@ -31,7 +35,7 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.models.model_config import context_length, refuse_indivisible
+from turnwise.models.model_config import context_length, refuse_indivisible, refuse_uncut
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
@@ -91,8 +95,26 @@ def refuse_impossible(config: Config, ranks: int, model_config: Any) -> None:
             f"{config.train.minibatches}): at least {sets - per_step} would compute nothing. Use at most {per_step}, or larger "
             f"batches"
         )
-    if mesh.tensor > 1:
-        refuse_indivisible(model_config, mesh.tensor)
+    refuse_undivided(config, model_config)
+
+
+def refuse_undivided(config: Config, model_config: Any, *, section: str = "train") -> None:
+    """Raise ConfigError if `cluster.mesh` cannot divide a model that the ranks have. Those whose configuration cannot be read are
+    left to the run."""
+    mesh, others = config.cluster.mesh, []
+    if section == "train":
+        others = [config.reference.path if needs_reference(config) else None]
+        others += [config.critic.path if needs_critic(config) else None]
+        others += [source.path for source in assembly.teacher_sources(config).values() if source is not None]
+    found = [model_config]
+    for path in others:
+        with contextlib.suppress(Failed), boundary("model"):
+            found += [] if path is None else [read_model_config(path)]
+    for one in found:
+        if mesh.context > 1:
+            refuse_uncut(one, mesh.context)
+        if mesh.tensor > 1:
+            refuse_indivisible(one, mesh.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +136,25 @@ def rank_memory(
 
     Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
     one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process; with
-    `cluster.mesh.tensor`, those of a model with as many heads, features and experts as a rank has.
+    `cluster.mesh.tensor`, those of a model with as many heads, features and experts as a rank has, and with
+    `cluster.mesh.context` those of a rank's part of the tokens, beside the keys and values of all.
     """
     fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
-    _, shard, tensor = config.cluster.mesh.shape(ranks)
+    _, shard, context, tensor = config.cluster.mesh.shape(ranks)
     units = _units(config, model_config)
-    if fsdp.param_dtype is not None or tensor > 1:  # passes as those of a model whose weights have this type
+    if fsdp.param_dtype is not None or context * tensor > 1:  # passes as those of a model whose weights have this type
         dtype = fsdp.param_dtype or config.model.dtype
         passes = _parts(
-            config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})}),
+            _of_tokens(config.model_copy(update={"model": changed(config.model, ["dtype"], dtype)}), section, context),
             _of_one_rank(model_config, tensor),
-            workload,
+            replace(
+                workload, tokens=-(-workload.tokens // context), prompt_tokens=-(-workload.prompt_tokens // context)
+            ),
             section,
         )
         parts |= {name: passes[name] for name in _OF_PASSES}
+        if context > 1:
+            parts["keys and values of all tokens"] = _key_bytes(config, model_config, workload, section) / tensor
     program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
     parts["program"] = program + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
     samples = (
@@ -146,7 +173,7 @@ def rank_memory(
     whole = parts["gradients"] * (outside + (1 - outside) / tensor)
     gathered = units.layers if not fsdp.reshard_after_forward else 2 * units.layer
     gathered = units.root + gathered / tensor
-    part = shard * tensor
+    part = shard * context * tensor
     found = [
         *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / part) for name in _DIVIDED),
         MemoryPart("gradients", (0 if offloaded else parts["gradients"] / part) if each else whole),
@@ -171,6 +198,27 @@ def _units(config: Config, model_config: Any) -> _Units:
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
     return _Units(max(sizes, default=0), sum(sizes), _bytes(model) - sum(sizes))
+
+
+def _of_tokens(config: Config, section: str, context: int) -> Config:
+    """The recipe with micro-batches of a rank's part of the tokens; the learner's own bound is already that of a rank."""
+    tokens = getattr(config, section).micro_batch_tokens
+    if tokens is None or context == 1:
+        return config
+    return config.model_copy(
+        update={section: changed(getattr(config, section), ["micro_batch_tokens"], -(-tokens // context))}
+    )
+
+
+def _key_bytes(config: Config, model_config: Any, workload: Workload, section: str) -> float:
+    """Keys and values of a layer, gathered for its backward pass, and their gradients before and after they are added up."""
+    text, tokens = model_config.get_text_config(), getattr(config, section).micro_batch_tokens
+    if tokens is None:
+        tokens = config.cluster.mesh.context * default_tokens(on_gpu(config))
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    exact = (config.cluster.fsdp.param_dtype or config.model.dtype) == "float32"
+    return 2 * max(tokens, workload.tokens) * heads * size * ((4 if exact else 2) + 2 * 4)
 
 
 def _of_one_rank(model_config: Any, tensor: int) -> Any:

@@ -79,10 +79,11 @@ def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLi
         trainer = f"{ranks} ranks on the Ray cluster, on as few machines as possible, each with {_rank_resources(config, device)}"
     lines = [PlanLine("trainer", trainer)]
     if several:
-        groups, shard, tensor = config.cluster.mesh.shape(ranks)
-        part = shard * tensor
+        groups, shard, context, tensor = config.cluster.mesh.shape(ranks)
+        part = shard * context * tensor
         copies = "" if groups == 1 else f"; {groups} groups of {part} ranks have a complete model each (HSDP)"
-        together = "" if tensor == 1 else f"; {tensor} ranks compute each micro-batch together (tensor parallelism)"
+        kinds = [f"{kind} parallelism" for kind, size in (("context", context), ("tensor", tensor)) if size > 1]
+        together = f"; {context * tensor} ranks compute each micro-batch together ({', '.join(kinds)})" if kinds else ""
         lines.append(
             PlanLine(
                 "model",

@@ -331,6 +331,28 @@ Columns = TypeVar("Columns", bound=Movable)
 """Tensors with one entry for each target."""
 
 
+class Share(Protocol):
+    """What a process computes of a micro-batch that several compute together: the values of some predictions."""
+
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`)."""
+        ...
+
+    def places(self, *, each: bool) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Which of the process's predictions (None: all, in their order) have which numbers among all predictions [U]; `each`:
+        among all targets [N]."""
+        ...
+
+    def joined(self, value_C: torch.Tensor, *, each: bool) -> torch.Tensor:
+        """The values [U], or [N], of all predictions from those of this process. The gradient of a value goes to the process that
+        has computed it."""
+        ...
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of values of a process's tokens over all processes with other tokens. Each has the gradient of its part."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch(Generic[Columns]):
     """The input of one forward pass, and its N targets: either rows padded on the right, or one flat row of prefix trees.
@@ -370,6 +392,9 @@ class MicroBatch(Generic[Columns]):
     """The sequences in the order of their targets, by their places in the batch, for `pack_again`."""
     kept_N: torch.Tensor | None = None
     """Which targets of the sequences are still in `targets`; None: all. Rollout correction leaves some out."""
+    share: Share | None = None
+    """Where several processes compute the micro-batch together: what is this process's; None: it computes all. The columns of
+    tokens, `row_U` and `column_U` are then those of its own tokens and predictions, all others those of all."""
 
     def to(self, device: torch.device) -> Self:
         """The same on another device, without the sequences, in one copy."""
@@ -392,6 +417,7 @@ class MicroBatch(Generic[Columns]):
             allowed=None if self.allowed is None else self.allowed.moved(move),
             sequences={},
             kept_N=None,
+            share=None if self.share is None else self.share.moved(move),
         )
 
 

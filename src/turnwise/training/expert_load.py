@@ -102,6 +102,7 @@ class LoadCounter:
         self._counts: dict[int, torch.Tensor] = {}
         self._choices: list[Choice] = []
         self._differs_T: torch.Tensor | None = None
+        self._total = (lambda values: values) if micro.share is None else micro.share.total
         self._prescribed_T = None if micro.routes_TLK is None else (micro.routes_TLK[:, 0, 0] >= 0)
 
     @torch.no_grad()
@@ -132,7 +133,7 @@ class LoadCounter:
                 else torch.from_numpy(balance.fraction[choice.layer]).to(total_E.device)
             )
             terms.append(self._routers.experts * (part_E.to(total_E.dtype) * total_E).sum() / balance.tokens)
-        return torch.stack(terms).mean()
+        return self._total(torch.stack(terms).mean())
 
     def load(self, loss: torch.Tensor | None) -> Measured[ExpertLoad]:
         """What has been counted. `loss` is that of `loss()`."""
@@ -142,7 +143,10 @@ class LoadCounter:
         if self._differs_T is not None and self._prescribed_T is not None:
             replayed = (self._count_T * self._prescribed_T).sum()
             rerouted = (self._count_T * (self._prescribed_T & self._differs_T)).sum()
-        found = (count_LE, self._count_T.sum(), rerouted, replayed, nothing if loss is None else loss)
+        counted = (self._count_T.sum(), rerouted, replayed)
+        numbers_X = self._total(torch.cat([count_LE.flatten(), torch.stack(counted).double()]))
+        counted, count_LE = numbers_X[-len(counted) :], numbers_X[: -len(counted)].view(count_LE.shape)
+        found = (count_LE, *counted, nothing if loss is None else loss)
         return Measured(found, lambda host: ExpertLoad(host[0].numpy(), *numbers(host[1:])))
 
 

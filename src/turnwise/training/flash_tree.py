@@ -60,10 +60,15 @@ class JoinPlan:
     """The tokens of runs with a context, one context after the other."""
     place_K: torch.Tensor
     """The keys of the contexts."""
+    own_K: slice
+    """The keys of the flat row's own tokens; all keys, unless contexts have tokens that are not in the row."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], contexts: Sequence[np.ndarray], device: torch.device) -> JoinPlan:
-        """The plan of runs that follow one another: the length of each, and the places of the tokens of its context.
+    def of(
+        cls, lengths: Sequence[int], contexts: Sequence[np.ndarray], device: torch.device, first_key: int = 0
+    ) -> JoinPlan:
+        """The plan of runs that follow one another: the length of each, and the places among the keys of the tokens of its
+        context. `first_key` is the place of the first token of the first run among them.
 
         Example: the sequences `p q a b`, `p q a c` and `p q x` as the runs `p q a b`, `c` and `x`: 3 causal calls of 4, 1 and 1
         tokens, and two contexts, `p q a` of `c` and `p q` of `x`.
@@ -83,7 +88,8 @@ class JoinPlan:
         context = None
         if sharing:
             context = _KernelCall(start_q, start_k, max(map(len, queries)), max(map(len, keys)), causal=False)
-        return cls(_KernelCall(start, start, longest, longest, causal=True), context, place_Q, place_K)
+        own_K = slice(first_key, first_key + sum(lengths))
+        return cls(_KernelCall(start, start, longest, longest, causal=True), context, place_Q, place_K, own_K)
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray:
@@ -155,7 +161,7 @@ def _joined(
     plan: JoinPlan, query_THD: torch.Tensor, key_TJD: torch.Tensor, value_TJD: torch.Tensor, scale: float | None
 ) -> tuple[_Result, tuple[torch.Tensor, torch.Tensor]]:
     """The attention of the flat row, and the state of the call of contexts."""
-    own = _forward(plan.own, query_THD, key_TJD, value_TJD, scale)
+    own = _forward(plan.own, query_THD, key_TJD[plan.own_K], value_TJD[plan.own_K], scale)
     if plan.context is None:
         return own, own.state
     place_Q, place_K = plan.place_Q, plan.place_K
@@ -182,9 +188,13 @@ def _gradients(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of query, key and value of the flat row."""
-    found = _backward(plan.own, gradient_THD, tensors, result, scale)
+    all_keys, own_K = tensors[1:], plan.own_K
+    query, *of_own = _backward(
+        plan.own, gradient_THD, (tensors[0], all_keys[0][own_K], all_keys[1][own_K]), result, scale
+    )
+    key, value = (_in_place(part, own_K, whole) for part, whole in zip(of_own, all_keys, strict=True))
     if plan.context is None:
-        return found
+        return query, key, value
     place_Q, place_K = plan.place_Q, plan.place_K
     query_QHD, key_KJD, value_KJD = tensors[0][place_Q], tensors[1][place_K], tensors[2][place_K]
     of_queries = _Result(result.output_QHD[place_Q], result.sum_HQ[:, place_Q].contiguous(), context_state)
@@ -193,13 +203,23 @@ def _gradients(
     # in float32: a token may be the key of many contexts
     query, key, value = (
         total.float().index_add_(0, place, part.float()).to(total.dtype)
-        for total, place, part in zip(found, places, parts, strict=True)
+        for total, place, part in zip((query, key, value), places, parts, strict=True)
     )
     return query, key, value
 
 
+def _in_place(part: torch.Tensor, own_K: slice, whole: torch.Tensor) -> torch.Tensor:
+    """The gradient of all keys from that of the row's own ones."""
+    if len(part) == len(whole):
+        return part
+    total = torch.zeros_like(whole)
+    total[own_K] = part
+    return total
+
+
 class FlashTreeAttention(torch.autograd.Function):
-    """The attention [T, H, D] of a flat row: `apply(query_THD, key_TJD, value_TJD, plan, scale)`, in half precision."""
+    """The attention [T, H, D] of a flat row: `apply(query_THD, key_TJD, value_TJD, plan, exchange, scale)`, in half precision.
+    The `exchange` (`tree.KeyExchange`) brings keys of tokens that are not in the row; None: all are."""
 
     @staticmethod
     def forward(
@@ -208,20 +228,29 @@ class FlashTreeAttention(torch.autograd.Function):
         key_TJD: torch.Tensor,
         value_TJD: torch.Tensor,
         plan: JoinPlan,
+        exchange: Any | None,
         scale: float | None,
     ) -> torch.Tensor:
-        result, state = _joined(plan, query_THD, key_TJD, value_TJD, scale)
+        keys = (
+            (key_TJD, value_TJD) if exchange is None else tuple(exchange.gathered(one) for one in (key_TJD, value_TJD))
+        )
+        result, state = _joined(plan, query_THD, *keys, scale)
         ctx.save_for_backward(query_THD, key_TJD, value_TJD, result.output_QHD, result.sum_HQ, *result.state, *state)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan, ctx.exchange, ctx.scale = plan, exchange, scale
         return result.output_QHD
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query_THD, key_TJD, value_TJD, output_THD, sum_HT, *states = ctx.saved_tensors
         result = _Result(output_THD, sum_HT, (states[0], states[1]))
-        tensors = (query_THD, key_TJD, value_TJD)
-        state = (states[2], states[3])
-        return *_gradients(ctx.plan, gradients[0].contiguous(), tensors, result, state, ctx.scale), None, None
+        state, exchange = (states[2], states[3]), ctx.exchange
+        keys = (
+            (key_TJD, value_TJD) if exchange is None else tuple(exchange.gathered(one) for one in (key_TJD, value_TJD))
+        )
+        query, *of_keys = _gradients(ctx.plan, gradients[0].contiguous(), (query_THD, *keys), result, state, ctx.scale)
+        if exchange is not None:
+            of_keys = [exchange.summed(one) for one in of_keys]
+        return query, *of_keys, None, None, None
 
 
 # Where it is used

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -204,19 +204,6 @@ _KEPT_CHUNKS = 4
 pass then, because computing them again takes time."""
 
 
-class Shares(Protocol):
-    """Processes that have the same hidden states, and share their targets out."""
-
-    def own(self, count: int) -> slice:
-        """Which of `count` targets this process computes."""
-        ...
-
-    def joined(self, value_C: torch.Tensor, count: int) -> torch.Tensor:
-        """The values of all `count` targets, from those of this process. The gradient of a value goes to the process that has
-        computed it."""
-        ...
-
-
 _CACHED_BYTES = 4 * 2**20
 """The logits whose sum a CPU computes at a time, so that they stay in its cache between the operations."""
 
@@ -226,8 +213,7 @@ class TokenLogprobs:
 
     `head` is the model's output layer: any module from hidden states [C, D] to logits [C, V], such as a linear layer with or
     without bias, with tied weights or with an adapter. `vocabulary` is V, and `chunk_bytes` the memory for the logits of a
-    chunk. With `shares`, each process computes some of the targets, and gets the values of all. The head is computed in float32,
-    also under autocast (`models/precision.py`).
+    chunk. The head is computed in float32, also under autocast (`models/precision.py`).
     """
 
     def __init__(
@@ -237,10 +223,8 @@ class TokenLogprobs:
         *,
         vocabulary: int,
         chunk_bytes: int = LOGITS_BYTES,
-        shares: Shares | None = None,
     ) -> None:
         self._head = head
-        self._shares = shares
         self._sampling = sampling
         # a linear layer needs its input for the backward pass, and not its output
         self._plain = type(head) is torch.nn.Linear
@@ -251,31 +235,16 @@ class TokenLogprobs:
         hidden_ND: torch.Tensor,
         token_N: torch.Tensor,
         *,
+        place_N: torch.Tensor | None = None,
         entropy: bool = False,
         comparison: TeacherComparison | None = None,
         allowed: AllowedTokens | None = None,
     ) -> TargetValues:
         """Log-probabilities [N]; with `entropy`, also the entropy [N] of the distribution of each target; with a `comparison`,
-        what it finds."""
-        if self._shares is None:
+        what it finds. `place_N`: the hidden states are those of these places in `token_N`, `comparison` and `allowed`; None: of
+        all."""
+        if place_N is None:
             place_N = torch.arange(len(hidden_ND), device=hidden_ND.device)
-            return self._values(hidden_ND, place_N, token_N, entropy=entropy, comparison=comparison, allowed=allowed)
-        own, count, shares = self._shares.own(len(hidden_ND)), len(hidden_ND), self._shares
-        place_C = torch.arange(own.start, own.stop, device=hidden_ND.device)
-        found = self._values(hidden_ND[own], place_C, token_N, entropy=entropy, comparison=comparison, allowed=allowed)
-        return found.map(lambda value_C: shares.joined(value_C, count))
-
-    def _values(
-        self,
-        hidden_ND: torch.Tensor,
-        place_N: torch.Tensor,
-        token_N: torch.Tensor,
-        *,
-        entropy: bool,
-        comparison: TeacherComparison | None,
-        allowed: AllowedTokens | None,
-    ) -> TargetValues:
-        """The values of the targets in the places `place_N`, which have these hidden states."""
         measured: list[Compared] = []
 
         def values(hidden_CD: torch.Tensor, place_C: torch.Tensor) -> torch.Tensor:
@@ -453,7 +422,8 @@ class Forward:
     logits are not its output layer on its body's hidden states (logits that are scaled or capped) is run in one piece, with the
     logits of all targets in memory. With `autocast`, matrix products are computed in bfloat16, and the output layer and
     log-probabilities in float32. With `router_replay`, tokens go through the experts that were recorded for them
-    (`MicroBatch.routes_TLK`). With `shares`, the output layer computes the targets of this process only.
+    (`MicroBatch.routes_TLK`). Of a micro-batch that several processes compute together, the output layer computes the targets of
+    this process only (`MicroBatch.share`).
 
     Raises ConfigError with `router_replay`, if the model is no mixture of experts, or its experts cannot be prescribed.
     """
@@ -466,7 +436,6 @@ class Forward:
         chunk_bytes: int | None = None,
         autocast: bool = False,
         router_replay: bool = False,
-        shares: Shares | None = None,
     ) -> None:
         self._model = model
         self._autocast = autocast
@@ -488,11 +457,8 @@ class Forward:
                 sampling,
                 vocabulary=vocabulary,
                 chunk_bytes=chunk_bytes or _logits_bytes_on(model.device),
-                shares=shares,
             )
         )
-        self.shares_targets = shares is not None and self._head is not None
-        """Whether the gradient of a target is in one of the processes of `shares` only."""
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def logprobs(
@@ -515,20 +481,37 @@ class Forward:
     ) -> TargetValues:
         """As `logprobs`, with what a `comparison` with a teacher finds at each target."""
         with self._inputs.of(micro) as inputs, self._experts(micro, on_choice):
-            output_UX = self._output(micro, inputs)
-            token_U, allowed = micro.token_U, micro.allowed
+            output_CX = self._output(micro, inputs)
+            token_U, allowed, place_C = micro.token_U, micro.allowed, None
             if comparison is not None:  # equal predictions may be compared with different teachers
-                output_UX, token_U = output_UX[micro.prediction_N], token_U[micro.prediction_N]
+                token_U = token_U[micro.prediction_N]
                 allowed = None if allowed is None else allowed.at(micro.prediction_N)
+            output_C = None if comparison is None else micro.prediction_N
+            if micro.share is not None:
+                output_C, place_C = micro.share.places(each=comparison is not None)
+            if output_C is not None:
+                output_CX = output_CX[output_C]
             if self._head is not None:
                 if torch.is_grad_enabled():
                     trim_kept()  # what is free between the activations is of no use for the logits: memory is fullest with them
                 # outside of autocast, where a frozen head would compute its gradients in bfloat16 (`_WithSlopes`)
-                found = self._head(output_UX, token_U, entropy=entropy, comparison=comparison, allowed=allowed)
-            else:
-                found = values_of_logits(
-                    output_UX, token_U, self._sampling, entropy=entropy, comparison=comparison, allowed=allowed
+                found = self._head(
+                    output_CX, token_U, place_N=place_C, entropy=entropy, comparison=comparison, allowed=allowed
                 )
+            else:
+                if place_C is not None:
+                    token_U, allowed = token_U[place_C], None if allowed is None else allowed.at(place_C)
+                found = values_of_logits(
+                    output_CX,
+                    token_U,
+                    self._sampling,
+                    entropy=entropy,
+                    comparison=comparison,
+                    place_N=place_C,
+                    allowed=allowed,
+                )
+        if (share := micro.share) is not None:
+            found = found.map(lambda value_C: share.joined(value_C, each=comparison is not None))
         if comparison is not None:
             return found
         entropy_U = found.entropy_N
@@ -549,12 +532,14 @@ class Forward:
         [N, 1 + 2 top_k], in which token ids are exact. `vocabulary`: the distribution is that over this many tokens, the first of
         the vocabulary; None: over all. Without gradients."""
         with self._inputs.of(micro) as inputs:
-            output_UX = self._output(micro, inputs)
+            output_UX, token_U, share = self._output(micro, inputs), micro.token_U, micro.share
+            if share is not None:
+                token_U = token_U[share.places(each=False)[1]]
             if self._head is not None:
-                scores_UX = self._head.scores(output_UX, micro.token_U, top_k, vocabulary)
+                scores_UX = self._head.scores(output_UX, token_U, top_k, vocabulary)
             else:
-                scores_UX = _scores_of_logits(output_UX[:, :vocabulary], micro.token_U, self._sampling, top_k)
-        return scores_UX[micro.prediction_N]
+                scores_UX = _scores_of_logits(output_UX[:, :vocabulary], token_U, self._sampling, top_k)
+        return (scores_UX if share is None else share.joined(scores_UX, each=False))[micro.prediction_N]
 
     @torch.no_grad()
     def distributions(self, micro: MicroBatch[Any]) -> Callable[[torch.Tensor], torch.Tensor]:

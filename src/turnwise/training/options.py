@@ -37,6 +37,8 @@ class ShardOptions:
     autocast: bool = False
     deterministic: bool = False
     router_replay: bool = False
+    folder: Path | None = None
+    """A directory that all ranks share, because each writes its part of a checkpoint below it. None: no checkpoint is written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

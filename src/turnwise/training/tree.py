@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
@@ -108,6 +108,31 @@ class FlatRow:
         return cls(np.concatenate(token_ids), np.concatenate(position), runs, places)
 
 
+class KeyExchange(Protocol):
+    """Brings the keys, and values, of tokens that other processes compute."""
+
+    def gathered(self, key_TJD: torch.Tensor) -> torch.Tensor:
+        """The keys of all processes, one after the other, from those of this process. Without a gradient."""
+        ...
+
+    def summed(self, gradient_KJD: torch.Tensor) -> torch.Tensor:
+        """The gradient of this process's keys, added up over all processes, from this process's gradient of all keys."""
+        ...
+
+
+class _Gathered(torch.autograd.Function):
+    """The keys of all processes, which are kept for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, key_TJD: torch.Tensor, exchange: KeyExchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.gathered(key_TJD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.exchange.summed(gradients[0]), None
+
+
 @dataclass(frozen=True, slots=True)
 class _Bucket:
     """Runs of similar size, which are computed in one call. Padding holds 0: a valid place, whose result is never read."""
@@ -115,7 +140,7 @@ class _Bucket:
     query_NR: torch.Tensor
     """Places in the flat row of each run's tokens."""
     key_NK: torch.Tensor
-    """Places of the tokens of each run's context and of the run itself, in the order of the sequence."""
+    """Places among the keys of the tokens of each run's context and of the run itself, in the order of the sequence."""
     position_NR: torch.Tensor
     """The index in `key_NK` of each token of a run: its position in the sequence. Padding has the position of the first token,
     because a token that sees no key would give NaN."""
@@ -123,7 +148,7 @@ class _Bucket:
     """Whether no run has a context."""
 
     @classmethod
-    def of(cls, runs: Sequence[FlatRun]) -> _Bucket:
+    def of(cls, runs: Sequence[FlatRun], first_key: int) -> _Bucket:
         contexts = np.array([len(run.context) for run in runs])
         lengths = np.array([run.length for run in runs])
         query_NR = np.zeros((len(runs), int(lengths.max())), dtype=np.int64)
@@ -132,7 +157,7 @@ class _Bucket:
             own = np.arange(run.start, run.start + run.length)
             query_NR[row, : run.length] = own
             key_NK[row, : len(run.context)] = run.context
-            key_NK[row, len(run.context) : len(run.context) + run.length] = own
+            key_NK[row, len(run.context) : len(run.context) + run.length] = first_key + own
         offset_R = np.arange(query_NR.shape[1])
         position_NR = contexts[:, None] + np.where(offset_R < lengths[:, None], offset_R, 0)
         return cls(
@@ -217,10 +242,15 @@ class Tree:
     """What layers of one kind have derived from the runs, once for all of them."""
     accelerated: bool = False
     """Whether attention is computed as on an accelerator, which keeps the gathered keys for the backward pass."""
+    first_key: int = 0
+    """The place among the keys of the flat row's first token."""
+    exchange: KeyExchange | None = None
+    """Where some keys are those of other processes; None: the keys are those of the flat row."""
 
     @classmethod
-    def of(cls, runs: Sequence[FlatRun]) -> Tree:
-        """The index tensors of runs that fill the flat row without gaps."""
+    def of(cls, runs: Sequence[FlatRun], *, first_key: int = 0, exchange: KeyExchange | None = None) -> Tree:
+        """The index tensors of runs that fill the flat row without gaps. With an `exchange`, contexts are places among the keys
+        of all processes, where the row's own begin at `first_key`."""
         groups = list(_by_size(runs))
         place_T = np.empty(sum(run.length for run in runs), dtype=np.int64)
         start = 0
@@ -229,7 +259,8 @@ class Tree:
             for run in group:
                 place_T[run.start : run.start + run.length] = np.arange(start, start + run.length)
                 start += longest
-        return cls([_Bucket.of(group) for group in groups], torch.from_numpy(place_T), runs)
+        buckets = [_Bucket.of(group, first_key) for group in groups]
+        return cls(buckets, torch.from_numpy(place_T), runs, first_key=first_key, exchange=exchange)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
@@ -244,7 +275,7 @@ class Tree:
         """The calls of the flash kernel, made once for all layers."""
         if "join_plan" not in self.memo:
             lengths, contexts = [run.length for run in self.runs], [run.context for run in self.runs]
-            self.memo["join_plan"] = JoinPlan.of(lengths, contexts, device)
+            self.memo["join_plan"] = JoinPlan.of(lengths, contexts, device, self.first_key)
         return self.memo["join_plan"]
 
 
@@ -291,6 +322,11 @@ class _TreeMask:
             self._additive[dtype] = [None if seen is None else additive_mask(~seen, dtype) for seen in masks]
         return self._additive[dtype]
 
+    def keys_of_all(self, *heads_TJD: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Keys and values, with those of other processes if there are any. Without a gradient."""
+        exchange = self.tree.exchange
+        return heads_TJD if exchange is None else [exchange.gathered(one) for one in heads_TJD]
+
     def _sees_all(self) -> bool:
         """Whether each token sees all tokens before it in its sequence."""
         return self.window is None or all(_keys(run) <= self.window for run in self.tree.runs)
@@ -326,7 +362,11 @@ class _TreeMask:
             if flash_tree.computes(query_THD, key_THD, dtype):
                 query_THD, key_THD, value_THD = (heads.to(dtype) for heads in (query_THD, key_THD, value_THD))
                 plan = self.tree.join_plan(query_THD.device)
-                return flash_tree.FlashTreeAttention.apply(query_THD, key_THD, value_THD, plan, scaling)
+                return flash_tree.FlashTreeAttention.apply(
+                    query_THD, key_THD, value_THD, plan, self.tree.exchange, scaling
+                )
+        if self.tree.exchange is not None:
+            key_THD, value_THD = (_Gathered.apply(heads, self.tree.exchange) for heads in (key_THD, value_THD))
         results = [
             bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H, softcap)
             # one tensor for all layers: of a mask of booleans, each layer would make such a summand and keep it
@@ -351,8 +391,9 @@ class _GatheredAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         outputs: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
+        all_key, all_value = tree_mask.keys_of_all(key_TJD, value_TJD)
         for bucket, mask in zip(tree_mask.tree.buckets, tree_mask.additive(query_THD.dtype), strict=True):
-            heads = bucket.heads(query_THD, key_TJD, value_TJD)
+            heads = bucket.heads(query_THD, all_key, all_value)
             output_NHRD, sum_NHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 *heads, 0.0, mask is None, attn_mask=mask, scale=scale
             )
@@ -380,17 +421,18 @@ class _GatheredAttention(torch.autograd.Function):
         dtype = torch.promote_types(gradients[0].dtype, torch.float32)
         query_THD, key_TJD, value_TJD, output_THD = (tensor.to(dtype) for tensor in saved[:4])
         tree = ctx.tree_mask.tree
+        all_key, all_value = ctx.tree_mask.keys_of_all(key_TJD, value_TJD)
         # the gradients of the results of all buckets: 0 for padding, which then changes no gradient
         padded = [bucket.query_NR.numel() for bucket in tree.buckets]
         grad_results = query_THD.new_zeros(sum(padded), *query_THD.shape[1:])
         grad_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
         grad_queries: list[torch.Tensor] = []
-        grad_key, grad_value = torch.zeros_like(key_TJD), torch.zeros_like(value_TJD)
+        grad_key, grad_value = torch.zeros_like(all_key), torch.zeros_like(all_value)
         parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), grad_results.split(padded), saved[5:], strict=True)
         sink_H = None if saved[4] is None else saved[4].to(dtype)
         grad_sink = None if sink_H is None else torch.zeros_like(sink_H)
         for bucket, mask, grad_result, sum_NHR in parts:
-            heads = bucket.heads(query_THD, key_TJD, value_TJD)
+            heads = bucket.heads(query_THD, all_key, all_value)
             # With sinks, the sums are those of keys and sink, and the outputs those with the sink: then the kernel computes
             # gradients of scores, probability * (gradient of probability - D), that are right for the keys, because the sink has
             # no value and so no part in D = gradient of output * output. The sink itself gets -probability * D.
@@ -414,6 +456,8 @@ class _GatheredAttention(torch.autograd.Function):
             for total, part in zip((grad_key, grad_value), grad_keys, strict=True):
                 total.index_add_(0, bucket.key_NK.flatten(), part)
         grad_query = torch.cat(grad_queries)[tree.place_T]
+        if tree.exchange is not None:
+            grad_key, grad_value = tree.exchange.summed(grad_key), tree.exchange.summed(grad_value)
         grads = (part.to(gradients[0].dtype) for part in (grad_query, grad_key, grad_value))
         return *grads, None if grad_sink is None else grad_sink.to(saved[4].dtype), None, None
 

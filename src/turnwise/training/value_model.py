@@ -48,7 +48,7 @@ class ValueForward:
             with autocast(micro.token_ids_BL.device, self._autocast):
                 hidden_UD = self._body(**inputs)[0][micro.row_U, micro.column_U]
             value_U = self._head(hidden_UD.float()).squeeze(-1)
-        return value_U[micro.prediction_N]
+        return (value_U if micro.share is None else micro.share.joined(value_U, each=False))[micro.prediction_N]
 
 
 def body_of(model: Any) -> Any:

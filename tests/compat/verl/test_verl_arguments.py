@@ -699,7 +699,7 @@ def test_a_key_that_would_change_the_training_is_refused_by_name(keys: list[str]
         ("+actor_rollout_ref.rollout.server.timeout=60", "the embedded engine has other options"),
         ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the embedded engine has other options"),
         ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "has no effect with one GPU"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "a sequence is not divided among ranks"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "has no effect with one GPU"),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "engine.tensor_parallel"),
         ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8", "turnwise uses one process"),
         ("critic.optim.lr=1e-5", "this adv_estimator has no critic, also not in verl"),
@@ -1016,6 +1016,14 @@ def test_a_function_of_the_reward_manager_batch_becomes_a_function_of_the_batch(
         (
             ["trainer.n_gpus_per_node=8", f"{ACTOR}.megatron.tensor_model_parallel_size=4"],
             {"launcher": "local", "trainers": 8, "mesh": {"tensor": 4}},
+        ),
+        (
+            [
+                "trainer.n_gpus_per_node=8",
+                f"{ACTOR}.ulysses_sequence_parallel_size=4",
+                f"{ACTOR}.fsdp_config.fsdp_size=-1",
+            ],
+            {"launcher": "local", "trainers": 8, "mesh": {"context": 4}},
         ),
         (
             ["trainer.n_gpus_per_node=4", f"{ACTOR}.fsdp_config.fsdp_size=8"],

@@ -243,23 +243,23 @@ _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp32": "float32", "float
 _TENSOR, _DATA = f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.data_parallel_size"
 _ONE_DEVICE = "the embedded engine uses one device; set engine.name=vllm and"
 _SERVERS = ("vllm", "sglang")
-_ULYSSES = (
-    "ulysses_sequence_parallel_size",
-    "fsdp_config.ulysses_sequence_parallel_size",
-)
 _REASONS = {
-    **{f"{ACTOR}.{name}": "a sequence is not divided among ranks: set train.micro_batch_tokens" for name in _ULYSSES},
     f"{_FSDP}.wrap_policy.min_num_params": "each layer is gathered as a unit",
     f"{_FSDP}.forward_prefetch": "torch's fully_shard gathers the next layer during the computation of a layer",
     _TENSOR: f"{_ONE_DEVICE} engine.tensor_parallel",
     _DATA: f"{_ONE_DEVICE} engine.data_parallel",
     f"{ROLLOUT}.pipeline_model_parallel_size": f"{_ONE_DEVICE} engine.arguments=[--pipeline-parallel-size, ...]",
 }
-_TRAINED_TENSOR = f"{ACTOR}.megatron.tensor_model_parallel_size"
+_TOGETHER = {
+    f"{ACTOR}.megatron.tensor_model_parallel_size": "tensor",
+    f"{ACTOR}.ulysses_sequence_parallel_size": "context",
+    f"{_FSDP}.ulysses_sequence_parallel_size": "context",
+}
+"""How many ranks compute a micro-batch together, and the name in `cluster.mesh`."""
 _CARRIED = (
     _NODES,
     _GPUS,
-    _TRAINED_TENSOR,
+    *_TOGETHER,
     f"{_FSDP}.param_offload",
     f"{_FSDP}.optimizer_offload",
     f"{_FSDP}.reshard_after_forward",
@@ -368,12 +368,16 @@ def _in_one_process(builder: VerlRecipeBuilder) -> None:
 
 def _mesh(builder: VerlRecipeBuilder, ranks: int | None) -> None:
     """Set `cluster.mesh`. `ranks` is None if their number is not known here."""
-    tensor = builder.value(_TRAINED_TENSOR)
-    if isinstance(tensor, int) and tensor > 1 and (ranks is None or ranks % tensor == 0):
-        builder.set("cluster.mesh.tensor", tensor, _TRAINED_TENSOR)
-        ranks = None if ranks is None else ranks // tensor
-    elif tensor not in (None, 1):
-        builder.reject(_TRAINED_TENSOR, f"a divisor of the {ranks} ranks is needed")
+    for key, name in _TOGETHER.items():
+        size = builder.value(key)
+        if isinstance(size, int) and size > 1 and (ranks is None or ranks % size == 0):
+            if builder.get(f"cluster.mesh.{name}", None) is None:  # Ulysses' size may be named twice
+                ranks = None if ranks is None else ranks // size
+            builder.set(f"cluster.mesh.{name}", size, key)
+        elif size == 1:
+            builder.convert("nothing: each rank computes alone", key)
+        elif size is not None:
+            builder.reject(key, f"a divisor of {ranks} ranks is needed")
     key = f"{_FSDP}.fsdp_size"
     size = builder.value(key)
     if size is None:

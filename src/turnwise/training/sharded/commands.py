@@ -7,11 +7,15 @@ conversations or the loop over training steps, which only rank 0 runs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import operator
 import posix
+import socket
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -88,6 +92,52 @@ class RankCommand(Protocol):
     def run(self, rank: Rank) -> Any:
         """Do the part of a rank. The result of rank 0 is the result of the command."""
         ...
+
+
+_PACKAGES = ("turnwise", "torch", "transformers", "peft", "safetensors")
+"""Those of which all ranks need the same version."""
+_SIGHT = 10.0
+"""Seconds until a file that was written on one machine is seen on all: shared file systems keep lists of files for a while."""
+
+
+def installed() -> dict[str, str]:
+    """The versions of this process."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class CompareMachines:
+    """Raises ConfigError on all ranks if one of them has other versions than rank 0, or does not see a file of it."""
+
+    versions: Mapping[str, str]
+    file: Path | None
+
+    def run(self, rank: Rank) -> None:
+        problems = [problem for problem in rank.ranks.share(self._problem(rank.ranks.rank)) if problem is not None]
+        if problems:
+            raise ConfigError(problems[0])
+
+    def _problem(self, rank: int) -> str | None:
+        own, place = installed(), f"trainer rank {rank} ({socket.gethostname()})"
+        for name in sorted({*own, *self.versions}):
+            versions = [of_rank.get(name, "none") for of_rank in (own, self.versions)]
+            if versions[0] != versions[1]:
+                return (
+                    f"{place} has {name} {versions[0]}, and rank 0 has {versions[1]}: install the same on all machines"
+                )
+        deadline = time.monotonic() + _SIGHT
+        while self.file is not None and not self.file.exists():
+            if time.monotonic() > deadline:
+                return (
+                    f"{place} does not see what rank 0 writes into {self.file.parent}: output must be in a directory that all "
+                    f"machines share, because each rank writes its part of a checkpoint"
+                )
+            time.sleep(_SIGHT / 50)
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,24 +158,43 @@ class Mesh:
     root: DeviceMesh
     """The same for all other parameters."""
     tensor: DeviceMesh | None
-    """The ranks that compute the same micro-batch together; None: each rank computes alone."""
+    """The ranks that compute the same tokens; None: each rank computes alone."""
+    context: DeviceMesh | None
+    """The ranks that have the parts of the tokens of a micro-batch; None: each rank has all."""
+    together: DeviceMesh | None
+    """The ranks that compute the same micro-batch; None: each rank computes alone."""
 
     @classmethod
-    def of(cls, device: str, groups: int, shard: int, tensor: int) -> Mesh:
+    def of(cls, device: str, groups: int, shard: int, context: int, tensor: int) -> Mesh:
         """The mesh of all ranks, of which those with consecutive numbers are near. All ranks must call this."""
         names = ("shard",) if groups == 1 else ("replicate", "shard")
-        shape = (shard,) if groups == 1 else (groups, shard)
+        # gradients of the ranks with parts of a micro-batch are parts, as those of different micro-batches
+        shape = (shard * context,) if groups == 1 else (groups, shard * context)
         if tensor == 1:
-            mesh = init_device_mesh(device, shape, mesh_dim_names=names)
-            return cls(mesh, mesh, None)
-        every = init_device_mesh(device, (*shape, tensor), mesh_dim_names=(*names, "tensor"))
-        root = init_device_mesh(device, (*shape[:-1], shard * tensor), mesh_dim_names=names)
-        return cls(every[names], root, every["tensor"])
+            layers = root = init_device_mesh(device, shape, mesh_dim_names=names)
+        else:
+            layers = init_device_mesh(device, (*shape, tensor), mesh_dim_names=(*names, "tensor"))[names]
+            root = init_device_mesh(device, (*shape[:-1], shape[-1] * tensor), mesh_dim_names=names)
+        parts = ("sets", "context", "tensor")
+        every = init_device_mesh(device, (groups * shard, context, tensor), mesh_dim_names=parts)
+        together = init_device_mesh(device, (groups * shard, context * tensor), mesh_dim_names=("sets", "together"))
+        return cls(
+            layers,
+            root,
+            tensor=every["tensor"] if tensor > 1 else None,
+            context=every["context"] if context > 1 else None,
+            together=together["together"] if context * tensor > 1 else None,
+        )
 
     @property
-    def together(self) -> int:
+    def context_size(self) -> int:
+        """Into how many parts the tokens of a micro-batch are divided."""
+        return 1 if self.context is None else self.context.size()
+
+    @property
+    def set_size(self) -> int:
         """How many ranks compute the same micro-batch."""
-        return 1 if self.tensor is None else self.tensor.size()
+        return 1 if self.together is None else self.together.size()
 
 
 class Ranks:
@@ -223,12 +242,12 @@ class Ranks:
     @property
     def sets(self) -> int:
         """How many sets of ranks compute micro-batches of their own."""
-        return self.size // self.mesh.together
+        return self.size // self.mesh.set_size
 
     @property
     def counts(self) -> bool:
         """Whether this is the rank of its set whose results are used."""
-        return self.rank % self.mesh.together == 0
+        return self.rank % self.mesh.set_size == 0
 
     def scatter(self, items: Sequence[Any] | None) -> Any:
         """The item of this rank from rank 0's list, which has an item for each rank. The other ranks give None."""
@@ -238,13 +257,19 @@ class Ranks:
 
     def gather(self, item: Any) -> list[Any]:
         """The items of one rank of each set, in their order, on rank 0; an empty list on the other ranks."""
-        return self.gather_each(item if self.counts else None)[:: self.mesh.together]
+        return self.gather_each(item if self.counts else None)[:: self.mesh.set_size]
 
     def gather_each(self, item: Any) -> list[Any]:
         """The items of all ranks, in their order, on rank 0; an empty list on the other ranks."""
         items: list[Any] | None = [None] * self.size if self.leads else None
         dist.gather_object(item, items, dst=0, group=self._control)
         return items or []
+
+    def share(self, item: Any) -> list[Any]:
+        """The items of all ranks, in their order, on all ranks."""
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self._control)
+        return items
 
     def agree(self, flag: bool) -> bool:
         """Rank 0's flag, on all ranks."""

@@ -8,8 +8,10 @@ parts of the ranks (`shards.py`).
 from __future__ import annotations
 
 import functools
+import os
 import posix
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 import torch
 
-from turnwise.errors import RunError
+from turnwise.errors import ConfigError, RunError
 from turnwise.models.loading import published_weights, save_model
 from turnwise.training.batch import MicroBatch
 from turnwise.training.learner import BatchRequirements, PackingRequirements, Writers
@@ -27,6 +29,7 @@ from turnwise.training.sharded.commands import (
     Accumulate,
     Build,
     BuildCritic,
+    CompareMachines,
     ComputeTokenLogprobs,
     FindLargestLogit,
     Fingerprint,
@@ -50,6 +53,7 @@ from turnwise.training.sharded.commands import (
     StartShards,
     StreamWeights,
     TeacherFingerprints,
+    installed,
 )
 from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
@@ -120,7 +124,7 @@ class Leader:
         rounds = max(len(share) for share in shares)
         self.rank.stop, self.rank.on_micro_batch = stop, on_micro_batch
         sent = [micro.to(torch.device("cpu")) for micro in micro_batches]  # where they are, but without their sequences
-        together = self.rank.ranks.mesh.together
+        together = self.rank.ranks.mesh.set_size
         commands = [command([sent[index] for index in share], rounds) for share in shares]
         return self.run_each([one for one in commands for _ in range(together)])
 
@@ -199,7 +203,24 @@ class ShardedLearner(LearnerBase):
         self.leader = Leader(ranks)
         """Runs commands on all ranks; a critic on the same ranks uses it, too."""
         self.loss = make_loss(options.loss, options.correction, options.teacher)
+        self._compare_machines(options.folder)
         self._report: ShardReport = self.leader.run(Build(options))
+
+    def _compare_machines(self, folder: Path | None) -> None:
+        """Raise ConfigError if a rank has other versions, or does not share the directory."""
+        if folder is None:
+            self.leader.run(CompareMachines(installed(), None))
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix=".seen-by-all-ranks-", dir=folder)
+        except OSError as error:
+            raise ConfigError(f"output: the directory {folder} cannot be written: {error}") from error
+        os.close(descriptor)
+        try:
+            self.leader.run(CompareMachines(installed(), Path(name)))
+        finally:
+            os.unlink(name)
 
     @property
     def requirements(self) -> BatchRequirements:

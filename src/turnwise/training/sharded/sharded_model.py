@@ -27,11 +27,12 @@ from turnwise.errors import ConfigError
 from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelSource, load_model, of_model, of_tensors, use_complete_attention
 from turnwise.models.lora import initialize_magnitudes, without_adapter
+from turnwise.models.model_config import refuse_uncut
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
 from turnwise.options.engines import FsdpSection
 from turnwise.training.optimizer import norms_of
 from turnwise.training.sharded.ranks import Mesh
-from turnwise.training.sharded.tensor_parallel import TargetShares, TensorParallel, as_part
+from turnwise.training.sharded.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 
@@ -59,7 +60,8 @@ class ShardedModel:
     All ranks must have the same model, on the CPU or on their device, or parameters on the meta device, which must have got their
     values before the first pass. `head` is a layer beside the model, in float32, that is divided too.
 
-    Raises ConfigError if the model does not name its layers, or if `mesh.tensor` cannot divide them.
+    Raises ConfigError if the model does not name its layers, if `mesh.tensor` cannot divide them, or if layers need the tokens
+    that other ranks of `mesh.context` have.
     """
 
     def __init__(
@@ -75,9 +77,6 @@ class ShardedModel:
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._rounds = options.reduce_dtype == "bfloat16"
         self._sync_always = options.adds_up_each(4 * trained)
-        self._tensor = mesh.tensor
-        self.shares = None if mesh.tensor is None else TargetShares(mesh.tensor)
-        """How the ranks that compute the same micro-batch share its targets out; None: each rank computes alone."""
         arguments: dict[str, Any] = {
             "mesh": mesh.root,
             "mp_policy": MixedPrecisionPolicy(
@@ -90,6 +89,8 @@ class ShardedModel:
             "offload_policy": CPUOffloadPolicy() if options.offload == "cpu" else OffloadPolicy(),
         }
         layers = _layers(model)
+        if mesh.context is not None:
+            refuse_uncut(model.config, mesh.context.size())
         inside = {**arguments, "mesh": mesh.layers, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
         tensor = None if mesh.tensor is None else TensorParallel(model, layers, mesh.tensor)
         for layer in layers:
@@ -112,10 +113,6 @@ class ShardedModel:
         if not torch.is_grad_enabled():
             self.free()
         return result
-
-    def as_part(self, values: torch.Tensor) -> torch.Tensor:
-        """What the ranks of `mesh.tensor` compute alike outside of the layers (`tensor_parallel.py`)."""
-        return as_part(values, self._tensor)
 
     def probe(self, compute: Callable[[], T]) -> T:
         """Run passes without gradients, that find out something about the model. May change options of the model.

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
-from turnwise.errors import RunError
+from turnwise.errors import ConfigError, RunError
 from turnwise.models.experts import Choice
 from turnwise.models.loading import ModelSource, largest_logit, of_tensors, token_logprobs
 from turnwise.models.lora import adapter_weights, has_adapter
@@ -43,7 +43,7 @@ from turnwise.training.expert_load import (
     refuse_aux_loss_without_experts,
 )
 from turnwise.training.fingerprint import sync_file
-from turnwise.training.forward import LOGITS_BYTES, Forward, TargetValues, shares_prefixes
+from turnwise.training.forward import LOGITS_BYTES, Forward, TargetValues, shares_prefixes, try_tree_attention
 from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.optimizer import MOMENTS, Optimizer, moments_of
@@ -51,6 +51,7 @@ from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import DividedParts, ShardedModel, complete, divided_as, like, load_sharded
+from turnwise.training.sharded.together import own_part
 from turnwise.training.transfer import Measured, read, to_host
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
 from turnwise.training.value_batch import StatePlaces, ValueTargets
@@ -98,7 +99,7 @@ def rounds_of(
         # only rank 0 is asked to stop: if it left a round alone, the others would wait for it in collective operations
         if ranks.agree(stop.is_set()):
             return
-        yield mine[number] if number < len(mine) else None
+        yield own_part(mine[number], ranks.mesh) if number < len(mine) else None
 
 
 def measure_rounds(
@@ -113,7 +114,7 @@ def measure_rounds(
     results: list[torch.Tensor] = []
     with torch.no_grad():
         for micro in rounds_of(ranks, mine, rounds, stop):
-            result_N = compute((micro or _dummy_micro_batch()).to(ranks.device))
+            result_N = compute((micro or _dummy(ranks)).to(ranks.device))
             if micro is not None:
                 results.append(result_N)
             on_round()
@@ -141,7 +142,7 @@ def accumulate_rounds(
         sharded.sync_gradients(last=number == rounds - 1)
         if micro is None:
             # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
-            (compute(_dummy_micro_batch().to(ranks.device)).sum() * 0.0).backward()
+            (compute(_dummy(ranks).to(ranks.device)).sum() * 0.0).backward()
         else:
             sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
         on_round()
@@ -155,11 +156,11 @@ def _backward(loss: torch.Tensor, metrics: Callable[[], Measured[S]]) -> Measure
         return metrics()
 
 
-def _dummy_micro_batch() -> MicroBatch[Targets]:
-    """A micro-batch with one target, for a rank without a micro-batch in a round. Its loss is not used."""
+def _dummy(ranks: Ranks) -> MicroBatch[Targets]:
+    """Of a micro-batch with one target, what this rank computes in a round without a micro-batch. Its loss is not used."""
     zero_N = torch.zeros(1)
     index_N = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(
+    micro = MicroBatch(
         token_ids_BL=torch.zeros((1, 2), dtype=torch.int64),
         position_BL=torch.arange(2)[None],
         tree=None,
@@ -179,6 +180,7 @@ def _dummy_micro_batch() -> MicroBatch[Targets]:
         ),
         count_T=torch.zeros(2),
     )
+    return own_part(micro, ranks.mesh)
 
 
 # Policy: the part of the learner
@@ -198,7 +200,6 @@ class ShardedForward(Forward):
                 chunk_bytes=LOGITS_BYTES,
                 autocast=autocast,
                 router_replay=router_replay,
-                shares=sharded.shares,
             )
         )
 
@@ -210,13 +211,11 @@ class ShardedForward(Forward):
         on_choice: Callable[[Choice], None] | None = None,
         comparison: TeacherComparison | None = None,
     ) -> TargetValues:
-        def compute() -> TargetValues:
-            found = super(ShardedForward, self).values(
+        return self._sharded.run(
+            lambda: super(ShardedForward, self).values(
                 micro, entropy=entropy, on_choice=on_choice, comparison=comparison
             )
-            return found if self.shares_targets else found.map(self._sharded.as_part)
-
-        return self._sharded.run(compute)
+        )
 
     @torch.no_grad()
     def scores(self, micro: MicroBatch[Any], top_k: int, *, vocabulary: int | None = None) -> torch.Tensor:
@@ -284,6 +283,7 @@ class ModelShard:
                 refusal=f"{type(self.model).__name__} does not give its own log-probabilities back with shared prefixes",
             )
         )
+        _attend_in_parts(self._sharded, ranks, shares)
         self.trains_adapter = has_adapter(self.model)
         self._forward = ShardedForward(
             self._sharded, options.sampling, autocast=options.autocast, router_replay=options.router_replay
@@ -298,7 +298,7 @@ class ModelShard:
             logprob_kinds=options.sampling.exact_kinds,
             keep_zero=self._loss.needs_zero_advantages,
             measure_zero=self._loss.measures_all,
-            micro_batch_tokens=default_micro_batch_tokens(ranks.device),
+            micro_batch_tokens=ranks.mesh.context_size * default_micro_batch_tokens(ranks.device),
             parallel=ranks.sets,
         )
 
@@ -315,6 +315,7 @@ class ModelShard:
         source = options.model.of_base(path or options.model.path)
         sharded = load_sharded(source, self.ranks.mesh, options.sharding, prepare=_freeze).sharded
         sharded.probe(lambda: reference_model(self.model, sharded.model, shares=shares, separate=separate))
+        _attend_in_parts(sharded, self.ranks, shares)
         return ShardedReference(
             ShardedForward(sharded, options.sampling, autocast=options.autocast), self.model, sharded
         )
@@ -329,6 +330,7 @@ class ModelShard:
                 self.model, sharded.model, shares=shares, separate=False, option="teacher.path", padded=True
             )
         )
+        _attend_in_parts(sharded, self.ranks, shares)
         autocast = options.autocast and source.dtype == "float32"
         return ShardedReference(ShardedForward(sharded, options.sampling, autocast=autocast), self.model, sharded)
 
@@ -455,6 +457,18 @@ class ModelShard:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest() if self.ranks.leads else None
 
 
+def _attend_in_parts(sharded: ShardedModel, ranks: Ranks, shares: bool) -> None:
+    """Let a model attend to tokens of other ranks, if `cluster.mesh.context` divides them. `shares`: it has tree attention, which
+    does. Raises ConfigError if it cannot: a model that computes prefix trees computes nothing else from neighboring tokens."""
+    context = ranks.mesh.context
+    if context is None or shares or sharded.probe(lambda: try_tree_attention(sharded.model)):
+        return
+    raise ConfigError(
+        f"cluster.mesh.context={context.size()}: the attention of {type(sharded.model).__name__} cannot be computed for parts of "
+        f"the tokens, because it does not give the model's own log-probabilities back. Use cluster.mesh.shard instead"
+    )
+
+
 def _freeze(model: Any) -> None:
     model.requires_grad_(False)
 
@@ -488,7 +502,7 @@ class ShardedValueForward(ValueForward):
         self._sharded = sharded
 
     def values(self, micro: MicroBatch[Any]) -> torch.Tensor:
-        return self._sharded.run(lambda: self._sharded.as_part(super(ShardedValueForward, self).values(micro)))
+        return self._sharded.run(lambda: super(ShardedValueForward, self).values(micro))
 
 
 class CriticShard:
@@ -520,6 +534,7 @@ class CriticShard:
                 refusal=f"the critic ({type(self.model).__name__}) does not give its own values back with shared prefixes",
             )
         )
+        _attend_in_parts(self._sharded, ranks, shares)
         self.trains_adapter = has_adapter(self.model)
         self._forward = ShardedValueForward(self._sharded, self._head, autocast=options.autocast)
         self.parameters = trained_parameters(self.model, self._head)
@@ -527,7 +542,7 @@ class CriticShard:
         self.reference = None
         self.requirements = PackingRequirements(
             share_prompts=shares,
-            micro_batch_tokens=default_micro_batch_tokens(ranks.device),
+            micro_batch_tokens=ranks.mesh.context_size * default_micro_batch_tokens(ranks.device),
             parallel=ranks.sets,
         )
 

@@ -13,8 +13,8 @@ are what the plan leaves open, and what it says otherwise:
 
 Invariant: inside of the decoder's layers, hidden states and their gradients are complete and equal on all ranks. Outside
 (embedding, last norm, output layer), gradients are parts, whose sum over the ranks is the gradient; there the weights are divided
-among these ranks as among all others. The output layer computes some targets on each rank (`TargetShares`); the gradient of what
-all ranks compute is divided by their number (`as_part`).
+among these ranks as among all others. The output layer computes some targets on each rank (`together.py`); the gradient of what
+all ranks compute is divided by their number.
 
 Knows modules and one dimension of a mesh. Does not know FSDP, batches or losses.
 """
@@ -73,7 +73,7 @@ class TensorParallel:
         self._plan = _plan(model)
         self._names = {module: name for name, module in model.named_modules()}
         group = mesh.get_group()
-        layers[0].register_forward_pre_hook(lambda layer, args: (as_part(args[0], mesh), *args[1:]))
+        layers[0].register_forward_pre_hook(lambda layer, args: (_Part.apply(args[0], mesh.size()), *args[1:]))
         layers[-1].register_forward_hook(lambda layer, args, output: _sum_gradient_of(output, group))
 
     def divide(self, layer: torch.nn.Module) -> None:
@@ -214,46 +214,6 @@ class _Part(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradients[0] / ctx.ranks, None
-
-
-def as_part(values: torch.Tensor, mesh: DeviceMesh | None) -> torch.Tensor:
-    """Values that all ranks of `mesh` compute, whose gradients then are parts; None: unchanged."""
-    return values if mesh is None else _Part.apply(values, mesh.size())
-
-
-class TargetShares:
-    """The ranks of `mesh`, which have the same hidden states of a micro-batch, compute the output layer for some targets each.
-    See `forward.Shares`."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._rank, self._ranks, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
-
-    def own(self, count: int) -> slice:
-        return self._of(self._rank, count)
-
-    def joined(self, value_C: torch.Tensor, count: int) -> torch.Tensor:
-        return _Joined.apply(value_C, [self._of(rank, count) for rank in range(self._ranks)], self._rank, self._group)
-
-    def _of(self, rank: int, count: int) -> slice:
-        return slice(rank * count // self._ranks, (rank + 1) * count // self._ranks)
-
-
-class _Joined(torch.autograd.Function):
-    """The values of all ranks, of which each has those of its slice."""
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, slices: Sequence[slice], rank: int, group: Any) -> torch.Tensor:
-        ctx.own = slices[rank]
-        sizes = [one.stop - one.start for one in slices]
-        padded = values.new_zeros(max(sizes), dtype=torch.uint8 if values.dtype == torch.bool else values.dtype)
-        padded[: len(values)] = values
-        gathered = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(gathered, padded, group=group)
-        return torch.cat([one[:size] for one, size in zip(gathered, sizes, strict=True)]).to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return gradients[0][ctx.own], None, None, None
 
 
 def _sum_gradient_of(output: Any, group: Any) -> None:

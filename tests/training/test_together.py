@@ -1,0 +1,108 @@
+"""A row that is cut into parts has the attention and the gradients of the whole row, on every way to compute attention. The ranks
+are threads here; `tests/cluster/test_sharded.py` compares passes and updates of real ranks."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from support.hybrids import CONFIGS
+from support.vision import vision_model
+from training.test_flash_tree import kernels
+from turnwise.errors import ConfigError
+from turnwise.models.model_config import refuse_uncut
+from turnwise.training import flash_tree
+from turnwise.training.sharded.together import Cut
+from turnwise.training.tree import FlatRow, Tree, _TreeMask
+
+__all__ = ["kernels"]
+
+SEQUENCES = [(1, 2, 3, 4), (1, 2, 3, 5, 6, 7, 8, 9), (1, 2, 3, 5, 6, 10), (1, 2, 3, 5, 6, 10, 11), (12, 13)]
+ROW = FlatRow.of([np.array(sequence) for sequence in SEQUENCES])
+HEADS = (4, 2, 2, 4)
+"""Of queries, keys, values and gradients."""
+
+
+class Threads:
+    """The `KeyExchange` of a thread among those that compute the parts of a row."""
+
+    def __init__(self, rank: int, slots: list[torch.Tensor], barrier: threading.Barrier) -> None:
+        self._rank, self._slots, self._barrier = rank, slots, barrier
+
+    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._slots[self._rank] = tensor
+        self._barrier.wait(60)
+        found = list(self._slots)
+        self._barrier.wait(60)
+        return found
+
+    def gathered(self, key_TJD: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._all(key_TJD))
+
+    def summed(self, gradient_KJD: torch.Tensor) -> torch.Tensor:
+        total = torch.stack(self._all(gradient_KJD)).sum(0)
+        return total.chunk(len(self._slots))[self._rank]
+
+
+def attended(tree: Tree, tensors: list[torch.Tensor], window: int | None) -> list[torch.Tensor]:
+    """The output [T, H, D], and the gradients of query, key and value [T, H, D]."""
+    query, key, value, gradient = (tensor.detach().clone() for tensor in tensors)
+    own = [one.requires_grad_() for one in (query, key, value)]
+    output = _TreeMask(tree, window, False).attend(*(one.transpose(0, 1) for one in own), None)
+    output.backward(gradient)
+    return [output.detach(), *(one.grad for one in own if one.grad is not None)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("kind", ["cpu", "accelerator", "flash kernel"])
+def test_parts_have_the_attention_of_the_whole_row(
+    kind: str, window: int | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_tree, "computes", lambda query, key, dtype: kind == "flash kernel")
+    accelerated = kind != "cpu"
+    generator = torch.Generator().manual_seed(0)
+    tokens = len(ROW.token_ids)
+    whole = [torch.randn(tokens, heads, 8, generator=generator) for heads in HEADS]
+    expected = attended(replace(Tree.of(ROW.runs), accelerated=accelerated), whole, window)
+    cut, slots = Cut(tokens, ranks), [torch.empty(0)] * ranks
+    padded = [torch.nn.functional.pad(one, (0, 0, 0, 0, 0, cut.padding)) for one in whole]
+    barrier = threading.Barrier(ranks)
+
+    def part(rank: int) -> list[torch.Tensor]:
+        exchange = Threads(rank, slots, barrier)
+        tree = Tree.of(cut.runs(ROW.runs, rank), first_key=2 * cut.piece * rank, exchange=exchange)
+        places = torch.from_numpy(cut.places(rank))
+        return attended(replace(tree, accelerated=accelerated), [one[places] for one in padded], window)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        parts = list(threads.map(part, range(ranks)))
+    key_T = torch.from_numpy(cut.key_of(np.arange(tokens)))
+    for right, *of_ranks in zip(expected, *parts, strict=True):
+        assert torch.allclose(torch.cat(of_ranks)[key_T], right, atol=1e-5)
+
+
+@pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (2, 2), (7, 2), (8, 2), (25, 4)])
+def test_each_rank_has_two_pieces_of_a_row(tokens: int, ranks: int) -> None:
+    cut = Cut(tokens, ranks)
+    places = [cut.places(rank) for rank in range(ranks)]
+    assert {len(own) for own in places} == {2 * cut.piece}
+    assert sorted(np.concatenate(places)) == list(range(tokens + cut.padding))
+    assert cut.key_of(np.concatenate(places)).tolist() == list(range(tokens + cut.padding))
+    assert cut.padding < 2 * ranks
+
+
+@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "llama4"])
+def test_a_model_whose_tokens_need_their_neighbors_is_not_cut(family: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.mesh\.context=2: .* whose state goes from token to token"):
+        refuse_uncut(CONFIGS[family](), 2)
+
+
+def test_a_model_with_images_is_not_cut() -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.mesh\.context=2: .* has images"):
+        refuse_uncut(vision_model().config, 2)
