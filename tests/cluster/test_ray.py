@@ -186,8 +186,9 @@ _WAITS += "ray_api.connect(sys.argv[1], WorkersSection()); print('connected', fl
 @pytest.mark.ray
 def test_a_head_that_is_gone_is_named_with_what_to_do() -> None:
     with cluster(cpus=1) as started:
+        address = started.address
         process = subprocess.Popen(
-            [sys.executable, "-c", _WAITS, started.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-c", _WAITS, address], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         try:
             assert process.stdout is not None
@@ -199,7 +200,7 @@ def test_a_head_that_is_gone_is_named_with_what_to_do() -> None:
         finally:
             process.kill()
             process.communicate()
-    assert f"the head of the Ray cluster ({started.address}) does not answer" in said
+    assert f"the head of the Ray cluster ({address}) does not answer" in said
     assert "resume=auto" in said
 
 
