@@ -482,6 +482,13 @@ def test_the_script_starts_ray_on_all_nodes_and_trains_on_the_first(tmp_path: Pa
     assert (config.cluster.launcher, config.cluster.address, config.resume) == ("ray", "10.0.0.1:6379", "auto")
 
 
+def test_experts_are_divided_by_tensor_only(recipe: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"there is no option cluster\.mesh\.expert; each rank of cluster\.mesh\.tensor has"
+    ):
+        load(recipe, ["cluster.mesh.expert=2"])
+
+
 @needs_ray
 def test_the_entrypoint_of_the_job_is_accepted(tmp_path: Path) -> None:
     recipe = save_recipe(tmp_path, tmp_path / "model")

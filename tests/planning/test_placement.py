@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
+from support.hybrids import CONFIGS
 from support.recipes import save_recipe
 from turnwise.assembly import conversations
 from turnwise.cli import main
@@ -67,6 +69,39 @@ def test_a_model_whose_heads_are_not_divided_is_refused(recipe: Path) -> None:
     config, _ = load(recipe, ["cluster=torchrun", "cluster.mesh.tensor=4"])
     with pytest.raises(ConfigError, match=r"the model .* has 2 key and value heads, which 4 ranks cannot divide"):
         refuse_impossible(config, 4, read_model_config(config.model.path))
+
+
+@pytest.mark.parametrize("section", ["teacher", "critic", "reference"])
+def test_a_model_beside_the_trained_one_that_is_not_divided_is_refused(
+    recipe: Path, tmp_path: Path, section: str
+) -> None:
+    config = LlamaConfig(num_attention_heads=3, num_key_value_heads=3, hidden_size=48, num_hidden_layers=1)
+    config.save_pretrained(tmp_path / "other")
+    used = {"critic": ["credit=gae"], "reference": ["loss.kl_coef=0.1"], "teacher": []}[section]
+    words = ["cluster=torchrun", "cluster.mesh.tensor=2", f"{section}.path={tmp_path / 'other'}", *used]
+    loaded, _ = load(recipe, words)
+    with pytest.raises(ConfigError, match=r"the model .*other has 3 attention heads, which 2 ranks cannot divide"):
+        refuse_impossible(loaded, 4, read_model_config(loaded.model.path))
+
+
+@pytest.mark.parametrize("name", ["tensor", "context"])
+def test_a_hybrid_is_not_computed_by_several_ranks_together(recipe: Path, tmp_path: Path, name: str) -> None:
+    CONFIGS["qwen3_next"]().save_pretrained(tmp_path / "hybrid")
+    loaded, _ = load(recipe, ["cluster=torchrun", f"cluster.mesh.{name}=2"])
+    message = {
+        "tensor": "the type qwen3_next, which is not divided so",
+        "context": "layers of the type linear_attention",
+    }
+    with pytest.raises(ConfigError, match=message[name]):
+        refuse_impossible(loaded, 4, read_model_config(str(tmp_path / "hybrid")))
+
+
+def test_ranks_with_parts_of_the_tokens_keep_parts_of_the_activations(recipe: Path) -> None:
+    tokens = "train.micro_batch_tokens=4096"
+    plain, cut = parts(recipe, 4, tokens), parts(recipe, 4, tokens, "cluster.mesh.context=2")
+    assert cut["weights"] == plain["weights"]
+    assert 0.4 * plain["activations"] < cut["activations"] < 0.6 * plain["activations"]
+    assert 0 < cut["keys and values of all tokens"] < plain["activations"]
 
 
 def test_a_mesh_needs_the_number_of_ranks_that_torchrun_starts(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

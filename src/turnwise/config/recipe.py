@@ -304,6 +304,9 @@ ABSENT: dict[str, tuple[str, ...]] = {
     "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
         "deepspeed", "nnodes", "n_gpus_per_node", "num_processes",
     ),
+    "each rank of cluster.mesh.tensor has some of the experts, and no other ranks divide them: leave it out": (
+        "expert", "expert_parallel_size", "expert_model_parallel_size", "ep_size",
+    ),
     "all columns of a row are kept, for reward functions and environments: leave it out": ("remove_unused_columns",),
     "a run is uploaded after its end: `turnwise push RUN`": ("push_to_hub", "hub_model_id", "hub_strategy"),
     "turnwise has no such option: leave it out": (

@@ -217,6 +217,11 @@ def _in_place(part: torch.Tensor, own_K: slice, whole: torch.Tensor) -> torch.Te
     return total
 
 
+def _of_all(exchange: Any | None, key_TJD: torch.Tensor, value_TJD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, with those that the exchange brings."""
+    return (key_TJD, value_TJD) if exchange is None else (exchange.gathered(key_TJD), exchange.gathered(value_TJD))
+
+
 class FlashTreeAttention(torch.autograd.Function):
     """The attention [T, H, D] of a flat row: `apply(query_THD, key_TJD, value_TJD, plan, exchange, scale)`, in half precision.
     The `exchange` (`tree.KeyExchange`) brings keys of tokens that are not in the row; None: all are."""
@@ -231,10 +236,8 @@ class FlashTreeAttention(torch.autograd.Function):
         exchange: Any | None,
         scale: float | None,
     ) -> torch.Tensor:
-        keys = (
-            (key_TJD, value_TJD) if exchange is None else tuple(exchange.gathered(one) for one in (key_TJD, value_TJD))
-        )
-        result, state = _joined(plan, query_THD, *keys, scale)
+        all_key, all_value = _of_all(exchange, key_TJD, value_TJD)
+        result, state = _joined(plan, query_THD, all_key, all_value, scale)
         ctx.save_for_backward(query_THD, key_TJD, value_TJD, result.output_QHD, result.sum_HQ, *result.state, *state)
         ctx.plan, ctx.exchange, ctx.scale = plan, exchange, scale
         return result.output_QHD
@@ -244,10 +247,8 @@ class FlashTreeAttention(torch.autograd.Function):
         query_THD, key_TJD, value_TJD, output_THD, sum_HT, *states = ctx.saved_tensors
         result = _Result(output_THD, sum_HT, (states[0], states[1]))
         state, exchange = (states[2], states[3]), ctx.exchange
-        keys = (
-            (key_TJD, value_TJD) if exchange is None else tuple(exchange.gathered(one) for one in (key_TJD, value_TJD))
-        )
-        query, *of_keys = _gradients(ctx.plan, gradients[0].contiguous(), (query_THD, *keys), result, state, ctx.scale)
+        tensors = (query_THD, *_of_all(exchange, key_TJD, value_TJD))
+        query, *of_keys = _gradients(ctx.plan, gradients[0].contiguous(), tensors, result, state, ctx.scale)
         if exchange is not None:
             of_keys = [exchange.summed(one) for one in of_keys]
         return query, *of_keys, None, None, None
