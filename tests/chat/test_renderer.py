@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +12,19 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from support import CHATML, byte_tokenizer, merging_tokenizer, templates
-from support.conversations import RENDERER, STOP, Says, a_row, a_table, call, completion, hold, spoken
+from support.conversations import RENDERER, STOP, Says, a_row, call, completion, hold, spoken
 from support.families import family_renderer, template_files
-from turnwise.chat.constraints import _grammar
-from turnwise.chat.probes import PLACEHOLDER, TOOL, probe_call
+from turnwise.chat.probes import PLACEHOLDER, TOOL, TokenCache, probe_call
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
 from turnwise.chat.text_encoder import text_encoder
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import SingleTurn, environment
 from turnwise.environments.users import ScriptedUser
-from turnwise.errors import TemplateError
-from turnwise.rollout.prompts import RenderedPrompts
+from turnwise.errors import GrammarError, TemplateError
 from turnwise.types import (
     AnswerFormat,
+    Constraint,
     Message,
     MismatchKind,
     Opening,
@@ -91,15 +89,55 @@ def test_the_opening_is_the_rendered_messages_and_the_cue() -> None:
     assert RENDERER.decode(RENDERER.encode_opening([HI], [WEATHER]).token_ids).startswith("<|im_start|>system\nTools:")
 
 
-def test_long_texts_and_schemas_of_requests_are_not_kept_in_caches() -> None:
-    renderer, long = Renderer(byte_tokenizer()), "word " * 20_000
-    kept, grammars = renderer._encode.cache_info().currsize, _grammar.cache_info().currsize
-    prompts = RenderedPrompts(replace(a_table(Says()), renderer=renderer))
-    assert len(prompts.encode(long, None)) == len(prompts.encode(long, 70)) == len(long)
-    schema = {"type": "object", "properties": {}, "description": long}
-    form = AnswerFormat.of({"type": "json_schema", "schema": schema})
-    assert renderer.constraint([], SamplingChange(answer_format=form)) is not None
-    assert (renderer._encode.cache_info().currsize, _grammar.cache_info().currsize) == (kept, grammars)
+def test_schemas_of_requests_are_compiled_up_to_a_length() -> None:
+    renderer = Renderer(byte_tokenizer())
+
+    def constraint(description: str) -> Constraint | None:
+        schema = {"type": "object", "properties": {}, "description": description}
+        form = AnswerFormat.of({"type": "json_schema", "schema": schema})
+        return renderer.constraint([], SamplingChange(answer_format=form))
+
+    assert constraint("word " * 50_000) is not None
+    with pytest.raises(GrammarError, match="have 300068 characters, and at most 262144 are compiled"):
+        constraint("word " * 60_000)
+    # of a schema that cannot be compiled, not all parts are compiled one after the other
+    nested: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
+    for _ in range(100):
+        nested = {"type": "object", "properties": {**{f"p{n}": {"type": "null"} for n in range(20)}, "z": nested}}
+    form = AnswerFormat.of({"type": "json_schema", "schema": nested})
+    with pytest.raises(GrammarError, match=r"schema/properties/z(/properties/z){2} cannot be a grammar"):
+        renderer.constraint([], SamplingChange(answer_format=form))
+
+
+def test_a_grammar_is_compiled_once_for_all_turns_and_each_turn_has_its_own_state() -> None:
+    renderer = Renderer(byte_tokenizer())
+    form = AnswerFormat.of({"type": "regex", "pattern": "ab|cd"})
+    constraint = renderer.constraint([], SamplingChange(answer_format=form), stops=renderer.stop_token_ids)
+    assert constraint is not None
+    first, second = renderer.masks.matcher(constraint), renderer.masks.matcher(constraint)
+    (a,), (b,) = renderer.encode("a"), renderer.encode("b")
+    first.advance(a)
+    assert [int(mask[b >> 5]) >> (b & 31) & 1 for mask in (first.allowed(), second.allowed())] == [1, 0]
+    assert (renderer.masks.matcher(constraint).allowed() == second.allowed()).all()
+
+
+def test_the_texts_whose_tokens_are_kept_have_a_bound_on_their_bytes() -> None:
+    asked: list[str] = []
+
+    def encode(text: str, behind: int | None) -> tuple[int, ...]:
+        asked.append(text)
+        return tuple(range(len(text)))
+
+    cache = TokenCache(encode, most_bytes=100_000)
+    for text in ("a" * 100, "a" * 100, "b" * 1000, "b" * 1000):  # the second is longer than an eighth of all
+        assert cache(text) == tuple(range(len(text)))
+    assert [text[0] for text in asked] == ["a", "b", "b"]
+    for number in range(30):  # 4 kB each
+        cache(f"{number:0>100}")
+    cache("a" * 100)
+    assert len(asked) == 34
+    cache(f"{29:0>100}")
+    assert len(asked) == 34
 
 
 def test_the_tokens_whose_text_begins_another_text_are_found_without_reading_them_again_and_again() -> None:

@@ -14,6 +14,7 @@ text in the Lark dialect of llguidance, which `models/grammar.py` compiles. Know
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,7 +179,12 @@ def turn_constraint(
     Raises GrammarError, with the place in the schema, if a schema cannot be compiled.
     """
     size = sum(len(str(tool)) for tool in tools) + (0 if wanted.answer is None else len(wanted.answer.value))
-    grammar = (_grammar if size <= _LONGEST_KEPT else _grammar.__wrapped__)(
+    if size > _LONGEST:
+        raise GrammarError(
+            f"the schemas of a form of the turn have {size} characters, and at most {_LONGEST} are compiled: make them shorter, "
+            f"or do without constrained output"
+        )
+    grammar = _grammar(
         wanted,
         json.dumps(list(tools)),
         calls,
@@ -190,11 +196,13 @@ def turn_constraint(
     return Constraint(grammar=grammar, stops=tuple(sorted(set(stops) & set(special.values()))), before=before)
 
 
-_LONGEST_KEPT = 1 << 16
-"""Characters of schemas up to which a grammar is kept in the cache, which all conversations share."""
+_LONGEST = 1 << 18
+"""Characters of schemas from which a grammar is made: their compilation takes seconds."""
+_MOST_TRIED = 64
+"""Parts of a schema that are tried to find the one that cannot be compiled."""
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def _grammar(
     wanted: Constrained,
     tools_json: str,
@@ -331,7 +339,11 @@ def _refuse_schema(schema: Any, masks: TokenMasks, where: str) -> None:
         name: schema[name] for name in ("$defs", "definitions") if isinstance(schema, dict) and name in schema
     }
 
+    tried = itertools.count()
+
     def problem(part: Any) -> str | None:
+        if next(tried) > _MOST_TRIED:
+            return None  # the place is known less exactly
         given = {**definitions, **part} if isinstance(part, dict) else part
         return masks.problem(f"start: a\na: %json {json.dumps(given)}\n")
 

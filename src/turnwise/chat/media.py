@@ -21,6 +21,7 @@ import json
 import math
 import os
 import shutil
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ class MediaCache:
     def __init__(self, processor: Any, tokens: Mapping[MediaKind, str], token_ids: Mapping[str, int]) -> None:
         self.processor = processor
         self._tokens, self._token_ids = tokens, token_ids
+        self._lock = threading.Lock()
+        """Held while the two below are read or changed: agents' images are also checked in threads."""
         self._recent: OrderedDict[str, ProcessedMedia] = OrderedDict()
         self._pinned: dict[str, ProcessedMedia] = {}
 
@@ -138,15 +141,17 @@ class MediaCache:
         """
         source = load_image(part.value, where=part.where) if part.kind == "image" else _load_video(part)
         key = _content_key(part.kind, source)
-        processed = self._pinned.get(key)
-        if processed is None:
-            processed = self._recent.get(key) or self._process(part, source)
-            self._recent[key] = processed
-            self._recent.move_to_end(key)
-            while len(self._recent) > _CACHE_SIZE:
-                self._recent.popitem(last=False)
-        if pin:
-            self._pinned[key] = processed
+        with self._lock:
+            processed = self._pinned.get(key) or self._recent.get(key)
+        processed = processed or self._process(part, source)
+        with self._lock:
+            if key not in self._pinned:
+                self._recent[key] = processed
+                self._recent.move_to_end(key)
+                while len(self._recent) > _CACHE_SIZE:
+                    self._recent.popitem(last=False)
+            if pin:
+                self._pinned[key] = processed
         return processed
 
     def _process(self, part: MediaPart, source: Any) -> ProcessedMedia:

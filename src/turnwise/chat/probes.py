@@ -7,7 +7,7 @@ earlier round of tools. For templates that count rounds or answers, the real mes
 (`PriorConversation.messages`).
 
 What depends on the template alone is asked once and kept in `TemplateProfile`. All other caches of this folder are here, with
-their bounds: answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of short
+their bounds: answers that depend on a sequence of message roles (a conversation repeats few of them), the token ids of
 texts, the renderings of short conversations (the samples of a group have the same opening, and often the same calls and
 results), and the renderers of rows with template arguments of their own (a data set has few sets of them). This module renders
 nothing.
@@ -18,7 +18,10 @@ from __future__ import annotations
 import functools
 import itertools
 import marshal
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
@@ -232,6 +235,47 @@ TEXTS = 512
 
 LONGEST_TEXT = 8192
 """Characters of a text, and bytes of a conversation, that are kept in a cache at most."""
+
+
+TOKEN_BYTES = 1 << 26
+"""Bytes of the texts whose token ids are kept, and of these."""
+_BYTES_OF_A_TOKEN = 40
+
+
+class TokenCache:
+    """The token ids of texts, with a bound on their number and on their bytes. May be called from any thread.
+
+    `encode` returns the ids of a text behind a token; None: at the beginning.
+    """
+
+    def __init__(self, encode: Callable[[str, int | None], tuple[int, ...]], *, most_bytes: int = TOKEN_BYTES) -> None:
+        self._encode = encode
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[tuple[str, int | None], tuple[int, ...]] = OrderedDict()
+        """The latest last."""
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def __call__(self, text: str, behind: int | None = None) -> tuple[int, ...]:
+        key = (text, behind)
+        with self._lock:
+            if (ids := self._kept.get(key)) is not None:
+                self._kept.move_to_end(key)
+                return ids
+        ids = self._encode(text, behind)  # without the lock: a text may be long
+        size = _size(text, ids)
+        with self._lock:
+            if size <= self._most_bytes // 8 and key not in self._kept:
+                self._kept[key] = ids
+                self._bytes += size
+                while self._bytes > self._most_bytes or len(self._kept) > TEXTS:
+                    (oldest, _), of_oldest = self._kept.popitem(last=False)
+                    self._bytes -= _size(oldest, of_oldest)
+        return ids
+
+
+def _size(text: str, ids: Sequence[int]) -> int:
+    return sys.getsizeof(text) + _BYTES_OF_A_TOKEN * len(ids)
 
 
 class RenderMessages(Protocol):

@@ -34,10 +34,10 @@ from turnwise.chat.probes import (
     NO_CONVERSATION,
     QUESTION,
     ROLE_SEQUENCES,
-    TEXTS,
     TOOL,
     BaseTurn,
     PriorConversation,
+    TokenCache,
     assistant_message,
     probe_call,
     probe_message,
@@ -335,7 +335,7 @@ class Renderer:
         self.special = special_tokens(tokenizer)
         """Tokens that no plain text is encoded to."""
         self._text_ids = text_encoder(tokenizer)
-        self._encode = functools.lru_cache(maxsize=TEXTS)(self._encode_text)
+        self._encode = TokenCache(self._encode_text)
         self._decode = text_decoder(tokenizer, self._text_ids, self.special)
         self.template = Template(tokenizer, self.where, dict(chat_template_kwargs))
         self.profile: TemplateProfile = find_profile(

@@ -10,10 +10,26 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from turnwise.types import Message, ToolSchema
+
 _TRIED = 32
 """Special tokens that are tried to see whether a tokenizer puts spaces after them."""
 _STEPS_OF_ENCODE = frozenset({"encode", "__call__", "_encode_plus", "set_truncation_and_padding", "_convert_encoding"})
 """The methods that transformers calls to encode a text."""
+
+
+def text_size(messages: Sequence[Message], tools: Sequence[ToolSchema] = ()) -> int:
+    """About how many characters the texts of messages and tools have. Images count as nothing."""
+    size = sum(len(str(tool)) for tool in tools)
+    for message in messages:
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [content]
+        texts = (part.get("text") if isinstance(part, dict) else part for part in parts)
+        size += sum(len(text) for text in texts if isinstance(text, str)) + len(
+            str(message.get("reasoning_content", ""))
+        )
+        size += sum(len(str(call["function"])) for call in message.get("tool_calls") or ())
+    return size
 
 
 def text_encoder(tokenizer: Any) -> Callable[[str], Sequence[int]]:

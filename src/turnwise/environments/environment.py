@@ -268,8 +268,14 @@ class SingleTurn:
 class ModelPrompts(Protocol):
     """What an environment can ask about messages of others, which it has not given to the model yet.
 
-    `arguments` are further arguments of the chat template. All methods raise TurnwiseError.
+    `arguments` are further arguments of the chat template. All methods raise TurnwiseError. All but `check_size` take time that
+    grows with the texts, and may be called from any thread.
     """
+
+    def check_size(self, messages: Sequence[Message], tools: Sequence[ToolSchema], prompt: str | Sequence[int]) -> None:
+        """Refuse what is too long for any prompt, before anything is done whose time grows with it. `prompt` is one that the
+        environment writes itself."""
+        ...
 
     def check_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]

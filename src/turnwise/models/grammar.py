@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _TOKENIZERS = 16
 """Sets of stop tokens for which the tokenizer is kept in compiled form."""
+_GRAMMARS = 32
+"""Compiled grammars that are kept: all turns of a conversation, and of a group, have the same, as does the trainer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +64,29 @@ class TokenMasks:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._compiled = functools.lru_cache(maxsize=_TOKENIZERS)(self._compile)
+        self._begun = functools.lru_cache(maxsize=_GRAMMARS)(self._begin)
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """The state of a constraint before the first sampled token. Raises GrammarError, and ConfigError without llguidance."""
-        compiled = self._compiled(constraint.stops)
+        matcher = self._begun(constraint.grammar, constraint.stops).deep_copy()
+        before = constraint.before
+        if before and not matcher.consume_tokens(self._compiled(constraint.stops).tokenize_str(before)):
+            raise GrammarError(
+                f"the turn begins with {before!r:.200}, which was not sampled, and the format of the turn does not allow it: "
+                f"begin it otherwise, or leave the format out"
+            )
+        return Matcher(matcher)
+
+    def _begin(self, grammar: str, stops: tuple[int, ...]) -> LLMatcher:
+        """A compiled grammar, before its first token."""
+        compiled = self._compiled(stops)
         from llguidance import LLMatcher, LLParserLimits
 
         # without the grammar and the state of the parser in error messages
-        matcher = LLMatcher(compiled, constraint.grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher = LLMatcher(compiled, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error()}")
-        if constraint.before and not matcher.consume_tokens(compiled.tokenize_str(constraint.before)):
-            raise GrammarError(
-                f"the turn begins with {constraint.before!r:.200}, which was not sampled, and the format of the turn does not "
-                f"allow it: begin it otherwise, or leave the format out"
-            )
-        return Matcher(matcher)
+        return matcher
 
     def problem(self, grammar: str) -> str | None:
         """Why llguidance does not compile a grammar, in its own words; None if it does. Raises ConfigError without llguidance."""

@@ -6,9 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from turnwise.chat.text_encoder import text_size
 from turnwise.errors import GrammarError, TurnwiseError
 from turnwise.rollout.context import RolloutContext
 from turnwise.types import Message, SamplingChange, ToolSchema
+
+_LONGEST_TOKEN = 64
+"""Characters for each token of the context, more than texts have by far: longer ones are refused unread."""
+_LONGEST_CONTEXT = 1 << 20
+"""Tokens of the context, if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +22,17 @@ class RenderedPrompts:
     """Prompts that the context's renderer writes, for an engine that samples tokens."""
 
     context: RolloutContext
+
+    def check_size(self, messages: Sequence[Message], tools: Sequence[ToolSchema], prompt: str | Sequence[int]) -> None:
+        most = self.context.limits.context or _LONGEST_CONTEXT
+        if len(messages) > most:
+            raise TurnwiseError(f"there are {len(messages)} messages, and the model's context has {most} tokens")
+        length = text_size(messages, tools) + len(prompt)
+        if length > _LONGEST_TOKEN * most:
+            raise TurnwiseError(
+                f"the prompt has {length} characters, which is too long for the model's context of {most} tokens: at most "
+                f"{_LONGEST_TOKEN} characters for each token are read"
+            )
 
     def check_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
@@ -65,6 +82,9 @@ class RenderedPrompts:
 
 class EndpointPrompts:
     """Prompts that the server of an OpenAI-compatible endpoint writes: there are no tokens, and turns have no form."""
+
+    def check_size(self, messages: Sequence[Message], tools: Sequence[ToolSchema], prompt: str | Sequence[int]) -> None:
+        pass
 
     def check_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]

@@ -9,7 +9,7 @@ The loop knows a session only as a `ConversationSession`: `session.Session` reco
 `text_session.TextSession` sends messages to an endpoint. The methods are called in this order::
 
     begin(opening)
-    while stop_reason() is None:
+    while await stop_reason() is None:
         turn = await generate()
         apply_reply(turn, reply)        # not after a turn that was cut by a limit, or without a turn
     apply_final_reply(reply)            # if a limit ended a conversation that has turns
@@ -154,7 +154,7 @@ class ConversationSession(Protocol):
         """Take the environment's opening messages and tools."""
         ...
 
-    def stop_reason(self) -> Stop | None:
+    async def stop_reason(self) -> Stop | None:
         """Why there is no further turn of the model, or None."""
         ...
 
@@ -194,7 +194,7 @@ async def converse(
     async with deadline(limits.seconds_per_turn):
         opening = await environment.begin(session.trajectory.row)
     session.begin(opening)
-    while (stop := session.stop_reason()) is None:
+    while (stop := await session.stop_reason()) is None:
         if begin_turn is not None and (stop := begin_turn()) is not None:
             break
         async with deadline(limits.seconds_per_turn):

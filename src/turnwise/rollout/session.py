@@ -30,6 +30,7 @@ from turnwise.chat.media_parts import without_media
 from turnwise.chat.probes import PriorConversation, system_role
 from turnwise.chat.renderer import EncodedMessages
 from turnwise.chat.sanity_check import SanityCheck, SegmentMessages
+from turnwise.chat.text_encoder import text_size
 from turnwise.chat.turn_format import ParsedTurn
 from turnwise.engines.engine import longest_sequence
 from turnwise.environments.environment import annotate_turns, check_opening, presentable
@@ -55,6 +56,10 @@ from turnwise.types import (
     Turn,
     common_length,
 )
+from turnwise.user_code.threads import off_loop
+
+_SHORT_TEXT = 1 << 15
+"""Characters of new messages that are encoded between two steps of other conversations."""
 
 # the messages behind a segment
 
@@ -338,12 +343,12 @@ class Session:
         if opening.prefill:
             self._partial = PartialTurn(text=opening.prefill, unencoded=opening.prefill)
 
-    def stop_reason(self) -> Stop | None:
+    async def stop_reason(self) -> Stop | None:
         """Why there is no further turn of the model, or None."""
         limits, trajectory = self._context.limits, self.trajectory
         if (stop := limits.stop_reason(trajectory, 0)) is not None:
             return stop  # before a prompt is encoded that is not needed
-        prompt = self._next_prompt()
+        prompt = await self._next_prompt()
         length = len(self._history.segment) + len(prompt.token_ids)
         stop = limits.stop_reason(trajectory, length, self._response_tokens(length))
         if stop is Stop.CONTEXT and not trajectory.turns:
@@ -365,7 +370,7 @@ class Session:
     async def generate(self) -> Turn:
         """Append the prompt to the segment, let the engine sample one turn, and append that."""
         trajectory, began = self.trajectory, time.time()
-        segment = self._append_prompt()
+        segment = self._append_prompt(await self._next_prompt())
         request = self._request(segment)
         started = time.perf_counter()
         with boundary("engine"):
@@ -450,11 +455,13 @@ class Session:
 
     # the prompt of a turn
 
-    def _next_prompt(self) -> EncodedMessages:
-        """The tokens between the last turn and the next one. Encoded once, appended by `generate`."""
+    async def _next_prompt(self) -> EncodedMessages:
+        """The tokens between the last turn and the next one. Encoded once, appended by `generate`. A long text is encoded beside
+        the event loop, which other conversations use."""
         if self._prompt is None:
+            size = text_size(self._new_messages) + len(self._partial.unencoded)
             with boundary("tokens"):
-                self._prompt = self._encode_prompt()
+                self._prompt = self._encode_prompt() if size <= _SHORT_TEXT else await off_loop(self._encode_prompt)
             if self._first_prompt_tokens is None:
                 self._first_prompt_tokens = len(self._prompt.token_ids)
         return self._prompt
@@ -479,9 +486,9 @@ class Session:
         added = self._context.renderer.encode_continuation(last_token, self._partial.unencoded)
         return replace(prompt, token_ids=(*prompt.token_ids, *added))
 
-    def _append_prompt(self) -> Segment:
+    def _append_prompt(self, prompt: EncodedMessages) -> Segment:
         """Append the next prompt to the current segment, which is returned."""
-        prompt, history = self._next_prompt(), self._history
+        history = self._history
         segment, position = history.segment, len(history.segment)
         if not segment:
             self.trajectory.segments.append(segment)

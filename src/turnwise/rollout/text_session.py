@@ -169,7 +169,7 @@ class TextSession:
         self.trajectory.tools = tuple(opening.tools)
         self.trajectory.messages.extend(opening.messages)
 
-    def stop_reason(self) -> Stop | None:
+    async def stop_reason(self) -> Stop | None:
         """Why there is no further turn of the model, or None.
 
         The length of the next prompt is known only when the endpoint has answered it; until then it counts as long as the last

@@ -291,10 +291,20 @@ async def json_body(request: Request, *, longest: int, any_type: bool = False) -
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if not any_type and content_type != "application/json":
         raise RequestRefused(415, f"Content-Type must be application/json; it is {content_type or 'missing'}")
+    return json_value(await whole_body(request, longest=longest))
+
+
+async def whole_body(request: Request, *, longest: int) -> bytes:
+    """The body of a request. Raises RequestRefused as `body_chunks` does."""
     body = bytearray()
     async for chunk in body_chunks(request, longest=longest):
         body += chunk
+    return bytes(body)
+
+
+def json_value(body: bytes) -> Any:
+    """The JSON value of a body. Raises RequestRefused."""
     try:
-        return json.loads(bytes(body))
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestRefused(400, f"the body is not JSON: {error!s:.200}") from None

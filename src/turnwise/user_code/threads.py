@@ -27,6 +27,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Generic, TypeVar
 
 from turnwise.errors import Failed, boundary, failed_by
@@ -161,6 +162,18 @@ _main = threading.main_thread()
 
 
 # functions
+
+
+_texts = ThreadPoolExecutor(2, "turnwise-text")
+
+
+async def off_loop(function: Callable[[], T]) -> T:
+    """Call our own code whose time grows with a text of others, such as the tokenizer, in one of two threads.
+
+    The call goes on if its caller is cancelled, so its time must have a bound.
+    """
+    call = contextvars.copy_context().run
+    return await asyncio.get_running_loop().run_in_executor(_texts, call, function)
 
 
 async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:

@@ -7,12 +7,15 @@ import json
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from support import byte_tokenizer
 from support.agent_clients import anthropic_client, imported, openai_client, relations  # noqa: F401
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
+from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
 from turnwise.rollout.context import Limits
 from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
@@ -383,3 +386,78 @@ def test_texts_and_messages_are_not_mixed_and_wrong_prompts_are_refused() -> Non
     assert [status for status, _ in seen] == [400] * 4
     assert "is no token of the model" in seen[2][1]["error"]["message"]
     assert "all those of /v1/completions, or none" in seen[3][1]["error"]["message"]
+
+
+# long requests
+
+
+class _Threads(Renderer):
+    """Notes the threads in which long texts are encoded, and forms are made."""
+
+    def __init__(self) -> None:
+        super().__init__(byte_tokenizer())
+        self.used: list[str] = []
+        encode = self._text_ids
+
+        def noted(text: str) -> Sequence[int]:
+            if len(text) > 100_000:
+                self.used.append(threading.current_thread().name)
+            return encode(text)
+
+        self._text_ids = noted
+
+    def constraint(self, *given: Any, **more: Any) -> Any:
+        self.used.append(threading.current_thread().name)
+        return super().constraint(*given, **more)
+
+
+def test_what_takes_time_with_a_long_request_is_done_beside_the_event_loop() -> None:
+    renderer, seen = _Threads(), list[int]()
+    long = [{"role": "user", "content": "long " * 50_000}]
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        def ask(path: str, **body: Any) -> None:
+            seen.append(post(f"{base_url}/{path}", api_key, {"max_tokens": 5, **body})[0])
+
+        ask("messages/count_tokens", messages=long)
+        ask("chat/completions", messages=long)
+        ask("chat/completions", messages=row.messages, response_format={"type": "json_object"})
+
+    make, limits = AgentFunction(function=agent), Limits(turns=8, tokens_per_turn=400)
+    make.use_prompts(RenderedPrompts(a_table(Says(), renderer=renderer)))
+    try:
+        (trajectory,) = hold_all(Says("a", "{}"), make, renderer=renderer, limits=limits)
+    finally:
+        asyncio.run(make.aclose())
+    assert trajectory.error is None, trajectory.error
+    assert seen == [200, 200, 200]
+    *checked, last = renderer.used  # the last time, the grammar is known
+    assert len(checked) >= 3
+    assert {name.rpartition("_")[0] for name in checked} == {"turnwise-text"}
+    assert last == "MainThread"
+
+
+def test_requests_that_are_too_long_for_any_prompt_are_refused_before_anything_is_done_with_them() -> None:
+    seen: list[tuple[int, Any]] = []
+    bodies: list[tuple[str, Any]] = [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 64_001}]}),
+        ("messages/count_tokens", {"messages": [{"role": "user", "content": "x" * 64_001}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}] * 1001}),
+        ("completions", {"prompt": "x" * 64_001}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "user": ["", *[0] * 1_000_000]}),
+    ]
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        seen.extend(post(f"{base_url}/{path}", api_key, body) for path, body in bodies)
+        assert post(f"{base_url}/chat/completions", api_key, {"messages": row.messages})[0] == 200
+
+    trajectory = led(Says("a"), agent, limits=Limits(turns=8, tokens_per_turn=400, context=1000))
+    assert trajectory.error is None, trajectory.error
+    assert len(trajectory.turns) == 1
+    assert [status for status, _ in seen] == [400, 400, 400, 400, 413]
+    texts = [answer["error"]["message"] for _, answer in seen]
+    assert all(
+        "has 64001 characters, which is too long for the model's context of 1000 tokens" in texts[i] for i in (0, 1, 3)
+    )
+    assert "there are 1001 messages" in texts[2]
+    assert "commas, colons and brackets" in texts[4]

@@ -31,10 +31,11 @@ folder, arguments = {folder!r}, sys.argv[1:]
 command, name = arguments[0], arguments[-1]
 
 def slow(what):
-    try:
+    end = time.monotonic() + 60
+    while os.path.exists(f"{{folder}}/hold-{{what}}") and time.monotonic() < end:
+        time.sleep(0.05)
+    if os.path.exists(f"{{folder}}/slow-{{what}}"):
         time.sleep(float(open(f"{{folder}}/slow-{{what}}").read()))
-    except OSError:
-        pass
 
 def lock(name):
     held = open(f"{{folder}}/{{name}}.lock", "w")
@@ -236,11 +237,12 @@ def test_containers_of_a_killed_process_are_removed_by_the_next_one_and_those_of
 
 
 def test_a_container_whose_creation_outlives_the_process_is_removed_by_the_next_one(docker: Path) -> None:
-    (docker / "slow-create").write_text("1")
+    (docker / "hold-create").touch()
     with subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL) as run:
         _until(lambda: (docker / "calls.jsonl").exists() and docker_calls(docker)[-1][0] == "create")
-        assert containers(docker) == []
         run.kill()
+    assert containers(docker) == []
+    (docker / "hold-create").unlink()
     _until(lambda: containers(docker))
     ContainerImage.of("agents:1", [])
     assert containers(docker) == []

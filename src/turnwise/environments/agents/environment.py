@@ -44,6 +44,7 @@ from turnwise.errors import Failed, TurnwiseError, boundary
 from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, Turn
 from turnwise.user_code.calls import own_context, spawn, waiting_for_others
 from turnwise.user_code.reward_number import added
+from turnwise.user_code.threads import off_loop
 
 # the environment
 
@@ -130,7 +131,7 @@ class AgentEnvironment:
         run = self._run = _AgentRun(self._agent, row, proxy, self._prompts)
         while (pending := await run.next_request()) is not None:
             way = self._way = _ByMessages(run) if pending.request.prompt is None else _ByTexts(run)
-            if (opening := way.opening(pending)) is not None:
+            if (opening := await way.opening(pending)) is not None:
                 return replace(opening, sampling=pending.request.sampling, watch_sampling=run.until_abandoned)
         run.result()  # raises the agent's exception, if there was one
         raise ValueError(
@@ -144,7 +145,7 @@ class AgentEnvironment:
         answered = run.answer(turn)
         way.add_turn(turn)
         while (pending := await run.next_request()) is not None:
-            reply = None if run.refuses_other_api(pending, answered) else way.reply(answered, pending, turn)
+            reply = None if run.refuses_other_api(pending, answered) else await way.reply(answered, pending, turn)
             if reply is not None:
                 reward, of_earlier = run.conversation.take_rewards(turn.index)
                 return replace(reply, sampling=pending.request.sampling, reward=reward, earlier_rewards=of_earlier)
@@ -225,7 +226,7 @@ class _Answered:
 class _Way(Protocol):
     """How the requests of an agent are continued: all of them by messages, or all by texts."""
 
-    def opening(self, pending: AgentRequest) -> Opening | None:
+    async def opening(self, pending: AgentRequest) -> Opening | None:
         """What the first request begins with; None if it was refused."""
         ...
 
@@ -233,7 +234,7 @@ class _Way(Protocol):
         """Take a turn of the model."""
         ...
 
-    def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
+    async def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
         """What leads from the answered request to the next one; None if that was refused."""
         ...
 
@@ -245,8 +246,8 @@ class _ByMessages:
         self._run = run
         self._histories = LiveHistories()
 
-    def opening(self, pending: AgentRequest) -> Opening | None:
-        if self._run.refuses(pending, pending.messages, opening=True):
+    async def opening(self, pending: AgentRequest) -> Opening | None:
+        if await self._run.refuses(pending, pending.messages, opening=True):
             return None
         request = pending.request
         return Opening(
@@ -259,11 +260,11 @@ class _ByMessages:
     def add_turn(self, turn: Turn) -> None:
         pass
 
-    def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
+    async def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
         changed = _changed(answered.pending.request, pending.request)
         found, earlier = self._relation(answered, pending, turn, changed)
         first = found.new if earlier is None else earlier.first_new
-        if self._run.refuses(pending, pending.messages[first:], opening=not first):
+        if await self._run.refuses(pending, pending.messages[first:], opening=not first):
             return None
         return replace(self._reply(answered, pending, turn, found, earlier), **changed)
 
@@ -320,8 +321,8 @@ def _changed(before: ChatRequest, now: ChatRequest) -> dict[str, Any]:
     return changed
 
 
-_MOST_TEXTS = 64
-"""Prompts that are compared with a text."""
+_MOST_TEXTS, _MOST_CHARACTERS = 64, 1 << 24
+"""Prompts that are compared with a text: how many at most, and how long all of them together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +341,12 @@ class _ByTexts:
         self._run = run
         self._histories = TokenHistories(self._describe)
         self._continued: collections.deque[_Continued] = collections.deque(maxlen=_MOST_TEXTS)
+        """The last prompts that were answered; the latest one always."""
         self._text, self._prompt = "", list[int]()
         """The prompt that is being answered."""
 
-    def opening(self, pending: AgentRequest) -> Opening | None:
-        if (prompt := self._encoded(pending)) is None:
+    async def opening(self, pending: AgentRequest) -> Opening | None:
+        if (prompt := await self._encoded(pending)) is None:
             return None
         return Opening(messages=self._histories.begin(prompt).messages, prompt_ids=prompt)
 
@@ -352,24 +354,31 @@ class _ByTexts:
         assert turn.completion is not None, "a prompt of tokens was answered without tokens"
         self._histories.add_turn(turn)
         self._continued.append(_Continued(self._text, self._prompt, turn.completion.token_ids))
+        while len(self._continued) > 1 and sum(len(one.text) for one in self._continued) > _MOST_CHARACTERS:
+            self._continued.popleft()
 
-    def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
-        if (prompt := self._encoded(pending)) is None:
+    async def reply(self, answered: _Answered, pending: AgentRequest, turn: Turn) -> Reply | None:
+        if (prompt := await self._encoded(pending)) is None:
             return None
         reply, relation = self._histories.reply(prompt)
         info = _info({**answered.info, **_recorded(relation, "")})
         return replace(reply, info=info, metrics=answered.metrics(relation))
 
-    def _encoded(self, pending: AgentRequest) -> list[int] | None:
+    async def _encoded(self, pending: AgentRequest) -> list[int] | None:
         """The tokens of a request's prompt; None if it was refused."""
         given, prompts = pending.request.prompt, self._run.prompts
         assert given is not None
-        try:
+
+        def encode() -> tuple[str, list[int]]:
             with boundary("tokens"):
                 if prompts is None:
                     raise AgentError("the model's tokenizer is not known here: use /v1/chat/completions")
-                self._text = given if isinstance(given, str) else prompts.decode(given)
-                self._prompt = self._behind_sampled(given, prompts) if isinstance(given, str) else list(given)
+                if isinstance(given, str):
+                    return given, self._behind_sampled(given, prompts)
+                return prompts.decode(given), list(given)
+
+        try:
+            self._text, self._prompt = await off_loop(encode)
         except Failed as failed:
             self._run.conversation.refuse(pending, Refused(400, failed.failure.message, parameter="prompt"))
             return None
@@ -409,7 +418,7 @@ class _AgentRun:
 
     def __init__(self, agent: Agent, row: Row, proxy: Proxy | None, prompts: ModelPrompts | None) -> None:
         text = _row_json(row)
-        self.conversation = AgentConversation(text, self._count_tokens)
+        self.conversation = AgentConversation(text, check_size=self._check_size, count=self._count_tokens)
         self.prompts = prompts
         self.last_turn: Turn | None = None
         """The last turn that the agent received."""
@@ -441,7 +450,7 @@ class _AgentRun:
         log_forced(self._pending.request.forced)
         return self._pending
 
-    def refuses(self, pending: AgentRequest, messages: Sequence[Message], *, opening: bool) -> bool:
+    async def refuses(self, pending: AgentRequest, messages: Sequence[Message], *, opening: bool) -> bool:
         """Whether a request was answered with an error, because the model cannot receive these messages of it, or not answer in
         the form that it asks for."""
         if (prompts := self.prompts) is None:
@@ -457,7 +466,7 @@ class _AgentRun:
         for check, parameter in ((check_messages, "messages"), (check_form, request.form or "messages")):
             try:
                 with boundary("tokens"):
-                    check()
+                    await off_loop(check)
             except Failed as failed:
                 message = (
                     failed.failure.message if check is check_messages else f"`{parameter}`: {failed.failure.message}"
@@ -475,16 +484,30 @@ class _AgentRun:
         self.conversation.refuse(pending, Refused(400, message))
         return True
 
-    def _count_tokens(self, request: ChatRequest) -> int:
-        """The tokens of a request's prompt. Raises Refused."""
+    def _check_size(self, request: ChatRequest) -> None:
+        """Refuse a request that is too long for any prompt of the model. Raises Refused."""
         if self.prompts is None:
-            raise Refused(400, "tokens cannot be counted here, because the model's tokenizer is not known")
+            return
         try:
             with boundary("tokens"):
-                messages = template_messages(request.conversation)
-                return self.prompts.count_tokens(
-                    messages, request.tools, prefill=request.prefill, arguments=self._arguments(request)
-                )
+                self.prompts.check_size(request.messages, request.tools, request.prompt or "")
+        except Failed as failed:
+            raise Refused(400, failed.failure.message, parameter="messages" if request.messages else "prompt") from None
+
+    async def _count_tokens(self, request: ChatRequest) -> int:
+        """The tokens of a request's prompt. Raises Refused."""
+        if (prompts := self.prompts) is None:
+            raise Refused(400, "tokens cannot be counted here, because the model's tokenizer is not known")
+
+        def count() -> int:
+            messages = template_messages(request.conversation)
+            return prompts.count_tokens(
+                messages, request.tools, prefill=request.prefill, arguments=self._arguments(request)
+            )
+
+        try:
+            with boundary("tokens"):
+                return await off_loop(count)
         except Failed as failed:
             raise Refused(400, failed.failure.message, parameter="messages") from None
 

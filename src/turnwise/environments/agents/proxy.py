@@ -29,12 +29,14 @@ from turnwise.services.http_server import (
     RequestRefused,
     bearer_token,
     is_loopback,
-    json_body,
+    json_value,
     listen,
     missing_library,
     uvicorn_server,
+    whole_body,
 )
 from turnwise.user_code.thread_loops import ThreadLoop
+from turnwise.user_code.threads import off_loop
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _LONGEST_BODY = 32 << 20  # bytes
+_SHORT_BODY = 1 << 16  # bytes of a body that is read between two other requests
+_MOST_VALUES = 1_000_000  # in a body: the interpreter is not free while JSON is parsed
 _NAME = "the server of agents"
 _REMEMBERED = 10_000  # keys of conversations that have ended
 _STOP_SECONDS = 5.0
@@ -318,7 +322,7 @@ class _Handlers:
 
             try:
                 conversation = self._proxy.find(_key(request))
-                chat = _read(dialect, await _body(request))
+                chat = await _read(dialect, request)
                 answer = await _ask(request, conversation, chat)
             except Refused as refused:
                 return _refusal(refused, dialect.error(refused))
@@ -339,7 +343,7 @@ class _Handlers:
 
             try:
                 conversation = self._proxy.find(_key(request))
-                counted = conversation.count_tokens(_read(dialect, await _body(request)))
+                counted = conversation.count_tokens(await _read(dialect, request))
                 return JSONResponse({**head, "input_tokens": await _in_loop(conversation, counted)})
             except Refused as refused:
                 return _refusal(refused, dialect.error(refused))
@@ -366,7 +370,7 @@ class _Handlers:
 
         try:
             conversation = self._proxy.find(_key(request))
-            body = await _body(request)
+            body = _object(await _body(request))
             if unknown := body.keys() - {"reward", "id", "final"}:
                 name = min(unknown)
                 raise Refused(
@@ -420,10 +424,22 @@ def _key(request: Request) -> str:
     return request.headers.get("x-api-key") or bearer_token(request)
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """The body of a request. Raises Refused if it is too long or not a JSON object."""
+async def _body(request: Request) -> bytes:
+    """The body of a request. Raises Refused if it is too long."""
     try:
-        value = await json_body(request, longest=_LONGEST_BODY, any_type=True)
+        return await whole_body(request, longest=_LONGEST_BODY)
+    except RequestRefused as refused:
+        raise Refused(refused.status, str(refused)) from None
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body. Raises Refused if it is none, or has too many values."""
+    if (
+        values := sum(map(body.count, (b",", b":", b"[", b"{")))
+    ) > _MOST_VALUES:  # nothing else is read while it is parsed
+        raise Refused(413, f"the body may have {_MOST_VALUES} commas, colons and brackets, and has {values}")
+    try:
+        value = json_value(body)
     except RequestRefused as refused:
         raise Refused(refused.status, str(refused)) from None
     if not isinstance(value, dict):
@@ -437,11 +453,16 @@ async def _body(request: Request) -> dict[str, Any]:
     return value
 
 
-def _read(dialect: Dialect, body: Mapping[str, Any]) -> ChatRequest:
+async def _read(dialect: Dialect, request: Request) -> ChatRequest:
     """Raises Refused, also if a part of the request has an unexpected type."""
-    try:
+    body = await _body(request)
+
+    def read() -> ChatRequest:
         with boundary("request"):
-            return dialect.read(body)
+            return dialect.read(_object(body))
+
+    try:
+        return read() if len(body) <= _SHORT_BODY else await off_loop(read)
     except Failed as failed:
         if isinstance(failed.__cause__, Refused):
             raise failed.__cause__ from None

@@ -21,7 +21,7 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -461,6 +461,8 @@ def _refuse_beginning(request: ChatRequest) -> None:
 # the requests of one agent
 
 _MOST_WAITING = 64  # requests that wait for those in front of them
+_MOST_COUNTING = 8
+"""Requests whose tokens are counted at the same time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -481,13 +483,23 @@ class AgentRequest:
 class AgentConversation:
     """The requests, the rewards and the key of one conversation."""
 
-    def __init__(self, row: str, count: Callable[[ChatRequest], int]) -> None:
+    def __init__(
+        self,
+        row: str,
+        *,
+        check_size: Callable[[ChatRequest], None],
+        count: Callable[[ChatRequest], Awaitable[int]],
+    ) -> None:
         self.key = f"tw-{secrets.token_urlsafe(24)}"
         """The API key of the agent. It identifies the conversation."""
         self.row = row
         """The row as JSON."""
+        self._check_size = check_size
+        """Refuses a request that is too long for any prompt. Raises Refused."""
         self._count = count
         """The number of tokens of a request's prompt. Raises Refused."""
+        self._counting = 0
+        """Requests for such a number that are not answered yet."""
         self.loop = asyncio.get_running_loop()
         self._waiting: collections.deque[AgentRequest] = collections.deque()
         self._current: AgentRequest | None = None
@@ -512,6 +524,7 @@ class AgentConversation:
         """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
         self._refuse_after_end()
         request = self._complete(request)
+        self._check_size(request)
         if request.prompt is None:
             _refuse_beginning(request)
         if len(self._waiting) >= _MOST_WAITING:
@@ -535,7 +548,17 @@ class AgentConversation:
     async def count_tokens(self, request: ChatRequest) -> int:
         """The number of tokens of the prompt of a request, which is not answered. Raises Refused."""
         self._refuse_after_end()
-        return self._count(self._complete(request))
+        request = self._complete(request)
+        self._check_size(request)
+        if self._counting >= _MOST_COUNTING:
+            raise Refused(
+                429, f"the tokens of {_MOST_COUNTING} requests of this conversation are being counted already"
+            )
+        self._counting += 1
+        try:
+            return await self._count(request)
+        finally:
+            self._counting -= 1
 
     def answer(self, pending: AgentRequest, answer: AgentAnswer, turn: int) -> None:
         """Answer a request with the turn of this index."""
