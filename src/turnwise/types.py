@@ -183,11 +183,14 @@ class SamplingChange:
     """Whether a turn must call a tool, instead of `tool_calls.choice`."""
     tool_names: Sequence[str] | None = None
     """The tools that a turn may call, of those that are offered; None: all of them. The prompt does not change."""
+    single_call: bool = False
+    """Whether a turn ends behind its first tool call."""
 
     @property
     def asks_for_form(self) -> bool:
         """Whether turns must have a form, which takes a grammar."""
-        return self.answer_format is not None or self.tool_choice == "required" or self.tool_names is not None
+        of_calls = self.tool_choice == "required" or self.tool_names is not None or self.single_call
+        return self.answer_format is not None or of_calls
 
 
 class LogprobKind(StrEnum):

@@ -43,6 +43,8 @@ class Constrained:
     """Whether each turn must call a tool."""
     names: tuple[str, ...] | None = None
     """The tools that a turn may call; None: all that are offered."""
+    single: bool = False
+    """Whether a turn ends behind its first call."""
     answer: AnswerFormat | None = None
     """The form of an answer; None: free text."""
 
@@ -50,12 +52,16 @@ class Constrained:
         """With what an environment asks for instead; None changes nothing."""
         names = self.names if change.tool_names is None else tuple(change.tool_names)
         return replace(
-            self, answer=change.answer_format or self.answer, choice=change.tool_choice or self.choice, names=names
+            self,
+            answer=change.answer_format or self.answer,
+            choice=change.tool_choice or self.choice,
+            names=names,
+            single=change.single_call or self.single,
         )
 
     def anything(self, tools: Sequence[ToolSchema]) -> bool:
         """Whether a turn that is offered these tools is constrained."""
-        of_calls = self.calls or self.choice == "required" or self.names is not None
+        of_calls = self.calls or self.choice == "required" or self.names is not None or self.single
         return self.answer is not None or (bool(tools) and of_calls)
 
 
@@ -222,7 +228,7 @@ def _grammar(
         begin = f"{name}_open: {writer.sequence(opening)}" if forced else writer.up_to(f"{name}_open", opening)
         rules += [begin, writer.up_to(f"{name}_close", closing), f"{name}: {name}_open {name}_close"]
     if tools and calls is not None:
-        rules += _call_rules(tools, calls, writer, masks)
+        rules += _call_rules(tools, calls, writer, masks, single=wanted.single)
     if wanted.answer is not None:
         rules.append(_answer_rule(wanted.answer, masks))
     first = " | ".join(f"{name}_close" for name in thoughts) if opened else ""
@@ -232,9 +238,11 @@ def _grammar(
         ends = [*(["calls"] if tools else []), *(["answer"] if wanted.answer and wanted.choice == "auto" else [])]
         start = f"start: {head}{maybe}WS ({' | '.join(ends)}) WS"
     else:
-        blocks = " | ".join(["call_in_text", *thoughts])
-        unclosed = "".join(f" | {head}({blocks})* {name}_open TEXT" for name in thoughts)
-        start = f"start: {head}({blocks})* TEXT{unclosed}{' | TEXT' if head else ''}"
+        before = [*([] if wanted.single else ["call_in_text"]), *thoughts]
+        blocks = f"{head}({' | '.join(before)})* " if before else head
+        unclosed = "".join(f" | {blocks}{name}_open TEXT" for name in thoughts)
+        last = "(TEXT | call_in_text WS)" if wanted.single else "TEXT"
+        start = f"start: {blocks}{last}{unclosed}{' | TEXT' if head else ''}"
     return "\n".join([*rules, start]) + "\n"
 
 
@@ -250,12 +258,14 @@ def _callable(tools: Sequence[ToolSchema], names: Sequence[str] | None) -> Seque
     return [tool for tool in tools if tool["function"]["name"] in names]
 
 
-def _call_rules(tools: Sequence[ToolSchema], calls: CallTexts, writer: _Writer, masks: TokenMasks) -> Iterator[str]:
+def _call_rules(
+    tools: Sequence[ToolSchema], calls: CallTexts, writer: _Writer, masks: TokenMasks, *, single: bool
+) -> Iterator[str]:
     texts = writer.sequence
     lead = (calls.begin + calls.opening).lstrip()
     yield writer.up_to("call_mark", calls.mark)
     rest = texts(lead[len(calls.mark) :])
-    more = "" if calls.separator is None else f" ({texts(calls.separator + calls.opening)} named_call)*"
+    more = "" if single or calls.separator is None else f" ({texts(calls.separator + calls.opening)} named_call)*"
     yield f"call_in_text: call_mark {rest} named_call{more} {texts(calls.end)}"
     yield f"calls: {texts(lead)} named_call{more} {texts(calls.end)}"
     yield "named_call: " + " | ".join(f"call_{number}" for number in range(len(tools)))

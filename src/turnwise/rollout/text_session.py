@@ -350,7 +350,8 @@ def _refuse_unsupported(prompt_ids: Sequence[int] | None, sampling: SamplingChan
         )
     if sampling is not None and sampling.asks_for_form:
         given = {"answer_format": sampling.answer_format, "tool_names": sampling.tool_names}
-        name = next((name for name, value in given.items() if value is not None), "tool_choice")
+        of_calls = "single_call" if sampling.single_call else "tool_choice"
+        name = next((name for name, value in given.items() if value is not None), of_calls)
         raise ValueError(
             f"{where}(sampling=SamplingChange({name}=...)): the turns of an OpenAI-compatible endpoint are not sampled under a "
             f"grammar: use an engine or a policy in this process (engine.name=local, a policy with path), or leave {name} out"

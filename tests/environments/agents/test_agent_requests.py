@@ -17,9 +17,10 @@ from support.agent_clients import anthropic_client, imported, openai_client, rel
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
+from turnwise.errors import GrammarError
 from turnwise.rollout.context import Limits
 from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
-from turnwise.types import Trajectory
+from turnwise.types import SamplingChange, Trajectory
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
 ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -388,6 +389,12 @@ def test_texts_and_messages_are_not_mixed_and_wrong_prompts_are_refused() -> Non
     assert "all those of /v1/completions, or none" in seen[3][1]["error"]["message"]
 
 
+class Forms(Says):
+    """It stands in for an engine that samples under grammars; its texts are taken as they are."""
+
+    constrains = True
+
+
 # long requests
 
 
@@ -406,9 +413,10 @@ class _Threads(Renderer):
 
         self._text_ids = noted
 
-    def constraint(self, *given: Any, **more: Any) -> Any:
-        self.used.append(threading.current_thread().name)
-        return super().constraint(*given, **more)
+    def constraint(self, tools: Any, change: SamplingChange, **more: Any) -> Any:  # type: ignore[override]
+        if change.asks_for_form:
+            self.used.append(threading.current_thread().name)
+        return super().constraint(tools, change, **more)
 
 
 def test_what_takes_time_with_a_long_request_is_done_beside_the_event_loop() -> None:
@@ -424,17 +432,15 @@ def test_what_takes_time_with_a_long_request_is_done_beside_the_event_loop() -> 
         ask("chat/completions", messages=row.messages, response_format={"type": "json_object"})
 
     make, limits = AgentFunction(function=agent), Limits(turns=8, tokens_per_turn=400)
-    make.use_prompts(RenderedPrompts(a_table(Says(), renderer=renderer)))
+    make.use_prompts(RenderedPrompts(a_table(Forms(), renderer=renderer)))
     try:
-        (trajectory,) = hold_all(Says("a", "{}"), make, renderer=renderer, limits=limits)
+        (trajectory,) = hold_all(Forms("a", "{}"), make, renderer=renderer, limits=limits)
     finally:
         asyncio.run(make.aclose())
     assert trajectory.error is None, trajectory.error
     assert seen == [200, 200, 200]
-    *checked, last = renderer.used  # the last time, the grammar is known
-    assert len(checked) >= 3
-    assert {name.rpartition("_")[0] for name in checked} == {"turnwise-text"}
-    assert last == "MainThread"
+    # after that, the grammar is known, and the record is compared with the template
+    assert [name.rpartition("_")[0] for name in renderer.used[:3]] == ["turnwise-text"] * 3
 
 
 def test_requests_that_are_too_long_for_any_prompt_are_refused_before_anything_is_done_with_them() -> None:
@@ -461,3 +467,115 @@ def test_requests_that_are_too_long_for_any_prompt_are_refused_before_anything_i
     )
     assert "there are 1001 messages" in texts[2]
     assert "commas, colons and brackets" in texts[4]
+
+
+# one call in a turn
+
+
+def _masks(renderer: Renderer, text: str, **change: Any) -> bool:
+    """Whether a turn may be this text."""
+    tools = [{"type": "function", "function": ADD}]
+    constraint = renderer.constraint(tools, SamplingChange(**change), stops=renderer.stop_token_ids)
+    assert constraint is not None
+    matcher = renderer.masks.matcher(constraint)
+    try:
+        for token in [*renderer.encode(text), renderer.stop_token_ids[0]]:
+            matcher.advance(token)
+    except GrammarError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("more", [{}, {"tool_choice": "required"}])
+def test_without_parallel_calls_a_turn_ends_behind_its_first_call(more: dict[str, Any]) -> None:
+    renderer, one = Renderer(byte_tokenizer()), call("add", '{"a": 2}')
+    assert _masks(renderer, one + one, tool_names=["add"], **more)
+    assert _masks(renderer, one, single_call=True, **more)
+    assert not _masks(renderer, one + one, single_call=True, **more)
+    if not more:
+        assert not _masks(renderer, f"{one}\n{one}", single_call=True)
+        assert not _masks(renderer, f"{one} and more", single_call=True)
+        assert _masks(renderer, "No call.", single_call=True)
+        assert _masks(renderer, f"I call: {one}", single_call=True)
+
+
+def test_requests_without_parallel_calls_ask_for_a_single_call_in_all_apis() -> None:
+    seen: list[Any] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        client, tools = openai_client(base_url, api_key), [{"type": "function", "function": ADD}]
+        for messages in (row.messages, [*row.messages, *row.messages]):
+            client.chat.completions.create(model="m", messages=messages, tools=tools, parallel_tool_calls=False)  # type: ignore[arg-type]
+        answer = client.responses.create(
+            model="m",
+            input="Hi",
+            tools=[{"type": "function", "strict": True, **ADD}],
+            tool_choice="required",
+            parallel_tool_calls=False,
+            metadata={"a": "b"},
+        )
+        seen.append((answer.parallel_tool_calls, answer.tool_choice, answer.metadata, answer.tools[0].type))
+        form = {"type": "json_schema", "name": "x", "schema": {"type": "object", "properties": {}}, "strict": True}
+        answer = client.responses.create(model="m", input="Ho", text={"format": form})  # type: ignore[arg-type]
+        assert answer.text is not None
+        seen.append((answer.parallel_tool_calls, answer.tool_choice, answer.text.format.type))  # type: ignore[union-attr]
+        anthropic_client(base_url, api_key).messages.create(
+            model="m",
+            max_tokens=50,
+            messages=[{"role": "user", "content": "Hu"}],
+            tools=[{"name": "add", "input_schema": ADD["parameters"]}],
+            tool_choice={"type": "auto", "disable_parallel_tool_use": True},
+        )
+
+    trajectory = led(Forms("a", "b", call("add", '{"a": 2}'), "{}", "c"), agent)
+    assert trajectory.error is None, trajectory.error
+    grammars = ["" if turn.constraint is None else turn.constraint.grammar for turn in trajectory.turns]
+    assert ["call_in_text WS" in grammar for grammar in grammars] == [True, True, False, False, True]
+    assert seen == [(False, "required", {"a": "b"}, "function"), (True, "auto", "json_schema")]
+    assert trajectory.turns[2].info["agent"]["forced"] == {"tools.strict": True}
+
+
+def test_fields_of_messages_and_tools_that_have_no_effect_are_recorded() -> None:
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        part = {"type": "text", "text": "Hi", "odd": 1}
+        body = {"messages": [{"role": "user", "content": [part], "name": "Ada"}], "tools": [], "metadata": {"x": "y"}}
+        assert post(f"{base_url}/chat/completions", api_key, body)[0] == 200
+        block = {"type": "tool_result", "tool_use_id": "a", "content": "no", "is_error": True}
+        status, _ = post(
+            f"{base_url}/messages", api_key, {"max_tokens": 5, "messages": [{"role": "user", "content": [block]}]}
+        )
+        assert status == 200
+        refused = {
+            "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "function_call": {"name": "add"}}]
+        }
+        status, answer = post(f"{base_url}/chat/completions", api_key, refused)
+        assert (status, "has function_call" in answer["error"]["message"]) == (400, True)
+
+    first, second = led(Says("a", "b"), agent).turns
+    assert first.info["agent"]["forced"] == {"messages.name": "Ada", "messages.content.odd": 1}
+    assert second.info["agent"]["forced"] == {"messages.content.is_error": True}
+
+
+def test_a_reward_that_is_sent_again_counts_once() -> None:
+    seen: list[int] = []
+
+    def agent(row: Any, base_url: str, api_key: str) -> None:
+        assert post(f"{base_url}/chat/completions", api_key, {"messages": row.messages})[0] == 200
+        bodies: list[Any] = [
+            {"reward": 0.5, "key": "a"},
+            {"reward": 0.5, "key": "a"},
+            {"reward": 0.25, "key": "a"},
+            {"reward": 0.25, "key": "b"},
+            {"reward": 0.125},
+            {"reward": 0.125},
+            {"reward": 1, "key": ""},
+            {"reward": 1, "key": "c", "final": True},
+            {"reward": 1, "key": "c", "final": True},
+            {"reward": 1},
+        ]
+        seen.extend(post(f"{base_url}/reward", api_key, body)[0] for body in bodies)
+
+    trajectory = led(Says("a"), agent)
+    assert trajectory.error is None, trajectory.error
+    assert seen == [200, 200, 409, 200, 200, 200, 400, 200, 200, 410]
+    assert trajectory.turns[0].reward == 0.5 + 0.25 + 0.25 + 1

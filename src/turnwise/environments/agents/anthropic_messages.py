@@ -13,6 +13,7 @@ from turnwise.environments.agents.requests import (
     ToolChoice,
     answer_form,
     content_text,
+    fields_without_effect,
     forced_parameters,
     function_tool,
     image_part,
@@ -26,6 +27,19 @@ _READ = (
     "model", "messages", "system", "tools", "tool_choice", "stream", "max_tokens", "stop_sequences", "output_config",
     "output_format",
 )  # fmt: skip
+_BLOCK = (
+    "type", "text", "citations", "cache_control", "id", "name", "input", "tool_use_id", "content", "source", "thinking",
+    "signature", "data",
+)  # fmt: skip
+_KNOWN = {
+    "system": _BLOCK,
+    "messages": ("role", "content"),
+    "messages.content": _BLOCK,
+    "messages.content.content": _BLOCK,
+    "tools": ("type", "name", "description", "input_schema", "cache_control"),
+    "tool_choice": ("type", "name", "disable_parallel_tool_use"),
+}
+"""The fields of parts of a request that are read, or change nothing."""
 _ERRORS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -39,15 +53,13 @@ class AnthropicMessages:
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """Raises Refused."""
-        forced = forced_parameters(body, read=_READ)
+        forced = {**forced_parameters(body, read=_READ), **fields_without_effect(body, _KNOWN)}
         given, system, choice = body.get("messages"), body.get("system"), body.get("tool_choice")
         if not isinstance(given, list) or not given:
             raise Refused(400, "`messages` must be a list of at least one message", parameter="messages")
         messages: list[Message] = [{"role": "system", "content": content_text(system, "`system`")}] if system else []
         for number, message in enumerate(given):
             messages += _messages(message, number)
-        if isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use"):
-            forced["disable_parallel_tool_use"] = True
         output = dict(body.get("output_config") or {})
         given = output.pop("format", None) or body.get("output_format")
         if (effort := output.pop("effort", None)) is not None:
@@ -56,7 +68,8 @@ class AnthropicMessages:
             raise Refused(
                 400, f"output_config has {min(output)!r:.40}, which is unknown here", parameter="output_config"
             )
-        chosen = ToolChoice.of([_tool(tool) for tool in body.get("tools") or ()], choice)
+        single = isinstance(choice, Mapping) and bool(choice.get("disable_parallel_tool_use"))
+        chosen = ToolChoice.of([_tool(tool) for tool in body.get("tools") or ()], choice).with_parallel(not single)
         sampling = sampling_change(
             body,
             max_tokens=("max_tokens",),

@@ -12,6 +12,7 @@ from turnwise.environments.agents.requests import (
     ToolChoice,
     answer_form,
     content_text,
+    fields_without_effect,
     forced_parameters,
     function_tool,
     sampling_change,
@@ -22,8 +23,19 @@ from turnwise.types import Message, ToolSchema
 
 _READ = (
     "model", "messages", "tools", "tool_choice", "stream", "max_tokens", "max_completion_tokens", "stop", "chat_template_kwargs",
-    "response_format",
+    "response_format", "parallel_tool_calls",
 )  # fmt: skip
+_KNOWN = {
+    "messages": ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "refusal", "annotations"),
+    "messages.content": ("type", "text", "refusal", "image_url", "cache_control", "prompt_cache_breakpoint"),
+    "messages.content.image_url": ("url",),
+    "messages.tool_calls": ("id", "type", "function", "index"),
+    "messages.tool_calls.function": ("name", "arguments"),
+    "tools": ("type", "function", "cache_control"),
+    "tools.function": ("name", "description", "parameters"),
+    "stream_options": ("include_usage", "include_obfuscation"),
+}  # fmt: skip
+"""The fields of parts of a request that are read, or change nothing."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _PIECE = 40  # characters of one chunk of a stream
 
@@ -33,13 +45,13 @@ class ChatCompletions:
 
     def read(self, body: Mapping[str, Any]) -> ChatRequest:
         """Raises Refused."""
-        forced = forced_parameters(body, read=_READ)
+        forced = {**forced_parameters(body, read=_READ), **fields_without_effect(body, _KNOWN)}
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise Refused(400, "`messages` must be a list of at least one message", parameter="messages")
         tools = [_tool(tool) for tool in body.get("tools") or ()]
         options = body.get("stream_options")
-        choice = ToolChoice.of(tools, body.get("tool_choice"))
+        choice = ToolChoice.of(tools, body.get("tool_choice")).with_parallel(body.get("parallel_tool_calls"))
         sampling = sampling_change(
             body,
             max_tokens=("max_tokens", "max_completion_tokens"),
@@ -51,7 +63,7 @@ class ChatCompletions:
             messages=[_message(message, number) for number, message in enumerate(messages)],
             tools=choice.tools,
             sampling=sampling,
-            form="response_format" if sampling.answer_format else "tool_choice",
+            form="response_format" if sampling.answer_format else choice.parameter,
             chat_template_kwargs=template_arguments(body),
             forced=forced,
             stream=bool(body.get("stream")),
@@ -155,7 +167,11 @@ def _message(message: Any, number: int) -> Message:
         "role": "system" if role == "developer" else role,
         "content": content_text(message.get("content"), where),
     }
+    for name in ("function_call", "audio"):
+        if message.get(name) is not None:
+            raise Refused(400, f"{where} has {name}, which no prompt of the model has here", parameter="messages")
     if role == "assistant":
+        read["content"] = read["content"] or str(message.get("refusal") or "")
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
             read["reasoning_content"] = reasoning

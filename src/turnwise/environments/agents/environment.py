@@ -147,7 +147,7 @@ class AgentEnvironment:
         while (pending := await run.next_request()) is not None:
             reply = None if run.refuses_other_api(pending, answered) else await way.reply(answered, pending, turn)
             if reply is not None:
-                reward, of_earlier = run.conversation.take_rewards(turn.index)
+                reward, of_earlier = run.conversation.rewards.take(turn.index)
                 return replace(reply, sampling=pending.request.sampling, reward=reward, earlier_rewards=of_earlier)
         result = run.result()
         run.conversation.end("the agent has ended, so there are no further answers")
@@ -171,13 +171,13 @@ class AgentEnvironment:
         """The end of the conversation, once its rewards have arrived. Raises AgentError if they do not arrive in time."""
         if self._seconds_for_rewards:
             with waiting_for_others():  # the limits are those of the agent
-                await run.conversation.until_final_reward(self._seconds_for_rewards)
-            if result.reward is None and not run.conversation.rewarded:
+                await run.conversation.rewards.until_final(self._seconds_for_rewards)
+            if result.reward is None and not run.conversation.rewards.any:
                 raise AgentError(
                     f"no reward arrived within seconds_for_rewards={self._seconds_for_rewards:g} after the end of the agent: "
                     f"report it in time (POST /v1/reward), with `final: true` if it is the last one, or allow more time"
                 )
-        reward, of_earlier = run.conversation.take_rewards(turn.index)
+        reward, of_earlier = run.conversation.rewards.take(turn.index)
         received = run.conversation.last_answered
         if received is None or received == turn.index:
             reward = added([reward, result.reward])

@@ -371,12 +371,13 @@ class _Handlers:
         try:
             conversation = self._proxy.find(_key(request))
             body = _object(await _body(request))
-            if unknown := body.keys() - {"reward", "id", "final"}:
+            if unknown := body.keys() - {"reward", "id", "final", "key"}:
                 name = min(unknown)
                 raise Refused(
-                    400, f"{name!r:.80} is unknown: a reward has `reward`, `id` and `final`", parameter=name[:80]
+                    400, f"{name!r:.80} is unknown: a reward has `reward`, `id`, `final` and `key`", parameter=name[:80]
                 )
-            report = conversation.report_reward(body.get("reward"), body.get("id"), body.get("final", False))
+            key = body.get("key", request.headers.get("Idempotency-Key"))
+            report = conversation.report_reward(body.get("reward"), body.get("id"), body.get("final", False), key)
             await _in_loop(conversation, report)
         except Refused as refused:
             return _refusal(refused, openai_error(refused))

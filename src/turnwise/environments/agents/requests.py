@@ -65,6 +65,8 @@ class ChatRequest:
     prompt: str | Sequence[int] | None = None
     """The prompt that the client wrote itself, as text or as token ids (`messages` is empty); None: it is rendered from the
     messages."""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """Responses API: parameters that the answer repeats."""
     form: str = ""
     """The parameters that ask for a form of the answer (`SamplingChange.asks_for_form`), for error messages."""
 
@@ -255,6 +257,21 @@ class ToolChoice:
     required: bool = False
     names: Sequence[str] | None = None
     """The tools that may be called, if not all."""
+    single: bool = False
+    """Whether a turn has one call at most."""
+
+    @property
+    def parameter(self) -> str:
+        """The parameter of OpenAI's APIs that asks for a form of calls."""
+        return "tool_choice" if self.required or self.names is not None else "parallel_tool_calls"
+
+    def with_parallel(self, parallel: Any) -> ToolChoice:
+        """With the parameter `parallel_tool_calls`. Raises Refused unless it is true, false or None."""
+        if parallel is not None and not isinstance(parallel, bool):
+            raise Refused(
+                400, f"parallel_tool_calls={parallel!r:.80} must be true or false", parameter="parallel_tool_calls"
+            )
+        return replace(self, single=parallel is False and bool(self.tools))
 
     @classmethod
     def of(cls, tools: Sequence[ToolSchema], choice: Any) -> ToolChoice:
@@ -321,10 +338,11 @@ _FORCED = frozenset(
         "presence_penalty",
         "repetition_penalty",
         "logit_bias",
-        "parallel_tool_calls",
         "reasoning",
         "reasoning_effort",
         "thinking",
+        "truncation",
+        "include",
         "verbosity",
     }
 )
@@ -340,8 +358,6 @@ _NEUTRAL = frozenset(
         "prompt_cache_retention",
         "prompt_cache_options",
         "stream_options",
-        "truncation",
-        "include",
         "cache_control",
         "inference_geo",
         "client_metadata",
@@ -390,6 +406,29 @@ def forced_parameters(body: Mapping[str, Any], *, read: Collection[str]) -> dict
     return forced
 
 
+def fields_without_effect(body: Mapping[str, Any], known: Mapping[str, Collection[str]]) -> dict[str, Any]:
+    """What the parts of a request have and no API reads here: the path of each field, with the beginning of its first value.
+
+    `known` are the fields that are read, and those that change nothing, by the path of the part; parts stand in lists.
+
+    Example: `{"messages.name": "Ada"}` for a message `{"role": "user", "content": "Hi", "name": "Ada"}` if `known` has
+    `{"messages": {"role", "content"}}`.
+    """
+    found: dict[str, Any] = {}
+    for path, names in known.items():
+        parts: list[Any] = [body]
+        for step in path.split("."):
+            given = [part.get(step) for part in parts if isinstance(part, Mapping)]
+            parts = [one for value in given for one in (value if isinstance(value, list) else [value])]
+        for part in parts:
+            for name, value in part.items() if isinstance(part, Mapping) else ():
+                if name not in names and value not in (None, False, "", [], {}):
+                    found.setdefault(
+                        f"{path}.{name:.80}", value if isinstance(value, int | float) else f"{value!s:.200}"
+                    )
+    return found
+
+
 def sampling_change(
     body: Mapping[str, Any],
     *,
@@ -420,6 +459,7 @@ def sampling_change(
         answer_format=answer,
         tool_choice="required" if choice.required else None,
         tool_names=choice.names,
+        single_call=choice.single,
     )
 
 
@@ -429,8 +469,8 @@ def log_forced(forced: Mapping[str, Any]) -> None:
         if name not in _logged:
             _logged.add(name)
             _log.warning(
-                "an agent's request sets %s=%.80r, which has no effect: the recipe decides how tokens are sampled. Later "
-                "requests are counted in the metric metrics/agent/forced",
+                "an agent's request sets %s=%.80r, which has no effect here (docs/agents.md). Later requests are counted in the "
+                "metric metrics/agent/forced",
                 name,
                 value,
             )
@@ -461,6 +501,7 @@ def _refuse_beginning(request: ChatRequest) -> None:
 # the requests of one agent
 
 _MOST_WAITING = 64  # requests that wait for those in front of them
+_LONGEST_KEY, _MOST_REPORTS = 200, 10_000  # of rewards
 _MOST_COUNTING = 8
 """Requests whose tokens are counted at the same time."""
 
@@ -478,6 +519,71 @@ class AgentRequest:
     def abandoned(self) -> bool:
         """Whether the client has closed its connection."""
         return self.answer.cancelled()
+
+
+class ReportedRewards:
+    """The rewards of one conversation that were reported, and those that no turn has received yet."""
+
+    def __init__(self) -> None:
+        self.any = False
+        """Whether a reward was reported."""
+        self._waiting: dict[int | None, float] = {}
+        """Rewards that no turn has received yet, by the index of the turn; None: before all answers."""
+        self._reports: dict[str, tuple[object, ...]] = {}
+        """The reports with a key, by this key."""
+        self._final = asyncio.Event()
+        """Set with the last reward."""
+
+    def has(self, key: object, report: tuple[object, ...]) -> bool:
+        """Whether a report with this key was taken before. Raises Refused if that was another report, or the key is no text."""
+        if key is not None and not (isinstance(key, str) and 0 < len(key) <= _LONGEST_KEY):
+            raise Refused(
+                400, f"`key` must be a text of 1 to {_LONGEST_KEY} characters; it is {key!r:.80}", parameter="key"
+            )
+        known = self._reports.get(key) if isinstance(key, str) else None
+        if known is not None and known != report:
+            raise Refused(409, f"another reward was reported with the key {key!r}: give each its own", parameter="key")
+        if known is None and len(self._reports) >= _MOST_REPORTS:
+            raise Refused(429, f"{_MOST_REPORTS} rewards with keys were reported in this conversation")
+        return known is not None
+
+    def keep(self, key: object, report: tuple[object, ...]) -> None:
+        """Keep a report that was taken, so that it counts once."""
+        if isinstance(key, str):
+            self._reports[key] = report
+
+    def add(self, turn: int | None, reward: object, final: object) -> None:
+        """Take a reward of the turn with this index; None: there was no answer yet. Raises Refused."""
+        if self._final.is_set():
+            raise Refused(410, "a reward with `final` was the last one of this conversation")
+        if not isinstance(final, bool):
+            raise Refused(400, f"`final` must be true or false; it is {final!r:.80}", parameter="final")
+        value = math.nan
+        if isinstance(reward, int | float) and not isinstance(reward, bool):
+            with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
+                value = float(reward)
+        if not math.isfinite(total := self._waiting.get(turn, 0.0) + value):
+            raise Refused(
+                400,
+                f"`reward` must be a finite number, also together with the rewards before it; it is {reward!r:.80}",
+                parameter="reward",
+            )
+        self._waiting[turn] = total
+        self.any = True
+        if final:
+            self._final.set()
+
+    async def until_final(self, seconds: float) -> None:
+        """Wait for the last reward, at most so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._final.wait(), seconds)
+
+    def take(self, last: int) -> tuple[float | None, Mapping[int, float]]:
+        """The rewards that were reported since the last call: of the turn `last`, the model's last one, or None; and of earlier
+        turns, by their index."""
+        waiting, self._waiting = self._waiting, {}
+        reward = added([waiting.pop(None, None), waiting.pop(last, None)])
+        return reward, {turn: value for turn, value in waiting.items() if turn is not None}
 
 
 class AgentConversation:
@@ -513,12 +619,7 @@ class AgentConversation:
         """The index of the turn of each answer, by the id of the answer."""
         self.last_answered: int | None = None
         """The index of the turn of the last answer; None before the first."""
-        self._reported: dict[int | None, float] = {}
-        """Rewards that were reported and that no turn has received yet, by the index of the turn; None: before all answers."""
-        self.rewarded = False
-        """Whether a reward was reported."""
-        self._final = asyncio.Event()
-        """Set with the last reward."""
+        self.rewards = ReportedRewards()
 
     async def ask(self, request: ChatRequest) -> AgentAnswer:
         """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
@@ -596,45 +697,19 @@ class AgentConversation:
                 joined.append(message)
         return joined
 
-    async def report_reward(self, reward: object, id: object = None, final: object = False) -> None:
+    async def report_reward(self, reward: object, id: object = None, final: object = False, key: object = None) -> None:
         """Take a reward of the answer with this id, or of the last one that the agent has received; also after the last answer.
-        `final`: there are no more.
+        `final`: there are no more. A second report with the same `key` is the first one, which the client has sent again.
 
-        Raises Refused if it is not a finite number, or comes after the last one.
+        Raises Refused if it is not a finite number, comes after the last one, or has the key of another reward.
         """
-        if self._final.is_set():
-            raise Refused(410, "a reward with `final` was the last one of this conversation")
-        if not isinstance(final, bool):
-            raise Refused(400, f"`final` must be true or false; it is {final!r:.80}", parameter="final")
+        if self.rewards.has(key, (reward, id, final)):
+            return
         turn = self.last_answered if id is None else self._turns.get(bare_id(str(id)))
         if turn is None and id is not None:
             raise Refused(404, f"there is no answer with the id {id!r:.80} in this conversation", parameter="id")
-        value = math.nan
-        if isinstance(reward, int | float) and not isinstance(reward, bool):
-            with contextlib.suppress(OverflowError):  # an integer of more than 308 digits
-                value = float(reward)
-        if not math.isfinite(total := self._reported.get(turn, 0.0) + value):
-            raise Refused(
-                400,
-                f"`reward` must be a finite number, also together with the rewards before it; it is {reward!r:.80}",
-                parameter="reward",
-            )
-        self._reported[turn] = total
-        self.rewarded = True
-        if final:
-            self._final.set()
-
-    async def until_final_reward(self, seconds: float) -> None:
-        """Wait for the last reward, at most so long."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._final.wait(), seconds)
-
-    def take_rewards(self, last: int) -> tuple[float | None, Mapping[int, float]]:
-        """The rewards that were reported since the last call: of the turn `last`, the model's last one, or None; and of earlier
-        turns, by their index."""
-        reported, self._reported = self._reported, {}
-        reward = added([reported.pop(None, None), reported.pop(last, None)])
-        return reward, {turn: value for turn, value in reported.items() if turn is not None}
+        self.rewards.add(turn, reward, final)
+        self.rewards.keep(key, (reward, id, final))
 
     def refuse(self, pending: AgentRequest, refused: Refused) -> None:
         """Answer a request with an error. The agent may send another one."""

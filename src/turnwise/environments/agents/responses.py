@@ -16,6 +16,7 @@ from turnwise.environments.agents.requests import (
     ToolChoice,
     answer_form,
     content_text,
+    fields_without_effect,
     forced_parameters,
     function_tool,
     sampling_change,
@@ -35,8 +36,20 @@ _READ = (
     "previous_response_id",
     "chat_template_kwargs",
     "text",
+    "parallel_tool_calls",
+    "metadata",
 )
 _TEXT_FORMAT = {"format": {"type": "text"}}
+_KNOWN = {
+    "input": (
+        "type", "role", "content", "id", "status", "phase", "call_id", "name", "arguments", "output", "summary",
+        "encrypted_content",
+    ),
+    "input.content": ("type", "text", "refusal", "image_url", "annotations", "logprobs", "prompt_cache_breakpoint"),
+    "tools": ("type", "name", "description", "parameters"),
+    "stream_options": ("include_obfuscation",),
+}  # fmt: skip
+"""The fields of parts of a request that are read, or change nothing."""
 
 
 class Responses:
@@ -46,7 +59,7 @@ class Responses:
         """Raises Refused."""
         settings = body.get("text")
         text = dict(settings) if isinstance(settings, Mapping) else {}
-        forced = forced_parameters(body, read=_READ)
+        forced = {**forced_parameters(body, read=_READ), **fields_without_effect(body, _KNOWN)}
         if (verbosity := text.pop("verbosity", None)) is not None:
             forced["verbosity"] = verbosity
         answer = answer_form(text.pop("format", None), "text")
@@ -57,13 +70,21 @@ class Responses:
         if instructions is not None and not isinstance(instructions, str):
             raise Refused(400, f"`instructions` must be a text; it is {instructions!r:.80}", parameter="instructions")
         previous = body.get("previous_response_id")
-        choice = ToolChoice.of(tools, body.get("tool_choice"))
+        asked, parallel = body.get("tool_choice"), body.get("parallel_tool_calls")
+        choice = ToolChoice.of(tools, asked).with_parallel(parallel)
         sampling = sampling_change(body, max_tokens=("max_output_tokens",), stop="stop", choice=choice, answer=answer)
         return ChatRequest(
             messages=_messages([{"role": "user", "content": items}] if isinstance(items, str) else items),
             tools=choice.tools,
             sampling=sampling,
-            form="text" if answer else "tool_choice",
+            form="text" if answer else choice.parameter,
+            echo={
+                "metadata": body.get("metadata") or {},
+                "parallel_tool_calls": parallel is not False,
+                "text": {**_TEXT_FORMAT, **(settings if isinstance(settings, Mapping) else {})},
+                "tool_choice": "auto" if asked is None else asked,
+                "tools": body.get("tools") or [],
+            },
             chat_template_kwargs=template_arguments(body),
             forced=forced,
             stream=bool(body.get("stream")),
@@ -164,18 +185,12 @@ def _response(
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "instructions": request.instructions["content"] if request.instructions else None,
-        "metadata": {},
         "model": answer.model,
         "output": output,
-        "parallel_tool_calls": True,
         "previous_response_id": f"resp_{request.previous_response}" if request.previous_response else None,
         "temperature": None,
         "top_p": None,
-        "text": _TEXT_FORMAT,
-        "tool_choice": "auto",
-        "tools": [
-            {"strict": False, "description": None, **tool["function"], "type": "function"} for tool in request.tools
-        ],
+        **request.echo,
         "usage": {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
