@@ -24,6 +24,7 @@ from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.config.recipe import with_overrides
+from turnwise.doctor.credit import conserved
 from turnwise.engines.local import LocalEngine
 from turnwise.environments.agents import AgentFunction
 from turnwise.errors import ConfigError, GrammarError, TemplateError
@@ -468,3 +469,9 @@ def test_a_constrained_run_passes_its_checks_and_can_be_replayed(
     (step,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert 0 < step["ratio/max_deviation"] < 1e-4
     assert main(["replay", str(tmp_path / "run"), "--all"]) == 0
+
+
+def test_the_check_of_credit_takes_conversations_with_forms() -> None:
+    """Its turns are given texts, which no grammar has made."""
+    form = AnswerFormat.of({"type": "regex", "pattern": "[0-9]"})
+    assert conserved(Renderer(byte_tokenizer(), constrained=Constrained(answer=form)), "keep").status == "ok"

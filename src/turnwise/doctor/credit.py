@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
@@ -103,7 +104,7 @@ def _wrong_advantages(group: Sequence[Trajectory]) -> str | None:
 
 def _wrong_targets(trajectory: Trajectory) -> str | None:
     """The problem if the batch does not contain each sampled token with weight exactly once, with its advantage; else None."""
-    packed = _targets(pack([trajectory], keep_zero=True, share_prompts=False))
+    packed = _targets(pack([_without_forms(trajectory)], keep_zero=True, share_prompts=False))
     gains = [cycle([entry]) if isinstance(entry, float | int) else iter(entry) for entry in trajectory.advantages]
     sampled = sorted(
         (token, _single(next(gains[turn])))
@@ -119,11 +120,19 @@ def _wrong_targets(trajectory: Trajectory) -> str | None:
     )
 
 
+def _without_forms(trajectory: Trajectory) -> Trajectory:
+    """The trajectory without the grammars of its turns, which change log-probabilities, not what is trained on."""
+    turns = [copy.copy(turn) for turn in trajectory.turns]
+    for turn in turns:
+        turn.constraint = None
+    return replace(trajectory, turns=turns)
+
+
 def _wrong_weights(trained: Sequence[Trajectory], loss: LossSection) -> str | None:
     """The problem if a trajectory has another weight in the loss than the normalizer says; else None."""
     # each trajectory gets its own advantage, which identifies its tokens in the batch
     marked = [
-        replace(trajectory, advantages=[number + 1.0] * len(trajectory.turns))
+        replace(_without_forms(trajectory), advantages=[number + 1.0] * len(trajectory.turns))
         for number, trajectory in enumerate(trained)
     ]
     batch = pack(marked, loss=loss, keep_zero=True)
