@@ -1,6 +1,6 @@
 """An MCP server with two tools, over stdin and stdout. It needs no packages besides Python.
 
-With the official SDK (`pip install mcp`) such a server has ten lines: docs/tools.md describes how a recipe names servers.
+With the official SDK (`pip install mcp`) such a server has ten lines: docs/tools.md has one.
 """
 
 from __future__ import annotations

@@ -43,6 +43,7 @@ NOT_RUN = {
     "docs/memory.md": 1,
     "docs/one_gpu.md": 1,
     "docs/tokens.md": 1,
+    "docs/tools.md": 1,
     "docs/verl.md": 1,
     "recipes/smollm2.md": 1,
 }
