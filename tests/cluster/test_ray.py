@@ -96,6 +96,25 @@ def test_two_workers_give_the_conversations_of_one_process(recipe: Path, tmp_pat
     assert {line["id"]: line["rewards"] for line in together} == rewards
 
 
+@pytest.mark.cluster
+@pytest.mark.ray
+def test_workers_sample_under_grammars_and_the_trainer_computes_their_masks(
+    recipe: Path, tmp_path: Path, address: str
+) -> None:
+    form = ["sampling.response_format={type: regex, pattern: '[0-9]{1,3}'}", "train.steps=2"]
+    alone, of_alone = trained(recipe, tmp_path / "alone", *form)
+    together, of_together = trained(recipe, tmp_path / "together", *on_ray(address), *form)
+    assert all(line.get("error") is None for line in together)
+    assert tokens(together) == tokens(alone)
+    turns = [turn for line in together for turn in line["turns"]]
+    assert turns
+    assert all("[0-9]{1,3}" in turn["constraint"]["grammar"] for turn in turns)
+    for mine, other in zip(of_together, of_alone, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        assert mine["ratio/max_deviation"] == pytest.approx(other["ratio/max_deviation"], abs=1e-6)
+    assert of_together[0]["ratio/max_deviation"] < 1e-5
+
+
 # Files of the user that only the machine of the command has.
 
 _GAME = """

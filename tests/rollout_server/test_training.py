@@ -101,6 +101,22 @@ def test_a_run_with_a_server_is_the_run_in_one_process(recipe: Path, tmp_path: P
     assert set(versions) == {-1, 0, 1, 2}
 
 
+def test_a_server_samples_under_grammars_and_the_trainer_computes_their_masks(recipe: Path, tmp_path: Path) -> None:
+    form = "sampling.response_format={type: regex, pattern: '[0-9]{1,3}'}"
+    options = ["deterministic=true", "correction.action=null", "train.steps=2", form]
+    alone = trained(recipe, tmp_path / "alone", *options)
+    with running(recipe, "deterministic=true", form) as server:
+        with pytest.raises(ConfigError, match=r"sampling.response_format.pattern=None here, '.*' at the server"):
+            trained(recipe, tmp_path / "other", "deterministic=true", f"rollout_server.url={server.url}")
+        together = trained(recipe, tmp_path / "together", *options, f"rollout_server.url={server.url}")
+    turns = [turn for line in together[0] for turn in line["turns"]]
+    assert turns
+    assert all("[0-9]{1,3}" in turn["constraint"]["grammar"] for turn in turns)
+    assert [without_times(line) for line in together[0]] == [without_times(line) for line in alone[0]]
+    assert together[1:] == alone[1:]  # with the masks, ratios are those of one process
+    assert together[1][0]["ratio/max_deviation"] < 1e-6
+
+
 @pytest.mark.parametrize("directory", [False, True])
 def test_only_the_adapter_is_sent_and_the_run_is_that_in_one_process(
     recipe: Path, tmp_path: Path, directory: bool

@@ -382,10 +382,6 @@ def no_grammar(config: Config) -> str:
             + ("set engine.grammars" if config.engine.servers is not None else "use engine.name=local"),
         ),
         (
-            config.rollout_server.url is not None or config.cluster.launcher == "ray",
-            "a grammar needs conversations in the process of the trainer: remove rollout_server.url and cluster.launcher=ray",
-        ),
-        (
             config.teacher.on or config.reward.kl.coef > 0,
             "the teacher and reward.kl score tokens without the masks of a grammar, so the distributions have other supports: "
             "remove them, or use loss.kl_coef, which applies the masks",

@@ -565,7 +565,8 @@ _BLOCKS, _BLOCK_BYTES = 64, 1 << 16
 def served_options(config: Config) -> dict[str, Any]:
     """The options that decide about conversations, as plain data by their dotted names.
 
-    The sampling is not among them: the trainer sends it with each request. The engine is the server's own.
+    The sampling is not among them, but for the form of answers: the trainer sends it with each request. The engine is the
+    server's own.
     """
     plain = with_digests(config.model_dump(mode="json"), config.origins)  # they are sent
     names = [*_SECTIONS, "max_concurrent"] if config.deterministic else _SECTIONS
@@ -573,8 +574,11 @@ def served_options(config: Config) -> dict[str, Any]:
         f"model.{name}": plain["model"][name]
         for name in ("lora", "quantization", "chat_template_kwargs", "router_replay")
     }
-    of_data = {"data.escape_control_tokens": plain["data"]["escape_control_tokens"]}
-    return dict(_flat({**{name: plain[name] for name in names}, **of_model, **of_data}, ""))
+    single = {
+        "data.escape_control_tokens": plain["data"]["escape_control_tokens"],
+        "sampling.response_format": plain["sampling"]["response_format"],
+    }
+    return dict(_flat({**{name: plain[name] for name in names}, **of_model, **single}, ""))
 
 
 def base_weights(config: Config) -> str | None:
