@@ -98,7 +98,7 @@ def test_schemas_of_requests_are_compiled_up_to_a_length() -> None:
         return renderer.constraint([], SamplingChange(answer_format=form))
 
     assert constraint("word " * 50_000) is not None
-    with pytest.raises(GrammarError, match="have 3000[0-9]{2} characters, and at most 262144 are compiled"):
+    with pytest.raises(GrammarError, match=r"have 3000[0-9]{2} characters, and at most 262144 are compiled"):
         constraint("word " * 60_000)
     # of a schema that cannot be compiled, not all parts are compiled one after the other
     nested: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
