@@ -149,7 +149,7 @@ TESTED: Mapping[str, str] = {
         for name in ("weight_folder", "check_weights_every", "sleep")
     },
     "engine.grammars": "training/test_constrained.py::test_turns_under_a_grammar_of_servers_are_trained_on_if_the_recipe_says_so",
-    "engine.weight_transfer": f"{_VLLM}weights_are_broadcast_where_the_recipe_says_so",
+    "engine.weight_transfer": "engines/test_shared_weights.py::test_memory_is_shared_with_a_server_on_the_trainers_gpu",
     "engine.mode": f"{_VLLM}the_engine_in_this_process_needs_vllm_here",
     "eval.pass_reward": "runs/test_evaluation.py::test_the_pass_rate_counts_rewards_from_the_recipes_bound",
     "tokenization_sanity_check": _REACHES,

@@ -114,15 +114,16 @@ def test_a_server_falls_asleep_when_all_its_requests_have_ended(monkeypatch: pyt
     posted: list[tuple[str, Any]] = []
 
     async def post(path: str, body: Any) -> Any:
-        posted.append((path, body.get("mode")))
+        posted.append((path, body.get("mode") or body.get("tags")))
 
     monkeypatch.setattr(SERVER, "post", post)
     api = make_api()
     asyncio.run(api.sleep(SERVER))
     assert posted == [("/pause_generation", "abort"), ("/release_memory_occupation", None)]
     posted.clear()
-    asyncio.run(api.wake(SERVER))
-    assert posted == [("/resume_memory_occupation", None), ("/continue_generation", None)]
+    for part in ("weights", "cache"):
+        asyncio.run(api.wake(SERVER, part))
+    assert posted == [("/resume_memory_occupation", tags) for tags in (["weights"], ["cuda_graph", "kv_cache"])]
 
 
 def test_another_trainer_is_refused_until_its_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.servers import Part, ServerInfo, check_grammar_probe
+from turnwise.engines.remote.servers import Part, ServerInfo, WakePart, check_grammar_probe
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.models.grammar import PROBE
@@ -260,8 +260,8 @@ class FakeApi:
     async def sleep(self, server: HttpServer) -> None:
         await self._call(server, "sleep")
 
-    async def wake(self, server: HttpServer) -> None:
-        await self._call(server, "wake")
+    async def wake(self, server: HttpServer, part: WakePart) -> None:
+        await self._call(server, f"wake {part}")
 
     async def release(self, server: HttpServer) -> None:
         await self._call(server, "release", owner=self.owner)

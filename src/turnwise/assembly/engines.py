@@ -38,7 +38,7 @@ from turnwise.engines.remote.launch import MakeServers, ServedModel, on_cpu
 from turnwise.engines.remote.publisher import ProbeOptions
 from turnwise.engines.remote.server_process import devices_of_servers, visible_devices
 from turnwise.engines.remote.servers import Owner
-from turnwise.engines.remote.weights import WeightCopies, WeightFiles, WeightStore
+from turnwise.engines.remote.weights import SharedCopies, WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.models.device import known_dtype
@@ -80,6 +80,8 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
     trainer = trainer_gpus(config) if inputs.trained else []
     recipes = (config, *map(config.of_policy, config.served_policies))
     ranks = [recipe.model.lora.rank for recipe in recipes if recipe.model.lora.rank is not None]
+    devices = functools.cache(functools.partial(_devices, config, options, tuple(trainer)))
+    transfer = _weight_transfer(config, options, trainer if inputs.model is not None else [], devices)
     served = ServedModel(
         path=str(Path(config.model.path).expanduser().absolute()),
         facts=facts,
@@ -92,18 +94,19 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
         trained=inputs.trained,
         lora_rank=max(ranks) if ranks and inputs.trained else None,
         adapters=max(1, len(ranks)),
-        devices=functools.cache(functools.partial(_devices, config, options, tuple(trainer))),
+        devices=devices,
         logs=Path(config.output) / "engine",
         owner=inputs.owner,
         experts=_expert_layers(config, facts),
         trainer_gpu=trainer[0] if trainer else 0,
+        shares=inputs.trained and transfer == "ipc",
     )
     api, replicas = make(options, served)
     return RemoteEngine(
         api,
         replicas,
         decode=inputs.renderer.decode,
-        files=_weight_store(options) if inputs.trained else None,
+        files=_weight_store(options, transfer) if inputs.trained else None,
         version=inputs.version,
         patience=options.start_timeout,
         context=context,
@@ -173,11 +176,38 @@ def trainer_gpus(config: Config) -> list[int]:
     return [int(number) if number.isdecimal() else 0]
 
 
-def _weight_store(options: ServerEngineSection) -> WeightStore:
+def _weight_transfer(
+    config: Config, options: ServerEngineSection, trainer: Sequence[int], devices: Callable[[], Sequence[str]]
+) -> str:
+    """`engine.weight_transfer`, chosen here if the recipe leaves it open. `trainer` are the numbers of the GPUs on which this
+    machine trains, `devices` the GPUs of each server. Raises ConfigError if servers do not see the memory that they should read.
+    """
+    names = [] if on_cpu(config.model.device) else visible_devices()
+    trained_on = names[trainer[0]] if trainer and trainer[0] < len(names) else None
+    if options.weight_transfer == "ipc" and trained_on is not None:
+        apart = [number for number, used in enumerate(devices()) if trained_on not in used.split(",")]
+        if apart:
+            raise ConfigError(
+                f"engine.weight_transfer=ipc: server {apart[0]} uses the GPUs {devices()[apart[0]]} and does not see GPU "
+                f"{trained_on}, on which the model is trained: name it in engine.devices, or set engine.weight_transfer=files "
+                f"or collective"
+            )
+    if options.weight_transfer is not None:
+        return options.weight_transfer
+    needs_files = options.weight_folder is not None or config.model.lora.rank is not None or not options.starts_servers
+    if needs_files or trained_on is None or config.cluster.launcher != "none":
+        return "files"
+    return "ipc" if all(used == trained_on for used in devices()) else "files"
+
+
+def _weight_store(options: ServerEngineSection, transfer: str) -> WeightStore:
     """Where weights are kept on their way to the servers."""
-    if options.weight_transfer == "collective":
+    if transfer == "collective":
         return WeightCopies()
-    return WeightFiles(None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute())
+    files = WeightFiles(None if options.weight_folder is None else Path(options.weight_folder).expanduser().absolute())
+    if transfer == "ipc":
+        return SharedCopies(files if options.weight_transfer is None else None)
+    return files
 
 
 def _probe_options(config: Config) -> ProbeOptions | None:

@@ -40,6 +40,10 @@ def refuse_engine(config: Config) -> None:
             raise ConfigError(message)
 
 
+_NO_FILES = ("collective", "ipc")
+"""Ways of new weights to servers that write no files."""
+
+
 def _problems(config: Config) -> list[tuple[bool, str]]:
     engine, name = config.engine.servers, config.engine.name
     if engine is None:
@@ -47,6 +51,7 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
     changed = changed_options(engine)
     started = next((option for option in _OF_STARTED if option in changed), None)
     own = _OF_ENGINE.get(name) or (lambda recipe, section: [])
+    transfer, without_files = f"engine.weight_transfer={engine.weight_transfer}", engine.weight_transfer in _NO_FILES
     return [
         *own(config, engine),
         *(
@@ -68,18 +73,23 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
             "remove it",
         ),
         (
-            engine.weight_transfer == "collective" and engine.weight_folder is not None,
-            "engine.weight_folder has no effect with engine.weight_transfer=collective, which writes no files: remove one",
+            without_files and engine.weight_folder is not None,
+            f"engine.weight_folder has no effect with {transfer}, which writes no files: remove one",
         ),
         (
-            engine.weight_transfer == "collective" and config.model.lora.rank is not None,
-            "engine.weight_transfer=collective cannot be combined with model.lora.rank, because adapters are loaded from "
-            "files: remove engine.weight_transfer",
+            without_files and config.model.lora.rank is not None,
+            f"{transfer} cannot be combined with model.lora.rank, because adapters are loaded from files: remove "
+            f"engine.weight_transfer",
         ),
         (
-            engine.weight_transfer == "collective" and engine.data_parallel > 1,
-            f"engine.weight_transfer=collective cannot be combined with engine.data_parallel={engine.data_parallel}, because the "
-            f"copies of the model in a server have no common group: use engine.replicas",
+            without_files and engine.data_parallel > 1,
+            f"{transfer} cannot be combined with engine.data_parallel={engine.data_parallel}, because the copies of the model in "
+            f"a server have no common group: use engine.replicas",
+        ),
+        (
+            engine.weight_transfer == "ipc" and (engine.url is not None or config.cluster.launcher == "ray"),
+            "engine.weight_transfer=ipc needs servers that the trainer's process starts on its machine: remove engine.url and "
+            "cluster.launcher=ray, or set engine.weight_transfer=files or collective",
         ),
         (
             config.model.device == "cpu" and (engine.devices is not None or engine.data_parallel > 1),

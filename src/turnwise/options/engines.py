@@ -159,9 +159,10 @@ class ServerEngineSection(EngineSection):
     """More arguments of started servers, such as `[--enforce-eager]`."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """KV cache of each started server, in GB. Null: the engine's default on a GPU; at least 1 on a CPU."""
-    weight_transfer: Literal["files", "collective"] = "files"
-    """New weights are `files` in shared memory or on a disk, or a `collective` broadcast (NCCL between GPUs, gloo
-    between CPUs), which servers on other machines need."""
+    weight_transfer: Literal["files", "collective", "ipc"] | None = None
+    """New weights are `files` in shared memory or on a disk, a `collective` broadcast (NCCL between GPUs, gloo between
+    CPUs), which servers on other machines need, or are read in the trainer's GPU (`ipc`). Null: `ipc` on one GPU, if all
+    weights are trained; else `files`."""
     weight_folder: PathText | None = None
     """Directory for new weights, the same path for servers. Null: `/dev/shm`, or the temporary directory."""
     check_weights_every: Annotated[int, Field(ge=0)] = 10

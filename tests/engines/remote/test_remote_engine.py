@@ -709,10 +709,10 @@ def test_requests_wait_while_the_servers_sleep(tmp_path: Path) -> None:
             await asyncio.sleep(0.2)
             assert not task.done()
             assert not any(server.requests for server in servers)
-            await engine.wake()
-            assert list((await task).token_ids) == expected(4, 8)
+            await engine.load_weights(1, WEIGHTS)
+            assert list((await task).token_ids) == expected(4, 8, 1)
             for server in servers:
-                assert server.events == ["claim", "resume", "label", "sleep", "wake"]
+                assert server.events[3:] == ["sleep", "wake weights", "pause", "load", "wake cache", "resume"]
 
     run(main())
 
@@ -736,8 +736,36 @@ def test_the_trainer_gives_its_memory_back_before_the_servers_take_theirs(tmp_pa
             assert publisher.asleep
             server.events.clear()
             await publisher.publish(1)
-            assert server.events[:3] == ["trainer frees", "wake", "pause"]
+            assert server.events[:4] == ["trainer frees", "wake weights", "pause", "load"]
+            assert server.events.index("wake cache") < server.events.index("resume")
             assert not publisher.asleep
+
+    run(main())
+
+
+def test_a_server_that_refuses_the_weights_after_it_has_slept_goes_on_with_the_present_ones(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            await engine.sleep()
+            server.events.clear()
+            server.fail_load = True
+            with pytest.raises(EngineError, match="goes on with version 1"):
+                await engine.load_weights(2, WEIGHTS)
+            assert server.events == ["wake weights", "pause", "load", "pause", "load", "wake cache", "resume"]
+            assert list((await engine.generate(request([4]))).token_ids) == expected(4, 8, 1)
+
+    run(main())
+
+
+def test_a_server_that_sleeps_and_keeps_its_weights_takes_all_its_memory(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server], files=tmp_path) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            await engine.sleep()
+            server.events.clear()
+            await engine.load_weights(2)
+            assert server.events == ["wake weights", "pause", "wake cache", "resume", "label"]
 
     run(main())
 
@@ -750,7 +778,6 @@ def test_a_server_that_is_lost_while_it_sleeps_gets_the_next_weights(tmp_path: P
             port = int(server.url.rpartition(":")[2])
             await server.stop()
             server.version, server.label, server.owner = 0, "-1", None  # it is started again by somebody
-            await engine.wake()
             update = asyncio.create_task(engine.load_weights(2, WEIGHTS))
             await asyncio.sleep(0.3)
             await server.start(port)

@@ -29,7 +29,7 @@ from turnwise.engines.remote.servers import (
     check_answer,
     check_part,
 )
-from turnwise.engines.remote.weights import WeightStore, WeightUpdate
+from turnwise.engines.remote.weights import CannotShare, SharedCopies, WeightStore, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.types import Completion, Request, Sampling
 from turnwise.user_code.calls import waiting_for_others
@@ -266,6 +266,9 @@ class RemoteEngine:
         try:
             async with self._updating():
                 if update is None:
+                    await asyncio.gather(
+                        *(self._give(replica, None) for replica in self._replicas.all if replica.asleep)
+                    )
                     if of is self._main:  # which the servers label
                         await self._on_all(lambda server: self._api.label(server, version))
                     await self._compare(of, probe, version)
@@ -275,8 +278,10 @@ class RemoteEngine:
                     await self._replace(of, update, probe)
                 of.version = version
         finally:
-            if update is not None and update is not of.update and self._files is not None:
-                self._files.discard(update)  # it was not taken over
+            if update is not None:
+                update.live.clear()  # the trainer goes on, and changes them
+                if update is not of.update and self._files is not None:
+                    self._files.discard(update)  # it was not taken over
 
     def publisher(self, learner: WeightSource) -> WeightPublisher:
         return RemoteWeights(self, learner, self.probe, sleeper=self if self.sleeps else None)
@@ -288,14 +293,17 @@ class RemoteEngine:
             return await self._answers(self._main, probe, self.version)
 
     async def sleep(self) -> None:
-        """Free the memory of the servers' devices until `wake`. No request may be running."""
-        self._open.clear()
-        await self._on_all_unless_lost(self._api.sleep)
+        """Free the memory of the servers' devices until the next `update`. No request may be running."""
 
-    async def wake(self) -> None:
-        """Take the memory again. A server that was lost while it slept is restored by the next update or request."""
-        await self._on_all_unless_lost(self._api.wake)
-        self._open.set()
+        async def sleep(replica: Replica) -> None:
+            try:
+                await self._repeated(replica, partial(self._api.sleep, replica.server))
+                replica.asleep = "all"
+            except ServerLost:
+                self._replicas.lose(replica)
+
+        self._open.clear()
+        await asyncio.gather(*map(sleep, self._replicas.all))
 
     async def close(self) -> None:
         self._closed = True
@@ -440,14 +448,24 @@ class RemoteEngine:
             self._files.discard(previous)
 
     async def _load(self, replica: Replica, update: WeightUpdate) -> None:
-        async def load() -> None:
-            await self._api.pause(replica.server)
-            await self._api.load(replica.server, update)
-            await self._api.resume(replica.server)
-
+        load = partial(self._give, replica, update)
         # a broadcast is not repeated: the server's workers may still wait for the first one
         await (self._repeated(replica, load) if update.tensors is None else load())
         replica.server.note_progress()
+
+    async def _give(self, replica: Replica, update: WeightUpdate | None, *, abort: bool = False) -> None:
+        """Load weights into a server; None: those that it has. A server that sleeps takes the memory of its cache after that."""
+        server = replica.server
+        if replica.asleep == "all":
+            await self._api.wake(server, "weights")
+            replica.asleep = "cache"
+        await self._api.pause(server, abort=abort)
+        if update is not None:
+            await self._api.load(server, update)
+        if replica.asleep == "cache":
+            await self._api.wake(server, "cache")
+            replica.asleep = None
+        await self._api.resume(server)
 
     async def _compare(self, of: ServedWeights, probe: Probe | None, version: int) -> None:
         """Raise EngineError if a server's log-probabilities of a policy are not those of the trainer."""
@@ -492,12 +510,9 @@ class RemoteEngine:
     async def _give_back(self, replica: Replica, of: ServedWeights) -> None:
         """The present weights of a policy for a server whose update has failed or was rejected. Running requests start again."""
         try:
-            await self._api.pause(replica.server, abort=True)
-            if of.update is not None:
-                await self._api.load(replica.server, of.update)
-            elif replica.process is not None:
+            if of.update is None and replica.process is not None:
                 raise ServerLost("a restart gives back the weights from before the first update")
-            await self._api.resume(replica.server)
+            await self._give(replica, of.update, abort=True)
         except EngineError:
             self._replicas.lose(replica)
 
@@ -543,6 +558,12 @@ class RemoteEngine:
             await self._api.claim(replica.server)
         except ServerLost:
             raise
+        except CannotShare as problem:
+            if isinstance(self._files, SharedCopies):
+                if self._files.instead is None:
+                    raise
+                _log.warning("%s. Weights are sent as files", problem)
+                self._files = self._files.instead
         except EngineError:
             replica.claimed = False
             raise
@@ -551,15 +572,6 @@ class RemoteEngine:
         await asyncio.gather(
             *(self._repeated(replica, partial(call, replica.server)) for replica in self._replicas.all)
         )
-
-    async def _on_all_unless_lost(self, call: Callable[[HttpServer], Awaitable[None]]) -> None:
-        async def on(replica: Replica) -> None:
-            try:
-                await self._repeated(replica, partial(call, replica.server))
-            except ServerLost:
-                self._replicas.lose(replica)
-
-        await asyncio.gather(*map(on, self._replicas.all))
 
 
 class ServedPolicy:

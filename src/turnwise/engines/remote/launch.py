@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +64,14 @@ class ServedModel:
     trainer_gpu: int = 0
     """The number of the GPU from which the trainer broadcasts weights: that of the model, on rank 0."""
 
+    shares: bool = False
+    """Whether servers read new weights in memory of the trainer's device."""
+
     @property
     def sending(self) -> Sending:
-        """How weights are broadcast: with NCCL if the servers that turnwise would start are on GPUs."""
-        return BY_GLOO if self.cpu else Sending("nccl", f"cuda:{self.trainer_gpu}")
+        """How weights are broadcast: with NCCL if the servers that turnwise would start are on GPUs. Or where they are shared."""
+        sending = BY_GLOO if self.cpu else Sending("nccl", f"cuda:{self.trainer_gpu}")
+        return replace(sending, shared=self.shares)
 
     @property
     def adapter(self) -> bool:

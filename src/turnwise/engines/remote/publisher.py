@@ -36,11 +36,7 @@ class Sleeper(Protocol):
     """An engine whose servers can free their memory."""
 
     async def sleep(self) -> None:
-        """Free the memory of the servers' devices until `wake`. No request may be running."""
-        ...
-
-    async def wake(self) -> None:
-        """Take the memory again."""
+        """Free the memory of the servers' devices until the next update. No request may be running."""
         ...
 
 
@@ -96,8 +92,8 @@ class RemoteWeights:
 
     async def publish(self, version: int) -> None:
         if self._sleeper is not None and self.asleep:
-            self._learner.free_memory()  # before: the servers take theirs from the device, and die where it is not free
-            await self._sleeper.wake()
+            # before the update: in it, the servers take their memory of the device, and die where it is not free
+            self._learner.free_memory()
             self.asleep = False
         options = self._probe
         probe = self._make_probe(options) if options is not None and options.due(self._updates) else None

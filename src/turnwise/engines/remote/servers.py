@@ -55,6 +55,8 @@ class Replica:
     """Requests that it is serving."""
     served: float = 0.0
     """When it last finished a request, by `time.monotonic`."""
+    asleep: Literal["all", "cache"] | None = None
+    """What of its memory on the device the server has freed: all, or all but that of the weights."""
     claimed: bool = False
     """Whether this engine may own the server's weights: it has asked for them, and was not refused."""
     failed_starts: int = 0
@@ -133,6 +135,7 @@ class Replicas:
         """
         if replica.lock.locked():
             return
+        replica.asleep = None
         if replica.ready:
             replica.ready = False
             _log.warning("%s is lost; its requests go on at another server or after a restart", replica.name)
@@ -417,6 +420,9 @@ class ServerInfo:
     logprob_kind: LogprobKind
 
 
+WakePart = Literal["weights", "cache"]
+
+
 class ServerApi(Protocol):
     """The requests of one kind of server, such as vLLM. All methods raise EngineError; ServerLost if the server is gone."""
 
@@ -473,8 +479,9 @@ class ServerApi(Protocol):
         """Free the memory of the device until `wake`. The weights stay with the server."""
         ...
 
-    async def wake(self, server: HttpServer) -> None:
-        """Take the memory of the device again."""
+    async def wake(self, server: HttpServer, part: WakePart) -> None:
+        """Take memory of the device again: first that of the weights, after which the server can load others, then all the rest,
+        after which it can sample. At no time is memory in use that is not needed yet."""
         ...
 
     async def release(self, server: HttpServer) -> None:

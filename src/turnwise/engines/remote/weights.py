@@ -26,13 +26,14 @@ import tempfile
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from turnwise.engines.remote.http import ServerLost
+from turnwise.engines.remote.shared_buffer import checked_values, checksum_of_all
 from turnwise.errors import EngineError
 
 T = TypeVar("T")
@@ -63,6 +64,15 @@ class WeightUpdate:
     """Bytes of the weights."""
     policy: str = ""
     """The policy whose adapter it is; empty: the recipe's model."""
+    checksums: Mapping[str, int] | None = None
+    """The checksum of each of `tensors` (`shared_buffer.checksum_of_values`), if they go through memory that the server sees."""
+    live: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The trainer's own tensors on its device, while it waits for the update; then empty, because it changes them."""
+
+    @property
+    def source(self) -> Mapping[str, Any]:
+        """The tensors that are sent: from the device, if they are still there."""
+        return self.live or self.tensors or {}
 
 
 class WeightStore(Protocol):
@@ -103,6 +113,49 @@ class WeightCopies:
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+FILES_INSTEAD = "set engine.weight_transfer=files"
+
+
+class CannotShare(EngineError):
+    """A server cannot read memory of the trainer's device."""
+
+
+class SharedCopies(WeightCopies):
+    """Keeps weights in the memory of this process, for servers that read them in memory of the trainer's device
+    (`engine.weight_transfer: ipc`). They are sent from the device; the copy is for servers that are started again, and for the
+    way back. `instead` keeps the weights if the servers cannot; None: that is an error."""
+
+    def __init__(self, instead: WeightStore | None = None) -> None:
+        self.instead = instead
+
+    def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
+        """A copy of the tensors, with checksums that the device has computed. Raises EngineError if values are not finite."""
+        import torch
+
+        live, gpu = {name: tensor.detach() for name, tensor in weights.items()}, torch.cuda.is_available()
+        try:
+            checksums = checked_values(live)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=gpu) for name, tensor in live.items()}
+        for name, tensor in live.items():
+            tensors[name].copy_(tensor, non_blocking=True)
+        if gpu:
+            torch.cuda.synchronize()
+        return WeightUpdate(
+            version=version,
+            tensors=tensors,
+            adapter=False,
+            checksum=checksum_of_all(checksums),
+            size=sum(tensor.nbytes for tensor in tensors.values()),
+            checksums=checksums,
+            live=live,
+        )
+
+    def write_adapter(self, version: int, write: Callable[[Path], None]) -> WeightUpdate:
+        raise EngineError("an adapter is sent as files: remove engine.weight_transfer")
 
 
 class WeightFiles:
@@ -303,6 +356,8 @@ class Sending:
     backend: Backend = "gloo"
     device: str = "cpu"
     """The device from which it sends: with NCCL the GPU on which the model is trained, such as `cuda:1`."""
+    shared: bool = False
+    """Whether servers read weights in memory of this device, without broadcasts."""
 
 
 BY_GLOO = Sending()

@@ -2,7 +2,7 @@
 
 Tokens: `/generate` with `input_ids` and `return_logprob`, as a stream. Weights: `/pause_generation`,
 `/update_weights_from_disk` (or `/load_lora_adapter`), `/update_weight_version` and `/continue_generation`; by broadcasts,
-`/init_weights_update_group` and `/update_weights_from_distributed`.
+`/init_weights_update_group` and `/update_weights_from_distributed`; in shared memory, `/update_weights_from_tensor` (`loader`).
 
 Running requests are retracted during an update: SGLang computes their prefixes again with the new weights. The label of the
 weights at the server names the run, the time and the version: it gives each token its version, and refuses a second trainer.
@@ -13,6 +13,8 @@ checksums after it. Knows SGLang's routes. Does not know conversations or learne
 from __future__ import annotations
 
 import asyncio
+import base64
+import contextlib
 import hashlib
 import logging
 import secrets
@@ -26,9 +28,11 @@ from typing import Any, Literal
 from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, tensor_bytes
-from turnwise.engines.remote.servers import Owner, Part, ServerInfo, check_grammar_probe, expected_form
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo, WakePart, check_grammar_probe, expected_form
+from turnwise.engines.remote.shared_buffer import SharedBuffer, buffer_size, parts_of
 from turnwise.engines.remote.weights import (
     BY_GLOO,
+    FILES_INSTEAD,
     GroupAddress,
     Sending,
     TrainerGroups,
@@ -38,6 +42,7 @@ from turnwise.engines.remote.weights import (
     read_shapes,
 )
 from turnwise.engines.sglang.images import encode_images
+from turnwise.engines.sglang.loader import EXPECTED, LOADER
 from turnwise.errors import EngineError
 from turnwise.models.grammar import PROBE, PROBE_GRAMMAR, with_stops
 from turnwise.types import LogprobKind, Media, Request, Routes, Sampling
@@ -62,6 +67,39 @@ async def broadcast(
         await groups.send(server.url, tensors.values(), _call(server, "/update_weights_from_distributed", body))
     finally:
         await server.post("/end_weight_update", {})
+
+
+async def share(server: HttpServer, update: WeightUpdate, *, device: str, workers: int, flush_cache: bool) -> None:
+    """Replace the weights of a server by those in memory of `device`. The server checks all before it loads the first. Raises
+    EngineError if the server has the previous weights, ServerLost if it has ended."""
+    import torch
+
+    tensors = update.source
+    assert update.checksums is not None
+    parts = parts_of(tensors, update.checksums)
+    buffer = SharedBuffer(buffer_size(parts), device)
+    await _call(server, "/begin_weight_update", {})
+    try:
+        for do_load in (False, True) if len(parts) > 1 else (True,):
+            for part in parts:
+                await asyncio.to_thread(buffer.fill, part, tensors)
+                expected = torch.tensor([int(do_load), *(place.checksum for place in part)])
+                pickled = [buffer.pickled(part, {EXPECTED: expected}) for _ in range(workers)]
+                body = {
+                    "serialized_named_tensors": [base64.b64encode(one).decode() for one in pickled],
+                    "load_format": LOADER,
+                    "flush_cache": flush_cache and do_load and part is parts[-1],
+                }
+                await _call(server, "/update_weights_from_tensor", body)
+    except ServerLost as error:
+        raise ServerLost(
+            f"{error}. It was reading weights from the trainer's memory; if it cannot, {FILES_INSTEAD}. Its log has the reason"
+        ) from error
+    except RuntimeError as error:  # of CUDA, in this process
+        raise EngineError(f"weights could not be shared with {server.url}: {error}; {FILES_INSTEAD}") from error
+    finally:
+        with contextlib.suppress(ServerLost):
+            await server.post("/end_weight_update", {})
 
 
 async def _invite(server: HttpServer, where: GroupAddress) -> None:
@@ -169,6 +207,8 @@ def _parts(name: str, header: Mapping[str, object]) -> Iterator[str]:
 
 # Requests
 
+_WAKE_TAGS: Mapping[WakePart, Sequence[str]] = {"weights": ("weights",), "cache": ("cuda_graph", "kv_cache")}
+"""SGLang's names of the parts of its memory."""
 PauseMode = Literal["retract", "in_place", "abort"]
 """What happens to running requests during an update, as SGLang names it."""
 _LEASE = 900.0
@@ -344,9 +384,8 @@ class SglangApi:
         await self.pause(server, abort=True)
         await server.post("/release_memory_occupation", {})
 
-    async def wake(self, server: HttpServer) -> None:
-        await server.post("/resume_memory_occupation", {})
-        await self.resume(server)
+    async def wake(self, server: HttpServer, part: WakePart) -> None:
+        await server.post("/resume_memory_occupation", {"tags": list(_WAKE_TAGS[part])})
 
     # tokens
 
@@ -466,8 +505,12 @@ class SglangApi:
     async def _load_weights(self, server: HttpServer, update: WeightUpdate) -> None:
         """Let the server read the file, or receive the tensors. SGLang reads directories: the file gets one for that time."""
         facts, flush = self._facts[server.url], self._pause_mode != "in_place"
+        workers = facts.get("tp_size", 1) * facts.get("pp_size", 1)
+        if update.checksums is not None:
+            device = self._groups.sending.device
+            await share(server, update, device=device, workers=workers, flush_cache=flush)
+            return
         if update.tensors is not None:
-            workers = facts.get("tp_size", 1) * facts.get("pp_size", 1)
             await broadcast(self._groups, server, update.tensors, workers=workers, flush_cache=flush)
             return
         assert update.path is not None

@@ -9,6 +9,7 @@ from turnwise.engines.remote.launch import ServedModel, interpreter, replicas_of
 from turnwise.engines.remote.server_process import ServerCommand, python_path, visible
 from turnwise.engines.remote.servers import Replica, ServerApi
 from turnwise.engines.sglang.api import SglangApi, model_shapes
+from turnwise.engines.sglang.loader import LOADER
 from turnwise.errors import ConfigError
 from turnwise.models.model_config import kv_token_bytes
 from turnwise.options.engines import SglangEngineSection
@@ -73,6 +74,8 @@ def server_command(
     if served.memory_gb is not None:
         token_bytes = kv_token_bytes(served.facts, served.dtype)
         arguments.append(f"--max-total-tokens={int(served.memory_gb * 2**30 / token_bytes)}")
+    if served.sending.shared:
+        arguments.append(f"--custom-weight-loader={LOADER}")
     if options.keep_seeds:
         arguments.append("--enable-deterministic-inference")
     if served.experts is not None:

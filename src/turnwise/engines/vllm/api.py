@@ -11,7 +11,9 @@ conversations or learners.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import io
 import logging
 import secrets
@@ -24,8 +26,9 @@ from typing import Any
 from turnwise.engines.remote.experts import ExpertLayers, first_unknown
 from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, ServerRefused
 from turnwise.engines.remote.images import checked_images, content_hash, tensor_bytes
-from turnwise.engines.remote.servers import Owner, Part, ServerInfo, check_grammar_probe, expected_form
-from turnwise.engines.remote.weights import BY_GLOO, Sending, TrainerGroups, WeightUpdate
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo, WakePart, check_grammar_probe, expected_form
+from turnwise.engines.remote.shared_buffer import SharedBuffer, buffer_size, parts_of
+from turnwise.engines.remote.weights import BY_GLOO, FILES_INSTEAD, CannotShare, Sending, TrainerGroups, WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.models.grammar import PROBE, PROBE_GRAMMAR, with_stops
 from turnwise.types import LogprobKind, Media, Request, Sampling
@@ -106,7 +109,7 @@ WorkerCall = Callable[[str, Mapping[str, Any]], Awaitable[list[dict[str, Any]]]]
 
 class WeightSender:
     """Sends updates to the workers of servers, as the owner of the servers' weights (`Owner.name`). `lease` is the time in
-    seconds after which another owner may take over. `sending` is how weights are broadcast."""
+    seconds after which another owner may take over. `sending` is how weights are broadcast, and the device of shared memory."""
 
     def __init__(self, owner: str, lease: float, sending: Sending) -> None:
         self._claim = {"owner": owner, "lease": lease}
@@ -115,13 +118,29 @@ class WeightSender:
     async def claim(self, server: str, call: WorkerCall) -> None:
         """Become the owner of the weights of the server at this URL."""
         self._groups.drop(server)  # the workers are new if the server was started again
-        await _all(server, call("turnwise_claim", self._claim))
+        workers = await _all(server, call("turnwise_claim", self._claim))
+        if self._groups.sending.shared:
+            await self._try_to_share(server, len(workers), call)
+
+    async def _try_to_share(self, server: str, workers: int, call: WorkerCall) -> None:
+        """Raise CannotShare unless the workers can open memory of this process."""
+        try:
+            buffer = SharedBuffer(1, self._groups.sending.device)
+            handles = [buffer.handle() for _ in range(workers)]
+            await _all(server, call("turnwise_open", {**self._claim, "handles": handles}))
+        except ServerLost:
+            raise
+        except (EngineError, RuntimeError) as error:
+            raise CannotShare(f"{server} cannot read weights from the trainer's memory: {error}") from error
+        await call("turnwise_close", {"owner": self._claim["owner"]})
 
     async def send(self, server: str, update: WeightUpdate, call: WorkerCall) -> None:
         """Replace the weights of all workers. Raises EngineError if they have the previous weights, ServerLost if they do not."""
         if update.tensors is None:
             arguments = {**self._claim, "path": str(update.path), "checksum": update.checksum}
             results = await _all(server, call("turnwise_load", arguments))
+        elif update.checksums is not None:
+            results = await self._share(server, update, call)
         else:
             results = await self._broadcast(server, update.tensors, update.checksum, call)
         for result in results:
@@ -135,17 +154,47 @@ class WeightSender:
     async def _broadcast(
         self, server: str, tensors: Mapping[str, Any], checksum: str, call: WorkerCall
     ) -> list[dict[str, Any]]:
-        weights = [
-            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
-        ]
-        workers = await _all(server, call("turnwise_expect", {**self._claim, "weights": weights}))
+        weights, workers = await self._announce(server, tensors, call)
         await self._groups.open(
             server,
-            len(workers),
+            workers,
             lambda where: _all(server, call("turnwise_join", {**self._claim, "address": asdict(where)})),
         )
         arguments = {"weights": weights, "checksum": checksum, "backend": self._groups.sending.backend}
         return await self._groups.send(server, tensors.values(), _all(server, call("turnwise_receive", arguments)))
+
+    async def _announce(self, server: str, tensors: Mapping[str, Any], call: WorkerCall) -> tuple[list[list[Any]], int]:
+        """The names, dtypes and shapes of weights, which the server has compared with its own, and the number of workers."""
+        weights = [
+            [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in tensors.items()
+        ]
+        workers = await _all(server, call("turnwise_expect", {**self._claim, "weights": weights}))
+        return weights, len(workers)
+
+    async def _share(self, server: str, update: WeightUpdate, call: WorkerCall) -> list[dict[str, Any]]:
+        """Send weights through memory that the workers open. They check all parts before they load the first one."""
+        tensors = update.source
+        assert update.checksums is not None
+        _, workers = await self._announce(server, tensors, call)
+        parts = parts_of(tensors, update.checksums)
+        buffer = SharedBuffer(buffer_size(parts), self._groups.sending.device)
+        results: list[dict[str, Any]] = []
+        try:
+            handles = [buffer.handle() for _ in range(workers)]
+            await _all(server, call("turnwise_open", {**self._claim, "handles": handles}))
+            # a part is checked again when it is loaded: of one part, that is enough
+            for load in (False, True) if len(parts) > 1 else (True,):
+                for part in parts:
+                    await asyncio.to_thread(buffer.fill, part, tensors)
+                    places = [asdict(place) for place in part]
+                    arguments = {**self._claim, "places": places, "load": load, "last": part is parts[-1]}
+                    results = await _all(server, call("turnwise_part", arguments))
+        except RuntimeError as error:  # of CUDA, in this process
+            raise EngineError(f"weights could not be shared with {server}: {error}; {FILES_INSTEAD}") from error
+        finally:
+            with contextlib.suppress(EngineError):  # a lost server has closed it
+                await call("turnwise_close", {"owner": self._claim["owner"]})
+        return results
 
 
 async def _all(server: str, call: Awaitable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -170,6 +219,9 @@ _LEASE = 900.0
 """Seconds after which another trainer may take over a server whose trainer has died without releasing it."""
 _PROBE_TOKENS = 12
 """Tokens from which the meaning of reported log-probabilities is determined."""
+
+WAKE_TAGS: Mapping[WakePart, str] = {"weights": "weights", "cache": "kv_cache"}
+"""vLLM's names of the parts of its memory."""
 
 _log = logging.getLogger(__name__)
 
@@ -332,8 +384,8 @@ class VllmApi:
     async def sleep(self, server: HttpServer) -> None:
         await server.post("/sleep", query={"level": "1", "mode": "wait"})
 
-    async def wake(self, server: HttpServer) -> None:
-        await server.post("/wake_up")
+    async def wake(self, server: HttpServer, part: WakePart) -> None:
+        await server.post("/wake_up", query={"tags": WAKE_TAGS[part]})
 
     def _served_model(self, server: HttpServer, policy: str = "") -> str:
         """The name of the model that has the present weights. A new adapter changes nothing before the first update."""

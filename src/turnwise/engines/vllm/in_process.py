@@ -16,10 +16,11 @@ from typing import Any
 from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpServer, ServerLost
 from turnwise.engines.remote.server_process import build_advice, python_path, without_rank
-from turnwise.engines.remote.servers import Owner, Part, ServerInfo
+from turnwise.engines.remote.servers import Owner, Part, ServerInfo, WakePart
 from turnwise.engines.remote.weights import BY_GLOO, Sending, WeightUpdate
 from turnwise.engines.vllm.api import (
     ADAPTER,
+    WAKE_TAGS,
     Labels,
     WeightSender,
     grammar_params,
@@ -198,8 +199,8 @@ class InProcessApi:
     async def sleep(self, server: HttpServer) -> None:
         await _llm(server).sleep(1)
 
-    async def wake(self, server: HttpServer) -> None:
-        await _llm(server).wake_up()
+    async def wake(self, server: HttpServer, part: WakePart) -> None:
+        await _llm(server).wake_up([WAKE_TAGS[part]])
 
 
 async def _rpc(server: HttpServer, method: str, arguments: Mapping[str, Any]) -> list[dict[str, Any]]:

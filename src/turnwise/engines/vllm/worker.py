@@ -1,4 +1,4 @@
-"""Code that runs inside vLLM's worker processes: receives weights from files or broadcasts.
+"""Code that runs inside vLLM's worker processes: receives weights from files, broadcasts, or memory that the trainer shares.
 
 Started with `--worker-extension-cls`. It is imported in vLLM's environment, where only the source of turnwise is on the path:
 no module of turnwise that needs other packages may be imported here. Errors are returned as data, because an exception in a
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from turnwise.engines.remote.weights import WeightShapes, read_shapes
+from turnwise.engines.remote.shared_buffer import Place, check_part, checksum_of_all, open_buffer
+from turnwise.engines.remote.weights import FILES_INSTEAD, WeightShapes, read_shapes
 
 # Weights from turnwise's trainer
 
@@ -40,6 +41,10 @@ class WeightReceiver:
     """The group of torch.distributed with the trainer; None before `turnwise_join`."""
     turnwise_names: Mapping[str, Sequence[int]] | None = None
     """Names and shapes of the weights of the last successful update."""
+    turnwise_buffer: Any = None
+    """The memory that the trainer shares; None except during an update."""
+    turnwise_loaded: list[Place] | None = None
+    """The weights that were loaded from shared memory; None before the first part."""
 
     def turnwise_claim(self, owner: str, lease: float) -> dict[str, Any]:
         """Become or stay the owner."""
@@ -122,6 +127,89 @@ class WeightReceiver:
         self.turnwise_good, self.turnwise_received = None, True
         self.turnwise_names = {name: list(tensor.shape) for name, tensor in tensors.items()}
         return {"checksum": checksum, "seconds": time.monotonic() - started}
+
+    def turnwise_open(self, owner: str, lease: float, handles: list[dict[str, Any]]) -> dict[str, Any]:
+        """Open memory that the trainer shares: each worker by a handle of its own (`SharedBuffer.handle`)."""
+        refused = self.turnwise_claim(owner, lease)
+        if refused:
+            return refused
+
+        def enter() -> None:
+            self.turnwise_buffer = open_buffer(handles[self.rank])  # type: ignore[attr-defined]
+
+        error = _error_of(enter)
+        return {"error": f"the worker could not open the trainer's memory: {error}; {FILES_INSTEAD}"} if error else {}
+
+    def turnwise_part(
+        self, owner: str, lease: float, places: list[dict[str, Any]], load: bool, last: bool
+    ) -> dict[str, Any]:
+        """Check the weights at these places of the shared memory, and with `load`, load them into the model.
+
+        Returns `error` if that failed. With `broken`, the model may have some of the new weights. The answer to the `last` part
+        that is loaded has the checksum of all.
+        """
+        refused = self.turnwise_claim(owner, lease)
+        if refused:
+            return refused
+        part = [Place(**place) for place in places]
+        tensors: dict[str, Any] = {}
+
+        def read() -> None:
+            # copies: vLLM keeps the weights of a layer until the layer is complete, and the next part takes their place
+            tensors.update({place.name: place.of(self.turnwise_buffer).clone() for place in part})
+            check_part(part, tensors)
+
+        error = _error_of(read)
+        if not error and load:
+            error = _error_of(lambda: self._turnwise_load_part(tensors, last=last))
+        if error:
+            begun, self.turnwise_loaded = self.turnwise_loaded is not None, None
+            return {"error": error, "broken": begun}
+        if not load:
+            return {}
+        assert self.turnwise_loaded is not None
+        self.turnwise_loaded += part
+        if not last:
+            return {}
+        loaded, self.turnwise_loaded = self.turnwise_loaded, None
+        self.turnwise_good, self.turnwise_received = None, True
+        self.turnwise_names = {place.name: place.shape for place in loaded}
+        return {"checksum": checksum_of_all({place.name: place.checksum for place in loaded})}
+
+    def turnwise_close(self, owner: str) -> dict[str, Any]:
+        """Close the shared memory: only then can the trainer free it."""
+        if self.turnwise_owner == owner:
+            self.turnwise_buffer, self.turnwise_loaded = None, None
+        return {}
+
+    def _turnwise_load_part(self, tensors: dict[str, Any], *, last: bool) -> None:
+        """Load weights into the model as vLLM's own `IPCWeightTransferEngine` does: the first part begins the load of all layers,
+        the last one ends it."""
+        import torch
+        from vllm.config import set_current_vllm_config  # type: ignore[import-not-found]
+        from vllm.model_executor.model_loader.mtp_validation import (  # type: ignore[import-not-found]
+            disable_mtp_completeness_check,
+        )
+        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
+
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        model = runner.get_model()
+        with torch.no_grad(), set_current_vllm_config(runner.vllm_config), disable_mtp_completeness_check():
+            if self.turnwise_loaded is None:
+                self.turnwise_loaded = []
+                _pack_experts_again(model)
+                initialize_layerwise_reload(model)
+            model.load_weights(iter(tensors.items()))
+            if last:
+                finalize_layerwise_reload(model, runner.model_config)
+                _pack_tied_output_layers(model)
+                for name in ("reset_encoder_cache", "reset_mm_cache"):
+                    getattr(runner, name)()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
 
     def _turnwise_leave(self) -> None:
         group, self.turnwise_group = self.turnwise_group, None
