@@ -87,6 +87,29 @@ def test_the_number_game_counts_guesses_that_were_excluded(turns: list[str], rew
     assert found.metrics["wasted"] == wasted
 
 
+@pytest.mark.usefixtures("from_the_root")
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("6 * 4 = 24\n#### 24", 1.0),
+        ("24 eggs.\n#### 24", 1.0),
+        ("6 + 4 = 10\n#### 10", 0.3),  # right, with numbers of the question
+        ("4 / 0 = 4\n#### 4", 0.1),
+        ("6 * 5 = 30\n#### 30", 0.1),  # 5 is no number of the question
+        ("6 + 4 = 11\n#### 11", 0.1),
+        ("6 * 4 = 24", 0.0),
+    ],
+)
+def test_parts_of_a_solution_are_worth_something(text: str, reward: float) -> None:
+    solved = resolve("recipes/smollm2/gsm8k.py:solved", key="environment.use")
+    row = a_row(
+        "A box has 6 rows of 4 eggs, and 0 are broken. How many eggs are there?", answer="6*4=<<6*4=24>>24\n#### 24"
+    )
+    found = hold(Says(text), solved, row=row)
+    assert sum(turn.reward for turn in found.turns) == reward
+    assert found.metrics["right"] == (reward == 1)
+
+
 def gsm8k(folder: Path, source: Path | None) -> Path:
     """Real rows where there are some, else rows of the same form."""
     for name in ("train.jsonl", "test.jsonl"):
