@@ -190,6 +190,11 @@ def test_a_buffer_on_a_gpu_is_opened_by_the_name_of_the_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="GPU-2"))
     with pytest.raises(ValueError, match=f"the weights are on the GPU {UUID}, and this process sees GPU-2"):
         open_buffer(handle)
+    freed: list[str] = []
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: freed.append(name))
+    buffer.close()
+    assert freed == ["ipc_collect", "empty_cache"]
 
 
 def test_a_pickle_for_sglang_names_the_gpu(cuda_ipc: dict[str, Any]) -> None:

@@ -144,17 +144,25 @@ def check_part(places: Sequence[Place], tensors: Mapping[str, Any]) -> None:
 
 
 class SharedBuffer:
-    """The trainer's end of a buffer of `size` bytes on `device`. Its memory is freed with the object, on GPUs after the servers
-    have closed it."""
+    """The trainer's end of a buffer of `size` bytes on `device`."""
 
     def __init__(self, size: int, device: Any) -> None:
         import torch
 
         self.device = torch.device(device)
-        self._bytes = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
+        self._bytes: Any = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
         if not self._bytes.is_cuda:
             with _by_file_name():
                 self._bytes.share_memory_()
+
+    def close(self) -> None:
+        """Give the memory back to the device, after the servers have closed it: a server that wakes up needs it."""
+        import torch
+
+        on_gpu, self._bytes = self._bytes.is_cuda, None
+        if on_gpu:
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
 
     def fill(self, part: Sequence[Place], tensors: Mapping[str, Any]) -> None:
         """Write the weights of a part. When it returns, other processes can read them."""

@@ -100,6 +100,7 @@ async def share(server: HttpServer, update: WeightUpdate, *, device: str, worker
     finally:
         with contextlib.suppress(ServerLost):
             await server.post("/end_weight_update", {})
+        buffer.close()
 
 
 async def _invite(server: HttpServer, where: GroupAddress) -> None:

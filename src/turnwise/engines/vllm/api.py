@@ -133,6 +133,7 @@ class WeightSender:
         except (EngineError, RuntimeError) as error:
             raise CannotShare(f"{server} cannot read weights from the trainer's memory: {error}") from error
         await call("turnwise_close", {"owner": self._claim["owner"]})
+        buffer.close()
 
     async def send(self, server: str, update: WeightUpdate, call: WorkerCall) -> None:
         """Replace the weights of all workers. Raises EngineError if they have the previous weights, ServerLost if they do not."""
@@ -194,6 +195,7 @@ class WeightSender:
         finally:
             with contextlib.suppress(EngineError):  # a lost server has closed it
                 await call("turnwise_close", {"owner": self._claim["owner"]})
+            buffer.close()
         return results
 
 
