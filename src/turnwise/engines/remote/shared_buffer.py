@@ -198,7 +198,7 @@ class SharedBuffer:
         places in memory, and not values. For one process, which unpickles them once. `more` must live until then."""
         stream = io.BytesIO()
         with _by_file_name():
-            _Pickler(stream).dump([*((place.name, place.of(self._bytes)) for place in part), *more.items()])
+            _TensorPickler(stream).dump([*((place.name, place.of(self._bytes)) for place in part), *more.items()])
         return stream.getvalue()
 
 
@@ -253,7 +253,7 @@ def _bytes(value: str) -> bytes:
     return base64.b64decode(value)
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     """Pickles tensors as `torch.multiprocessing` does, GPUs by their names: SGLang's scheduler, which patches torch's function,
     finds out its own number of the GPU. The number of the trainer would be that of another GPU, or of none."""
 
