@@ -12,7 +12,7 @@ from typing import Any
 from turnwise.errors import ConfigError
 from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import OptimizationSection
-from turnwise.options.engines import ClusterSection, SglangEngineSection, VllmEngineSection
+from turnwise.options.engines import ClusterSection, ServerEngineSection, SglangEngineSection, VllmEngineSection
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
 
@@ -51,7 +51,6 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
     changed = changed_options(engine)
     started = next((option for option in _OF_STARTED if option in changed), None)
     own = _OF_ENGINE.get(name) or (lambda recipe, section: [])
-    transfer, without_files = f"engine.weight_transfer={engine.weight_transfer}", engine.weight_transfer in _NO_FILES
     return [
         *own(config, engine),
         *(
@@ -72,6 +71,28 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
             "engine.api_key_env has no effect without engine.url, because turnwise makes the token of a server that it starts: "
             "remove it",
         ),
+        *_transfer_problems(config, engine),
+        (
+            config.model.device == "cpu" and (engine.devices is not None or engine.data_parallel > 1),
+            "engine.devices and engine.data_parallel need GPUs, and the model is on the CPU (model.device=cpu): remove them",
+        ),
+        (
+            config.deterministic,
+            f"deterministic=true cannot be combined with engine.name={name}, because the order of its requests depends on "
+            f"timing: use engine.name=local",
+        ),
+        (
+            engine.sleep and config.train.max_staleness > 0,
+            "engine.sleep=true cannot be combined with train.max_staleness, which samples during training: remove one"
+            " of them",
+        ),
+    ]
+
+
+def _transfer_problems(config: Config, engine: ServerEngineSection) -> list[tuple[bool, str]]:
+    """Problems of how new weights reach the servers."""
+    transfer, without_files = f"engine.weight_transfer={engine.weight_transfer}", engine.weight_transfer in _NO_FILES
+    return [
         (
             without_files and engine.weight_folder is not None,
             f"engine.weight_folder has no effect with {transfer}, which writes no files: remove one",
@@ -90,20 +111,6 @@ def _problems(config: Config) -> list[tuple[bool, str]]:
             engine.weight_transfer == "ipc" and (engine.url is not None or config.cluster.launcher == "ray"),
             "engine.weight_transfer=ipc needs servers that the trainer's process starts on its machine: remove engine.url and "
             "cluster.launcher=ray, or set engine.weight_transfer=files or collective",
-        ),
-        (
-            config.model.device == "cpu" and (engine.devices is not None or engine.data_parallel > 1),
-            "engine.devices and engine.data_parallel need GPUs, and the model is on the CPU (model.device=cpu): remove them",
-        ),
-        (
-            config.deterministic,
-            f"deterministic=true cannot be combined with engine.name={name}, because the order of its requests depends on "
-            f"timing: use engine.name=local",
-        ),
-        (
-            engine.sleep and config.train.max_staleness > 0,
-            "engine.sleep=true cannot be combined with train.max_staleness, which samples during training: remove one"
-            " of them",
         ),
     ]
 

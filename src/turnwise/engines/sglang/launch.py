@@ -58,8 +58,7 @@ def server_command(
     """The command of a server whose sequences have at most `context` tokens."""
     arguments = [
         interpreter(options),
-        "-m",
-        "sglang.launch_server",
+        *("-m", "sglang.launch_server"),
         f"--model-path={served.path}",
         f"--dtype={served.dtype}",
         "--host=127.0.0.1",
@@ -74,8 +73,7 @@ def server_command(
     if served.memory_gb is not None:
         token_bytes = kv_token_bytes(served.facts, served.dtype)
         arguments.append(f"--max-total-tokens={int(served.memory_gb * 2**30 / token_bytes)}")
-    if served.sending.shared:
-        arguments.append(f"--custom-weight-loader={LOADER}")
+    arguments += [f"--custom-weight-loader={LOADER}"] if served.sending.shared else []
     if options.keep_seeds:
         arguments.append("--enable-deterministic-inference")
     if served.experts is not None:
