@@ -88,6 +88,7 @@ TESTED: Mapping[str, str] = {
         f"cluster.mesh.{name}": "cluster/test_sharded.py::test_a_group_of_ranks_has_the_complete_model"
         for name in ("replicate", "shard", "tensor")
     },
+    "cluster.mesh.context": "cluster/test_sharded.py::test_each_rank_keeps_the_activations_of_its_tokens",
     **{
         f"cluster.{name}": "cluster/test_cluster_options.py::test_options_of_the_recipe_reach_the_workers"
         for name in ("address", *(f"workers.{name}" for name in _WORKERS))
