@@ -54,6 +54,8 @@ class FakeServer:
     hang: bool = False
     bad: dict[str, Any] = field(default_factory=dict)
     """Fields of the events that are replaced."""
+    bad_first: int | None = None
+    """Only in the answers to requests that begin with this token; None: in all."""
     status: int = 200
     failing: float = 0.0
     """For how many seconds from now on every route but the health check answers with `failing_status`; counts itself down."""
@@ -149,7 +151,7 @@ class FakeServer:
                 "labels": [str(self.adapters.get(policy, 0)) if policy else self.label] * len(token),
                 "finish": finish,
                 "cached": len(body["ids"]) // 2,
-                **self.bad,
+                **(self.bad if self.bad_first in (None, body["ids"][0]) else {}),
             }
             await response.write(f"data: {json.dumps(event)}\n\n".encode())
             await asyncio.sleep(self.delay)
