@@ -11,7 +11,7 @@ from typing import Any
 
 from support import byte_tokenizer
 from turnwise.chat.renderer import Renderer, Thinking
-from turnwise.engines.engine import Engine
+from turnwise.engines.engine import Engine, SharedWeights, WeightPublisher, WeightSource
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import EnvironmentFactory, SingleTurn
 from turnwise.rollout.context import Limits, RolloutContext
@@ -75,8 +75,14 @@ class Says:
     def release(self, conversation: str) -> None:
         self.released.append(conversation)
 
+    async def start(self) -> None:
+        pass
+
     async def load_weights(self, version: int, weights: Mapping[str, Any] | None = None) -> None:
         self.version = version
+
+    def publisher(self, learner: WeightSource) -> WeightPublisher:
+        return SharedWeights(self)
 
     async def close(self) -> None:
         pass
@@ -130,9 +136,8 @@ def hold(
     **table: Any,
 ) -> Trajectory:
     """One conversation through the loop; a list of texts is short for a scripted engine."""
-    (trajectory,) = hold_all(
-        scripted(engine) if isinstance(engine, list) else engine, make_environment, row=row, **table
-    )  # type: ignore[arg-type]
+    held = engine if isinstance(engine, Says | ScriptedEngine) or not isinstance(engine, Sequence) else scripted(engine)
+    (trajectory,) = hold_all(held, make_environment, row=row, **table)
     return trajectory
 
 
