@@ -10,13 +10,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from support.hybrids import CONFIGS
 from support.vision import vision_model
 from training.test_flash_tree import kernels
 from turnwise.errors import ConfigError
 from turnwise.models.model_config import refuse_uncut
+from turnwise.models.precision import additive_mask
 from turnwise.training import flash_tree
+from turnwise.training import tree as tree_module
 from turnwise.training.sharded.together import Cut
 from turnwise.training.tree import FlatRow, Tree, _TreeMask
 
@@ -49,13 +52,16 @@ class Threads:
         return total.chunk(len(self._slots))[self._rank]
 
 
-def attended(tree: Tree, tensors: list[torch.Tensor], window: int | None) -> list[torch.Tensor]:
-    """The output [T, H, D], and the gradients of query, key and value [T, H, D]."""
+def attended(
+    tree: Tree, tensors: list[torch.Tensor], window: int | None, sink_H: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The output [T, H, D], and the gradients of query, key and value [T, H, D], and of sinks."""
     query, key, value, gradient = (tensor.detach().clone() for tensor in tensors)
     own = [one.requires_grad_() for one in (query, key, value)]
-    output = _TreeMask(tree, window, False).attend(*(one.transpose(0, 1) for one in own), None)
+    sinks = [] if sink_H is None else [sink_H.detach().clone().requires_grad_()]
+    output = _TreeMask(tree, window, False).attend(*(one.transpose(0, 1) for one in own), None, *sinks)
     output.backward(gradient)
-    return [output.detach(), *(one.grad for one in own if one.grad is not None)]
+    return [output.detach(), *(one.grad for one in (*own, *sinks) if one.grad is not None)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -87,6 +93,29 @@ def test_parts_have_the_attention_of_the_whole_row(
         assert torch.allclose(torch.cat(of_ranks)[key_T], right, atol=1e-5)
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+def test_large_masks_are_made_in_pieces(window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(len(ROW.token_ids), heads, 8, generator=generator) for heads in HEADS]
+    sink_H = torch.randn(HEADS[0], generator=generator) if sinks else None
+    tree = Tree.of(ROW.runs)
+    expected = attended(tree, tensors, window, sink_H)
+    made: list[int] = []
+
+    def noted(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        made.append(hidden.numel())
+        return additive_mask(hidden, dtype)
+
+    monkeypatch.setattr(tree_module, "additive_mask", noted)
+    monkeypatch.setattr(tree_module, "_MOST_MASKED_PAIRS", 16)
+    found = attended(tree, tensors, window, sink_H)
+    longest = max(bucket.key_NK.numel() for bucket in tree.buckets)
+    assert max(made) <= max(16, longest) < max(b.query_NR.numel() * b.key_NK.shape[1] for b in tree.buckets)
+    for one, right in zip(found, expected, strict=True):
+        assert torch.allclose(one, right, atol=1e-5)
+
+
 @pytest.mark.parametrize(("tokens", "ranks"), [(1, 2), (2, 2), (7, 2), (8, 2), (25, 4)])
 def test_each_rank_has_two_pieces_of_a_row(tokens: int, ranks: int) -> None:
     cut = Cut(tokens, ranks)
@@ -101,6 +130,17 @@ def test_each_rank_has_two_pieces_of_a_row(tokens: int, ranks: int) -> None:
 def test_a_model_whose_tokens_need_their_neighbors_is_not_cut(family: str) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.mesh\.context=2: .* whose state goes from token to token"):
         refuse_uncut(CONFIGS[family](), 2)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_model_whose_rotary_embedding_depends_on_the_length_is_not_cut(nested: bool) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config = LlamaConfig(rope_parameters=rope)
+    if nested:
+        config.rope_parameters = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match=r"rotary embeddings of the type dynamic, which depend on the length"):
+        refuse_uncut(config, 2)
+    refuse_uncut(LlamaConfig(rope_parameters={**rope, "rope_type": "linear"}), 2)
 
 
 def test_a_model_with_images_is_not_cut() -> None:

@@ -71,6 +71,11 @@ def refuse_uncut(config: Any, ranks: int) -> None:
     """Raise ConfigError if ranks with parts of the tokens cannot compute a model with this configuration (of transformers)."""
     layers = set(getattr(config.get_text_config(), "layer_types", None) or []).intersection(RECURRENT_TYPES)
     reason = f"layers of the type {', '.join(sorted(layers))}, whose state goes from token to token" if layers else None
+    if moving := _rotary_types(config.get_text_config()) - set(STATIC_ROPE):
+        # each rank would see another length, and choose other frequencies
+        reason = (
+            f"rotary embeddings of the type {', '.join(sorted(moving))}, which depend on the length of the whole row"
+        )
     if getattr(config, "vision_config", None) is not None:
         reason = "images, whose tokens need each other"
     if reason is not None:
@@ -79,6 +84,17 @@ def refuse_uncut(config: Any, ranks: int) -> None:
             f"cluster.mesh.context={ranks}: {model} ({config.model_type}) has {reason}: it cannot be computed in parts. Use "
             f"cluster.mesh.shard instead, and model.gradient_checkpointing for long conversations"
         )
+
+
+STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional")
+"""Types of rotary embeddings that do not depend on the length of the sequence."""
+
+
+def _rotary_types(text: Any) -> set[str]:
+    """The types of the rotary embeddings of all layers."""
+    parameters = getattr(text, "rope_parameters", None) or {}
+    kinds = [parameters, *(one for one in parameters.values() if isinstance(one, Mapping))]
+    return {kind["rope_type"] for kind in kinds if "rope_type" in kind}
 
 
 # Rounding

@@ -168,6 +168,16 @@ class _Bucket:
         """The same with other tensors (`Movable.moved`)."""
         return _Bucket(move(self.query_NR), move(self.key_NK), move(self.position_NR), self.roots)
 
+    def pieces(self, pairs: int) -> Iterator[_Bucket]:
+        """The bucket in pieces with some of the tokens of each run, of at most `pairs` pairs of a query and a key if a piece has
+        more than one token of a run. Their results follow one another along R."""
+        runs, longest = self.query_NR.shape
+        step = max(1, min(longest, pairs // (runs * self.key_NK.shape[1])))
+        for start in range(0, longest, step):
+            position_NR = self.position_NR[:, start : start + step]
+            seen = self.key_NK[:, : int(position_NR.max()) + 1]
+            yield _Bucket(self.query_NR[:, start : start + step], seen, position_NR, roots=False)
+
     def mask(self, window: int | None, *, chunked: bool = False) -> torch.Tensor | None:
         """Which keys a token sees, [N, 1, R, K]; None if causal attention without a mask gives the same.
 
@@ -312,15 +322,31 @@ class _TreeMask:
     window: int | None
     """The sliding window, or the length of a chunk if attention is `chunked`; None: all keys are seen."""
     chunked: bool
-    _additive: dict[torch.dtype, Sequence[torch.Tensor | None]] = field(default_factory=dict)
-    """The masks as summands of the scores, by dtype: all layers use the same in both passes."""
+    _kept: dict[tuple[torch.dtype, int], torch.Tensor | None] = field(default_factory=dict)
+    """The masks as summands of the scores, by dtype and number of the bucket: all layers use the same in both passes."""
 
     def additive(self, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
         """The mask of each bucket as a summand of the scores: -inf where a token does not see a key, else 0."""
-        if dtype not in self._additive:
-            masks = [bucket.mask(self.window, chunked=self.chunked) for bucket in self.tree.buckets]
-            self._additive[dtype] = [None if seen is None else additive_mask(~seen, dtype) for seen in masks]
-        return self._additive[dtype]
+        return [self._additive(number, dtype) for number in range(len(self.tree.buckets))]
+
+    def _additive(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
+        if (dtype, number) not in self._kept:
+            self._kept[dtype, number] = self._made(self.tree.buckets[number], dtype)
+        return self._kept[dtype, number]
+
+    def _made(self, bucket: _Bucket, dtype: torch.dtype) -> torch.Tensor | None:
+        seen = bucket.mask(self.window, chunked=self.chunked)
+        return None if seen is None else additive_mask(~seen, dtype)
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[Iterator[tuple[_Bucket, torch.Tensor | None]]]:
+        """For each bucket, its pieces with their masks. Large masks are not kept: a rank with a quarter of 32,768 tokens would
+        have masks of 1 GiB, which take little time to make beside the attention."""
+        for number, bucket in enumerate(self.tree.buckets):
+            masked = not bucket.roots or (self.window is not None and bucket.key_NK.shape[1] > self.window)
+            if masked and bucket.query_NR.numel() * bucket.key_NK.shape[1] > _MOST_MASKED_PAIRS:
+                yield ((piece, self._made(piece, dtype)) for piece in bucket.pieces(_MOST_MASKED_PAIRS))
+            else:
+                yield iter([(bucket, self._additive(number, dtype))])
 
     def keys_of_all(self, *heads_TJD: torch.Tensor) -> Sequence[torch.Tensor]:
         """Keys and values, with those of other processes if there are any. Without a gradient."""
@@ -392,17 +418,20 @@ class _GatheredAttention(torch.autograd.Function):
         outputs: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
         all_key, all_value = tree_mask.keys_of_all(key_TJD, value_TJD)
-        for bucket, mask in zip(tree_mask.tree.buckets, tree_mask.additive(query_THD.dtype), strict=True):
-            heads = bucket.heads(query_THD, all_key, all_value)
-            output_NHRD, sum_NHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                *heads, 0.0, mask is None, attn_mask=mask, scale=scale
-            )
-            if sink_H is not None:
-                total_NHR = torch.logaddexp(sum_NHR, sink_H.to(sum_NHR.dtype)[None, :, None])
-                output_NHRD = output_NHRD * (sum_NHR - total_NHR).exp().unsqueeze(-1).to(output_NHRD.dtype)
-                sum_NHR = total_NHR
-            outputs.append(output_NHRD.transpose(1, 2).flatten(0, 1))
-            sums.append(sum_NHR)  # log of the sum of exp(score) over the keys of each query, and its sink
+        for pieces in tree_mask.pieces(query_THD.dtype):
+            of_bucket: list[torch.Tensor] = []
+            for piece, mask in pieces:
+                heads = piece.heads(query_THD, all_key, all_value)
+                output_NHRD, sum_NHR = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    *heads, 0.0, mask is None, attn_mask=mask, scale=scale
+                )
+                if sink_H is not None:
+                    total_NHR = torch.logaddexp(sum_NHR, sink_H.to(sum_NHR.dtype)[None, :, None])
+                    output_NHRD = output_NHRD * (sum_NHR - total_NHR).exp().unsqueeze(-1).to(output_NHRD.dtype)
+                    sum_NHR = total_NHR
+                of_bucket.append(output_NHRD)
+                sums.append(sum_NHR)  # log of the sum of exp(score) over the keys of each query, and its sink
+            outputs.append(torch.cat(of_bucket, dim=2).transpose(1, 2).flatten(0, 1))
         output_THD = torch.cat(outputs)[tree_mask.tree.place_T]
         # Eight completions of 100 tokens after a prompt of 1000: the row has 1800 tokens, and the gathered keys are 8 x 1100 =
         # 8800, for each layer. The backward pass gathers them again. The sums are one number for each query and head; without
@@ -428,33 +457,37 @@ class _GatheredAttention(torch.autograd.Function):
         grad_results.index_copy_(0, tree.place_T, gradients[0].to(dtype))
         grad_queries: list[torch.Tensor] = []
         grad_key, grad_value = torch.zeros_like(all_key), torch.zeros_like(all_value)
-        parts = zip(tree.buckets, ctx.tree_mask.additive(dtype), grad_results.split(padded), saved[5:], strict=True)
+        sums = iter(saved[5:])
         sink_H = None if saved[4] is None else saved[4].to(dtype)
         grad_sink = None if sink_H is None else torch.zeros_like(sink_H)
-        for bucket, mask, grad_result, sum_NHR in parts:
-            heads = bucket.heads(query_THD, all_key, all_value)
-            # With sinks, the sums are those of keys and sink, and the outputs those with the sink: then the kernel computes
-            # gradients of scores, probability * (gradient of probability - D), that are right for the keys, because the sink has
-            # no value and so no part in D = gradient of output * output. The sink itself gets -probability * D.
-            grad_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                grad_result.unflatten(0, bucket.query_NR.shape).transpose(1, 2),
-                *heads,
-                output_THD[bucket.query_NR].transpose(1, 2),
-                sum_NHR,
-                0.0,
-                mask is None,
-                attn_mask=mask,
-                scale=ctx.scale,
-            )
-            if sink_H is not None and grad_sink is not None:
-                dot_NRH = (grad_result.unflatten(0, bucket.query_NR.shape) * output_THD[bucket.query_NR]).sum(-1)
-                share_NHR = (sink_H[None, :, None] - sum_NHR).exp()
-                grad_sink -= (share_NHR * dot_NRH.transpose(1, 2)).sum((0, 2))
-            grad_query, *grad_keys = (part.transpose(1, 2).flatten(0, 1) for part in grad_heads)
-            grad_queries.append(grad_query)
-            # a token is the key of many runs (a prompt, of all its completions): its gradients are added up over all of them
-            for total, part in zip((grad_key, grad_value), grad_keys, strict=True):
-                total.index_add_(0, bucket.key_NK.flatten(), part)
+        results = zip(tree.buckets, ctx.tree_mask.pieces(dtype), grad_results.split(padded), strict=True)
+        for bucket, pieces, grad_result in results:
+            of_bucket: list[torch.Tensor] = []
+            rest = grad_result.unflatten(0, bucket.query_NR.shape)
+            for piece, mask in pieces:
+                grad_NRHD, rest = rest.tensor_split([piece.query_NR.shape[1]], dim=1)
+                own_NRHD, sum_NHR = output_THD[piece.query_NR], next(sums)
+                # With sinks, the sums are those of keys and sink, and the outputs those with the sink: then the kernel computes
+                # gradients of scores, probability * (gradient of probability - D), that are right for the keys, because the sink
+                # has no value and so no part in D = gradient of output * output. The sink itself gets -probability * D.
+                grad_heads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    grad_NRHD.transpose(1, 2),
+                    *piece.heads(query_THD, all_key, all_value),
+                    own_NRHD.transpose(1, 2),
+                    sum_NHR,
+                    0.0,
+                    mask is None,
+                    attn_mask=mask,
+                    scale=ctx.scale,
+                )
+                if sink_H is not None and grad_sink is not None:
+                    share_NHR = (sink_H[None, :, None] - sum_NHR).exp()
+                    grad_sink -= (share_NHR * (grad_NRHD * own_NRHD).sum(-1).transpose(1, 2)).sum((0, 2))
+                of_bucket.append(grad_heads[0].transpose(1, 2))
+                # a token is the key of many runs (a prompt, of all its completions): its gradients are added up over all of them
+                for total, part in zip((grad_key, grad_value), grad_heads[1:], strict=True):
+                    total.index_add_(0, piece.key_NK.flatten(), part.transpose(1, 2).flatten(0, 1))
+            grad_queries.append(torch.cat(of_bucket, dim=1).flatten(0, 1))
         grad_query = torch.cat(grad_queries)[tree.place_T]
         if tree.exchange is not None:
             grad_key, grad_value = tree.exchange.summed(grad_key), tree.exchange.summed(grad_value)

@@ -63,6 +63,7 @@ from turnwise.engines.local.recurrent import (
 from turnwise.engines.local.row_cache import routed
 from turnwise.models.cpu import PackedLayers, packed_bytes
 from turnwise.models.lora import linear_adapter, shares_base
+from turnwise.models.model_config import STATIC_ROPE
 from turnwise.models.precision import Bfloat16Linears, additive_mask, in_evaluation
 from turnwise.models.precision import autocast as bfloat16_autocast
 
@@ -906,8 +907,6 @@ def _rotate(values_MHD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tens
 
 # Support: which models the pass can run
 
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings that do not depend on the length of the sequence."""
 _LINEARS = (
     "in_proj_qkv",
     "in_proj_z",
