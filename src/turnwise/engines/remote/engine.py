@@ -444,7 +444,7 @@ class RemoteEngine:
                 ) from error
             raise
         previous, of.update = of.update, update
-        if previous is not None:
+        if previous is not None and previous.path is not None:  # a broadcast has no files
             self._files.discard(previous)
 
     async def _load(self, replica: Replica, update: WeightUpdate) -> None:
