@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -575,6 +576,42 @@ def test_the_length_of_a_run_on_the_command_line_replaces_the_recipes(recipe: Pa
             recipe, [f"{part}.{other}={value}", f"{part}.{given}=2"]
         )  # what is asked for twice is refused later
         assert (getattr(getattr(both, part), given), notes) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "quantization"),
+    [
+        (["--quantization", "fp8", "--enforce-eager"], "--quantization fp8"),
+        (["--enforce-eager", "--kv_cache_dtype=fp8_e5m2"], "--kv_cache_dtype fp8_e5m2"),
+        (["-q=int8", "--kv-cache-dtype", "fp8"], "-q int8, --kv-cache-dtype fp8"),
+        (["--quantization", "none", "--kv-cache-dtype=auto", "--enforce-eager"], None),
+        ([], None),
+    ],
+)
+def test_a_quantized_engine_has_rollout_correction(
+    recipe: Path, arguments: list[str], quantization: str | None
+) -> None:
+    engine = ("engine.name=vllm", f"engine.arguments={json.dumps(arguments)}")
+    config = loaded(recipe, *engine)
+    refuse_without_effect(config)
+    if quantization is None:
+        assert config.engine.quantization is config.correction.action is None
+        assert training_warnings(config) == []
+        return
+    assert not config.exact
+    (told,) = training_warnings(config)
+    assert told.startswith(
+        f"engine.arguments={quantization}: the engine samples from another distribution than is trained"
+    )
+    assert "with correction.action=truncate" in told
+    again = recipe.with_name("again.yaml")
+    again.write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    assert loaded(again) == config
+    assert loaded(recipe, *engine, "correction.action=measure").correction.action == "measure"
+    without = loaded(recipe, *engine, "correction.action=null")
+    assert without.correction.action is None
+    assert "without rollout correction: set correction.action=truncate" in training_warnings(without)[0]
+    assert loaded(recipe, *engine, "credit=none").correction.action is None  # nothing to correct
 
 
 def test_unequal_minibatches_and_reinforce_on_tokens_of_other_weights_are_warned_of(recipe: Path) -> None:

@@ -85,6 +85,25 @@ def test_a_run_of_the_demo(engine: str, tmp_path: Path) -> None:
         assert line["version/newest"] == line["step"] - 1
 
 
+@pytest.mark.engines
+def test_what_a_quantized_server_samples_is_corrected(tmp_path: Path) -> None:
+    engine = {"name": "vllm", "python": str(engine_env.python("vllm")), "memory_gb": 0.1}
+    recipe = save_recipe(
+        tmp_path,
+        MODEL,
+        data={"train": str(ROOT / "demo" / "train.jsonl")},
+        engine=engine | {"arguments": ["--enforce-eager", "--kv-cache-dtype", "fp8"]},
+        train={"steps": 2, "batch_size": 2, "group_size": 4, "lr": 0.02},
+    )
+    run = assemble(load(recipe, ["model.device=cpu", f"output={tmp_path / 'run'}"])[0])
+    train_silently(run)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        assert line["ratio/max_deviation"] > 1e-3
+        assert 1e-7 < line["correction/k3"] < 1.0
+        assert line["correction/unknown"] == 0
+
+
 TWO_SIDES = """
 from turnwise import Opening, Reply, SamplingChange, current_episode, environment
 

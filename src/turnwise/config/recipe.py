@@ -555,7 +555,8 @@ def _refuse_without_rows(config: Config, source: str) -> None:
 
 
 def with_known_model(config: Config) -> Config:
-    """The recipe with a data type in place of `model.dtype: auto`, and with a model directory in place of a GGUF file.
+    """The recipe with a data type in place of `model.dtype: auto`, with a model directory in place of a GGUF file, and with
+    rollout correction if the engine is quantized.
 
     The data type is that of the present machine. The first use of a file converts it. Raises ConfigError.
     """
@@ -563,6 +564,9 @@ def with_known_model(config: Config) -> Config:
     if (name := config.model.gguf_file) is not None:
         changes |= {"path": str(dequantized(config.model.path, name, changes["dtype"])), "gguf_file": None}
     known = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+    if config.needs_correction:
+        correction = config.correction.model_copy(update={"action": "truncate"})
+        known = known.model_copy(update={"correction": correction})
     return known.with_chosen({"model.dtype": "auto"}) if config.model.dtype == "auto" else known
 
 

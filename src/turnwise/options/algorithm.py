@@ -627,7 +627,8 @@ class CorrectionSection(Section):
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio of each `token`, the product over a `sequence`, or its `geometric` mean."""
     action: Literal["truncate", "mask", "icepop", "reject", "measure"] | None = None
-    """The importance weight (docs/losses.md#rollout-correction). Null: no correction."""
+    """The importance weight (docs/losses.md#rollout-correction). Left out: none, or `truncate` if `engine.arguments`
+    quantize. Null: none."""
     low: Bound | None = None
     """Lower bound; `icepop` needs it."""
     high: Bound | None = 2.0

@@ -8,6 +8,7 @@ on servers. What an engine can do is asked of its section (`EngineSection`), nev
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -54,6 +55,11 @@ class EngineSection(Section):
     @property
     def endpoint(self) -> OpenAIEngineSection | None:
         """The options of an endpoint that answers messages; else None."""
+        return None
+
+    @property
+    def quantization(self) -> str | None:
+        """The options by which the engine computes with fewer bits than `model.dtype`; None without any."""
         return None
 
     @property
@@ -136,6 +142,10 @@ class OpenAIEngineSection(EngineSection):
 
 # engines on servers
 
+_QUANTIZING = ("--quantization", "-q", "--kv-cache-dtype", "--torchao-config")
+"""Arguments of vLLM and SGLang by which they compute with fewer bits."""
+_NOT_QUANTIZED = ("auto", "none", "bfloat16", "bf16", "float16", "half", "float32", "float")
+
 
 class ServerEngineSection(EngineSection):
     """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
@@ -188,6 +198,16 @@ class ServerEngineSection(EngineSection):
     @property
     def trains_constrained(self) -> bool:
         return self.grammars != "skip"
+
+    @property
+    def quantization(self) -> str | None:
+        words = [part for word in self.arguments for part in (word.split("=", 1) if word.startswith("-") else [word])]
+        found = [
+            f"{name} {value}"
+            for name, value in itertools.pairwise(words)
+            if name.replace("_", "-") in _QUANTIZING and value.lower() not in _NOT_QUANTIZED
+        ]
+        return f"engine.arguments={', '.join(found)}" if found else None
 
     @property
     def urls(self) -> list[str]:

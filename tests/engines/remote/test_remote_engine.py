@@ -540,6 +540,17 @@ def test_how_far_a_probe_may_differ_depends_on_the_logits_where_something_is_in_
     assert seen == ([[1, 2, 3, 4]] if largest is not None else [])
 
 
+def test_the_mean_difference_of_a_quantized_server_is_compared() -> None:
+    probe = Probe(prompt=[1], tokens=2, logprobs=lambda ids: [-1.0] * (len(ids) - 1), tolerance=1.0, averaged=True)
+
+    def answer(*logprobs: float) -> ProbeAnswer:
+        return ProbeAnswer(server="a", token_ids=[3, 4], logprobs=logprobs, versions=[1, 1])
+
+    assert check_answer(answer(-0.75, -2.5), probe, 1) == pytest.approx(0.875)
+    with pytest.raises(EngineError, match=r"differ by 1\.25 in the mean, and at most 1 is rounding"):
+        check_answer(answer(-0.75, -3.25), probe, 1)
+
+
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_a_probe_knows_the_logits_of_the_trainer_where_something_is_in_bfloat16(bfloat16: bool) -> None:
     class Probed:

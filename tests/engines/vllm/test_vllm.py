@@ -158,6 +158,15 @@ def test_weights_are_written_to_the_folder_of_the_recipe_and_checked_as_often_as
     assert publisher._sleeper is engine
 
 
+def test_weights_of_a_quantized_server_may_differ_by_its_rounding(tmp_path: Path) -> None:
+    config = recipe({"weight_folder": str(tmp_path), "arguments": ["--kv-cache-dtype", "fp8"]})
+    engine = assembly.engine(config, assembly.renderer(config), object())
+    publisher: Any = engine.publisher(object())  # pyright: ignore[reportArgumentType]
+    assert publisher._probe.averaged
+    assert publisher._probe.tolerance == 1.0
+    assert publisher._probe.bfloat16
+
+
 def test_weights_are_broadcast_where_the_recipe_says_so() -> None:
     config = recipe({"weight_transfer": "collective"})
     engine = assembly.engine(config, assembly.renderer(config), object())

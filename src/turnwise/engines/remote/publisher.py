@@ -53,6 +53,8 @@ class ProbeOptions:
     """After them, each update with this number; 0: no more."""
     tolerance: float = 1e-4
     """The largest difference that is rounding: 1e-4 in float32."""
+    averaged: bool = False
+    """Whether that is the mean over the tokens: servers that compute with 8 bits."""
     bfloat16: bool = False
     """Whether the servers or the trainer compute in bfloat16. With large logits, more than `tolerance` is rounding then."""
 
@@ -110,5 +112,6 @@ class RemoteWeights:
             tokens=_SAMPLED,
             logprobs=self._learner.token_logprobs,
             tolerance=options.tolerance,
+            averaged=options.averaged,
             largest_logit=self._learner.largest_logit if options.bfloat16 else None,
         )

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import secrets
+import statistics
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -529,6 +530,8 @@ class Probe(ProbePrompt):
     """The trainer's own `log_softmax(logits)` of each token after the first."""
     tolerance: float
     """The largest difference that is rounding."""
+    averaged: bool = False
+    """Whether the mean of the differences is compared instead of the largest: a quantized server."""
     largest_logit: Callable[[Sequence[int]], float] | None = None
     """The trainer's largest absolute logit behind these tokens, where rounding depends on it: the server computes in bfloat16."""
 
@@ -550,21 +553,22 @@ class ProbeAnswer:
 
 
 def check_answer(answer: ProbeAnswer, probe: Probe, version: int) -> float:
-    """The largest difference of log-probabilities between a server and the trainer. Raises EngineError if it is not rounding,
-    or if the server has sampled with another version of the weights."""
+    """The largest difference of log-probabilities between a server and the trainer, or the mean (`Probe.averaged`). Raises
+    EngineError if it is not rounding, or if the server has sampled with another version of the weights."""
     ids = [*probe.prompt, *answer.token_ids]
     own = probe.logprobs(ids)[len(probe.prompt) - 1 :]
     if not answer.token_ids or set(answer.versions) != {version}:
         raise EngineError(f"{answer.server} sampled with the weights {set(answer.versions)}, and not {version}")
-    deviation = max(abs(mine - other) for mine, other in zip(own, answer.logprobs, strict=True))
+    differences = [abs(mine - other) for mine, other in zip(own, answer.logprobs, strict=True)]
+    deviation = statistics.fmean(differences) if probe.averaged else max(differences)
     tolerance = probe.tolerance
     if deviation > tolerance and probe.largest_logit is not None:
         tolerance = max(tolerance, rounding_of_logprobs(probe.largest_logit(ids)))
     if not deviation <= tolerance:
         raise EngineError(
             f"{answer.server} has other weights than the trainer: the log-probabilities of the same tokens differ by "
-            f"{deviation:.3g}, and at most {tolerance:.3g} is rounding. The server must serve the model of model.path, in "
-            f"the same precision (docs/engines.md)"
+            f"{deviation:.3g}{' in the mean' if probe.averaged else ''}, and at most {tolerance:.3g} is rounding. The server "
+            f"must serve the model of model.path, in the same precision (docs/engines.md)"
         )
     return deviation
 
