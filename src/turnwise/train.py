@@ -338,7 +338,8 @@ def _finish_step(
     trajectories += [group.baseline for group in groups if group.baseline is not None]
     run.directory.write_timeline(step_timeline(taken, step=run.step + 1, trained=time.time()))
     line = run.finish_step(metrics, trajectories, seconds=seconds, started=started)
-    problems = run.watch.problems(line, groups)
+    slowest = update.slowest if update is not None else None
+    problems = run.watch.problems(line, groups, slowest.place if slowest is not None else "")
     for problem in problems:
         run.warn(run.step, problem.name, problem.text)
     report.step(line, failures(groups))
@@ -361,6 +362,7 @@ def _learnt(update: UpdateStats | None) -> dict[str, float | None]:
         **update.selection,
         **update.experts,
         **update.memory_metrics,
+        **update.rank_metrics,
         **update.teacher,
     }
 
@@ -390,7 +392,8 @@ def _warn_of_disagreement(
 ) -> None:
     """Warn if the probabilities of engine and trainer differ by more than rounding explains, where both have the same weights."""
     tolerance = 0.01 if run.config.exact else 0.5
-    if update is None or update.fresh_deviation <= tolerance:
+    # a quantized engine differs by more, of which `training_warnings` has told and for which there is rollout correction
+    if update is None or update.fresh_deviation <= tolerance or run.config.engine.quantization is not None:
         return
     if not run.config.exact:
         conversations = [each for group in groups for one in group.trajectories for each in (one, *one.agents)]

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,13 +27,11 @@ from turnwise.options.algorithm import (
     Gspo,
     LoraSection,
     LossSection,
-    Nll,
     OptimizationSection,
     OptimizerSection,
     PpoClip,
     ReferenceSection,
     Reinforce,
-    Sapo,
 )
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.options.teacher import TeacherSection
@@ -105,6 +104,19 @@ def long_micro_batch() -> MicroBatch[Any]:
     conversation = trajectory("a", [("context", ids[:100]), ("turn", ids), ("context", ids), ("turn", ids)], [1.0, 1.0])
     (micro,) = pack([conversation], micro_batch_tokens=8192).micro_batches
     return micro.to(torch.device("cpu"))  # without the sequences
+
+
+@dataclass(frozen=True)
+class SleepInLayers:
+    """A command of this test: the layers of one rank take longer."""
+
+    rank: int
+    seconds: float
+
+    def run(self, rank: Rank) -> None:
+        if rank.ranks.rank == self.rank:
+            for layer in rank.built.model.model.layers:
+                layer.mlp.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
 
 
 @dataclass(frozen=True)
@@ -207,9 +219,6 @@ CASES = {
     "keep_gathered": Case(sharding=FsdpSection(reshard_after_forward=False)),
     "gspo": Case(loss=Gspo(), epochs=2),
     "cispo": Case(loss=Cispo(entropy_coef=0.01), epochs=2),
-    "sapo": Case(loss=Sapo()),
-    "reinforce": Case(loss=Reinforce()),
-    "nll": Case(loss=Nll()),
     "reference": Case(loss=PpoClip(kl_coef=0.5), epochs=2),
     "lora_reference": Case(loss=PpoClip(kl_coef=0.5), lora=True, epochs=2),
     "lora_copy": Case(loss=PpoClip(kl_coef=0.5), lora=True, reference=ReferenceSection(source="copy"), epochs=2),
@@ -433,6 +442,15 @@ def refused_machines(ranks: Ranks) -> list[list[str]]:
     return [learner.leader.run(RefuseMachines(*one)) for one in ((other, None), (commands.installed(), Path("/a/b")))]
 
 
+def slow_rank(ranks: Ranks) -> dict[str, Any]:
+    """The slowest rank, and how long the update took, where rank 1 sleeps in its layers."""
+    learner = ShardedLearner(ranks, options_of(Case()))
+    learner.leader.run(SleepInLayers(1, 0.25))
+    update = asyncio.run(learner.update(batches_of(Case(), learner), lr=1e-3))
+    assert update.slowest is not None
+    return {**asdict(update.slowest), "metrics": dict(update.rank_metrics)}
+
+
 def numbers_of(ranks: Ranks) -> list[list[int]]:
     return ShardedLearner(ranks, options_of(Case())).leader.run(Numbers())
 
@@ -472,6 +490,7 @@ def main() -> None:
             results["damaged"] = damaged(ranks, WRITTEN)
             results["with_masters"] = with_masters(ranks, WRITTEN)
             results["machines"] = refused_machines(ranks)
+            results["slow"] = slow_rank(ranks)
         if ranks.size == 2 and ranks.mesh.context is None:
             chosen = OPTIMIZERS if ranks.mesh.tensor is None else ("eight_bits", "stochastic")
             results["optimizers"] = {name: resumed(ranks, WRITTEN / name, OPTIMIZERS[name]) for name in chosen}

@@ -250,7 +250,7 @@ TESTED: Mapping[str, str] = {
     **{f"sft.{name}": _MEASURED for name in ("eval_every", "max_eval_rows", "max_recorded_rows")},
     **{
         f"health.{name}": "runs/test_health.py::test_a_monitor_warns_with_value_limit_and_command"
-        for name in ("zero_std", "duplicates", "ratio", "mismatch", "kl", "reward_correlation", "failed")
+        for name in ("zero_std", "duplicates", "ratio", "mismatch", "kl", "reward_correlation", "failed", "slow_rank")
     },
     **{
         f"health.{name}": "runs/test_health.py::test_the_last_steps_are_compared_with_the_first"

@@ -49,6 +49,7 @@ def names(monitors: HealthMonitors, *lines: dict[str, Any]) -> list[list[str]]:
         ("kl", "kl", 0.01, 0.03, 0.02),
         ("reward_correlation", "reward/correlation", 0.0, -0.5, -0.25),
         ("failed", "failed", 0.0, 0.75, 0.5),
+        ("slow_rank", "ranks/slowest", 1.25, 10.0, 2.5),
     ],
 )
 def test_a_monitor_warns_with_value_limit_and_command(
@@ -65,6 +66,13 @@ def test_a_monitor_warns_with_value_limit_and_command(
     assert f"`turnwise show runs/x --metric {metric}` and `turnwise show runs/x --step 4`" in finding.text
     off = HealthMonitors(made(health={"window": 1, name: None}))
     assert names(off, {metric: bad}, {metric: bad}) == [[], []]
+
+
+def test_a_slow_rank_is_named_with_its_machine() -> None:
+    monitors = HealthMonitors(made(health={"window": 1}))
+    (finding,) = monitors.findings({"step": 1, "ranks/slowest": 9.5, "ranks/slowest_rank": 3}, [], "gpu-node-4")
+    assert "is 9.5 (mean of steps 1 to 1; the limit is health.slow_rank=3). " in finding.text
+    assert "it is trainer rank 3 on gpu-node-4. All ranks wait for it" in finding.text
 
 
 def test_the_mean_of_the_window_is_compared_and_unknown_values_are_left_out() -> None:
@@ -193,6 +201,7 @@ def test_a_warning_comes_once() -> None:
     ("options", "message"),
     [
         ({"health": {"mismatch": 0.2}}, "health.mismatch has no effect without correction.action"),
+        ({"health": {"slow_rank": 2.0}}, "health.slow_rank has no effect in one process"),
         ({"health": {"stop": ["mismatch"]}}, "health.mismatch has no effect without correction.action"),
         (
             {"health": {"duplicates": 0.5}, "train": {"group_size": 1}, "credit": {"name": "reinforce_pp"}},

@@ -58,10 +58,11 @@ def attended(
     """The output [T, H, D], and the gradients of query, key and value [T, H, D], and of sinks."""
     query, key, value, gradient = (tensor.detach().clone() for tensor in tensors)
     own = [one.requires_grad_() for one in (query, key, value)]
-    sinks = [] if sink_H is None else [sink_H.detach().clone().requires_grad_()]
-    output = _TreeMask(tree, window, False).attend(*(one.transpose(0, 1) for one in own), None, *sinks)
+    sinks = None if sink_H is None else sink_H.detach().clone().requires_grad_()
+    query_HTD, key_HTD, value_HTD = (one.transpose(0, 1) for one in own)
+    output = _TreeMask(tree, window, False).attend(query_HTD, key_HTD, value_HTD, None, sinks)
     output.backward(gradient)
-    return [output.detach(), *(one.grad for one in (*own, *sinks) if one.grad is not None)]
+    return [output.detach(), *(one.grad for one in (*own, sinks) if one is not None and one.grad is not None)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

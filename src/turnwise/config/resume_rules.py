@@ -140,7 +140,7 @@ RULES: Mapping[str, Rule] = {
         "free",
         "health.",
         "window zero_std tool_use entropy duplicates length ratio mismatch kl reward_correlation teacher_gap teacher_growth "
-        "failed",
+        "failed slow_rank",
     ),
     **_all("free", "health.", "constant_reward stop"),
     **_all("free", "loggers[].", "name project run conversations arguments"),

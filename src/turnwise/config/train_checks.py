@@ -286,6 +286,10 @@ def health_problems(config: Config) -> list[tuple[bool, str]]:
             "correction.action, or remove health.mismatch",
         ),
         (
+            "slow_rank" in used and not config.cluster.distributed,
+            "health.slow_rank has no effect in one process: remove it, or train on several ranks (section cluster)",
+        ),
+        (
             alone is not None and train.group_size == 1,
             f"health.{alone} has no effect with train.group_size=1, because it compares the conversations of a group: remove it",
         ),
@@ -387,7 +391,19 @@ def training_warnings(config: Config) -> list[str]:
     later = [
         f"train.{name}={getattr(train, name)}" for name in ("minibatches", "ppo_epochs") if getattr(train, name) > 1
     ]
+    action = config.correction.action
     warnings = [
+        (
+            config.engine.quantization is not None,
+            f"{config.engine.quantization}: the engine samples from another distribution than is trained, also with the same "
+            f"weights. It is trained "
+            + (
+                "without rollout correction: set correction.action=truncate"
+                if action is None
+                else f"with correction.action={action} (docs/losses.md#rollout-correction)"
+            )
+            + ". correction/k3 and ratio/max_deviation show the difference",
+        ),
         (
             rest > 0 and small > 0,
             f"train.minibatches={train.minibatches} does not divide the {trajectories} conversations of a step "

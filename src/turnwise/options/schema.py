@@ -50,6 +50,7 @@ from turnwise.options.section import (
     Section,
     Use,
     by_name,
+    changed_options,
     expand_format,
     expand_reference,
     named,
@@ -373,6 +374,7 @@ Monitor = Literal[
     "teacher_gap",
     "teacher_growth",
     "failed",
+    "slow_rank",
     "constant_reward",
 ]
 
@@ -407,6 +409,8 @@ class HealthSection(Section):
     """Largest `teacher/divergence`, as a multiple of the first steps."""
     failed: Share | None = 0.2
     """Most `failed`."""
+    slow_rank: Annotated[float, Field(gt=1)] | None = 3.0
+    """Largest `ranks/slowest`."""
     constant_reward: Positive | None = 3
     """Warn after so many first steps with equal rewards in each group."""
     stop: list[Monitor] = []
@@ -625,7 +629,16 @@ class Config(Section):
     @property
     def exact(self) -> bool:
         """Whether trainer and engine give the same log-probabilities up to the rounding of float32."""
-        return self.model.exact and self.cluster.fsdp.param_dtype is None
+        return self.model.exact and self.cluster.fsdp.param_dtype is None and self.engine.quantization is None
+
+    @property
+    def needs_correction(self) -> bool:
+        """Whether `correction.action` is `truncate` where the recipe says nothing: a quantized engine samples from another
+        distribution than the trainer computes, also with the same weights, and the loss has a policy gradient to correct."""
+        if self.engine.quantization is None or changed_options(self.sft):
+            return False
+        learns = self.credit.name != "none" or (self.teacher.on and self.teacher.signal == "sampled")
+        return learns and "action" not in self.correction.model_fields_set
 
     @property
     def runs_conversations_elsewhere(self) -> str | None:

@@ -215,6 +215,13 @@ METRICS = (
         lines=_BOTH,
     ),
     Metric(
+        "ranks/slowest", "", "ranks that computed in the update",
+        "How many times as long as those of the median rank the layers of the slowest rank compute, without waiting for others: "
+        "in all and for each token, the smaller of both.",
+        lines="train, sft",
+    ),
+    Metric("ranks/slowest_rank", "", "", "The number of this rank.", lines="train, sft"),
+    Metric(
         "micro_batches/out_of_memory", "count", "",
         "How often the GPU's memory ran out and smaller micro-batches followed.",
         lines=_BOTH,

@@ -103,6 +103,13 @@ _LIMITS = (
         "the share of conversations that failed",
         "They are not trained on, so the model learns from the others only. `turnwise show {run} --failed` prints their errors",
     ),
+    _Limit(
+        "slow_rank",
+        "ranks/slowest",
+        "the time that the layers of the slowest rank compute, as a multiple of the median rank's,",
+        "All ranks wait for it: look for other processes on its machine, a GPU that is hot or has a slow link, or CPUs that are "
+        "shared (OMP_NUM_THREADS)",
+    ),
 )
 
 
@@ -121,12 +128,13 @@ class HealthMonitors:
         for line in self.past:
             self._add(line)
 
-    def findings(self, line: Line, groups: Sequence[Group]) -> list[RunProblem]:
-        """What is wrong after a step, warned of before or not. `groups` are those of the step."""
+    def findings(self, line: Line, groups: Sequence[Group], slowest: str = "") -> list[RunProblem]:
+        """What is wrong after a step, warned of before or not. `groups` are those of the step, `slowest` is the machine of the
+        slowest rank."""
         self._add(line)
         if len(self._latest) < self.config.health.window:
             return []
-        found = [self._compare(limit, groups) for limit in _LIMITS]
+        found = [self._compare(limit, groups, slowest) for limit in _LIMITS]
         found += [self._tool_use(), self._entropy(), self._length(), self._teacher_gap(), self._teacher_growth()]
         return [finding for finding in found if finding is not None]
 
@@ -135,7 +143,7 @@ class HealthMonitors:
             self._first.append(line)
         self._latest.append(line)
 
-    def _compare(self, limit: _Limit, groups: Sequence[Group]) -> RunProblem | None:
+    def _compare(self, limit: _Limit, groups: Sequence[Group], slowest: str) -> RunProblem | None:
         bound = getattr(self.config.health, limit.name)
         if bound is None or (limit.name == "zero_std" and self.config.train.group_size == 1):
             return None
@@ -149,6 +157,10 @@ class HealthMonitors:
             finished = [t for group in groups for t in group.trajectories if not t.failed]
             if (lowest := lowest_correlation(finished)) is not None:
                 advice = f"In this step, these are {lowest[1]} and {lowest[2]}. {advice}"
+        if limit.name == "slow_rank":
+            advice = (
+                f"In this step, it is trainer rank {self._latest[-1].get('ranks/slowest_rank')} on {slowest}. {advice}"
+            )
         return self._finding(limit.name, limit.metric, f"{limit.meaning} is {value:.3g}", bound, advice)
 
     def _tool_use(self) -> RunProblem | None:
@@ -284,9 +296,10 @@ class LearningWatch:
     def __post_init__(self) -> None:
         self._monitors = HealthMonitors(self.config, self.past)
 
-    def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group]) -> list[RunProblem]:
-        """Problems of the run after a step that were not reported before. `metrics` are the step's metrics."""
-        found = [*self._of_step(metrics, groups), *self._monitors.findings(metrics, groups)]
+    def problems(self, metrics: Mapping[str, Any], groups: Sequence[Group], slowest: str = "") -> list[RunProblem]:
+        """Problems of the run after a step that were not reported before. `metrics` are the step's metrics, `slowest` is the
+        machine of the slowest rank."""
+        found = [*self._of_step(metrics, groups), *self._monitors.findings(metrics, groups, slowest)]
         new = [finding for finding in found if (finding.name, finding.policy) not in self._reported]
         self._reported |= {(finding.name, finding.policy) for finding in new}
         return new

@@ -192,6 +192,7 @@ def _finish_step(
         "tokens/trained": batch.tokens,
         "tokens/prefix_saved": share_saved([batch]),
         **update.memory_metrics,
+        **update.rank_metrics,
         "tokens/all": sum(len(segment) for trajectory in trained for segment in trajectory.segments),
         **_shares(trajectories),
         "template_mismatch": share([trajectory.template_mismatch is not None for trajectory in trajectories]),

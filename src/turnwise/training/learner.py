@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from turnwise.training.pace import SlowestRank
 from turnwise.types import LogprobKind
 
 if TYPE_CHECKING:
@@ -103,6 +104,15 @@ class UpdateStats:
     logprobs: Sequence[Mapping[int, np.ndarray]] = ()
     """For each batch, the log-probabilities of the targets of each sequence (`Targets.sequence_N`, float32, in the order of the
     tokens), in the first forward pass of the batch. Empty if the learner does not report them."""
+
+    slowest: SlowestRank | None = None
+    """The rank that the others wait for; None in one process."""
+
+    @property
+    def rank_metrics(self) -> Mapping[str, float]:
+        """The metrics of the slowest rank; empty in one process."""
+        slowest = self.slowest
+        return {} if slowest is None else {"ranks/slowest": slowest.times, "ranks/slowest_rank": slowest.rank}
 
     @property
     def memory_metrics(self) -> Mapping[str, float]:

@@ -44,6 +44,7 @@ from turnwise.training.learner import UpdateStats
 from turnwise.training.losses import Loss, LossTerms, Targets, fresh_tokens, groups_of, nll, with_own_ratios
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
+from turnwise.training.pace import Pace, SlowestRank
 from turnwise.training.selection import MeasuredTokens, select_tokens
 from turnwise.training.transfer import Measured, numbers, read, to_host
 from turnwise.training.value_batch import StateBatch
@@ -71,6 +72,8 @@ class UpdateSums:
     """What the experts of the model have computed; None if it has none."""
     teacher: TeacherSums | None = None
     """What a comparison with the teacher has found; None without one."""
+    paces: tuple[Pace, ...] = ()
+    """What each rank has computed; empty in one process."""
 
     def __add__(self, other: UpdateSums) -> UpdateSums:
         return UpdateSums(
@@ -84,6 +87,7 @@ class UpdateSums:
             logprobs=self.logprobs + other.logprobs,
             experts=_added(self.experts, other.experts),
             teacher=_added(self.teacher, other.teacher),
+            paces=self.paces or other.paces,
         )
 
 
@@ -194,6 +198,7 @@ def update_stats(
         teacher={}
         if (compared := functools.reduce(_added, [one.teacher for one in sums])) is None
         else compared.metrics(),
+        slowest=SlowestRank.of(step.paces for step in sums),
     )
 
 
@@ -586,6 +591,7 @@ def _measured(
         return UpdateSums(
             **sums,
             tokens=tokens,
+            paces=(),
             logprobs=(logprobs,),
             experts=None if experts is None else experts.make(of_experts),
             teacher=None if teacher is None else teacher.make(of_teacher),

@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -227,8 +227,9 @@ class Accumulate:
     def run(self, rank: Rank) -> UpdateSums | CriticSums:
         shard = rank.part(self.part)
         sums = shard.accumulate(self.mine, self.rounds, rank.stop, rank.on_round(self.total))
-        gathered = rank.ranks.gather(sums)
-        return functools.reduce(operator.add, gathered) if gathered else sums
+        gathered, paces = rank.ranks.gather(sums), rank.ranks.gather_each(shard.take_pace())
+        total = functools.reduce(operator.add, gathered) if gathered else sums
+        return replace(total, paces=tuple(paces)) if isinstance(total, UpdateSums) else total
 
 
 @dataclass(frozen=True, slots=True)

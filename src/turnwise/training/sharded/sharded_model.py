@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from turnwise.models.model_config import refuse_uncut
 from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_staged
 from turnwise.options.engines import FsdpSection
 from turnwise.training.optimizer import norms_of
+from turnwise.training.pace import LayerClock
 from turnwise.training.sharded.ranks import Mesh
 from turnwise.training.sharded.tensor_parallel import TensorParallel
 
@@ -97,6 +99,7 @@ class ShardedModel:
             if tensor is not None:
                 tensor.divide(layer)
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **inside)
+        self.clock = LayerClock(layers, socket.gethostname())
         if head is not None:
             fully_shard(head, **{**arguments, "mp_policy": MixedPrecisionPolicy()})
         fully_shard(self._root, **arguments)

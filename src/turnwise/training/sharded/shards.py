@@ -48,6 +48,7 @@ from turnwise.training.learner import BatchRequirements, PackingRequirements
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.optimizer import MOMENTS, Optimizer, moments_of
 from turnwise.training.options import CriticOptions, ShardOptions
+from turnwise.training.pace import Pace
 from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import DividedParts, ShardedModel, complete, divided_as, like, load_sharded
@@ -144,7 +145,8 @@ def accumulate_rounds(
             # this rank's parameters are needed by the passes of the others, so it runs both passes, with a gradient of 0
             (compute(_dummy(ranks).to(ranks.device)).sum() * 0.0).backward()
         else:
-            sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
+            with sharded.clock.running(micro.token_ids_BL.numel()):
+                sums.append(_backward(*loss_of(number, micro.to(ranks.device))))
         on_round()
     return read(sums)
 
@@ -385,6 +387,10 @@ class ModelShard:
         )
         return sum(sums, UpdateSums())
 
+    def take_pace(self) -> Pace:
+        """What this rank has computed in `accumulate` since the last call."""
+        return self._sharded.clock.take()
+
     def _balance(self, mine: Sequence[MicroBatch[Targets]], rounds: int, stop: StopFlag) -> Balance | None:
         """What the auxiliary loss of the experts must know of the batch of all ranks; None without such a loss."""
         routers, coefficient = self._forward.routers, self._loss.options.router_aux_loss_coef
@@ -568,6 +574,10 @@ class CriticShard:
             on_round=on_round,
         )
         return sum(sums, CriticSums())
+
+    def take_pace(self) -> Pace:
+        """See `ModelShard.take_pace`."""
+        return self._sharded.clock.take()
 
     def state_tensors(self) -> dict[str, torch.Tensor]:
         """The weights as in `ModelShard.state_tensors`, and those of the value head; divided."""
