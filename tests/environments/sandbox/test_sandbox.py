@@ -29,7 +29,8 @@ from turnwise.environments.sandbox import (
     SandboxFusion,
     code_interpreter,
 )
-from turnwise.environments.sandbox.jail import MACHINES, filter_program, find_jail
+from turnwise.environments.sandbox.jail import BOOT, MACHINES, Layout, filter_program, find_jail
+from turnwise.environments.sandbox.machine import run_in_jail
 from turnwise.environments.sandbox.python import _shared
 from turnwise.environments.tools.toolbox import Toolbox, Tools
 from turnwise.errors import ConfigError
@@ -55,6 +56,29 @@ from turnwise.services.json_service import ServiceError
 )
 def test_the_text_for_the_model_contains_output_status_and_notes(ran: Ran, told: str) -> None:
     assert ran.text_for_model() == told
+
+
+class SlowJail:
+    """Tells its first process, and is set up a while later, as bubblewrap on a machine that is busy."""
+
+    SLOW = """
+import json, os, sys, time
+info, started = map(int, sys.argv[1:])
+os.write(info, json.dumps({"child-pid": os.getpid(), "pid-namespace": os.stat("/proc/self/ns/pid").st_ino}).encode())
+time.sleep(0.4)
+os.write(started, b"1")
+os._exit(0)
+"""
+
+    def command(self, program: Any, *, info: int, **more: Any) -> list[str]:
+        return [sys.executable, "-I", "-S", "-c", self.SLOW, str(info), program[program.index(BOOT) + 1]]
+
+
+def test_files_of_this_machine_do_not_count_while_a_jail_is_being_set_up() -> None:
+    jail: Any = SlowJail()
+    layout = Layout(writable=["/tmp", "/"], environment={})
+    ran = asyncio.run(run_in_jail(jail, ["true"], bounds=Bounds(files=5, disk_mb=1), data={}, layout=layout))
+    assert (ran.stopped, ran.status) == (None, 0)
 
 
 @needs_jail

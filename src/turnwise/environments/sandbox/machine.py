@@ -178,7 +178,7 @@ async def run_in_jail(
             env={},
             pass_fds=fds,
             first=functools.partial(first_process, info),
-            counted=(*writable, "/dev/shm"),
+            counted=lambda: (*writable, "/dev/shm") if os.pread(started, 1, 0) else (),
         )
         report = os.pread(started, 2, 0)
         if not report and ran.stopped is None:

@@ -131,13 +131,14 @@ async def run(
     cwd: str | None = None,
     pass_fds: Sequence[int] = (),
     first: Callable[[], int | None] | None = None,
-    counted: Sequence[str] = (),
+    counted: Callable[[], Sequence[str]] = tuple,
     stdin: int = asyncio.subprocess.DEVNULL,
 ) -> Ran:
     """Run a command within `bounds`. When this function returns, raises or is cancelled, its processes have been killed.
 
     `first` returns the process id of a jail's first process as soon as the id is known; all processes of the jail end with
-    this process. Without `first`, only the process group is killed. `counted`: directories of the jail whose files are counted.
+    this process. Without `first`, only the process group is killed. `counted` returns the directories of the jail whose files are
+    counted: none before the jail is set up, because until then its first process has the directories of this machine.
     """
     started = time.perf_counter()
     collected = _CollectedOutput(bounds)
@@ -229,7 +230,9 @@ class _CollectedOutput:
         return f"{first}\n[... {missing} bytes of output left out ...]\n{last}"
 
 
-async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None, counted: Sequence[str]) -> str:
+async def _look(
+    pid: int, bounds: Bounds, first: Callable[[], int | None] | None, counted: Callable[[], Sequence[str]]
+) -> str:
     """Check the resource use every `_LOOK` seconds. Returns the reason to stop the program when a limit is exceeded."""
     while True:
         await asyncio.sleep(_LOOK)
@@ -242,7 +245,7 @@ async def _look(pid: int, bounds: Bounds, first: Callable[[], int | None] | None
         resident = sum(map(_resident, pids))
         if resident > bounds.memory_mb << 20 and sum(map(_share, pids)) > bounds.memory_mb << 20:
             return f"the processes of the program together used more than {bounds.memory_mb} MB of memory"
-        used = {place: _used(f"/proc/{root}/root{place}") for place in counted}
+        used = {place: _used(f"/proc/{root}/root{place}") for place in counted()}
         if sum(files for files, _ in used.values()) > bounds.files:
             return f"the program created more than {bounds.files} files"
         # of several directories, each may have less; the kernel limits /dev/shm
