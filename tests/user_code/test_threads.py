@@ -99,6 +99,50 @@ async def test_a_job_that_does_not_return_delays_no_other() -> None:
     idle(2)
 
 
+@in_event_loop
+async def test_a_function_whose_calls_do_not_return_is_not_called_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "_MOST_ABANDONED", 2)
+    end, closed = threading.Event(), list[object]()
+    stuck = [asyncio.ensure_future(run(end.wait, "stuck")) for _ in range(3)]  # three at once are no more than three
+    await asyncio.sleep(0.05)
+    for one in stuck:
+        one.cancel()
+    await asyncio.wait(stuck)
+    with pytest.raises(Failed, match="stuck: 3 calls have not returned although their conversations have ended"):
+        await run(end.wait, "stuck")
+    assert await run(lambda: 3, "other") == 3
+    await run_in_thread(lambda: closed.append(1), name="stuck", kind="tool", closes=True)
+    assert closed == [1]
+    end.set()
+    deadline = time.monotonic() + 10
+    while threads._abandoned._counts["tool", "stuck"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.001)
+    assert await run(end.wait, "stuck")
+
+
+@in_event_loop
+async def test_the_calls_of_objects_that_hang_are_counted_and_the_objects_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "_MOST_ABANDONED", 2)
+    monkeypatch.setattr(threads, "_GRACE", 0.01)
+    end, closed = threading.Event(), list[object]()
+    for _ in range(2):
+        foreign = threads.ThreadedObject(object, closed.append, name="a game")
+        await foreign.make()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(foreign.ask(end.wait), 0.05)
+        await foreign.close()
+        assert foreign.busy
+    assert len(closed) == 2
+    with pytest.raises(Failed, match="a game: 2 calls have not returned"):
+        await threads.ThreadedObject(object, None, name="a game").make()
+    end.set()
+
+
 @pytest.mark.usefixtures("no_idle_threads")
 @in_event_loop
 async def test_a_thread_goes_on_after_an_error() -> None:

@@ -2,7 +2,8 @@
 
 The threads are daemons that run one job after another: starting a thread takes longer than most tools. Their number has no
 limit. A job that never returns keeps its thread, and each waiting job has a thread. Jobs begin in the order in which they are
-given: all threads take them from one queue.
+given: all threads take them from one queue. A function whose calls do not return, one conversation after the other, is not called
+any more (`_Abandoned`), so that the threads that it keeps are bounded.
 
 Functions that set signal handlers (`signal.alarm` needs one) run in the main thread. A function is recognized when it calls
 `signal.signal` in one of our threads. Python raises a ValueError there, which libraries may catch (math-verify then returns
@@ -16,6 +17,7 @@ however the conversation ends.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import contextvars
 import functools
@@ -80,6 +82,53 @@ def start(job: Callable[[], None], *, name: str) -> None:
     """Run `job`, which does not raise, in a thread with this name."""
     _threads.start(name, job)
 
+
+# calls that do not return
+
+_MOST_ABANDONED = 64
+"""Calls of one name that may go on although nothing waits for them."""
+
+
+class _Abandoned:
+    """Counts the calls that have not returned although their conversations have ended, by kind and name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def refuse(self, kind: str, name: str) -> None:
+        """Raises Failed if there are too many of a name."""
+        if self._counts[kind, name] >= _MOST_ABANDONED:
+            message = (
+                f"{name}: {self._counts[kind, name]} calls have not returned although their conversations have ended, and each "
+                f"keeps a thread, so it is not called until some of them return: give what it waits for a time limit of its own"
+            )
+            raise Failed(Failure(kind, message))
+
+    def add(self, call: _ThreadCall) -> None:
+        """A call that nothing waits for any more."""
+        with self._lock:
+            if not call.returned and not call.abandoned:
+                call.abandoned = True
+                self._counts[call.key] += 1
+
+    def returned(self, call: _ThreadCall) -> None:
+        """A call that has returned, or raised."""
+        with self._lock:
+            call.returned = True
+            if call.abandoned:
+                self._counts[call.key] -= 1
+
+
+class _ThreadCall:
+    """A call in a thread."""
+
+    def __init__(self, kind: str, name: str) -> None:
+        self.key = kind, name
+        self.abandoned = self.returned = False
+
+
+_abandoned = _Abandoned()
 
 # the main thread
 
@@ -176,7 +225,7 @@ async def off_loop(function: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_texts, call, function)
 
 
-async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T:
+async def run_in_thread(function: Callable[[], T], *, name: str, kind: str, closes: bool = False) -> T:
     """Run a sync function in a daemon thread (`threads`), so that it may block, never return, or raise.
 
     No executor is used: a call that does not return would occupy a worker forever and delay the interpreter's exit. The
@@ -186,10 +235,13 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
     Python allows signal handlers in the main thread only. A function that sets one (`signal.alarm` needs it) is stopped and run
     again in the event loop's thread, now and in all later calls.
 
-    Raises Failed, of the kind `kind`.
+    Raises Failed, of the kind `kind`; also if too many calls of this name do not return, unless it `closes` something.
     """
     if is_needed(kind, name):
         return run(function, name=name, kind=kind)
+    if not closes:
+        _abandoned.refuse(kind, name)
+    call = _ThreadCall(kind, name)
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     # asyncio would report an exception that nothing awaits: the coroutine may be closed before the function raises
@@ -208,6 +260,8 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
             resolve(future.set_exception, error if isinstance(error, MainThreadNeeded) else failed_by(error, kind))
         else:
             resolve(future.set_result, result)
+        finally:
+            _abandoned.returned(call)
 
     def resolve(set_outcome: Callable[[Any], None], value: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop may be closed by now
@@ -218,6 +272,9 @@ async def run_in_thread(function: Callable[[], T], *, name: str, kind: str) -> T
         return await future
     except MainThreadNeeded:
         return run(function, name=name, kind=kind)
+    except asyncio.CancelledError:
+        _abandoned.add(call)
+        raise
     finally:
         if future.done():
             copy_variables(context)
@@ -243,6 +300,7 @@ class ThreadedObject(Generic[T]):
         self._over = False
         self._lock = threading.Lock()
         self._busy: asyncio.Future[Any] | None = None
+        self._hangs = False
 
     async def make(self) -> T:
         """Create the object. Raises Failed if that fails."""
@@ -256,7 +314,7 @@ class ThreadedObject(Generic[T]):
     @property
     def busy(self) -> bool:
         """Whether a call is still running, even if the conversation no longer waits for it."""
-        return self._busy is not None and not self._busy.done()
+        return self._hangs or (self._busy is not None and not self._busy.done())
 
     async def ask(self, function: Callable[[], Any]) -> Any:
         """The result of a function, sync or async. Raises errors of a sync function, and of an async one in the conversation's
@@ -270,12 +328,18 @@ class ThreadedObject(Generic[T]):
         """Close the object, if it was created and is not closed."""
         if self._busy is not None and self.busy:
             await asyncio.wait({self._busy}, timeout=_GRACE)
+            if not self._busy.done():
+                self._hangs = True
+                self._busy.cancel()  # nothing waits for the call; it goes on in its thread
         with self._lock:
             objects, self._instances, self._over = self._instances, [], True
         for instance in objects:
             if self._end is not None:
                 result = await run_in_thread(
-                    lambda instance=instance, end=self._end: end(instance), name=self._name, kind="environment"
+                    lambda instance=instance, end=self._end: end(instance),
+                    name=self._name,
+                    kind="environment",
+                    closes=True,
                 )
                 if inspect.isawaitable(result):
                     await call_async(lambda result=result: result, kind="environment")

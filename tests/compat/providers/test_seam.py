@@ -142,8 +142,12 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
     [
         # its classic environments need other versions of packages that the tests of turnwise use
         ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_verifiers.py"),
+        ("verifiers", "verifiers==0.4.0", "verifiers.v1", "test_verifiers_v1.py"),
         ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_inspect.py"),
         ("openenv", "openenv-core==0.3.0", "openenv.core", "test_openenv.py"),
+        ("verifiers_classic", "verifiers==0.3.1", "verifiers.legacy", "test_bad_input.py"),
+        ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_bad_input.py"),
+        ("openenv", "openenv-core==0.3.0", "openenv.core", "test_bad_input.py"),
         ("textworld", "textworld==1.7.0", "textworld", "test_textworld.py"),
     ],
 )

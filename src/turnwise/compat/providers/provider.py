@@ -114,6 +114,14 @@ PROVIDERS: dict[str, Provider] = {
             extra="verifiers",
         ),
         Provider(
+            name="verifiers_v1",
+            source="turnwise.compat.providers.verifiers_v1:VerifiersTaskset",
+            brings="an installed taskset of verifiers 0.4, or its file, file.py",
+            module="verifiers",
+            package="verifiers",
+            extra="verifiers_v1",
+        ),
+        Provider(
             name="skyrl_gym",
             source="turnwise.compat.providers.skyrl_gym:SkyrlGym",
             brings="a registered environment, such as gsm8k, or file.py:Class",

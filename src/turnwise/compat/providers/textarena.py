@@ -17,7 +17,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -180,6 +180,8 @@ class _TextGame:
 
     async def close(self) -> None:
         await self._foreign.close()
+        if self._foreign.busy:
+            self._random.leave()
 
     async def _move(self, move: str) -> tuple[bool, dict[str, Any]]:
         """Make a move of the present player. Whether the game is over, and what it says of the move."""
@@ -261,29 +263,39 @@ class _TextGame:
 class _OwnRandom:
     """States of the global random generators that belong to one game."""
 
-    _lock = threading.Lock()
+    _turn = threading.Condition()
+    _holder: ClassVar[_OwnRandom | None] = None
+    """Whose states are set."""
 
     def __init__(self, seed: int) -> None:
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.RandomState(seed % (1 << 32)).get_state()
+        self._before: tuple[Any, Any]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Set the states, and keep what they become. Raises TimeoutError if the call of another game does not return."""
-        if not self._lock.acquire(timeout=_WAIT):
-            raise TimeoutError(f"a call of another game of TextArena has not returned for {_WAIT:g} s")
-        try:
-            before = random.getstate(), np.random.get_state()
+        with self._turn:
+            if not self._turn.wait_for(lambda: _OwnRandom._holder is None, timeout=_WAIT):
+                raise TimeoutError(f"a call of another game of TextArena has not returned for {_WAIT:g} s")
+            _OwnRandom._holder = self
+            self._before = random.getstate(), np.random.get_state()
             random.setstate(self._python)
             np.random.set_state(self._numpy)
-            try:
-                yield
-            finally:
-                self._python, self._numpy = random.getstate(), np.random.get_state()
-                random.setstate(before[0])
-                np.random.set_state(before[1])
+        try:
+            yield
         finally:
-            self._lock.release()
+            self.leave()
+
+    def leave(self) -> None:
+        """Set the states that were there before, if these are set: also for a call that hangs, so that other games go on."""
+        with self._turn:
+            if _OwnRandom._holder is self:
+                self._python, self._numpy = random.getstate(), np.random.get_state()
+                random.setstate(self._before[0])
+                np.random.set_state(self._before[1])
+                _OwnRandom._holder = None
+                self._turn.notify()
 
 
 # opponents

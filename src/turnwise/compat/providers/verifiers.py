@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib
 import importlib.metadata
+import inspect
 import math
 import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from turnwise.compat.object_factory import number, plain
@@ -83,11 +86,7 @@ class Verifiers(LibraryEnvironments):
     @classmethod
     def names(cls) -> Sequence[str]:
         """The installed distributions that require verifiers."""
-        return sorted(
-            distribution.name
-            for distribution in importlib.metadata.distributions()
-            if any(re.match(r"verifiers(?![\w-])", required) for required in distribution.requires or ())
-        )
+        return dependent_distributions()
 
     def about(self) -> About:
         """What the environment brings."""
@@ -122,14 +121,19 @@ class Verifiers(LibraryEnvironments):
         client = _client_class()(connection.conversation)
         given = {**self.loaded.sampling_args}
 
-        def rollout() -> Any:
-            return self.loaded.run_rollout(input_, client, "model", given, state_columns=self._state_columns)
+        problems: list[str] = []
+
+        async def rollout() -> Any:
+            _problems.set(problems)
+            return await self.loaded.run_rollout(input_, client, "model", given, state_columns=self._state_columns)
 
         output = await self._thread.run(rollout)
         if not isinstance(output, Mapping):
             raise TypeError(f"verifiers:{self.name}.run_rollout returned {output!r:.200}; it must return a mapping")
         if (error := output.get("error")) is not None:
             raise AgentError(f"verifiers:{self.name} failed: {_error_text(error)}")
+        if problems:
+            raise AgentError(f"verifiers:{self.name}: {problems[0]}")
         reward = number(output.get("reward"), f"the rubric of verifiers:{self.name}")
         metrics = output.get("metrics") or {}
         parts = _parts(_rubric_of(self.loaded, output.get("info")), metrics, reward)
@@ -146,6 +150,15 @@ class Verifiers(LibraryEnvironments):
 # loading
 
 
+def dependent_distributions() -> list[str]:
+    """The installed distributions that require verifiers."""
+    return sorted(
+        distribution.name
+        for distribution in importlib.metadata.distributions()
+        if any(re.match(r"verifiers(?![\w-])", required) for required in distribution.requires or ())
+    )
+
+
 def _library(module: str = "") -> Any:
     """A module of the library, which need not be installed where types are checked."""
     return importlib.import_module(f"verifiers{module}")
@@ -158,7 +171,7 @@ def _load(name: str, arguments: dict[str, Any]) -> Any:
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"environment: verifiers:{name}: the installed verifiers {importlib.metadata.version('verifiers')} has no classic "
-            f"environments ({error}): pip install 'turnwise[verifiers]'. A taskset of version 1 runs as an agent (docs/agents.md)"
+            f"environments ({error}): pip install 'turnwise[verifiers]'. A taskset of version 0.4 is verifiers_v1:{name}"
         ) from None
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError(
@@ -187,6 +200,7 @@ def _load(name: str, arguments: dict[str, Any]) -> Any:
             f"environment: verifiers:{name}: its rubric compares the rollouts of a group ({', '.join(functions)}), and here each "
             f"conversation is scored by itself: write these as a group reward of the recipe (docs/rewards.md)"
         )
+    _report_failures(loaded.rubric)
     return loaded
 
 
@@ -228,11 +242,50 @@ def _rubric_of(loaded: Any, info: Any) -> Any:
 
 def _weights(rubric: Any) -> list[tuple[str, float]]:
     """The functions of a rubric, or of its rubrics, with their weights."""
+    return [
+        (getattr(function, "__name__", repr(function)), float(weight))
+        for each in _rubrics(rubric)
+        for function, weight in zip(each.funcs, each.weights, strict=True)
+    ]
+
+
+_problems: ContextVar[list[str]] = ContextVar("turnwise_verifiers_problems")
+"""Why functions of the rubric have given no reward to the rollout of this context."""
+
+
+def _report_failures(rubric: Any) -> None:
+    """Let the functions of a rubric that have a weight report why they give no reward: for the library it is 0."""
+    for each in _rubrics(rubric):
+        each.funcs = [
+            _reporting(function) if weight and not hasattr(function, "_reports") else function
+            for function, weight in zip(each.funcs, each.weights, strict=True)
+        ]
+
+
+def _reporting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reward function that reports what it raises, and None."""
+    name = getattr(function, "__name__", repr(function))
+
+    @functools.wraps(function)
+    async def reward(**given: Any) -> float:
+        try:
+            with boundary("reward"):
+                value = function(**given)
+                value = await value if inspect.isawaitable(value) else value
+                return number(value if value is None else float(value), name)
+        except Failed as failed:
+            if (problems := _problems.get(None)) is not None:
+                problems.append(f"the reward function {name}: {failed.failure.message}")
+            raise
+
+    reward._reports = True  # type: ignore[attr-defined]
+    return reward
+
+
+def _rubrics(rubric: Any) -> list[Any]:
+    """A rubric, or those that it consists of."""
     inner = getattr(rubric, "rubrics", None) or [env.rubric for env in getattr(rubric, "env_map", {}).values()]
-    if inner:
-        return [pair for each in inner for pair in _weights(each)]
-    names = [getattr(function, "__name__", repr(function)) for function in rubric.funcs]
-    return list(zip(names, map(float, rubric.weights), strict=True))
+    return [each for one in inner for each in _rubrics(one)] if inner else [rubric]
 
 
 def _group_functions(rubric: Any) -> list[Any]:

@@ -455,15 +455,20 @@ def _object(body: bytes) -> dict[str, Any]:
 
 
 async def _read(dialect: Dialect, request: Request) -> ChatRequest:
-    """Raises Refused, also if a part of the request has an unexpected type."""
+    """Raises Refused."""
     body = await _body(request)
 
     def read() -> ChatRequest:
-        with boundary("request"):
-            return dialect.read(_object(body))
+        return or_refused(lambda: dialect.read(_object(body)))
 
+    return read() if len(body) <= _SHORT_BODY else await off_loop(read)
+
+
+def or_refused(read: Callable[[], ChatRequest]) -> ChatRequest:
+    """The request that a function reads. Raises Refused, also if a part of the request has an unexpected type."""
     try:
-        return read() if len(body) <= _SHORT_BODY else await off_loop(read)
+        with boundary("request"):
+            return read()
     except Failed as failed:
         if isinstance(failed.__cause__, Refused):
             raise failed.__cause__ from None

@@ -1,0 +1,397 @@
+"""What is wrong in a library's environment is told, and costs its conversation only: one table of faults for all providers.
+
+The environments are classes of the libraries. A library that is not installed here has no rows; `test_seam.py` runs this file
+with the Python of the environments that have it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.conversations import Says, hold
+from turnwise import assembly
+from turnwise.compat.providers.provider import PROVIDERS
+from turnwise.config.recipe import checked
+from turnwise.errors import ConfigError
+from turnwise.options.schema import Config
+from turnwise.rollout.context import Limits
+from turnwise.types import Trajectory
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SLEEP = 25.0  # seconds
+SOON = 20.0
+
+GYMNASIUM = """
+import gymnasium, time
+
+class Faulty(gymnasium.Env):
+    action_space = observation_space = gymnasium.spaces.Discrete(9)
+
+    def __init__(self, fault):
+        self.fault = fault
+
+    def reset(self, *, seed=None, options=None):
+        if self.fault == "hangs":
+            time.sleep(SLEEP)
+        return 7 if self.fault == "reset" else (0, {})
+
+    def step(self, action):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if self.fault == "step" else (0, None if self.fault == "reward" else 1.0, True, False, {})
+"""
+AVIARY = """
+import asyncio, time
+from aviary.core import Environment, Message
+
+class Faulty(Environment):
+    def __init__(self, fault):
+        self.fault = fault
+
+    async def reset(self):
+        if self.fault == "hangs":
+            await asyncio.sleep(SLEEP)
+        if self.fault == "blocks":
+            time.sleep(SLEEP)
+        return 7 if self.fault == "reset" else ([Message(content="Go")], [])
+
+    async def step(self, action):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if self.fault == "step" else ([], None if self.fault == "reward" else 1.0, True, False)
+"""
+SKYRL = """
+import time
+from skyrl_gym.envs.base_text_env import BaseTextEnv, BaseTextEnvStepOutput
+
+class Faulty(BaseTextEnv):
+    def __init__(self, env_config, extras):
+        super().__init__()
+        self.fault = env_config["fault"]
+
+    def init(self, prompt):
+        if self.fault == "hangs":
+            time.sleep(SLEEP)
+        return 7 if self.fault == "reset" else (prompt, {})
+
+    def step(self, action):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        if self.fault == "step":
+            return 7
+        reward = None if self.fault == "reward" else 1.0
+        return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata={})
+"""
+TEXTARENA = """
+import time
+import textarena
+
+class Faulty(textarena.Env):
+    def __init__(self, fault):
+        self.fault = fault
+
+    def reset(self, num_players, seed=None):
+        if num_players != 1:
+            raise ValueError("for one")
+        if self.fault == "hangs" and seed != 0:  # the seed of the trial at the start
+            time.sleep(SLEEP)
+        self.state = None
+
+    def get_observation(self):
+        return 7 if self.fault == "reset" else (0, "Go")
+
+    def step(self, action):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if self.fault == "step" else (True, {})
+
+    def close(self):
+        return {0: None if self.fault == "reward" else 1.0}, {0: {}}
+
+textarena.envs.registration.register("Faulty-v0", entry_point=Faulty)
+"""
+REASONING_GYM = """
+import time
+from dataclasses import dataclass
+import reasoning_gym
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import register_dataset
+
+@dataclass
+class Config:
+    fault: str = ""
+    seed: int = 0
+    size: int = 10
+
+    def validate(self):
+        pass
+
+class Faulty(ProceduralDataset):
+    def __init__(self, config):
+        super().__init__(config=config, seed=config.seed, size=config.size)
+
+    def __getitem__(self, idx):
+        if self.config.fault == "hangs":
+            time.sleep(SLEEP)
+        return 7 if self.config.fault == "reset" else {"question": "Go", "answer": "1", "metadata": {}}
+
+    def score_answer(self, answer, entry):
+        if self.config.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return {"step": "much", "reward": None}.get(self.config.fault, 1.0)
+
+register_dataset("faulty", Faulty, Config)
+"""
+OPENENV = """
+import time
+from openenv.core.env_server import Action, Environment, Observation, State
+
+class Say(Action):
+    text: str
+
+class Seen(Observation):
+    text: str = ""
+
+class Faulty(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        if self.fault == "hangs":
+            time.sleep(SLEEP)
+        return 7 if self.fault == "reset" else Seen(text="Go")
+
+    def step(self, action: Say, timeout_s=None, **kwargs):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if self.fault == "step" else Seen(done=True, reward=1.0)
+
+    @property
+    def state(self):
+        return State()
+"""
+VERIFIERS = """
+import asyncio
+import verifiers as vf
+from datasets import Dataset
+
+class Faults(vf.MultiTurnEnv):
+    def __init__(self, fault, **more):
+        self.fault = fault
+        super().__init__(**more)
+
+    async def setup_state(self, state, **more):
+        if self.fault == "hangs":
+            await asyncio.sleep(SLEEP)
+        return 7 if self.fault == "reset" else state
+
+    async def env_response(self, messages, state, **more):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if self.fault == "step" else [{"role": "user", "content": "Go on"}]
+
+def faulty(fault):
+    def good(completion):
+        return None if fault == "reward" else 1.0
+    data = Dataset.from_list([{"question": "Go", "answer": "1"}])
+    return Faults(fault, dataset=data, rubric=vf.Rubric(funcs=[good]), max_turns=2)
+"""
+INSPECT = """
+import asyncio
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, mean, scorer
+from inspect_ai.solver import generate, solver
+
+@solver
+def faults(fault):
+    async def solve(state, generate):
+        if fault == "hangs":
+            await asyncio.sleep(SLEEP)
+        if fault == "reset":
+            return 7
+        state = await generate(state)
+        if fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if fault == "step" else state
+    return solve
+
+@scorer(metrics=[mean()])
+def good(fault):
+    async def score(state, target):
+        return Score(value={"a": None if fault == "reward" else 1.0})
+    return score
+
+@task
+def faulty(fault):
+    return Task(dataset=[Sample(input="Go", target="1")], solver=faults(fault), scorer=good(fault))
+"""
+# provider: the library's module, the file, the name, the argument that has the fault, and what the model's turn is
+LIBRARIES: dict[str, tuple[str, str, str, str]] = {
+    "gymnasium": ("gymnasium", GYMNASIUM, "{file}:Faulty", "arguments"),
+    "aviary": ("aviary.core", AVIARY, "{file}:Faulty", "arguments"),
+    "skyrl_gym": ("skyrl_gym", SKYRL, "{file}:Faulty", "config"),
+    "textarena": ("textarena", TEXTARENA, "Faulty-v0", "arguments"),
+    "reasoning_gym": ("reasoning_gym", REASONING_GYM, "faulty", "config"),
+    "openenv": ("openenv.core", OPENENV, "{file}:Faulty", "arguments"),
+    "verifiers": ("verifiers.legacy", VERIFIERS, "{file}:faulty", "arguments"),
+    "inspect": ("inspect_ai", INSPECT, "{file}@faulty", "arguments"),
+}
+FAULTS: dict[str, dict[str, str]] = {
+    "raises": dict.fromkeys(LIBRARIES, "the board is broken"),
+    "hangs": dict.fromkeys(LIBRARIES, "the first prompt took longer than limits.seconds_per_turn=1.5|took longer than"),
+    "reset": {
+        "gymnasium": r"Faulty.reset returned .*; it must return \(observation, info\)",
+        "aviary": r"Faulty.reset returned 7; it must return \(messages, tools\)",
+        "skyrl_gym": r"Faulty.init returned 7; it must return \(messages, metadata\)",
+        "textarena": r"Faulty-v0.get_observation returned 7; it must be \(player, text\)",
+        "reasoning_gym": "faulty gave the entry 7; it must be a dictionary with a text",
+        "openenv": "Faulty returned a int; it must be an OpenEnv Observation",
+        "verifiers": "'int' object",
+        "inspect": "faulty failed",
+    },
+    "step": {
+        "gymnasium": r"Faulty.step returned .*; it must return \(observation, reward",
+        "aviary": r"Faulty.step returned 7; it must return \(messages, reward",
+        "skyrl_gym": "Faulty.step returned 7; it must return a mapping with observations, reward and done",
+        "textarena": r"Faulty-v0.step returned 7; it must be \(done, info\)",
+        "reasoning_gym": "reward 'much'; it must be a finite number",
+        "openenv": "Faulty returned a int; it must be an OpenEnv Observation",
+        "verifiers": "'int' object",
+        "inspect": "faulty failed",
+    },
+    "reward": {
+        **dict.fromkeys(LIBRARIES, "gave the reward None; it must be a finite number"),
+        "verifiers": "the reward function good: .* gave the reward None; it must be a finite number",
+        "inspect": "the scorer good gave .*None.*, which is no number",
+    },
+}
+NO_FAULT = {("openenv", "reward")}  # None is allowed: a step without a reward
+
+
+def there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+CASES = [
+    pytest.param(provider, fault, id=f"{provider}-{fault}")
+    for provider, (module, *_) in LIBRARIES.items()
+    for fault in FAULTS
+    if there(module) and (provider, fault) not in NO_FAULT
+]
+
+
+def recipe(use: str, **arguments: Any) -> Config:
+    return checked({"model": "m", "environment": {"use": use, "arguments": arguments}}, source="recipe")
+
+
+def played(provider: str, fault: str, folder: Path, **arguments: Any) -> Trajectory:
+    _, text, name, argument = LIBRARIES[provider]
+    file = folder / f"faulty_{provider}.py"
+    file.write_text(text.replace("SLEEP", str(SLEEP)), encoding="utf-8")
+    if "{file}" not in name and file.stem not in sys.modules:  # registers a name
+        made = importlib.util.spec_from_file_location(file.stem, file)
+        assert made is not None
+        sys.modules[file.stem] = module = importlib.util.module_from_spec(made)
+        made.loader.exec_module(module)
+    config = recipe(f"{provider}:{name.format(file=file)}", **{argument: {"fault": fault}}, **arguments)
+    row = assembly.rows(checked({"model": "m", "data": {"train": str(rows_of(folder))}}, source="r"))[0]
+    limits = Limits(turns=3, tokens_per_turn=99, seconds_per_turn=1.5 if fault in ("hangs", "blocks") else 60.0)
+    return hold(Says("1", "1", "1"), assembly.environment_factory(config), row=row, limits=limits)
+
+
+def rows_of(folder: Path) -> Path:
+    path = folder / "rows.jsonl"
+    path.write_text('{"prompt": "Go", "seed": 3, "sample": 0, "question": "Go", "answer": "1"}\n', encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("provider", "fault"), CASES)
+def test_a_fault_fails_its_conversation_with_a_message(provider: str, fault: str, tmp_path: Path) -> None:
+    started = time.monotonic()
+    trajectory = played(provider, fault, tmp_path)
+    assert trajectory.error is not None, [turn.rewards for turn in trajectory.turns]
+    assert re.search(FAULTS[fault][provider], trajectory.error.message), trajectory.error.message
+    if fault == "hangs":
+        assert trajectory.error.kind == "deadline"
+        assert time.monotonic() - started < SOON
+
+
+def test_a_game_that_hangs_does_not_hold_up_other_games(tmp_path: Path) -> None:
+    if not there("textarena"):
+        return
+    assert played("textarena", "hangs", tmp_path).error is not None
+    started = time.monotonic()
+    assert played("textarena", "none", tmp_path).turns[0].reward == 1.0
+    assert time.monotonic() - started < SLEEP - 5
+
+
+def test_an_async_method_that_blocks_in_a_thread_costs_its_conversation_only(tmp_path: Path) -> None:
+    if not there("aviary.core"):
+        return
+    trajectory = played("aviary", "blocks", tmp_path, thread=True)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "deadline"
+
+
+UNKNOWN = [
+    ("reasoning_gym", "countdwn", r"did you mean 'countdown'\?; `turnwise envs reasoning_gym` lists"),
+    ("textarena", "TicTacTo-v0", r"did you mean 'TicTacToe-v0'\?; `turnwise envs textarena` lists"),
+    ("gymnasium", "FrozenLak-v1", "FrozenLak"),
+    ("aviary", "dumy", r"did you mean 'dummy'\?; `turnwise envs aviary` lists"),
+    ("skyrl_gym", "gsm8", r"did you mean 'gsm8k'\?; `turnwise envs skyrl_gym` lists"),
+    ("textworld", "tw-coin_colector", r"did you mean 'tw-coin_collector'\?; `turnwise envs textworld` lists"),
+    ("harbor", "nowhere", "nowhere is not a folder"),
+    ("openenv", "nowhere.py:Game", "nowhere.py"),
+    ("trl", "nowhere.py:Game", "nowhere.py"),
+]
+
+
+@pytest.mark.parametrize(("provider", "name", "message"), UNKNOWN)
+def test_a_name_that_is_not_there_is_told_with_the_most_similar_one(provider: str, name: str, message: str) -> None:
+    if PROVIDERS[provider].installed is None:
+        message = (
+            rf"needs the package .*, which is not installed: pip install 'turnwise\[{PROVIDERS[provider].extra}\]'"
+        )
+    with pytest.raises(ConfigError, match=message):
+        assembly.environment_factory(recipe(f"{provider}:{name}"))
+
+
+@pytest.mark.parametrize("provider", [name for name, one in PROVIDERS.items() if one.module is not None])
+def test_a_package_that_is_missing_is_told_with_an_extra_that_exists(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, find = PROVIDERS[provider], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == one.module else find(name))
+    with pytest.raises(ConfigError) as told:
+        assembly.environment_factory(recipe(f"{provider}:x"))
+    assert f"needs the package {one.package}, which is not installed: pip install 'turnwise[{one.extra}]'" in str(
+        told.value
+    )
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8"))
+    required = project["project"]["optional-dependencies"][one.extra]
+    assert any(re.split(r"[<>=~!\[; ]", line)[0] == one.package for line in required), required
+
+
+def test_a_game_for_two_is_not_played_alone() -> None:
+    if not there("textarena"):
+        return
+    with pytest.raises(ConfigError, match="TicTacToe-v0 does not begin with 1 players: "):
+        assembly.environment_factory(recipe("textarena:TicTacToe-v0", players=1))
+    with pytest.raises(
+        ConfigError, match=r"is a game of 2 players, and the model is one of them: set environment\.arg"
+    ):
+        assembly.environment_factory(recipe("textarena:TicTacToe-v0"))
