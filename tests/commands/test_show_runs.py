@@ -151,7 +151,8 @@ def test_a_run_says_first_how_it_ended_what_it_warned_of_and_what_was_changed(
         "  no space left",
         "  warning in step 3: kl: the KL divergence of the policy is 4. Lower train.lr",
     ]
-    assert [line.split() for line in lines[4:6]] == [
+    assert lines[3].split()[0] == "model.path"
+    assert [line.split() for line in lines[5:7]] == [
         ["train.steps", "5", "(default", "null)"],
         ["train.lr", "0.0001", "(default", "1e-06)"],
     ]

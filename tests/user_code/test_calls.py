@@ -8,6 +8,7 @@ import contextvars
 import gc
 import logging
 import os
+import shlex
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from turnwise.rollout import rollout
 from turnwise.rollout.context import Limits
 from turnwise.rollout.rollout import new_group, rollout_groups
 from turnwise.types import Failure, Opening, Reply, Row, Stop, Trajectory, Turn
+from turnwise.user_code.calls import _line
 
 
 class Mean(BaseException):
@@ -686,3 +688,17 @@ def test_an_environment_is_closed_though_its_tools_do_not_close(how: str, monkey
     (trajectory,) = hold_all(Says("a"), lambda: Tools([kind], then=Inner()))
     assert trajectory.error is None
     assert closed == ["inner"]
+
+
+def test_the_line_of_a_call_is_never_that_which_started_the_loop() -> None:
+    """A call of a library alone has no line of a user's, and the script below the loop has not blocked it."""
+
+    async def main() -> str:
+        loop = asyncio.get_running_loop()
+        place: asyncio.Future[str] = loop.create_future()
+        lexer = shlex.shlex("a")
+        lexer.read_token = lambda: place.set_result(_line(sys._getframe(1))) or ""  # its frame is a user's
+        loop.call_soon(lexer.get_token)
+        return await place
+
+    assert asyncio.run(main()).startswith("shlex.get_token (")

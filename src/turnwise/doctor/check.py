@@ -100,9 +100,10 @@ def show(checks: Sequence[Check], console: Console, *, verdict: bool = True) -> 
 def _show_verdict(checks: Sequence[Check], console: Console) -> None:
     counts = {status: sum(check.status == status for check in checks) for status in _ORDER}
     text = "not ready for training" if counts["fail"] else "ready for training"
+    notes = ", ".join(check.name for check in checks if check.status == "note")
     console.print(
         Text(
-            f"{text}: {counts['ok']} ok, notes: {counts['note']}, failures: {counts['fail']}",
+            f"{text}: {counts['ok']} ok, notes: {counts['note']}{f' ({notes})' if notes else ''}, failures: {counts['fail']}",
             _STYLES[_overall(checks)],
         )
     )

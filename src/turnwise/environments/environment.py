@@ -247,9 +247,18 @@ def in_episode(episode: CurrentEpisode) -> Iterator[None]:
         _episode.reset(token)
 
 
-def user_message(text: str, *, reward: float | None = None, done: bool = False) -> Reply:
-    """A `Reply` with one user message."""
-    return Reply(messages=({"role": "user", "content": text},), reward=reward, done=done)
+def user_message(
+    text: str,
+    *,
+    reward: float | None = None,
+    rewards: Mapping[str, float] | None = None,
+    info: Mapping[str, Any] | None = None,
+    done: bool = False,
+) -> Reply:
+    """A `Reply` with one user message. The other arguments are those of `Reply`."""
+    return Reply(
+        messages=({"role": "user", "content": text},), reward=reward, rewards=rewards or {}, info=info or {}, done=done
+    )
 
 
 class SingleTurn:

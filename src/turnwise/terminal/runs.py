@@ -58,7 +58,12 @@ def warning_lines(run: RunSummary) -> Iterator[Text]:
 
 
 def option_lines(run: RunSummary) -> Iterator[Text]:
-    """The options that differ from the defaults, with the default."""
+    """Model and environment, and the options that differ from the defaults, with the default."""
+    environment = {name: value for name, value in run.options.items() if name.startswith("environment") and value}
+    chosen = {"model.path": run.options.get("model.path"), **environment}
+    for name, value in chosen.items():
+        if value is not None:
+            yield Text(f"{name}  {option_text(value)}")
     changed = changed_from_defaults(run.options)
     if changed:
         yield Text("options that differ from the defaults:")

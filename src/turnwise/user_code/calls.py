@@ -291,6 +291,9 @@ def _line(innermost: FrameType) -> str:
     """The innermost line of a user's own code: `solve (tools.py:12)`."""
     frame: FrameType | None = innermost
     while frame is not None:
+        if frame.f_code is asyncio.Handle._run.__code__:  # below it is what has started the loop, such as a script
+            frame = None
+            break
         file = os.path.realpath(frame.f_code.co_filename)
         if not file.startswith((*_LIBRARIES, OWN_CODE)):
             break
