@@ -137,6 +137,15 @@ def _nearest(path: Path) -> str:
         return ""
 
 
+POLICIES = "policies"
+"""The folder of a model directory that has the adapters of further trained policies."""
+
+
 def saved_policy(model: str | Path, name: str) -> Path:
     """Where a checkpoint has the adapter of the trained policy `name`. `model` is the checkpoint's model directory."""
-    return Path(model).expanduser() / "policies" / name
+    return Path(model).expanduser() / POLICIES / name
+
+
+def has_all_weights(folder: Path) -> bool:
+    """Whether a model directory has the weights of a model, and not only those of an adapter."""
+    return (folder / "config.json").is_file() and not (folder / "adapter_config.json").is_file()

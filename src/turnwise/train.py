@@ -266,6 +266,9 @@ async def _update(
     """Update the weights of all policies that have batches, one after the other. `packed` are the batches of each. Values of rows
     learn how far that has moved the policy.
 
+    The model of the section `model` is the last one: where all of its weights are trained, those of the others are adapters on
+    them, and have sampled with the weights before its update.
+
     A cancellation after the first optimizer step takes effect after the last one of all policies: no checkpoint could hold a
     step in which only some of them have changed.
     """
@@ -274,7 +277,8 @@ async def _update(
     on_micro_batch = run.activity.part(run.step + 1, "training, micro-batches", micro_batches)
     shifts = {policy.name: await _begin_shift(run, policy, groups) for policy in run.policies if packed[policy.name]}
     updates: dict[str, UpdateStats] = {}
-    for policy in run.policies:
+    main, *others = run.policies
+    for policy in (*others, main):
         if packed[policy.name]:
             updates[policy.name] = await policy.learner.update(
                 packed[policy.name],

@@ -139,6 +139,56 @@ def test_new_weights_of_one_model_leave_the_cache_of_the_other_and_are_used_at_o
     assert difference(models[1], PROMPTS[0], after[1]) < 2e-5 < difference(models[1], PROMPTS[0], before[1])
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_moe"])
+def test_new_weights_of_a_base_are_new_weights_of_all_that_are_on_it(name: str) -> None:
+    """The first model has no adapter and is changed in place; the second one's keys, values and states of old weights are not
+    used again, and its running request goes on with the new weights."""
+    base = family(name)
+    targets = ["q_proj", "k_proj", "v_proj"]
+    second = with_second_adapter(base, LoraSection(rank=3, target_modules=targets), seed=1)
+    for parameter in [one for part, one in second.named_parameters() if "lora_B" in part]:
+        parameter.data.normal_(generator=torch.Generator().manual_seed(4)).mul_(0.3)
+    assert [part for part, one in second.named_parameters() if one.requires_grad and ".lora_" not in part] == []
+    assert all(one.requires_grad for one in base.parameters())
+    engines = engines_of([base, second])
+    assert len(engines) == 2, "one engine computes both"
+    first = engines[0]
+    assert isinstance(first, LocalEngine)
+
+    prompt = [5 + (7 * place) % 90 for place in range(60)]
+
+    def ask(conversation: str, length: int = 5) -> Request:
+        return Request(conversation=conversation, token_ids=prompt, sampling=Sampling(max_tokens=length), seed=3)
+
+    async def both(conversation: str) -> list[Completion]:
+        return [await engine.generate(ask(f"{conversation}{number}")) for number, engine in enumerate(engines)]
+
+    async def run() -> tuple[list[list[Completion]], Completion, list[list[Completion]]]:
+        before = [await both("a"), await both("b")]
+        running = asyncio.create_task(engines[1].generate(ask("long", 80)))
+        sampled = first.stats.sampled_tokens
+        while first.stats.sampled_tokens < sampled + 10:
+            await asyncio.sleep(0)
+        with torch.no_grad():
+            for parameter in base.parameters():
+                parameter.mul_(1.1)
+        await first.load_weights(1)
+        after = [await both("a"), await both("b")]
+        assert not running.done()
+        long = await running
+        return before, long, [*after, await both("c")]
+
+    before, long, after = asyncio.run(run())
+    assert [[set(one.versions) for one in part] for part in before] == [[{0}, {10}]] * 2
+    assert set(long.versions) == {10, 1}
+    assert [[set(one.versions) for one in part] for part in after] == [[{1}, {1}]] * 3
+    for number, model in enumerate((base, second)):
+        assert [bool(part[number].cached_tokens) for part in before] == [False, True]
+        assert [bool(part[number].cached_tokens) for part in after] == [False, True, True]
+        assert min(difference(model, prompt, part[number]) for part in before) > 1e-3, "the weights have changed"
+        assert max(difference(model, prompt, part[number]) for part in after) < 2e-5
+
+
 def test_an_adapter_that_is_not_finite_fails_its_own_requests_only() -> None:
     models = models_of(tiny_model())[:2]
     first, second = engines_of(models)

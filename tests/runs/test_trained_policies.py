@@ -15,17 +15,22 @@ from safetensors.torch import load_file
 
 from support.recipes import save_recipe
 from support.tiny import save_rows
-from support.training import Silent, Started, train_run
+from support.training import Silent, Started, overlap_surely, train_run, train_silently
 from turnwise import assembly
 from turnwise.cli import main
 from turnwise.config.recipe import load
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor.memory import always_bytes, read_model_config
+from turnwise.engines.local import LocalEngine
+from turnwise.engines.local.engine import SecondModel
 from turnwise.errors import ConfigError
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.record.metric_names import metric_of
 from turnwise.record.reader import read
 from turnwise.runs.replay import replay
 from turnwise.train import _learn, _take, _weigh, assemble, train
+from turnwise.training.learner import UpdateStats
+from turnwise.training.local_learner import LocalLearner
 
 GAME = """
 from turnwise import Opening, Reply, SamplingChange, current_episode, environment
@@ -46,6 +51,18 @@ async def game(row, opponent="second", train=None):
     yield Reply(reward=liking(first), done=True)
 """
 """Two sides that do not see each other: what one learns does not change what the other samples in the same step."""
+
+HELD = (
+    "import asyncio, itertools\nfrom pathlib import Path\nUPDATING = Path(__file__).with_name('updating')\n"
+    "NUMBERS = itertools.count()\n"
+    + GAME.replace(
+        "    async with",
+        "    waits = next(NUMBERS) % 2\n"
+        "    while waits and UPDATING.exists():\n"
+        "        await asyncio.sleep(0.002)\n    async with",
+    )
+)
+"""The other side of every second conversation waits for the end of an update that is running."""
 
 QUARTERS = """
 from turnwise import Opening, Reply, SamplingChange, current_episode, environment
@@ -195,6 +212,102 @@ def test_the_gradients_of_each_adapter_are_those_of_a_run_in_which_only_it_is_tr
     assert not any(gradient.any() for gradient in second[""])
 
 
+FULL = ("model.lora.rank=null", "train.minibatches=2")
+"""The main model is trained with all its weights, and updated in two optimizer steps."""
+
+
+@pytest.mark.parametrize("engine", ["", "memory_gb: 0.1, "])
+def test_adapters_on_a_model_that_is_trained_with_all_its_weights(
+    recipe: Path, model: Path, tmp_path: Path, engine: str
+) -> None:
+    """They are on the weights that the main model has in each step, and each checkpoint has both."""
+    options = [*FULL, f"policies={{second: {{{engine}train: true, lr: 0.02, lora: {{rank: 2}}}}}}"]
+    trajectories, metrics, run = train_run(recipe, tmp_path / "whole", *options)
+    (_, second) = run.policies
+    assert isinstance(run.learner, LocalLearner)
+    assert isinstance(second.learner, LocalLearner)
+    assert isinstance(run.context.policies["second"].engine, LocalEngine if engine else SecondModel)
+    shared = {one.data_ptr() for one in run.learner.model.parameters()}
+    base = [one for one in second.learner.model.parameters() if not one.requires_grad]
+    assert {one.data_ptr() for one in base} == shared, "no weights are kept twice"
+    for line in metrics:  # what an engine has sampled is what the learner trains on, also beside the main update
+        assert max(line["ratio/max_deviation"], line["policies/second/ratio/max_deviation"]) < 1e-4
+        assert min(line["grad_norm"], line["policies/second/grad_norm"]) > 0
+    before, after = load_file(model / "model.safetensors"), weights(tmp_path / "whole")
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    train_run(recipe, tmp_path / "resumed", *options, "train.steps=2")
+    resumed, lines, _ = train_run(recipe, tmp_path / "resumed", *options, "resume=auto")
+    assert (timeless(resumed), timeless(lines)) == (timeless(trajectories), timeless(metrics))
+    assert same(adapter(tmp_path / "whole", "second"), adapter(tmp_path / "resumed", "second"))
+    assert same(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
+    # evaluated, the adapter is on the weights beside it, wherever the checkpoint is
+    saved = (tmp_path / "whole" / "checkpoint" / "policies" / "second").resolve()
+    assert json.loads((saved / "adapter_config.json").read_text())["base_model_name_or_path"] == str(saved.parents[1])
+    moved = (tmp_path / "whole" / "checkpoint").resolve().rename(tmp_path / "moved")
+    loaded = load_model(ModelSource(path=str(moved / "policies" / "second")))
+    ids = torch.arange(5, 25).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(loaded(ids).logits, second.learner.model(ids).logits, atol=1e-5)
+
+
+def test_adapters_on_weights_that_change_while_conversations_run(recipe: Path, tmp_path: Path) -> None:
+    """Turns that the present weights have sampled have the learner's log-probabilities, though another conversation of the group
+    had the same prompt computed with the weights before."""
+    (tmp_path / "held.py").write_text(HELD, encoding="utf-8")
+    options = [
+        *FULL,
+        "policies={second: {train: true, lr: 0.02, lora: {rank: 2}}}",
+        f"environment.use={tmp_path}/held.py:game",
+        "train.max_staleness=1",
+        "train.steps=5",
+        "deterministic=false",
+    ]
+    run = assemble(load(recipe, [*options, f"output={tmp_path / 'run'}"])[0])
+    overlap_surely(run)
+    found: dict[str, list[UpdateStats]] = {policy.name: [] for policy in run.policies}
+    updating = tmp_path / "updating"
+
+    def keep(policy: Any) -> Any:
+        update = policy.learner.update
+
+        async def kept(*args: Any, **options: Any) -> UpdateStats:
+            updating.touch()
+            found[policy.name].append(await update(*args, **options))
+            return found[policy.name][-1]
+
+        return kept
+
+    for policy in run.policies:
+        policy.learner.update = keep(policy)  # type: ignore[attr-defined]
+    publisher = run.policies[-1].publisher
+    publish = publisher.publish
+
+    async def published(version: int) -> None:
+        await publish(version)
+        updating.unlink(missing_ok=True)
+
+    publisher.publish = published  # type: ignore[method-assign]
+    train_silently(run)
+    trajectories = [json.loads(line) for line in (tmp_path / "run" / "trajectories.jsonl").read_text().splitlines()]
+    of_second = [one for one in trajectories if one.get("policy") == "second"]
+    sampled_by = {(one["step"] - 1 - version) for one in of_second for version in versions(one)}
+    assert sampled_by == {0, 1}, "by the weights that are trained, and by those before"
+    after = {one["group"] for one in of_second if one["step"] > 1 and versions(one) == {one["step"] - 1}}
+    before = {one["group"] for one in of_second if versions(one) == {one["step"] - 2}}
+    assert after & before, "some groups had their prompt computed by both"
+    assert [len(stats) for stats in found.values()] == [5, 5]
+    assert max(one.fresh_deviation for stats in found.values() for one in stats) < 1e-4
+    assert max(one.max_deviation for one in found["second"]) > 1e-3, "the weights before are others"
+
+
+def versions(trajectory: dict[str, Any]) -> set[int]:
+    return {version for segment in trajectory["segments"] for version in segment["version"]} - {-1}
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "checkpoint" / "model.safetensors")
+
+
 def test_options_of_a_policy_change_what_it_learns_and_nothing_else_in_the_first_step(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -290,7 +403,11 @@ def test_a_policy_whose_rewards_never_differ_is_warned_of_once(recipe: Path, tmp
         (["policies={a: {train: true}, A: {train: true}}"], "'a' and 'A' would write one adapter"),
         (["policies={a: {train: true, loss: {name: gspo, alpha: 3}}}"], "policies.0.loss.alpha"),
         (["policies={a: {train: true, loss: nothing}}"], "policies.0.loss.name: there is no loss 'nothing'"),
-        (["model.lora.rank=null"], "set model.lora.rank"),
+        (["model.lora.rank=null"], "neither its lora nor model.lora has a rank"),
+        (
+            ["model.lora.rank=null", "policies={a: {train: true, lora: 2}}", "engine=vllm", "deterministic=false"],
+            "engine.name=vllm has adapters on constant weights only: give the policy an embedded engine",
+        ),
         (["reward.kl.coef=0.1"], "reward.kl.coef=0.1 is the divergence of one policy only: set loss.kl_coef"),
         (["teacher.path=m"], "the recipe has a teacher, which scores the turns of one policy only"),
         (

@@ -64,11 +64,19 @@ def trained_policy_problems(config: Config) -> list[tuple[bool, str]]:
     if not trained:
         return []
     which = f"the policy {trained[0].name!r} is trained"
+    without = [policy.name for policy in trained if config.of_policy(policy).model.lora.rank is None]
+    served = [policy.name for policy in config.served_policies]
     return [
         (
-            config.model.lora.rank is None,
-            f"{which}, as an adapter on the weights of model.path={config.model.path}, and without model.lora the run changes "
-            f"these weights: set model.lora.rank (16 is common), so that the trained model is an adapter on them, too",
+            bool(without),
+            f"the policy {''.join(without[:1])!r} is trained, as an adapter, and neither its lora nor model.lora has a rank: set "
+            f"its lora (16 is common), or model.lora.rank for both",
+        ),
+        (
+            bool(config.model.lora.rank is None and served),
+            f"the policy {''.join(served[:1])!r} is trained as an adapter on weights that the run changes, too (there is no "
+            f"model.lora), and engine.name={config.engine.name} has adapters on constant weights only: give the policy an "
+            f"embedded engine of its own (memory_gb: 2), or set model.lora.rank",
         ),
         (
             elsewhere is not None,

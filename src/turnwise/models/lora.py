@@ -23,6 +23,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.local_paths import POLICIES, has_all_weights
 from turnwise.options.algorithm import LoraSection
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -41,11 +42,14 @@ def has_adapter(model: Any) -> bool:
 def adapter_base(path: str | Path) -> str | None:
     """The path of the base model of the adapter in a directory; None if there is no adapter in it.
 
-    Raises ConfigError if the adapter's configuration cannot be read or names no base model.
+    The adapter of a trained policy in a checkpoint that has all weights of the main model is on these weights, wherever the
+    checkpoint is now. Raises ConfigError if the adapter's configuration cannot be read or names no base model.
     """
     file = Path(path).expanduser() / CONFIG_FILE
     if not file.is_file():
         return None
+    if file.parent.parent.name == POLICIES and has_all_weights(around := file.parent.parent.parent):
+        return str(around)
     try:
         base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
@@ -250,12 +254,21 @@ def without_adapter(model: Any) -> Any:
 
 
 def with_second_adapter(model: Any, lora: LoraSection, folder: str | Path | None = None, *, seed: int = 0) -> Any:
-    """A second model on the same base weights, with an adapter of its own: new, or with the weights saved in `folder`."""
-    second = without_adapter(model)
+    """A second model on the same base weights, with an adapter of its own: new, or with the weights saved in `folder`.
+
+    Without an adapter in `model`, its own weights are the base: when they change in place, the base of the second changes too.
+    """
+    second = without_adapter(model) if has_adapter(model) else _frozen_view(model)
     add_adapter(second, lora, seed=seed)
     if folder is not None:
         load_adapter(second, folder)
     return second
+
+
+def _frozen_view(model: Any) -> Any:
+    """A second model on the same weights, which has no gradients of them."""
+    frozen = {id(one): torch.nn.Parameter(one.detach(), requires_grad=False) for one in model.parameters()}
+    return copy.deepcopy(model, {**frozen, **{id(one): one for one in model.buffers()}})
 
 
 def shares_base(model: Any, other: Any) -> bool:
@@ -263,11 +276,18 @@ def shares_base(model: Any, other: Any) -> bool:
     return type(model) is type(other) and _base_tensors(model) == _base_tensors(other)
 
 
-def _base_tensors(model: Any) -> dict[str, int]:
-    """Which tensors a model has beside those of an adapter, by the names that they have without one."""
+def _base_tensors(model: Any) -> dict[str, tuple[Any, ...]]:
+    """Where a model has its tensors beside those of an adapter, by the names that they have without one."""
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    own = {name.replace(".base_layer.", "."): id(tensor) for name, tensor in tensors}
-    return {name: tensor for name, tensor in own.items() if ".lora_" not in name}
+    own = {name.replace(".base_layer.", "."): _place(tensor) for name, tensor in tensors}
+    return {name: place for name, place in own.items() if ".lora_" not in name}
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that are one in memory, also where each has an object of its own."""
+    if not tensor.numel():
+        return (id(tensor),)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 
 
 def default_targets(model: Any) -> list[str]:

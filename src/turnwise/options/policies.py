@@ -25,7 +25,7 @@ class PolicySection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Its name, which environments give to `agent`."""
     train: bool = False
-    """Train it on its agents' conversations: another adapter on the base weights of `model.lora`. False: frozen, with
+    """Train it on its agents' conversations: an adapter of its own on the trained model's base weights. False: frozen, with
     `path`, `endpoint` or `reference`."""
     lora: LoraSection | None = None
     """Adapter of a trained policy. Null: the options of `model.lora`."""

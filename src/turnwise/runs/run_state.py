@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import math
 import time
@@ -24,7 +25,7 @@ from turnwise.chat.renderer import Renderer
 from turnwise.data.order import RowOrder
 from turnwise.doctor.template import preflight, preflight_rows, unread_columns
 from turnwise.errors import HealthError, RunError, TurnwiseError, text_of
-from turnwise.local_paths import saved_policy
+from turnwise.local_paths import has_all_weights, saved_policy
 from turnwise.loggers.logger import Loggers
 from turnwise.loggers.tracers import start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
@@ -394,7 +395,7 @@ class RunState:
             functools.partial(
                 self.checkpoints.write,
                 step,
-                save_model=functools.partial(_save_models, main, writers),
+                save_model=functools.partial(_save_models, main, writers, self.checkpoints.model_of(step)),
                 tokenizer=renderer.tokenizer,
                 state=copied_to_cpu(state) if background else state,
                 processor=renderer.vision,
@@ -482,13 +483,17 @@ class RunState:
             _log.error("%s", error)
 
 
-def _save_models(main: Writers, others: Mapping[str, Writers], folder: Path) -> None:
-    """Write the model, and the adapters of further trained policies beside it."""
+def _save_models(main: Writers, others: Mapping[str, Writers], final: Path, folder: Path) -> None:
+    """Write the model, and the adapters of further trained policies beside it. `final` is where `folder` will be."""
     main.save(folder)
     for name, writers in others.items():
         own = saved_policy(folder, name)
         own.mkdir(parents=True)
         writers.save(own)
+        if has_all_weights(folder):  # the adapter is on these weights, and not on those of model.path
+            about = json.loads((own / "adapter_config.json").read_text(encoding="utf-8"))
+            text = json.dumps({**about, "base_model_name_or_path": str(final)}, indent=2)
+            (own / "adapter_config.json").write_text(text, encoding="utf-8")
 
 
 def reason_of(problem: BaseException) -> str:

@@ -124,6 +124,10 @@ class Checkpoints:
         pending = self.write(step, save_model=save_model, tokenizer=tokenizer, state=state, processor=processor)
         self.finish(pending, about or {})
 
+    def model_of(self, step: int) -> Path:
+        """The model directory of the checkpoint of a step."""
+        return self._folder.absolute() / f"step-{step:06d}" / _MODEL
+
     def write(
         self,
         step: int,

@@ -191,8 +191,9 @@ class LocalEngine:
     async def load_weights(self, version: int, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Sample with these weights from now on. Nothing that was computed with earlier weights is continued or copied.
 
-        Running requests go on with their own keys and values, and their next tokens carry the new version. Raises
-        EngineError, before anything is changed, if names or shapes are not those of the model.
+        Running requests go on with their own keys and values, and their next tokens carry the new version. The weights of a
+        model without an adapter are the base of all models of the engine: all of them are changed, and have the new version.
+        Raises EngineError, before anything is changed, if names or shapes are not those of the model.
         """
         self._load(version, weights, 0)
 
@@ -200,7 +201,9 @@ class LocalEngine:
         """`load_weights` for the model with this number."""
         if weights is not None:
             _copy_weights(self._models[model], weights)
-        self._core.use_weights(version, model)
+        changed = [model] if has_adapter(self._models[model]) else range(len(self._models))
+        for number in changed:
+            self._core.use_weights(version, number)
 
     def publisher(self, learner: WeightSource) -> WeightPublisher:
         """Nothing is copied if the learner changes the parameters of this engine's model."""
