@@ -8,9 +8,9 @@
 Alone, the model writes an expression (`38*7`), is told its value, writes the second one, is told its value, and writes both
 values. With a sub-agent, it writes the number of a question (`1`) instead: a solver, whose conversation has this question and
 nothing else, writes the expression, and the planner is told its value. The reward is the share of the two values that are
-right. It is all that any setup is told, also the solver, whose conversations have the reward of their episode. Nothing else
-differs: rows, start model, estimator, learning rate, and at each point of the curves the number of sampled tokens, with those
-of the solver.
+right. It is all that any setup is told, also the solver, whose conversations have the reward of their episode. Rows, start
+model and estimator are the same, and so is, at each point of the curves, the number of sampled tokens, with those of the solver.
+The planner alone has a learning rate of its own, because it collapses with that of the others.
 
 All setups start from the demo's model, fine-tuned on conversations of all three roles (half of them alone) with equal rates of
 mistakes: a fifth of the choices is another question, and a fifth of the expressions has another digit or sign. A model without
