@@ -27,6 +27,7 @@ from typing import Any
 import engine_env
 import torch
 import transformers as hf
+from engines.load_weights import EQUAL
 from safetensors.torch import save_file
 
 from turnwise.models.loading import published_weights, token_logprobs
@@ -124,13 +125,24 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         mamba_num_heads=8,
         mamba_head_dim=32,
         ssm_state_size=32,
-        n_groups=1,
+        n_groups=8,  # as published: SGLang does not read it
         conv_kernel=4,
         chunk_size=32,
         n_routed_experts=8,
         num_experts_per_tok=2,
         moe_intermediate_size=64,
         moe_shared_expert_intermediate_size=64,
+    ),
+    "Nemotron-H, dense": lambda: hf.NemotronHConfig(
+        **_SIZES,
+        **_HEADS,
+        layers_block_type=["mamba", "attention", "mlp", "mamba"],
+        mamba_num_heads=8,
+        mamba_head_dim=32,
+        ssm_state_size=32,
+        n_groups=8,  # as published: SGLang does not read it
+        conv_kernel=4,
+        chunk_size=32,
     ),
     "Falcon-H1": lambda: hf.FalconH1Config(**_SIZES, **_MAMBA2, **_HEADS, mamba_d_ssm=256),
     "OLMo hybrid": lambda: hf.OlmoHybridConfig(
@@ -189,10 +201,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen3.5": {"full_attention_interval": 2},
     "Qwen3-Next": {"full_attention_interval": 2},
-    "Nemotron-H": {"hybrid_override_pattern": "M*-E"},
+    "Nemotron-H, dense": {"hybrid_override_pattern": "M*-M", "layers_block_type": None},
+    "Nemotron-H": {"hybrid_override_pattern": "M*-E", "layers_block_type": None},
     "MiniMax M2": {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True},
 }
-"""Keys of published config.json files, by the beginning of the family's name."""
+"""Keys of published config.json files, by the beginning of the family's name; None: they do not have it."""
+VLLM: dict[str, dict[str, Any]] = {"LFM2": {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}}
+"""Arguments of vLLM, by the beginning of the family's name.
+
+LFM2 gives the rotary embedding queries of shape (tokens, heads, head_dim). vLLM's CPU kernel takes them for (heads, head_dim),
+rotates the first of `num_attention_heads` parts of them by positions that are not theirs, and leaves the others. The PyTorch form
+of the same operation is right.
+"""
 
 
 def make(name: str, folder: Path) -> None:
@@ -217,16 +237,23 @@ def make(name: str, folder: Path) -> None:
         logprobs.append(token_logprobs(model, PROMPT))
     weights = {key: tensor.contiguous().clone() for key, tensor in published_weights(model).items()}
     save_file(weights, folder / "update.sent")
-    (folder / "expected.json").write_text(json.dumps({"prompt": PROMPT, "logprobs": logprobs}))
+    (folder / "expected.json").write_text(
+        json.dumps({"prompt": PROMPT, "logprobs": logprobs, "vllm": _of_family(VLLM, name)})
+    )
 
 
 def _add_published_keys(name: str, file: Path) -> None:
     """Give a config.json the keys of published checkpoints that transformers reads, does not write, and the engines need."""
     values = json.loads(file.read_text())
-    values.get("text_config", values).update(
-        next((keys for start, keys in PUBLISHED.items() if name.startswith(start)), {})
-    )
+    text = values.get("text_config", values)
+    text.update(_of_family(PUBLISHED, name))
+    for key in [key for key, value in _of_family(PUBLISHED, name).items() if value is None]:
+        del text[key]
     file.write_text(json.dumps(values))
+
+
+def _of_family(table: Mapping[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    return next((values for start, values in table.items() if name.startswith(start)), {})
 
 
 def inside(engine: str, folders: Iterable[Path]) -> Iterable[dict[str, Any]]:
@@ -254,7 +281,7 @@ def verdict(result: Mapping[str, Any]) -> str:
         return f"no: these are lost: {', '.join(result['lost'][:3])}"
     if (deviation := result.get("deviation")) is None:
         return f"weights load (does not run: {result.get('not_run', 'only loaded')})"
-    return "runs, equal" if deviation < 1e-3 else f"no: log-probabilities differ by {deviation:.1e}"
+    return "runs, equal" if deviation < EQUAL else f"no: log-probabilities differ by {deviation:.1e}"
 
 
 def main() -> None:
