@@ -23,6 +23,7 @@ from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine
 from turnwise.engines.remote.engine import RemoteEngine
+from turnwise.engines.remote.http import ServerLost
 from turnwise.engines.remote.servers import Owner, Probe
 from turnwise.engines.remote.shared_buffer import (
     Place,
@@ -36,6 +37,7 @@ from turnwise.engines.remote.shared_buffer import (
 )
 from turnwise.engines.remote.weights import CannotShare, Sending, SharedCopies, WeightFiles, WeightUpdate
 from turnwise.engines.sglang import loader
+from turnwise.engines.sglang.api import share
 from turnwise.engines.vllm.api import WeightSender
 from turnwise.engines.vllm.worker import WeightReceiver
 from turnwise.errors import ConfigError, EngineError
@@ -241,7 +243,7 @@ class Worker(WeightReceiver):
         self.model |= tensors
 
 
-def send(worker: Worker, update: WeightUpdate, damage: str | None = None) -> None:
+def send(worker: Worker, update: WeightUpdate, damage: str | None = None, *, claim: bool = True) -> None:
     """Send an update to a worker. `damage`: a value of this weight is wrong in the buffer."""
 
     async def call(method: str, arguments: Any) -> list[dict[str, Any]]:
@@ -253,7 +255,8 @@ def send(worker: Worker, update: WeightUpdate, damage: str | None = None) -> Non
     sender = WeightSender("me", 9.0, Sending(shared=True))
 
     async def main() -> None:
-        await sender.claim("server", call)
+        if claim:
+            await sender.claim("server", call)
         await sender.send("server", update, call)
 
     asyncio.run(main())
@@ -280,6 +283,92 @@ def test_a_worker_loads_all_parts_after_it_has_checked_all(monkeypatch: pytest.M
     assert torch.equal(worker.model["a"], weights()["a"])
     with pytest.raises(EngineError, match="1 of the weights have another shape: b"):
         send(worker, SharedCopies().write(3, {**given, "b": torch.zeros(6)}))
+
+
+def test_a_worker_with_some_weights_of_an_update_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would mix them with the weights of the way back, and sample with that."""
+    monkeypatch.setattr(parts_of, "__defaults__", (100,))
+    worker, fill, fills = Worker(), SharedBuffer.fill, list[Any]()
+
+    def failing(self: SharedBuffer, part: Sequence[Place], tensors: Any) -> None:
+        fills.append(part)
+        if len(fills) == 6:  # four parts are checked, and one is loaded
+            raise RuntimeError("CUDA error: unspecified launch failure")
+        fill(self, part, tensors)
+
+    update = SharedCopies().write(1, weights())
+    monkeypatch.setattr(SharedBuffer, "fill", failing)
+    with pytest.raises(
+        EngineError, match=r"could not be shared with server: CUDA error.*weight_transfer=files"
+    ) as raised:
+        send(worker, update)
+    assert not isinstance(raised.value, ServerLost)
+    assert worker.loads == 1
+    with pytest.raises(ServerLost, match="the model has only some weights of an update"):
+        send(worker, update)
+    assert worker.loads == 1
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_without_memory_for_the_buffer_the_error_says_what_to_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = SharedCopies().write(1, weights())
+
+    def allocate(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB")
+
+    posted: list[str] = []
+
+    async def post(path: str, body: Any) -> Any:
+        posted.append(path)
+        return {"success": True}
+
+    server: Any = SimpleNamespace(url="server", post=post)
+    monkeypatch.setattr(torch, "empty", allocate)
+
+    def publish() -> None:
+        if name == "vllm":
+            send(Worker(), update, claim=False)
+        else:
+            asyncio.run(share(server, update, device="cpu", workers=1, flush_cache=True))
+
+    with pytest.raises(
+        EngineError, match=r"could not be shared with server: CUDA out of.*engine.weight_transfer=files"
+    ):
+        publish()
+    assert posted == []
+    with pytest.raises(EngineError, match=r"weights of version 2 could not be copied.*engine.weight_transfer=files"):
+        SharedCopies().write(2, weights())
+
+
+def test_the_copy_is_complete_on_the_gpu_of_the_weights(
+    cuda_ipc: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that writes it has another current GPU with `model.device: cuda:1`."""
+    waited, pinned, empty = list[Any](), list[bool](), torch.empty
+
+    def allocate(shape: Any, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    given = {"a": on_device(torch.arange(3.0)), "b": on_device(torch.arange(4.0))}
+    SharedCopies().write(1, given)
+    assert waited == [given["a"].device]
+    assert pinned == [True, True]
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_the_buffer_is_no_expandable_segment(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which another process can only open if it may take over files of this one. Other settings stay."""
+    settings = ["max_split_size_mb:64,expandable_segments:True" if expandable else "max_split_size_mb:64"]
+    first, during, empty = settings[0], list[str](), torch.empty
+    monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: settings[-1])
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: during.append(settings[-1]) or empty(*size, **how))
+    SharedBuffer(8, "cpu")
+    assert during == ["max_split_size_mb:64,expandable_segments:False" if expandable else first]
+    assert settings[-1] == first
 
 
 def test_a_worker_that_cannot_open_the_memory_gets_files() -> None:

@@ -144,14 +144,15 @@ def check_part(places: Sequence[Place], tensors: Mapping[str, Any]) -> None:
 
 
 class SharedBuffer:
-    """The trainer's end of a buffer of `size` bytes on `device`."""
+    """The trainer's end of a buffer of `size` bytes on `device`. Raises RuntimeError if there is not so much memory."""
 
     def __init__(self, size: int, device: Any) -> None:
         import torch
 
         self.device = torch.device(device)
-        self._bytes: Any = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
-        if not self._bytes.is_cuda:
+        with _segments_to_share():
+            self._bytes: Any = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
+        if self.device.type != "cuda":
             with _by_file_name():
                 self._bytes.share_memory_()
 
@@ -159,8 +160,8 @@ class SharedBuffer:
         """Give the memory back to the device, after the servers have closed it: a server that wakes up needs it."""
         import torch
 
-        on_gpu, self._bytes = self._bytes.is_cuda, None
-        if on_gpu:
+        self._bytes = None
+        if self.device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
@@ -273,6 +274,27 @@ class _TensorPickler(pickle.Pickler):
         if isinstance(obj, torch.UntypedStorage):
             return reductions.reduce_storage(obj)
         return NotImplemented
+
+
+_EXPANDABLE = "expandable_segments:True"
+
+
+@contextmanager
+def _segments_to_share() -> Iterator[None]:
+    """A context in which torch's allocator takes memory that other processes can open. They cannot open expandable segments,
+    unless they may take over this process's files, which containers forbid."""
+    import torch
+
+    settings: str = torch._C._accelerator_getAllocatorSettings()
+    if _EXPANDABLE not in settings:
+        yield
+        return
+    # all settings: those that are left out would be the defaults
+    torch._C._accelerator_setAllocatorSettings(settings.replace(_EXPANDABLE, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 _strategy = threading.Lock()

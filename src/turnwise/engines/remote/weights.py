@@ -122,6 +122,15 @@ class CannotShare(EngineError):
     """A server cannot read memory of the trainer's device."""
 
 
+@contextlib.contextmanager
+def sharing_with(server: str) -> Iterator[None]:
+    """Raise EngineError if torch's code inside has no memory for the buffer, or cannot share it."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise EngineError(f"weights could not be shared with {server}: {error}; {FILES_INSTEAD}") from error
+
+
 class SharedCopies(WeightCopies):
     """Keeps weights in the memory of this process, for servers that read them in memory of the trainer's device
     (`engine.weight_transfer: ipc`). They are sent from the device; the copy is for servers that are started again, and for the
@@ -131,19 +140,20 @@ class SharedCopies(WeightCopies):
         self.instead = instead
 
     def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
-        """A copy of the tensors, with checksums that the device has computed. Raises EngineError if values are not finite."""
-        import torch
-
-        live, gpu = {name: tensor.detach() for name, tensor in weights.items()}, torch.cuda.is_available()
+        """A copy of the tensors, with checksums that the device has computed. Raises EngineError if values are not finite, or if
+        there is no memory for the copy."""
+        live = {name: tensor.detach() for name, tensor in weights.items()}
         try:
             checksums = checked_values(live)
+            tensors = _on_host(live)
         except ValueError as error:
             raise EngineError(str(error)) from error
-        tensors = {name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=gpu) for name, tensor in live.items()}
-        for name, tensor in live.items():
-            tensors[name].copy_(tensor, non_blocking=True)
-        if gpu:
-            torch.cuda.synchronize()
+        except RuntimeError as error:
+            size = sum(tensor.nbytes for tensor in live.values()) / 1e9
+            raise EngineError(
+                f"the {size:.1f} GB of weights of version {version} could not be copied into the machine's memory, which "
+                f"engine.weight_transfer=ipc needs: {error}; {FILES_INSTEAD}"
+            ) from error
         return WeightUpdate(
             version=version,
             tensors=tensors,
@@ -156,6 +166,21 @@ class SharedCopies(WeightCopies):
 
     def write_adapter(self, version: int, write: Callable[[Path], None]) -> WeightUpdate:
         raise EngineError("an adapter is sent as files: remove engine.weight_transfer")
+
+
+def _on_host(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies on the CPU, in pinned memory if a tensor is on a GPU. Raises RuntimeError if there is not so much memory."""
+    import torch
+
+    gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+    copies = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=bool(gpus)) for name, tensor in tensors.items()
+    }
+    for name, tensor in tensors.items():
+        copies[name].copy_(tensor, non_blocking=True)
+    for gpu in gpus:  # by name: the current one of this thread is the first
+        torch.cuda.synchronize(gpu)
+    return copies
 
 
 class WeightFiles:

@@ -40,6 +40,7 @@ from turnwise.engines.remote.weights import (
     WeightUpdate,
     read_header,
     read_shapes,
+    sharing_with,
 )
 from turnwise.engines.sglang.images import encode_images
 from turnwise.engines.sglang.loader import EXPECTED, LOADER
@@ -77,29 +78,31 @@ async def share(server: HttpServer, update: WeightUpdate, *, device: str, worker
     tensors = update.source
     assert update.checksums is not None
     parts = parts_of(tensors, update.checksums)
-    buffer = SharedBuffer(buffer_size(parts), device)
-    await _call(server, "/begin_weight_update", {})
+    with sharing_with(server.url):
+        buffer = SharedBuffer(buffer_size(parts), device)
     try:
-        for do_load in (False, True) if len(parts) > 1 else (True,):
-            for part in parts:
-                await asyncio.to_thread(buffer.fill, part, tensors)
-                expected = torch.tensor([int(do_load), *(place.checksum for place in part)])
-                pickled = [buffer.pickled(part, {EXPECTED: expected}) for _ in range(workers)]
-                body = {
-                    "serialized_named_tensors": [base64.b64encode(one).decode() for one in pickled],
-                    "load_format": LOADER,
-                    "flush_cache": flush_cache and do_load and part is parts[-1],
-                }
-                await _call(server, "/update_weights_from_tensor", body)
+        await _call(server, "/begin_weight_update", {})
+        try:
+            for do_load in (False, True) if len(parts) > 1 else (True,):
+                for part in parts:
+                    with sharing_with(server.url):
+                        await asyncio.to_thread(buffer.fill, part, tensors)
+                        expected = torch.tensor([int(do_load), *(place.checksum for place in part)])
+                        pickled = [buffer.pickled(part, {EXPECTED: expected}) for _ in range(workers)]
+                    body = {
+                        "serialized_named_tensors": [base64.b64encode(one).decode() for one in pickled],
+                        "load_format": LOADER,
+                        "flush_cache": flush_cache and do_load and part is parts[-1],
+                    }
+                    await _call(server, "/update_weights_from_tensor", body)
+        finally:
+            with contextlib.suppress(ServerLost):
+                await server.post("/end_weight_update", {})
     except ServerLost as error:
         raise ServerLost(
             f"{error}. It was reading weights from the trainer's memory; if it cannot, {FILES_INSTEAD}. Its log has the reason"
         ) from error
-    except RuntimeError as error:  # of CUDA, in this process
-        raise EngineError(f"weights could not be shared with {server.url}: {error}; {FILES_INSTEAD}") from error
     finally:
-        with contextlib.suppress(ServerLost):
-            await server.post("/end_weight_update", {})
         buffer.close()
 
 

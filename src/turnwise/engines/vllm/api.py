@@ -18,7 +18,8 @@ import io
 import logging
 import secrets
 import struct
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any
@@ -28,7 +29,7 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, S
 from turnwise.engines.remote.images import checked_images, content_hash, tensor_bytes
 from turnwise.engines.remote.servers import Owner, Part, ServerInfo, WakePart, check_grammar_probe, expected_form
 from turnwise.engines.remote.shared_buffer import SharedBuffer, buffer_size, parts_of
-from turnwise.engines.remote.weights import BY_GLOO, FILES_INSTEAD, CannotShare, Sending, TrainerGroups, WeightUpdate
+from turnwise.engines.remote.weights import BY_GLOO, CannotShare, Sending, TrainerGroups, WeightUpdate, sharing_with
 from turnwise.errors import EngineError
 from turnwise.models.grammar import PROBE, PROBE_GRAMMAR, with_stops
 from turnwise.types import LogprobKind, Media, Request, Sampling
@@ -125,15 +126,27 @@ class WeightSender:
     async def _try_to_share(self, server: str, workers: int, call: WorkerCall) -> None:
         """Raise CannotShare unless the workers can open memory of this process."""
         try:
-            buffer = SharedBuffer(1, self._groups.sending.device)
-            handles = [buffer.handle() for _ in range(workers)]
-            await _all(server, call("turnwise_open", {**self._claim, "handles": handles}))
+            async with self._opened(1, server, workers, call):
+                pass
         except ServerLost:
             raise
         except (EngineError, RuntimeError) as error:
             raise CannotShare(f"{server} cannot read weights from the trainer's memory: {error}") from error
-        await call("turnwise_close", {"owner": self._claim["owner"]})
-        buffer.close()
+
+    @asynccontextmanager
+    async def _opened(self, size: int, server: str, workers: int, call: WorkerCall) -> AsyncIterator[SharedBuffer]:
+        """A context with a buffer of `size` bytes that all workers have opened. Raises EngineError, or RuntimeError of torch."""
+        buffer = SharedBuffer(size, self._groups.sending.device)
+        try:
+            handles = [buffer.handle() for _ in range(workers)]
+            await _all(server, call("turnwise_open", {**self._claim, "handles": handles}))
+            yield buffer
+        finally:
+            try:
+                with contextlib.suppress(EngineError):  # a lost server has closed it
+                    await call("turnwise_close", {"owner": self._claim["owner"]})
+            finally:
+                buffer.close()
 
     async def send(self, server: str, update: WeightUpdate, call: WorkerCall) -> None:
         """Replace the weights of all workers. Raises EngineError if they have the previous weights, ServerLost if they do not."""
@@ -178,24 +191,16 @@ class WeightSender:
         assert update.checksums is not None
         _, workers = await self._announce(server, tensors, call)
         parts = parts_of(tensors, update.checksums)
-        buffer = SharedBuffer(buffer_size(parts), self._groups.sending.device)
         results: list[dict[str, Any]] = []
-        try:
-            handles = [buffer.handle() for _ in range(workers)]
-            await _all(server, call("turnwise_open", {**self._claim, "handles": handles}))
-            # a part is checked again when it is loaded: of one part, that is enough
-            for load in (False, True) if len(parts) > 1 else (True,):
-                for part in parts:
-                    await asyncio.to_thread(buffer.fill, part, tensors)
-                    places = [asdict(place) for place in part]
-                    arguments = {**self._claim, "places": places, "load": load, "last": part is parts[-1]}
-                    results = await _all(server, call("turnwise_part", arguments))
-        except RuntimeError as error:  # of CUDA, in this process
-            raise EngineError(f"weights could not be shared with {server}: {error}; {FILES_INSTEAD}") from error
-        finally:
-            with contextlib.suppress(EngineError):  # a lost server has closed it
-                await call("turnwise_close", {"owner": self._claim["owner"]})
-            buffer.close()
+        with sharing_with(server):
+            async with self._opened(buffer_size(parts), server, workers, call) as buffer:
+                # a part is checked again when it is loaded: of one part, that is enough
+                for load in (False, True) if len(parts) > 1 else (True,):
+                    for part in parts:
+                        await asyncio.to_thread(buffer.fill, part, tensors)
+                        places = [asdict(place) for place in part]
+                        arguments = {**self._claim, "places": places, "load": load, "last": part is parts[-1]}
+                        results = await _all(server, call("turnwise_part", arguments))
         return results
 
 

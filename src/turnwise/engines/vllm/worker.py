@@ -45,9 +45,14 @@ class WeightReceiver:
     """The memory that the trainer shares; None except during an update."""
     turnwise_loaded: list[Place] | None = None
     """The weights that were loaded from shared memory; None before the first part."""
+    turnwise_half: bool = False
+    """Whether a load from shared memory has ended before its last part. vLLM keeps what it has of layers that are not complete,
+    and would mix it with the weights of the next load."""
 
     def turnwise_claim(self, owner: str, lease: float) -> dict[str, Any]:
         """Become or stay the owner."""
+        if self.turnwise_half:
+            return {"error": "the model has only some weights of an update, which was given up", "broken": True}
         now = time.monotonic()
         if self.turnwise_owner not in (None, owner) and now < self.turnwise_claimed_until:
             seconds = self.turnwise_claimed_until - now
@@ -163,8 +168,8 @@ class WeightReceiver:
         if not error and load:
             error = _error_of(lambda: self._turnwise_load_part(tensors, last=last))
         if error:
-            begun, self.turnwise_loaded = self.turnwise_loaded is not None, None
-            return {"error": error, "broken": begun}
+            self.turnwise_half = self.turnwise_loaded is not None
+            return {"error": error, "broken": self.turnwise_half}
         if not load:
             return {}
         assert self.turnwise_loaded is not None
@@ -179,7 +184,8 @@ class WeightReceiver:
     def turnwise_close(self, owner: str) -> dict[str, Any]:
         """Close the shared memory: only then can the trainer free it."""
         if self.turnwise_owner == owner:
-            self.turnwise_buffer, self.turnwise_loaded = None, None
+            self.turnwise_buffer = None
+            self.turnwise_half |= self.turnwise_loaded is not None
         return {}
 
     def _turnwise_load_part(self, tensors: dict[str, Any], *, last: bool) -> None:
