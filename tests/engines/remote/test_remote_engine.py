@@ -29,7 +29,7 @@ from turnwise.engines.remote.http import HttpLimits, HttpServer
 from turnwise.engines.remote.publisher import ProbeOptions, RemoteWeights
 from turnwise.engines.remote.server_process import python_path
 from turnwise.engines.remote.servers import Probe, ProbeAnswer, Replica, check_answer
-from turnwise.engines.remote.weights import WeightFiles
+from turnwise.engines.remote.weights import CannotShare, SharedCopies, WeightFiles
 from turnwise.errors import EngineError
 from turnwise.training.local_learner import LocalLearner
 from turnwise.types import Completion, Constraint, Request, Sampling
@@ -791,6 +791,67 @@ def test_a_server_that_is_lost_while_it_sleeps_gets_the_next_weights(tmp_path: P
             completion = await engine.generate(request([4]))
             assert list(completion.versions) == [2] * 8
             assert list(completion.token_ids) == expected(4, 8, 2)
+
+    run(main())
+
+
+def test_a_server_that_is_restored_stays_away_while_the_others_sleep(tmp_path: Path) -> None:
+    """It would take all its memory, which the trainer uses then."""
+
+    async def main() -> None:
+        async with fake_servers(2) as (kept, lost), engine_on([kept, lost], files=tmp_path, patience=10.0) as engine:
+            await engine.load_weights(1, WEIGHTS)
+            port = int(lost.url.rpartition(":")[2])
+            await lost.stop()
+            engine._replicas.lose(engine._replicas.all[1])
+            await engine.generate(request([4]))
+            assert engine._replicas._restoring
+            await engine.sleep()
+            lost.events.clear()
+            lost.version, lost.label, lost.owner = 0, "-1", None
+            await lost.start(port)
+            await asyncio.sleep(0.7)  # it is looked for every half second
+            assert lost.events == []
+            await engine.load_weights(2, WEIGHTS)
+            assert lost.version == kept.version == 2
+
+    run(main())
+
+
+async def cannot_share(self: FakeApi, server: HttpServer) -> None:
+    raise CannotShare(f"{server.url} cannot read weights from the trainer's memory")
+
+
+def test_an_update_before_the_start_is_kept_as_the_servers_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeApi, "claim", cannot_share)
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            engine._files = SharedCopies(WeightFiles(tmp_path))
+            for version in (1, 2):
+                await engine.load_weights(version, WEIGHTS)
+                assert engine._main.update is not None
+                assert engine._main.update.path is not None
+
+    run(main())
+
+
+def test_a_server_that_cannot_share_memory_after_a_restart_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot get the present weights, which are no file."""
+
+    async def main() -> None:
+        async with fake_servers() as (server,), engine_on([server]) as engine:
+            engine._files = SharedCopies(WeightFiles(tmp_path))
+            await engine.load_weights(1, WEIGHTS)
+            engine._replicas.lose(engine._replicas.all[0])
+            monkeypatch.setattr(FakeApi, "claim", cannot_share)
+            with pytest.raises(EngineError, match=f"{server.url} cannot read weights"):
+                await engine.load_weights(2, WEIGHTS)
+            assert engine.version == 1
 
     run(main())
 

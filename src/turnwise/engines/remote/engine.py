@@ -255,6 +255,7 @@ class RemoteEngine:
         probe: Probe | None,
     ) -> None:
         """`update`, for one of the policies."""
+        await self._replicas.start()  # which decides how the weights are kept
         update = None
         if callable(weights):  # an adapter is small, and its trainer may belong to this thread
             update = self._write(version, weights)
@@ -296,6 +297,9 @@ class RemoteEngine:
         """Free the memory of the servers' devices until the next `update`. No request may be running."""
 
         async def sleep(replica: Replica) -> None:
+            if not replica.ready:
+                self._replicas.lose(replica)  # until the update
+                return
             try:
                 await self._repeated(replica, partial(self._api.sleep, replica.server))
                 replica.asleep = "all"
@@ -303,6 +307,7 @@ class RemoteEngine:
                 self._replicas.lose(replica)
 
         self._open.clear()
+        await self._replicas.stop_restoring()  # a server that is started in the meantime would take all its memory
         await asyncio.gather(*map(sleep, self._replicas.all))
 
     async def close(self) -> None:
@@ -560,8 +565,8 @@ class RemoteEngine:
             raise
         except CannotShare as problem:
             if isinstance(self._files, SharedCopies):
-                if self._files.instead is None:
-                    raise
+                if self._files.instead is None or self._main.update is not None:
+                    raise  # the present weights are no file
                 _log.warning("%s. Weights are sent as files", problem)
                 self._files = self._files.instead
         except EngineError:
