@@ -310,10 +310,10 @@ def test_what_a_policy_is_made_of_is_what_the_recipe_says(opponents: Path, model
     assert (sampled.temperature, sampled.top_p, sampled.top_k, sampled.min_p) == (0.7, 0.5, 3, 0.1)
     engines: Any = [made[name].engine for name in ("other", "base")]
     other, base = engines
-    assert (next(other._model.parameters()).dtype, other._core.cache.kv.budget_bytes) == (torch.bfloat16, 2**28)
+    assert (next(other._models[0].parameters()).dtype, other._core.cache.kv.budget_bytes) == (torch.bfloat16, 2**28)
     # the model under the adapter has the same weights in memory, and not the adapter
-    assert base._model.get_input_embeddings().weight is whole.get_input_embeddings().weight
-    assert not has_adapter(base._model)
+    assert base._models[0].get_input_embeddings().weight is whole.get_input_embeddings().weight
+    assert not has_adapter(base._models[0])
     (source,) = assembly.policy_sources(load(opponents, [f"policies={{q: {{path: '{model}', bits: 4}}}}"])[0]).values()
     assert source is not None
     assert source.quantization.bits == 4
@@ -375,7 +375,7 @@ def test_without_training_the_reference_model_is_that_of_reference_path(
     expected: Any = assembly.engine_model(
         recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": str(other)})})
     )
-    (played, own, wanted) = (one.get_input_embeddings().weight for one in (engine._model, evaluated, expected))
+    (played, own, wanted) = (one.get_input_embeddings().weight for one in (engine._models[0], evaluated, expected))
     assert torch.equal(played, wanted)
     assert not torch.equal(played, own)
 
