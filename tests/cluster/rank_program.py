@@ -350,7 +350,9 @@ def measured(case: Case, learner: Any, gradients: Callable[[], dict[str, torch.T
 def stats(update: UpdateStats) -> dict[str, Any]:
     """The statistics, with the log-probabilities in the order of the sequences."""
     logprobs = [float(value) for of_batch in update.logprobs for _, row in sorted(of_batch.items()) for value in row]
-    return {**asdict(replace(update, logprobs=())), "logprobs": logprobs}
+    found = {**asdict(replace(update, logprobs=())), "logprobs": logprobs}
+    del found["slowest"]  # there is none in one process
+    return found
 
 
 def compared(ranks: Ranks, case: Case) -> dict[str, Any]:
