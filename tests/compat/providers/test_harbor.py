@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from turnwise.compat.providers.harbor import read_rewards
 from turnwise.compat.providers.harbor_sandboxes import HarborError
 from turnwise.compat.providers.harbor_tasks import Unfit, plan_of, read_task
 from turnwise.config.recipe import checked
+from turnwise.environments.agents.containers import ContainerImage
 from turnwise.errors import ConfigError
 from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
@@ -114,6 +116,25 @@ def test_each_conversation_has_files_of_its_own_and_the_tests_are_those_of_the_t
         assert trajectory.error is None, trajectory.error
         assert answers(trajectory)[1].strip() == "/solution:\n\n/tests:\nx"
         assert trajectory.turns[-1].reward == 0.0
+
+
+def test_files_with_two_names_keep_both(tmp_path: Path) -> None:
+    """`git clone` of a folder makes such files."""
+    config = recipe(write_tasks(tmp_path, "hello-world"))
+    trajectory = played(
+        config, bash("echo a > a; ln a b; mkdir c; ln a c/d"), bash("cat a b c/d; stat -c %h b"), "Done."
+    )
+    assert answers(trajectory)[1] == "a\na\na\n3"
+
+
+def test_variables_of_the_sandbox_and_directories_that_are_there_are_known_to_a_dockerfile(tmp_path: Path) -> None:
+    docker = (
+        'FROM ubuntu\nWORKDIR /app/in\nENV PATH="/opt/x/bin:$PATH"\nCOPY Dockerfile /app/in\nCOPY Dockerfile /srv/new\n'
+    )
+    folder = write_tasks(tmp_path, "hello-world", dockerfile=docker, task_toml="[verifier]\nuser = 'root'\n")
+    trajectory = played(recipe(folder), bash("ls -p /app/in /srv; echo $PATH"), "Done.")
+    assert (trajectory.error, trajectory.turns[-1].reward) == (None, 0.0)
+    assert answers(trajectory)[0].startswith("/app/in:\nDockerfile\n\n/srv:\nnew\n/opt/x/bin:/usr/local/sbin:")
 
 
 def test_a_command_has_limits_and_no_network_and_sees_no_files_of_this_machine(tmp_path: Path) -> None:
@@ -290,6 +311,11 @@ def test_rewards_are_read_as_harbor_reads_them() -> None:
         "reward.json\n[1]",
         "reward.json\n",
         "reward.json\n1e309",
+        f"reward.json\n1{'0' * 400}",
+        "reward.json\n" + "[" * 60_000,
+        json.dumps({"\x1b[31m": 1}).join(["reward.json\n", ""]),
+        json.dumps({"": 1}).join(["reward.json\n", ""]),
+        json.dumps({str(n): 1 for n in range(101)}).join(["reward.json\n", ""]),
     ):
         with pytest.raises(HarborError, match="task t: its tests"):
             read_rewards(wrong, "t")
@@ -320,6 +346,8 @@ elif asked == "exec":
     os.execvpe("bwrap", inside, {{**env, "PATH": "/usr/bin:/bin"}})
 elif asked == "rm":
     shutil.rmtree(f"{{folder}}/{{rest[-1]}}")
+elif asked == "inspect":
+    print("\\n".join(name + " " + open(folder + "/label").read() for name in rest[2:]))
 elif asked == "ps":
     print("\\n".join(name for name in os.listdir(folder) if name.startswith("turnwise-")))
 """
@@ -385,6 +413,39 @@ def test_an_image_that_docker_cannot_build_fails_with_its_message(
     monkeypatch.setenv("PATH", str(docker))
     with pytest.raises(ConfigError, match="backend=podman: podman is not installed"):
         assembly.environment_factory(recipe(folder, backend="podman"))
+
+
+def test_tests_run_as_their_user_and_what_is_around_them_as_root(docker: Path, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path / "tasks", "hello-world", task_toml="[agent]\nuser = 'ann'\n")
+    played(recipe(folder, backend="docker"), bash("true"), "Done.")
+    users = [[word for word in asked if word.startswith("--user=")] for asked in docker_calls(docker, "exec")]
+    assert users == [["--user=ann"], ["--user=root"], [], ["--user=root"]]
+
+
+def test_tasks_share_the_threads_of_their_containers_and_an_image_that_fails_is_built_once(
+    docker: Path, tmp_path: Path
+) -> None:
+    names = ["hello-world", "mean", "column"]
+    folder = write_tasks(tmp_path / "tasks", *names)
+    config = recipe(folder, backend="docker", max_concurrent=6)
+    environments = assembly.environment_factory(config)
+    (folder / "mean" / "environment" / "broken").touch()
+    for row in assembly.rows(config):
+        errors = [one.error for one in hold_all(Says("Done."), environments, row=row, size=6, limits=LIMITS)]
+        assert [error is not None for error in errors] == [row["task"] == "mean"] * 6
+    assert len(docker_calls(docker, "build")) == 3
+    threads = [one for one in threading.enumerate() if one.name.startswith("turnwise-containers")]
+    assert 0 < len(threads) <= 8
+    asyncio.run(environments.aclose())
+    assert not list(docker.glob("turnwise-*"))
+
+
+def test_containers_of_a_killed_run_are_removed_by_the_next_one(docker: Path, tmp_path: Path) -> None:
+    boot, space, *_ = ContainerImage(tool="docker", image="i").label.split(":")
+    (docker / "turnwise-old").mkdir()
+    (docker / "label").write_text(f"{boot}:{space}:4194305:1:a")
+    assembly.environment_factory(recipe(write_tasks(tmp_path / "tasks", "hello-world"), backend="docker"))
+    assert not (docker / "turnwise-old").exists()
 
 
 def test_nothing_is_left_when_a_run_ends(tmp_path: Path) -> None:

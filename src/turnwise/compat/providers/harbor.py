@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -37,8 +38,9 @@ _DEFAULTS = {"seconds": 60.0, "memory_mb": 2048, "processes": 128, "disk_mb": 25
 """Bounds of the sandbox that differ from those of a program alone."""
 _CLEAN = (
     'for place in /tests /logs/verifier; do rm -rf "$place" 2>/dev/null; mkdir -p "$place" || exit 1; '
-    '[ -z "$(ls -A "$place")" ] || exit 1; done'
+    '[ -z "$(ls -A "$place")" ] || exit 1; done; chmod 777 /logs/verifier'
 )
+"""Run as root, for tests of any user."""
 _BASH = 'command -v bash > /dev/null && exec bash -c "$1"; exec sh -c "$1"'
 """Some images have no bash."""
 _TEST = "chmod +x /tests/test.sh; exec /tests/test.sh"
@@ -47,6 +49,8 @@ _REWARD = (
     'if [ -f "$name" ]; then echo "$name"; head -c 65536 "$name"; exit 0; fi; done; exit 1'
 )
 _LONGEST_FILE = 1_000_000  # bytes of a file in the editor
+_MOST_REWARDS, _LONGEST_NAME = 100, 100  # of the rewards in reward.json
+_LARGEST = sys.float_info.max
 _SHOWN = 2000  # characters of the tests' output that are recorded
 
 
@@ -198,7 +202,7 @@ class _Conversation:
 
     def tools(self) -> list[Tool]:
         """What the model can call."""
-        # twice the time of a command, because calls wait for a free place
+        # the editor runs two commands
         seconds = 2 * self._source.bounds.seconds + 60
         return [Tool.of(self.bash, timeout=seconds), Tool.of(self.str_replace_editor, timeout=seconds)]
 
@@ -298,10 +302,14 @@ class _Conversation:
 
     async def _read(self, path: str) -> str:
         """The text of a file. Raises ValueError, which the model receives."""
-        script = f'if [ ! -f "$1" ]; then exit 44; fi; head -c {_LONGEST_FILE + 1} -- "$1" | base64'
+        script = (
+            f'if [ ! -f "$1" ]; then exit 44; fi; [ -r "$1" ] || exit 45; head -c {_LONGEST_FILE + 1} -- "$1" | base64'
+        )
         ran = await self._machine.run(["/bin/sh", "-c", script, "sh", path], output_bytes=2 * _LONGEST_FILE)
         if ran.status == 44:
             raise ValueError(f"there is no file {path}")
+        if ran.status == 45:
+            raise ValueError(f"{path} cannot be read: permission denied")
         _refuse(ran, f"{path} cannot be read")
         content = base64.b64decode(ran.output)
         if len(content) > _LONGEST_FILE:
@@ -325,16 +333,19 @@ class _Conversation:
         """Run the tests, and read their rewards. Raises HarborError if they give none."""
         task, machine = self._task, self._machine
         assert task is not None
-        cleaned = await machine.run(["/bin/sh", "-c", _CLEAN])
+        cleaned = await machine.run(["/bin/sh", "-c", _CLEAN], user="root")
         if cleaned.status or cleaned.stopped or cleaned.notes:
             raise HarborError(
                 f"task {task.name}: /tests and /logs/verifier cannot be emptied: {cleaned.text_for_model()[-500:]}"
             )
         await machine.put(tar_of({"/tests": task.folder / "tests"}))
         ran = await machine.run(
-            ["/bin/sh", "-c", _TEST], seconds=task.test_seconds, environment=task.test_environment, user=task.test_user
+            ["/bin/sh", "-c", _TEST],
+            seconds=task.test_seconds,
+            environment=task.test_environment,
+            user=task.test_user or "",  # not that of the model's commands
         )
-        found = await machine.run(["/bin/sh", "-c", _REWARD], output_bytes=1 << 17)
+        found = await machine.run(["/bin/sh", "-c", _REWARD], output_bytes=1 << 17, user="root")
         shown = ran.text_for_model()
         if found.status or ran.stopped or ran.notes:
             raise HarborError(f"task {task.name}: its tests gave no reward: {shown[-1000:]}")
@@ -373,14 +384,21 @@ def read_rewards(output: str, task: str) -> dict[str, float]:
     name, _, text = output.partition("\n")
     try:
         value: Any = json.loads(text) if name == "reward.json" else float(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HarborError(f"task {task}: its tests wrote {text.strip()!r:.200} to {name}, which is no reward") from None
     rewards = value if isinstance(value, dict) else {"reward": value}
+    if len(rewards) > _MOST_REWARDS:  # each is a metric
+        raise HarborError(f"task {task}: its tests gave {len(rewards)} rewards; they may give {_MOST_REWARDS}")
     for key, number in rewards.items():
-        if not isinstance(number, int | float) or not math.isfinite(number):
+        if not 0 < len(key) <= _LONGEST_NAME or not key.isprintable():
             raise HarborError(
-                f"task {task}: its tests gave the reward {key}={number!r:.80}; it must be a finite number"
+                f"task {task}: its tests gave a reward the name {key!r:.80}; it must have 1 to {_LONGEST_NAME} characters that "
+                f"can be printed"
+            )
+        if not isinstance(number, int | float) or not -_LARGEST <= number <= _LARGEST:
+            raise HarborError(
+                f"task {task}: its tests gave the reward {key}={number!s:.80}; it must be a finite number"
             )
     if not rewards:
         raise HarborError(f"task {task}: its tests wrote no reward to {name}")
-    return {str(key): float(number) for key, number in rewards.items()}
+    return {key: float(number) for key, number in rewards.items()}

@@ -49,7 +49,7 @@ class ContainerMachine:
     """None: the working directory of the image."""
     environment: Mapping[str, str]
     user: str | None
-    """None: the user of the image."""
+    """Who runs commands if nobody else is named; None: the user of the image."""
     turn: asyncio.Lock
     closing: contextlib.AsyncExitStack
 
@@ -66,11 +66,11 @@ class ContainerMachine:
     ) -> Ran:
         limit = self.bounds.seconds if seconds is None else seconds
         inside = ["timeout", "-s", "KILL", f"{limit:g}", *words]
-        place = cwd or self.cwd
+        place, who = cwd or self.cwd, self.user if user is None else user
         variables = {**self.environment, **(environment or {})}
         options = [
             *([f"--workdir={place}"] if place else []),
-            *([f"--user={user or self.user}"] if user or self.user else []),
+            *([f"--user={who}"] if who else []),
             # names only, so that no list of processes shows a value; but not of variables that the client itself reads
             *(
                 f"--env={name}={value}" if _OF_CLIENT.fullmatch(name) else f"--env={name}"

@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Protocol
 
 from turnwise.compat.providers.harbor_containers import ContainerMachine, build, container_options, started
-from turnwise.compat.providers.harbor_tasks import CopyStep, HarborTask, ImagePlan
+from turnwise.compat.providers.harbor_tasks import CopyStep, HarborTask, ImagePlan, usual_environment
 from turnwise.environments.agents.containers import ContainerImage
-from turnwise.environments.sandbox.jail import Layout, find_jail, interpreter
+from turnwise.environments.sandbox.jail import Layout, find_jail
 from turnwise.environments.sandbox.machine import JailMachine, Machine, tar_of
 from turnwise.environments.sandbox.process import Bounds, SandboxError
 from turnwise.errors import TurnwiseError
 from turnwise.user_code.calls import in_lockstep, waiting_for_others
 
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_AGAIN_SECONDS = 600.0
+"""How long an image that could not be made is not tried again."""
 
 
 class HarborError(TurnwiseError):
@@ -57,16 +59,30 @@ class _TaskPlaces:
         self._building: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]] = (
             weakref.WeakKeyDictionary()
         )
+        self._failed: dict[str, tuple[float, str]] = {}
+        """When and why an image could not be made, by task."""
 
     @property
     def slots(self) -> asyncio.Semaphore:
         """The places of this event loop."""
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrent))
 
-    def building(self, task: HarborTask) -> asyncio.Lock:
-        """Held while the image of a task is made."""
+    @contextlib.asynccontextmanager
+    async def building(self, task: HarborTask) -> AsyncIterator[None]:
+        """Inside, the image of a task is made, once at a time. What failed is not tried again soon: all conversations of a group
+        would wait for the same failure, one after the other. Raises HarborError."""
+        key = str(task.folder)
         locks = self._building.setdefault(asyncio.get_running_loop(), {})
-        return locks.setdefault(str(task.folder), asyncio.Lock())
+        with waiting_for_others():
+            async with locks.setdefault(key, asyncio.Lock()):
+                failed, message = self._failed.get(key, (-math.inf, ""))
+                if time.monotonic() < failed + _AGAIN_SECONDS:
+                    raise HarborError(message)
+                try:
+                    yield
+                except HarborError as error:
+                    self._failed[key] = time.monotonic(), str(error)
+                    raise
 
 
 class JailSandboxes:
@@ -78,10 +94,9 @@ class JailSandboxes:
 
     async def machine(self, task: HarborTask) -> Machine:
         key = str(task.folder)
-        with waiting_for_others():
-            async with self._places.building(task):
-                if key not in self._images:
-                    self._images[key] = await self._built(task)
+        async with self._places.building(task):
+            if key not in self._images:
+                self._images[key] = await self._built(task)
         return self._new(task, self._images[key])
 
     async def aclose(self) -> None:
@@ -89,31 +104,30 @@ class JailSandboxes:
 
     def _new(self, task: HarborTask, files: bytes) -> JailMachine:
         plan = self._plans[str(task.folder)]
-        layout = Layout(writable=plan.writable, environment={**_environment(), **plan.environment})
+        layout = Layout(writable=plan.writable, environment={**usual_environment(), **plan.environment})
         return JailMachine(
             self._jail, layout, bounds_of(task, self._bounds), cwd=plan.workdir, slots=self._places.slots, files=files
         )
 
     async def _built(self, task: HarborTask) -> bytes:
         """The files of a task's image. Raises HarborError."""
-        machine = self._new(task, b"")
+        machine, left = self._new(task, b""), task.build_seconds
         try:
-            async with asyncio.timeout(task.build_seconds):
-                for step in self._plans[str(task.folder)].steps:
-                    where = f"task {task.name}: line {step.line} of its Dockerfile"
-                    if isinstance(step, CopyStep):
-                        await machine.put(tar_of(step.files, mode=step.mode))
-                        continue
-                    ran = await machine.run(
-                        step.words, cwd=step.cwd, seconds=task.build_seconds, environment=step.environment
+            for step in self._plans[str(task.folder)].steps:
+                where = f"task {task.name}: line {step.line} of its Dockerfile"
+                if isinstance(step, CopyStep):
+                    await machine.put(tar_of(step.files, mode=step.mode))
+                    continue
+                # without the time in which a command waits for a free place
+                ran = await machine.run(step.words, cwd=step.cwd, seconds=max(left, 0.1), environment=step.environment)
+                left -= ran.seconds
+                if left < 0:
+                    raise HarborError(
+                        f"task {task.name}: its image was not made within build_timeout_sec={task.build_seconds:g}"
                     )
-                    if ran.status or ran.stopped or ran.notes:
-                        raise HarborError(f"{where} cannot be run in the sandbox: {ran.text_for_model()[-1500:]}")
+                if ran.status or ran.stopped or ran.notes:
+                    raise HarborError(f"{where} cannot be run in the sandbox: {ran.text_for_model()[-1500:]}")
             return machine.archive()
-        except TimeoutError:
-            raise HarborError(
-                f"task {task.name}: its image was not made within build_timeout_sec={task.build_seconds:g}"
-            ) from None
         except (SandboxError, OSError, ValueError) as error:
             raise HarborError(f"task {task.name}: its image cannot be made: {error}") from error
         finally:
@@ -124,21 +138,22 @@ class ContainerSandboxes:
     """Containers of docker or podman (`tool`). The image of a task is built once. Without `network`, none has one."""
 
     def __init__(self, tool: str, bounds: Bounds, concurrent: int, *, network: bool) -> None:
-        self._tool, self._bounds, self._network = tool, bounds, network
+        self._bounds, self._network = bounds, network
+        self._containers = ContainerImage(tool=tool, image="")
+        """What the images of all tasks share."""
+        self._containers.remove_left_over()
         self._places, self._images = _TaskPlaces(concurrent), dict[str, ContainerImage]()
 
     async def machine(self, task: HarborTask) -> Machine:
         key = str(task.folder)
-        with waiting_for_others():
-            async with self._places.building(task):
-                if key not in self._images:
-                    self._images[key] = await self._image(task)
+        async with self._places.building(task):
+            if key not in self._images:
+                self._images[key] = await self._image(task)
         return await self._started(task, self._images[key])
 
     async def aclose(self) -> None:
-        for image in self._images.values():
-            await asyncio.to_thread(image.close)
         self._images.clear()
+        await asyncio.to_thread(self._containers.close)
 
     async def _image(self, task: HarborTask) -> ContainerImage:
         """The image of a task's containers. Raises HarborError if it cannot be built."""
@@ -147,12 +162,12 @@ class ContainerSandboxes:
             folder = task.folder / "environment"
             image = f"turnwise-harbor:{hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]}"
             try:
-                await build(self._tool, str(folder), image, task.build_seconds)
+                await build(self._containers.tool, str(folder), image, task.build_seconds)
             except SandboxError as error:
                 raise HarborError(f"task {task.name}: its image cannot be built: {error}") from error
         network = task.network and self._network
         options = container_options(bounds_of(task, self._bounds), cpus=task.cpus or 1.0, network=network)
-        return ContainerImage(tool=self._tool, image=image, options=options)
+        return self._containers.other(image, options)
 
     async def _started(self, task: HarborTask, image: ContainerImage) -> ContainerMachine:
         """A container of a task, when one is free."""
@@ -171,19 +186,3 @@ class ContainerSandboxes:
             return ContainerMachine(
                 container, bounds, task.workdir, task.environment, task.user, lock, closing.pop_all()
             )
-
-
-def _environment() -> dict[str, str]:
-    """The variables of all commands."""
-    own = str(Path(interpreter()).parent)
-    return {
-        "HOME": "/root",
-        "TMPDIR": "/tmp",
-        "LANG": "C.UTF-8",
-        "USER": "root",
-        "PATH": f"{_PATH}:{own}",
-        # files of a working directory belong to another user id in each command
-        "GIT_CONFIG_COUNT": "1",
-        "GIT_CONFIG_KEY_0": "safe.directory",
-        "GIT_CONFIG_VALUE_0": "*",
-    }

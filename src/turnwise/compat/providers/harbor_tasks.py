@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from turnwise.environments.sandbox.jail import interpreter
 from turnwise.errors import ConfigError
 
 _DEEPEST = 6
@@ -302,13 +303,35 @@ def _top(path: str) -> str:
     return "/" + posixpath.normpath(path).lstrip("/").partition("/")[0]
 
 
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def usual_environment() -> dict[str, str]:
+    """The variables of all commands in jails."""
+    own = str(Path(interpreter()).parent)
+    return {
+        "HOME": "/root",
+        "TMPDIR": "/tmp",
+        "LANG": "C.UTF-8",
+        "USER": "root",
+        "PATH": f"{_PATH}:{own}",
+        # files of a working directory belong to another user id in each command
+        "GIT_CONFIG_COUNT": "1",
+        "GIT_CONFIG_KEY_0": "safe.directory",
+        "GIT_CONFIG_VALUE_0": "*",
+    }
+
+
 class _Reading:
     """Follows the instructions of a Dockerfile."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
         self._plan = ImagePlan()
+        self._usual = usual_environment()
         self._arguments: dict[str, str] = {}
+        self._directories = {"/", *USUAL}
+        """Those that are known to be there."""
         self._begun = False
         self.places: list[str] = []
         """Directories directly below / that are written."""
@@ -334,6 +357,7 @@ class _Reading:
             case "WORKDIR":
                 self._plan.workdir = posixpath.join(self._plan.workdir, self._filled(rest))
                 self._writes(self._plan.workdir)
+                self._has_directory(self._plan.workdir)
             case "ENV":
                 self._plan.environment |= self._assigned(rest)
             case "ARG":
@@ -373,12 +397,13 @@ class _Reading:
         place = posixpath.join(self._plan.workdir, target)
         files: dict[str, Path] = {}
         found = [path for source in sources for path in self._sources(source)]
-        into = len(found) > 1 or target.endswith("/") or target in (".", "..")
+        into = len(found) > 1 or target.endswith("/") or posixpath.normpath(place) in self._directories
         for path in found:
             inside = not path.is_dir() and into
             files[posixpath.normpath(posixpath.join(place, path.name) if inside else place)] = path
-        for where in files:
+        for where, path in files.items():
             self._writes(where)
+            self._has_directory(where if path.is_dir() else posixpath.dirname(where))
         modes = [int(option.partition("=")[2], 8) for option in options if option.startswith("--chmod=")]
         return CopyStep(line=line, files=files, mode=modes[-1] if modes else None)
 
@@ -419,9 +444,15 @@ class _Reading:
         if top != "/":
             self.places.append(top)
 
+    def _has_directory(self, place: str) -> None:
+        while place not in self._directories:
+            place = posixpath.normpath(place)
+            self._directories.add(place)
+            place = posixpath.dirname(place)
+
     def _filled(self, text: str) -> str:
         """A text with the values of its variables."""
-        known = {**self._arguments, **self._plan.environment}
+        known = {**self._usual, **self._arguments, **self._plan.environment}
 
         def value(found: re.Match[str]) -> str:
             name = found[1] or found[2]

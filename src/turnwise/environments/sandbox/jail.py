@@ -194,7 +194,7 @@ if files >= 0:
                     device = os.stat(place).st_dev
                     def kept(one):
                         ours = os.lstat(os.path.join(root, one.name)).st_dev == device  # not what is mounted inside
-                        return one if ours and (one.isreg() or one.isdir() or one.issym()) else None
+                        return one if ours and (one.isreg() or one.isdir() or one.issym() or one.islnk()) else None
                     tar.add(place, filter=kept)
             os.write(started, b"2")
         except (OSError, ValueError, MemoryError, RecursionError, tarfile.TarError):

@@ -28,6 +28,7 @@ from turnwise.environments.sandbox.jail import (
     scratch_file,
 )
 from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
+from turnwise.user_code.calls import waiting_for_others
 
 _FILES = "/code/files.tar"
 _INPUT = "/code/input"
@@ -52,7 +53,8 @@ class Machine(Protocol):
         environment: Mapping[str, str] | None = None,
         user: str | None = None,
     ) -> Ran:
-        """Run a command, after all earlier ones, with `given` as its standard input. None: as the machine says.
+        """Run a command, after all earlier ones, with `given` as its standard input. None: as the machine says; the user "" is
+        that of the image.
 
         Raises SandboxError if it could not be run.
         """
@@ -93,7 +95,7 @@ class JailMachine:
         environment: Mapping[str, str] | None = None,
         user: str | None = None,
     ) -> Ran:
-        assert user is None, "a jail has one user"
+        assert user in (None, "", "root", "0"), "a jail has one user"
         bounds = self._bounds
         if seconds is not None:
             bounds = replace(bounds, seconds=seconds, cpu_seconds=max(1, int(seconds)))
@@ -105,7 +107,9 @@ class JailMachine:
         async with self._turn:
             if self._closed:
                 raise SandboxError("the conversation has ended: its sandbox is closed")
-            async with self._slots:
+            with waiting_for_others():
+                await self._slots.acquire()
+            try:
                 return await run_in_jail(
                     self._jail,
                     program,
@@ -114,6 +118,8 @@ class JailMachine:
                     files=self._files,
                     layout=layout,
                 )
+            finally:
+                self._slots.release()
 
     async def put(self, archive: bytes) -> None:
         ran = await self.run([interpreter(), "-I", "-S", "-c", _UNPACK], cwd="/", given=archive)
