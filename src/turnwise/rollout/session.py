@@ -461,7 +461,9 @@ class Session:
         if self._prompt is None:
             size = text_size(self._new_messages) + len(self._partial.unencoded)
             with boundary("tokens"):
-                self._prompt = self._encode_prompt() if size <= _SHORT_TEXT else await off_loop(self._encode_prompt)
+                self._prompt = (
+                    self._encode_prompt() if size <= _SHORT_TEXT else await off_loop(self._encode_prompt, long=True)
+                )
             if self._first_prompt_tokens is None:
                 self._first_prompt_tokens = len(self._prompt.token_ids)
         return self._prompt

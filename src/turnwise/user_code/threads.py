@@ -213,16 +213,17 @@ _main = threading.main_thread()
 # functions
 
 
-_texts = ThreadPoolExecutor(2, "turnwise-text")
+_texts = {long: ThreadPoolExecutor(threads, "turnwise-text") for long, threads in ((True, 2), (False, 1))}
 
 
-async def off_loop(function: Callable[[], T]) -> T:
-    """Call our own code whose time grows with a text of others, such as the tokenizer, in one of two threads.
+async def off_loop(function: Callable[[], T], *, long: bool) -> T:
+    """Call our own code whose time grows with a text of others, such as the tokenizer, in one of two threads for long texts, or
+    in that for short ones: these do not wait for long ones, however many an agent sends.
 
     The call goes on if its caller is cancelled, so its time must have a bound.
     """
     call = contextvars.copy_context().run
-    return await asyncio.get_running_loop().run_in_executor(_texts, call, function)
+    return await asyncio.get_running_loop().run_in_executor(_texts[long], call, function)
 
 
 async def run_in_thread(function: Callable[[], T], *, name: str, kind: str, closes: bool = False) -> T:

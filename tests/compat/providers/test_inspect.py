@@ -135,6 +135,23 @@ def conversation():
     return Task(dataset=[Sample(input=messages, target="3")], scorer=includes(), message_limit=8)
 
 @task
+def timed():
+    return Task(dataset=SUMS, scorer=includes(), time_limit=1)
+
+@task
+def timed_later():
+    return Task(dataset=SUMS, solver=again(), scorer=includes(), time_limit=3)
+
+@task
+def approved():
+    from inspect_ai.approval import ApprovalPolicy, auto_approver
+    return Task(dataset=SUMS, scorer=includes(), approval=[ApprovalPolicy(auto_approver("reject"), "*")])
+
+@task
+def working():
+    return Task(dataset=SUMS, scorer=includes(), working_limit=10)
+
+@task
 def graded():
     return Task(dataset=SUMS, scorer=model_graded_qa())
 
@@ -275,6 +292,24 @@ def test_a_limit_ends_the_solver_and_the_scorers_decide(tasks: Path) -> None:
     trajectory = played(recipe(f"{tasks}@agent"), add(0, 1), limits=limits)
     assert trajectory.error is None, trajectory.error
     assert (trajectory.stop, trajectory.turns[0].rewards) == ("max_turns", {"includes": 0.0})
+
+
+@pytest.mark.parametrize(("name", "turns"), [("timed", 1), ("timed_later", 2)])
+def test_a_time_limit_of_the_task_ends_the_sample_and_the_scorers_decide(name: str, turns: int, tasks: Path) -> None:
+    """Also if it is over while the model samples a turn, which is then the last one."""
+    config = recipe(f"{tasks}@{name}")
+    environments = assembly.environment_factory(config)
+    engine = Says(*["It is 2."] * 3, seconds=2.0)
+    trajectory = hold(engine, environments, row=assembly.rows(config)[0], limits=LIMITS)
+    asyncio.run(environments.aclose())
+    assert trajectory.error is None, trajectory.error
+    assert [turn.rewards for turn in trajectory.turns] == [*[{}] * (turns - 1), {"includes": 0.0}]
+
+
+@pytest.mark.parametrize(("name", "what"), [("approved", "an approval policy"), ("working", "a working_limit")])
+def test_what_a_task_has_and_nothing_here_obeys_is_refused(name: str, what: str, tasks: Path) -> None:
+    with pytest.raises(ConfigError, match=what):
+        assembly.environment_factory(recipe(f"{tasks}@{name}"))
 
 
 def test_a_scorer_that_asks_the_model_itself_is_refused(tasks: Path) -> None:

@@ -17,10 +17,12 @@ from support.agent_clients import anthropic_client, imported, openai_client, rel
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
+from turnwise.environments.agents.requests import Refused, ReportedRewards
 from turnwise.errors import GrammarError
 from turnwise.rollout.context import Limits
 from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
 from turnwise.types import SamplingChange, Trajectory
+from turnwise.user_code.threads import off_loop
 
 USER = "<|im_start|>user\n{}<|im_end|>\n"
 ADD: dict[str, Any] = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
@@ -315,6 +317,22 @@ def test_rewards_may_arrive_after_the_end_until_the_last_one() -> None:
     assert late[1][0] == 200
 
 
+def test_a_reward_that_counts_for_nothing_is_refused() -> None:
+    """After the last turn has received its rewards, as long as the conversation is not closed."""
+
+    async def both() -> None:
+        rewards = ReportedRewards()
+        rewards.add(0, 1.0, False)
+        assert rewards.take(0) == (1.0, {})
+        rewards.add(0, 0.5, False)
+        assert rewards.take(0, at_end=True) == (0.5, {})
+        with pytest.raises(Refused, match="the conversation has ended") as refused:
+            rewards.add(0, 0.5, False)
+        assert refused.value.status == 410
+
+    asyncio.run(both())
+
+
 def test_a_conversation_without_a_reward_in_time_fails() -> None:
     def agent(row: Any, base_url: str, api_key: str) -> None:
         openai_client(base_url, api_key).chat.completions.create(model="m", messages=row.messages)
@@ -441,6 +459,27 @@ def test_what_takes_time_with_a_long_request_is_done_beside_the_event_loop() -> 
     assert seen == [200, 200, 200]
     # after that, the grammar is known, and the record is compared with the template
     assert [name.rpartition("_")[0] for name in renderer.used[:3]] == ["turnwise-text"] * 3
+
+
+def test_short_requests_do_not_wait_for_long_ones() -> None:
+    """However many long ones there are, and an agent has one of them counted at a time."""
+    free, statuses = threading.Event(), list[int]()
+
+    async def agent(row: Any, base_url: str, api_key: str) -> None:
+        def ask(path: str, text: str) -> None:
+            body = {"max_tokens": 5, "messages": [{"role": "user", "content": text}]}
+            statuses.append(post(f"{base_url}/{path}", api_key, body)[0])
+
+        long = [asyncio.create_task(off_loop(lambda: free.wait(60), long=True)) for _ in range(4)]
+        await asyncio.to_thread(ask, "messages/count_tokens", "short")
+        await asyncio.to_thread(ask, "chat/completions", "Hi")
+        assert not any(task.done() for task in long)
+        free.set()
+        await asyncio.gather(*long)
+
+    trajectory = led(Says("a"), agent, limits=Limits(turns=8, tokens_per_turn=400, seconds=40))
+    assert trajectory.error is None, trajectory.error
+    assert statuses == [200, 200]
 
 
 def test_requests_that_are_too_long_for_any_prompt_are_refused_before_anything_is_done_with_them() -> None:

@@ -19,6 +19,7 @@ from test_agent_clients import held
 
 from support.conversations import Says
 from turnwise.environments.agents import Program
+from turnwise.environments.agents import containers as module
 from turnwise.environments.agents.containers import Container, ContainerImage
 from turnwise.errors import ConfigError
 from turnwise.rollout.context import Limits
@@ -234,6 +235,19 @@ def test_containers_of_a_killed_process_are_removed_by_the_next_one_and_those_of
             run.wait()
             assert run.stdout is not None
             run.stdout.close()
+
+
+def test_a_process_that_proc_does_not_show_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With hidepid, /proc shows a user only their own processes, and all may use one docker daemon."""
+    here, ended = module._process(os.getpid()), subprocess.Popen(["true"])
+    gone = module._process(ended.pid) or here
+    ended.wait()
+    boot, space, *_ = here.split(":")
+    of_own, of_gone = f"{here}:a", f"{boot}:{space}:{ended.pid}:{gone.split(':')[3]}:a"
+    assert (module._has_ended(of_own), module._has_ended(of_gone)) == (False, True)
+    shown = module._process
+    monkeypatch.setattr(module, "_process", lambda pid="self": shown() if pid == "self" else "")
+    assert (module._has_ended(of_own), module._has_ended(of_gone)) == (False, True)
 
 
 def test_a_container_whose_creation_outlives_the_process_is_removed_by_the_next_one(docker: Path) -> None:

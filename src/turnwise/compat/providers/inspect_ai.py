@@ -235,6 +235,15 @@ def _refuse_task(name: str, task: Any) -> None:
     """Raises ConfigError for what cannot run here."""
     if not task.scorer:
         raise ConfigError(f"environment: inspect:{name} has no scorer, so it gives no reward")
+    ignored = {
+        "an approval policy": task.approval is not None,
+        "a working_limit (set time_limit)": task.working_limit is not None,
+        "early_stopping": task.early_stopping is not None,
+    }
+    if found := [what for what, there in ignored.items() if there]:
+        raise ConfigError(
+            f"environment: inspect:{name} has {found[0]}, which has no effect here: remove it from the task"
+        )
     sandboxed = task.sandbox is not None or any(sample.sandbox is not None for sample in task.dataset)
     if sandboxed:
         raise ConfigError(
@@ -422,7 +431,8 @@ def _api_class() -> type[Any]:
             try:
                 self._check()
                 request = _request(input, tools, tool_choice, config)
-                asked = asyncio.run_coroutine_threadsafe(conversation.ask(request), conversation.loop)
+                # limits of the task may be over while the model samples: then it is the last turn
+                asked = asyncio.run_coroutine_threadsafe(conversation.ask(request, finish=True), conversation.loop)
                 answer = await asyncio.wrap_future(asked)
             except Refused as refused:
                 if refused.status == _ENDED:  # the library ends and scores such a sample

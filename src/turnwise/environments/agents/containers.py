@@ -22,7 +22,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from turnwise.errors import ConfigError, TurnwiseError
@@ -60,9 +60,11 @@ class ContainerImage:
     """Further options of `docker run`."""
     label: str = field(default_factory=lambda: f"{_process()}:{uuid.uuid4().hex}")
     """The value of the containers' label, which names this process and this object."""
-    _threads: ThreadPoolExecutor = field(
-        init=False, default_factory=lambda: ThreadPoolExecutor(_THREADS, "turnwise-containers")
-    )
+    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "turnwise-containers"))
+
+    def other(self, image: str, options: Sequence[str]) -> ContainerImage:
+        """Another image, whose containers have the same label and the same threads: `close` of one of them is for both."""
+        return replace(self, image=image, options=options)
 
     @classmethod
     def of(cls, image: str, options: Sequence[str], *, variables: Collection[str] = ()) -> ContainerImage:
@@ -261,4 +263,12 @@ def _has_ended(label: str) -> bool:
     own = _process().split(":")
     if [boot, space] != own[:2] or not number.isdecimal():
         return False
-    return not label.startswith(f"{_process(number)}:")
+    if now := _process(number):
+        return not label.startswith(f"{now}:")
+    try:
+        os.kill(int(number), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError):  # it is another user's, and /proc may be mounted so that only that user sees it
+        pass
+    return False

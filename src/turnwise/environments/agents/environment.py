@@ -41,7 +41,7 @@ from turnwise.environments.agents.requests import (
 )
 from turnwise.environments.environment import ModelPrompts
 from turnwise.errors import Failed, TurnwiseError, boundary
-from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, Turn
+from turnwise.types import EarlierHistory, Message, Opening, Reply, Row, ToolSchema, Turn
 from turnwise.user_code.calls import own_context, spawn, waiting_for_others
 from turnwise.user_code.reward_number import added
 from turnwise.user_code.threads import off_loop
@@ -50,6 +50,8 @@ from turnwise.user_code.threads import off_loop
 
 _KEY = "agent"
 """The key in `Turn.info` of what this environment records."""
+_SHORT_TEXT = 1 << 15
+"""Characters of a request that does not wait for longer ones of other conversations."""
 
 
 class AgentError(TurnwiseError):
@@ -177,7 +179,7 @@ class AgentEnvironment:
                     f"no reward arrived within seconds_for_rewards={self._seconds_for_rewards:g} after the end of the agent: "
                     f"report it in time (POST /v1/reward), with `final: true` if it is the last one, or allow more time"
                 )
-        reward, of_earlier = run.conversation.rewards.take(turn.index)
+        reward, of_earlier = run.conversation.rewards.take(turn.index, at_end=True)
         received = run.conversation.last_answered
         if received is None or received == turn.index:
             reward = added([reward, result.reward])
@@ -378,7 +380,7 @@ class _ByTexts:
                 return prompts.decode(given), list(given)
 
         try:
-            self._text, self._prompt = await off_loop(encode)
+            self._text, self._prompt = await off_loop(encode, long=len(given) > _SHORT_TEXT)
         except Failed as failed:
             self._run.conversation.refuse(pending, Refused(400, failed.failure.message, parameter="prompt"))
             return None
@@ -425,6 +427,8 @@ class _AgentRun:
         self._row = row
         self._proxy = proxy
         self._pending: AgentRequest | None = None
+        self._one_count = asyncio.Lock()
+        """Held while tokens are counted: all conversations share the threads in which long texts are read."""
         connection = AgentConnection(
             url="" if proxy is None else proxy.url, key=self.conversation.key, conversation=self.conversation
         )
@@ -463,10 +467,11 @@ class _AgentRun:
         def check_messages() -> None:
             prompts.check_messages(messages, request.tools, opening=opening, arguments=arguments)
 
+        long = _is_long(messages, request.tools)
         for check, parameter in ((check_messages, "messages"), (check_form, request.form or "messages")):
             try:
                 with boundary("tokens"):
-                    await off_loop(check)
+                    await off_loop(check, long=long)
             except Failed as failed:
                 message = (
                     failed.failure.message if check is check_messages else f"`{parameter}`: {failed.failure.message}"
@@ -507,7 +512,8 @@ class _AgentRun:
 
         try:
             with boundary("tokens"):
-                return await off_loop(count)
+                async with self._one_count:
+                    return await off_loop(count, long=_is_long(request.messages, request.tools))
         except Failed as failed:
             raise Refused(400, failed.failure.message, parameter="messages") from None
 
@@ -569,6 +575,14 @@ class _AgentRun:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._proxy is not None:
             self._proxy.remove(self.conversation)
+
+
+def _is_long(messages: Sequence[Message], tools: Sequence[ToolSchema]) -> bool:
+    """Whether messages and tools take time to be checked: long texts, and images."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    with_media = any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    return with_media or len(str(messages)) + len(str(tools)) > _SHORT_TEXT
 
 
 def _row_json(row: Row) -> str:

@@ -461,7 +461,7 @@ async def _read(dialect: Dialect, request: Request) -> ChatRequest:
     def read() -> ChatRequest:
         return or_refused(lambda: dialect.read(_object(body)))
 
-    return read() if len(body) <= _SHORT_BODY else await off_loop(read)
+    return read() if len(body) <= _SHORT_BODY else await off_loop(read, long=True)
 
 
 def or_refused(read: Callable[[], ChatRequest]) -> ChatRequest:

@@ -533,6 +533,8 @@ class ReportedRewards:
         """The reports with a key, by this key."""
         self._final = asyncio.Event()
         """Set with the last reward."""
+        self._closed = False
+        """Whether the last turn has received its rewards."""
 
     def has(self, key: object, report: tuple[object, ...]) -> bool:
         """Whether a report with this key was taken before. Raises Refused if that was another report, or the key is no text."""
@@ -543,7 +545,7 @@ class ReportedRewards:
         known = self._reports.get(key) if isinstance(key, str) else None
         if known is not None and known != report:
             raise Refused(409, f"another reward was reported with the key {key!r}: give each its own", parameter="key")
-        if known is None and len(self._reports) >= _MOST_REPORTS:
+        if key is not None and known is None and len(self._reports) >= _MOST_REPORTS:
             raise Refused(429, f"{_MOST_REPORTS} rewards with keys were reported in this conversation")
         return known is not None
 
@@ -556,6 +558,10 @@ class ReportedRewards:
         """Take a reward of the turn with this index; None: there was no answer yet. Raises Refused."""
         if self._final.is_set():
             raise Refused(410, "a reward with `final` was the last one of this conversation")
+        if self._closed:
+            raise Refused(
+                410, "the conversation has ended: rewards count until seconds_for_rewards after the end of the agent"
+            )
         if not isinstance(final, bool):
             raise Refused(400, f"`final` must be true or false; it is {final!r:.80}", parameter="final")
         value = math.nan
@@ -578,10 +584,11 @@ class ReportedRewards:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._final.wait(), seconds)
 
-    def take(self, last: int) -> tuple[float | None, Mapping[int, float]]:
+    def take(self, last: int, *, at_end: bool = False) -> tuple[float | None, Mapping[int, float]]:
         """The rewards that were reported since the last call: of the turn `last`, the model's last one, or None; and of earlier
-        turns, by their index."""
+        turns, by their index. `at_end`: later ones are refused."""
         waiting, self._waiting = self._waiting, {}
+        self._closed = self._closed or at_end
         reward = added([waiting.pop(None, None), waiting.pop(last, None)])
         return reward, {turn: value for turn, value in waiting.items() if turn is not None}
 
@@ -621,8 +628,9 @@ class AgentConversation:
         """The index of the turn of the last answer; None before the first."""
         self.rewards = ReportedRewards()
 
-    async def ask(self, request: ChatRequest) -> AgentAnswer:
-        """Wait for the answer to a request. If the caller is cancelled, the request is abandoned. Raises Refused."""
+    async def ask(self, request: ChatRequest, *, finish: bool = False) -> AgentAnswer:
+        """Wait for the answer to a request. If the caller is cancelled, the request is abandoned, which fails the conversation if
+        the model is answering it; with `finish`, that answer becomes a turn that the caller does not receive. Raises Refused."""
         self._refuse_after_end()
         request = self._complete(request)
         self._check_size(request)
@@ -633,7 +641,14 @@ class AgentConversation:
         pending = AgentRequest(request, template_messages(request.conversation))
         self._waiting.append(pending)
         self._arrived.set()
-        return await pending.answer
+        if not finish:
+            return await pending.answer
+        try:
+            return await asyncio.shield(pending.answer)
+        except asyncio.CancelledError:
+            if pending in self._waiting:
+                pending.answer.cancel()
+            raise
 
     async def next_request(self) -> AgentRequest:
         """Wait for the next request. Requests that were abandoned while they waited are left out."""
