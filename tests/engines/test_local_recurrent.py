@@ -24,7 +24,7 @@ from turnwise.engines.local.row_cache import bytes_kept
 from turnwise.errors import EngineError
 from turnwise.models.lora import add_adapter
 from turnwise.options.algorithm import LoraSection
-from turnwise.types import Request, Sampling
+from turnwise.types import Completion, Request, Sampling
 
 QUICK = ["qwen3_5", "lfm2", "granite_hybrid", "falcon_h1", "jamba", "llama4"]
 """One of each kind of layers: linear attention, convolutions, Mamba-2, both in one layer, Mamba-1, chunks."""
@@ -343,6 +343,26 @@ def test_after_new_weights_an_engine_samples_bit_by_bit_as_one_that_is_new() -> 
         await used.close()
 
     asyncio.run(run())
+
+
+def test_a_snapshot_of_tokens_that_a_conversation_no_longer_has_is_not_used() -> None:
+    """A conversation goes on from a prefix of another one, which is longer than that to which its own snapshot belongs."""
+    model, random = hybrid("qwen3_5"), np.random.default_rng(0)
+    engine = LocalEngine(model, threads=1, context=512)
+    shared, own = random_tokens(random, 80, 81), random_tokens(random, 40, 41)
+    prompts = [("b", shared), ("a", own), ("a", [*shared, *random_tokens(random, 5, 6)])]
+    prompts += [(name, [*shared[:39], *random_tokens(random, 9, 10)]) for name in ("c", "a")]
+
+    async def run() -> list[Completion]:
+        asked = [Request(conversation=name, token_ids=ids, sampling=Sampling(max_tokens=3)) for name, ids in prompts]
+        return [await engine.generate(request) for request in asked]
+
+    for (_, before), said in zip(prompts, asyncio.run(run()), strict=True):
+        ids = torch.tensor([[*before, *said.token_ids]])
+        with torch.no_grad():
+            logprobs_TV = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        expected = [float(logprobs_TV[len(before) - 1 + n, token]) for n, token in enumerate(said.token_ids)]
+        assert said.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_memory_smaller_than_one_state_is_refused() -> None:

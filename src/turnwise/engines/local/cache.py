@@ -562,12 +562,14 @@ class PrefixCache:
         if self._slot_of.get(conversation, slot) == slot:
             self._slot_of[conversation] = slot
             self._conversation_S[slot] = conversation
+        # a copied prefix may go beyond what the slot has in common with it, where a snapshot of the slot is of other tokens
+        own = self.common_prefix(slot, tokens_N) if self.kv.states and self.model_S[slot] == model else 0
         self.running_S[slot] = self._prefilling_S[slot] = True
         self.model_S[slot] = model
         self.length_S[slot] = cached
         self.tokens_SC[slot, : len(tokens_N)] = tokens_N
         self._index.set(slot, tokens_N)
-        self._ends_SK[slot, self._ends_SK[slot] > cached] = 0
+        self._ends_SK[slot, self._ends_SK[slot] > min(own, cached)] = 0
         self._ends_SK[slot, 0] = len(tokens_N)
 
     def finish_prefill(self, slot: int, length: int) -> None:
