@@ -23,8 +23,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "json_yaml": {"errors"},
     "options": {"errors", "json_yaml"},
     "local_paths": {"errors"},
-    "user_code": {"types", "errors", "local_paths"},
-    "models": {"types", "errors", "local_paths", "options"},
+    "library_messages": set(),
+    "user_code": {"types", "errors", "local_paths", "library_messages"},
+    "models": {"types", "errors", "local_paths", "options", "library_messages"},
     "data": {
         "types",
         "errors",
@@ -62,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data.order",
     },
     "rewards": {"types", "errors", "user_code", "services", "options"},
-    "training": {"types", "errors", "models", "json_yaml", "options", "user_code.algorithms"},
+    "training": {"types", "errors", "models", "json_yaml", "options", "user_code.algorithms", "library_messages"},
     "config": {
         "errors",
         "options",

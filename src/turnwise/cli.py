@@ -40,7 +40,7 @@ _COMMANDS = {
     "doctor": ("commands.doctor", "check a model, and a recipe with it, before training"),
     "plan": ("commands.doctor", "show what a recipe needs, and predict its speed on more devices"),
     "dataset": ("commands.dataset", "write the conversations of a run as a data set for TRL or `turnwise sft`"),
-    "convert": ("commands.convert", "make a recipe from a configuration of verl or ms-swift"),
+    "convert": ("commands.convert", "make a recipe from a configuration of verl, ms-swift or TRL"),
     "merge": ("commands.models", "write the model of a run with a LoRA adapter as a complete model directory"),
     "push": ("commands.push", "upload the model of a run to the Hugging Face hub, with a model card"),
     "retrieval": ("commands.serve", "run a search server over a corpus, for the search tool"),
@@ -120,6 +120,7 @@ _EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "make a recipe from a configuration of verl (docs/verl.md)",
         ),
         ("turnwise convert --from swift train.sh --out recipe.yaml", "from a script of ms-swift (docs/swift.md)"),
+        ("turnwise convert --from trl grpo.yaml --out recipe.yaml", "from a file of TRL (docs/trl.md)"),
     ),
     "merge": (("turnwise merge runs/lora --out merged", "write the model of a run with an adapter completely"),),
     "push": (

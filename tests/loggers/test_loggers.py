@@ -26,8 +26,11 @@ from turnwise.errors import ConfigError
 from turnwise.loggers.logger import Loggers, RestartingLogger, start_or_wait, starting
 from turnwise.loggers.tracers import spans_of, start_tracer
 from turnwise.loggers.trackers import Start, start_tracker
+from turnwise.options.schema import Config
 from turnwise.record.reader import read, read_lines
+from turnwise.runs import run_state
 from turnwise.types import Failure, Row, Stop, ToolOutcome, Trajectory, Turn
+from turnwise.user_code import references
 
 # Experiment trackers and traces: the real libraries, offline, read back with their own readers.
 
@@ -494,3 +497,35 @@ def test_a_conversation_is_a_tree_of_calls(tmp_path: Path, services: tuple[str, 
 def test_a_trace_server_that_is_down_does_not_end_the_run(tmp_path: Path) -> None:
     text = traced(tmp_path, "http://127.0.0.1:9")
     assert text.count("trace.backend=weave: its service cannot be reached") == 1
+
+
+def test_the_start_of_wandb_starts_weave_only_if_traces_go_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", "restored")
+    monkeypatch.delenv("WANDB_DISABLE_WEAVE")
+    monkeypatch.setattr(run_state, "start_tracer", lambda *_, **__: None)
+
+    def start_with(backend: str) -> str | None:
+        tree = {
+            "model": {"path": "m"},
+            "data": {"train": "rows.jsonl"},
+            "output": str(tmp_path),
+            "trace": {"backend": backend},
+        }
+        run_state.loggers(Config.model_validate(tree), step=0)
+        return os.environ.get("WANDB_DISABLE_WEAVE")
+
+    assert start_with("weave") is None
+    assert start_with("jsonl") == "true"
+
+
+def test_messages_of_libraries_about_kernels_and_error_reports_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    assert references.LIVE  # whoever can import code of users has filtered them
+    retry = "Retrying (%r) after connection broken by '%r': %s"
+    urllib3, kernels = logging.getLogger("urllib3.connectionpool"), logging.getLogger("bitsandbytes.backends.cpu.ops")
+    urllib3.warning(retry, 2, "HTTPSConnection(host='o151352.ingest.sentry.io', port=443)", "/api/1/envelope/")
+    kernels.warning("Failed to load CPU gemm_4bit_forward from kernels-community: %s", "no module")
+    assert caplog.messages == []
+    urllib3.warning(retry, 2, "HTTPSConnection(host='my.judge', port=443)", "/v1")
+    assert len(caplog.messages) == 1

@@ -544,9 +544,29 @@ def test_rows_whose_conversations_failed_but_one_are_not_told_that_their_answers
         for one in group.trajectories[1:]:
             one.fail(Failure("environment", "KeyError: 'answer'"))
     (told,) = problems(watch, 1, groups)
-    assert "6 of 8 conversations of the last step failed, so no row had two rewards to compare" in told
+    assert told.startswith(
+        "6 of 8 conversations of the last step failed (KeyError), so no row had two rewards to compare. In each of"
+    )
     assert "`turnwise show runs/x --failed` prints their errors" in told
     assert "temperature" not in told
+
+
+def test_many_failed_conversations_are_told_first_with_the_line_of_the_users_code() -> None:
+    frames = '  File "/home/me/chain.py", line 16, in reply\n    x()\n  File "/usr/lib/python3.12/re.py", line 2, in y\n    z\n'
+    rewards = (1.0, 1.0, 1.0, 1.0)
+
+    def told(failed: int) -> str:
+        groups = step(rewards, rewards)
+        for one in groups[0].trajectories[:failed]:
+            one.fail(Failure("environment", "row 3: TypeError: no number", frames))
+        (text,) = problems(LearningWatch(watch_made(train={"steps": 1}, output="runs/x")), 1, groups)
+        return text
+
+    assert told(3).startswith(
+        "3 of 8 conversations of the last step failed (TypeError in chain.py:16). In each of the first 1"
+    )
+    assert "turnwise show runs/x --failed" in told(3)
+    assert told(1).startswith("in each of the first 1 steps")
 
 
 def test_a_filter_that_removes_everything_is_named_and_not_the_loss_mask() -> None:

@@ -258,6 +258,13 @@ def _read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> TrlArgument
     return given
 
 
+_SCRIPT = (
+    "{!r:.80}: a script is not run, so its configuration is not known. Add `print(training_args.to_json_string())` behind "
+    "GRPOConfig(...), save what it prints as args.json, and write `turnwise convert --from trl args.json`; then name reward "
+    "functions, tools and environment classes of the script in the recipe (docs/trl.md)"
+)
+
+
 def _words(given: TrlArguments, words: Sequence[str]) -> None:
     """The words of `trl grpo --config FILE --name value`. Those of the command line replace those of the file, as in TRL."""
     arguments: list[tuple[str, list[Any]]] = []
@@ -272,6 +279,8 @@ def _words(given: TrlArguments, words: Sequence[str]) -> None:
             files.append(word)
         elif word in _TRAINERS:
             given.trainer = _TRAINERS[word]
+        elif word.endswith(".py") or re.match(r"(python|accelerate|torchrun)[\d.]*$", word):
+            raise ConfigError(_SCRIPT.format(word))
         elif word != "trl":
             raise ConfigError(
                 f"{word!r} is no argument of TRL; write trl grpo --config FILE, the file alone (YAML or JSON), or --name value"
@@ -547,8 +556,16 @@ def _convert_conversation(builder: TrlRecipeBuilder) -> None:
     builder.set("limits.tokens_per_turn", builder.value(length), length)
     rounds = builder.values.get("max_tool_calling_iterations")
     builder.set("limits.turns", 1 if rounds is None else rounds + 1, "max_tool_calling_iterations")
-    if rounds is not None:
-        builder.assume("limits.turns", rounds + 1, "name the tools in `tools`, or set limits.turns=1 (docs/trl.md)")
+    if not rounds:
+        return
+    # TRL bounds the whole completion: a tool result that would exceed it is dropped, and the last answer is cut there
+    builder.set("limits.response_tokens", builder.value(length), length)
+    reason = (
+        "name the tools in `tools`, or the class of environment_factory in environment={use: "
+        "turnwise.compat.trl:TrlEnvironments, arguments: {environment: file.py:Class}}; with neither, set limits.turns=1 and "
+        "remove limits.response_tokens (docs/trl.md)"
+    )
+    builder.assume("limits.turns", rounds + 1, reason)
 
 
 _ENGINE = (

@@ -11,7 +11,6 @@ import copy
 import functools
 import inspect
 import json
-import logging
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.library_messages import silence_libraries
 from turnwise.local_paths import POLICIES, has_all_weights
 from turnwise.options.algorithm import LoraSection
 
@@ -454,8 +454,7 @@ def _absolute(path: str) -> str:
 
 
 def _peft() -> Any:
-    # peft imports bitsandbytes, whose 4-bit kernels of the CPU are missing without the package `kernels`: no message about that
-    logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "4bit" not in str(record.msg))
+    silence_libraries()
     try:
         import peft
     except ImportError:

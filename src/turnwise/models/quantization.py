@@ -19,13 +19,13 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from turnwise.errors import ConfigError
+from turnwise.library_messages import silence_libraries
 from turnwise.models.lora import weight_is_read_around
 from turnwise.options.schema import QuantizationSection
 
 _log = logging.getLogger(__name__)
 
-# at its import, which peft may cause: products on a CPU have no fast kernel
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "4bit" not in str(record.msg))
+silence_libraries()
 
 _BLOCK = 64
 """Numbers with a common scale."""

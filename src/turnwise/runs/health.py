@@ -8,8 +8,10 @@ warnings of the monitors. Neither changes what is trained.
 
 from __future__ import annotations
 
+import os
+import re
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +20,19 @@ from turnwise.options.schema import Config
 from turnwise.record.metrics import cut_answers, lowest_correlation
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences
-from turnwise.types import Group, Trajectory
+from turnwise.types import Failure, Group, Trajectory
 from turnwise.user_code.reward_number import equal_rewards
 
 # monitors
 
 _LEAST_CALLS = 0.1
 """Tool calls of a conversation in the first steps, below which their number cannot collapse."""
+
+_MANY_FAILED = 0.25
+"""Share of failed conversations, from which they are the first cause of equal rewards."""
+
+_ERROR = re.compile(r"\b\w*(?:Error|Exception|Iteration)\b")
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 _OF_REWARDS = ("zero_std", "reward_correlation")
 """Monitors of what is learnt from rewards, which is nothing with `credit: none`."""
@@ -381,11 +389,27 @@ class LearningWatch:
         if self._equal < min(first_steps, self.config.train.total_steps):
             return None
         run = self.config.output
+        if (failed := self._many_failed(groups)) is not None:
+            return (
+                f"{failed}. In each of the first {self._equal} steps, the conversations of a row that did not fail had the same "
+                f"reward, so all advantages are 0 and the model does not learn from rewards. `turnwise show {run} --failed` "
+                f"prints their errors"
+            )
         return (
             f"in each of the first {self._equal} steps, all conversations of a row had the same reward, so all advantages "
             f"are 0 and the model does not learn from rewards. {self._cause(groups, trajectories)}. Look at `turnwise show "
             f"{run} --worst 3`; after a change of the rewards, `turnwise replay {run} --all` compares them"
         )
+
+    def _many_failed(self, groups: Sequence[Group]) -> str | None:
+        """That many conversations of the last step failed, and how."""
+        errors = [one.error for group in groups for one in group.trajectories if one.error is not None]
+        number = sum(len(group.trajectories) for group in groups)
+        compared = any(len(_finished(group).trajectories) > 1 for group in groups)
+        if not errors or (compared and len(errors) < _MANY_FAILED * number):
+            return None
+        alone = "" if compared else ", so no row had two rewards to compare"
+        return f"{len(errors)} of {number} conversations of the last step failed ({_most_frequent(errors)}){alone}"
 
     def _cause(self, groups: Sequence[Group], finished: Sequence[Trajectory]) -> str:
         """Why the rewards of each row were equal in the last step."""
@@ -393,12 +417,6 @@ class LearningWatch:
         rewards = [trajectory.reward for trajectory in finished if trajectory.reward is not None]
         names = self._reward_functions()
         compared = [group for group in map(_finished, groups) if len(group.trajectories) > 1]
-        failed = sum(trajectory.failed for group in groups for trajectory in group.trajectories)
-        if failed and not compared:
-            return (
-                f"{failed} of {failed + len(finished)} conversations of the last step failed, so no row had two rewards to "
-                f"compare: `turnwise show {self.config.output} --failed` prints their errors"
-            )
         if finished and not rewards:
             return (
                 f"None of the {len(finished)} conversations of the last step has a reward: the reward functions "
@@ -501,6 +519,21 @@ class LearningWatch:
                 f"train.overlong_filter=false, or use another loss mask (docs/loss_masks.md)"
             )
         return "use another loss mask (docs/loss_masks.md)"
+
+
+def _most_frequent(failures: Sequence[Failure]) -> str:
+    """The most frequent error of these failures and its line, such as `TypeError in chain.py:16`."""
+    ((most, _),) = Counter(map(_error, failures)).most_common(1)
+    return most
+
+
+def _error(failure: Failure) -> str:
+    """The error and the innermost line of the user's code: a frame of no library, if there is any."""
+    name = _ERROR.search(failure.message)
+    frames: list[tuple[str, str]] = _FRAME.findall(failure.traceback)
+    own = [frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]]
+    place = [f"in {os.path.basename(file)}:{line}" for file, line in (own or frames)[-1:]]
+    return " ".join([name[0] if name else failure.kind, *place])
 
 
 def _finished(group: Group) -> Group:

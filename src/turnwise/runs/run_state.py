@@ -11,6 +11,7 @@ import functools
 import json
 import logging
 import math
+import os
 import time
 from asyncio import CancelledError
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
@@ -512,6 +513,9 @@ def loggers(config: Config, *, step: int) -> Loggers:
     Raises ConfigError if a library is not installed, or a tracker does not start.
     """
     directory = Path(config.output)
+    if config.trace.backend != "weave":
+        # where code of the user has imported weave, as trl does, wandb's start would start it, and ask for a key
+        os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
     started = [
         start_tracker(
             use.name,

@@ -19,6 +19,7 @@ import torch
 from torch import _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignore[reportPrivateImportUsage]
 
 from turnwise.errors import ConfigError
+from turnwise.library_messages import silence_libraries
 from turnwise.models.allocator import long_lived
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
 from turnwise.training.transfer import copied, to_host
@@ -288,8 +289,7 @@ def _torch_optimizer(masters: Sequence[torch.Tensor], options: OptimizationSecti
     if options.optimizer.name == "adafactor":
         return torch.optim.Adafactor(masters, lr=0.0, weight_decay=options.weight_decay)
     if options.optimizer.name == "adamw_8bit":
-        # its 4-bit kernels, which are not used here, are missing without the package `kernels`: no message about that
-        logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "4bit" not in str(record.msg))
+        silence_libraries()
         try:
             from bitsandbytes.optim.adamw import AdamW8bit
         except ImportError:

@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from turnwise.errors import ConfigError, Failed, boundary, nearest
+from turnwise.library_messages import silence_libraries
 from turnwise.local_paths import no_file
+
+silence_libraries()
 
 # objects of the running program
 

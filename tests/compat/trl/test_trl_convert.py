@@ -291,6 +291,9 @@ def test_a_teacher_on_a_server() -> None:
         ({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 8}, "reference.sync_every", 8),
         ({"warmup_steps": 0.5, "max_steps": 10}, "train.warmup_steps", 5),
         ({"max_tool_calling_iterations": 3}, "limits.turns", 4),
+        ({"max_tool_calling_iterations": 3, "max_completion_length": 99}, "limits.tokens_per_turn", 99),
+        ({"max_tool_calling_iterations": 3, "max_completion_length": 99}, "limits.response_tokens", 99),
+        ({"max_completion_length": 99}, "limits.response_tokens", None),
         ({"shuffle_dataset": False}, "data.shuffle", False),
         ({"use_vllm": True, "vllm_mode": "server"}, "engine.url", "http://127.0.0.1:8000"),
         ({"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}, "correction.action", "truncate"),
@@ -324,6 +327,9 @@ def test_unknown_names_and_values_are_named() -> None:
         from_trl_arguments({"learning_rate": "fast"})
     with pytest.raises(ConfigError, match="'sft' is no argument of TRL"):
         from_trl_arguments(["trl", "sft"])
+    for words in (["train.py"], ["python", "train.py", "--lr", "1e-6"]):
+        with pytest.raises(ConfigError, match=r"a script is not run.*training_args\.to_json_string"):
+            from_trl_arguments(words)
     with pytest.raises(ConfigError, match="there are no arguments of TRL"):
         from_trl_arguments([])
 
