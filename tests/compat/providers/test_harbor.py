@@ -15,7 +15,7 @@ import pytest
 from support.conversations import Says, call, hold, hold_all
 from support.harbor_tasks import TASKS, graded, write_tasks
 from turnwise import assembly
-from turnwise.compat.providers.harbor import read_rewards
+from turnwise.compat.providers.harbor import Harbor, read_rewards
 from turnwise.compat.providers.harbor_sandboxes import HarborError
 from turnwise.compat.providers.harbor_tasks import Unfit, plan_of, read_task
 from turnwise.config.recipe import checked
@@ -458,3 +458,10 @@ def test_nothing_is_left_when_a_run_ends(tmp_path: Path) -> None:
     asyncio.run(environments.aclose())
     running = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not any(b"sleep\x004711" in command for command in running)
+
+
+def test_a_command_may_compute_for_as_long_as_it_may_take(tmp_path: Path) -> None:
+    tasks = str(write_tasks(tmp_path))
+    assert Harbor(tasks).bounds.cpu_seconds == 60
+    assert Harbor(tasks, bounds={"seconds": 90.5}).bounds.cpu_seconds == 91
+    assert Harbor(tasks, bounds={"cpu_seconds": 5}).bounds.cpu_seconds == 5

@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -93,7 +94,10 @@ class Harbor(LibraryEnvironments):
                 f"environment.arguments.max_concurrent is {max_concurrent!r:.80}; it must be an integer of at least 1"
             )
         self.name = name
-        self.bounds = Bounds.of({**_DEFAULTS, **(bounds or {})})
+        given = {**_DEFAULTS, **(bounds or {})}
+        self.bounds = Bounds.of(given)
+        if "cpu_seconds" not in given:  # builds and tests compute for as long as they may take
+            self.bounds = replace(self.bounds, cpu_seconds=math.ceil(self.bounds.seconds))
         self.weights = None if weights is None else _weights(weights)
         tool, why = (None, "") if backend == "jail" else find_tool(backend or "docker")
         if backend in ("docker", "podman") and tool is None:
