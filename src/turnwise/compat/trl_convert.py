@@ -23,6 +23,7 @@ from turnwise.compat.swift.convert_training import (
     convert_sample_filters,
 )
 from turnwise.compat.swift.read_arguments import (
+    ARGUMENT_TYPES,
     CHOICES,
     MACHINERY,
     REWARD_FREE,
@@ -219,15 +220,28 @@ class TrlArguments(SwiftArguments):
         key = _ALIASES.get(written, written)
         if key == "warmup_steps" and values and 0 < _as_number(values[0]) < 1:  # transformers 5: a share of all steps
             key = "warmup_ratio"
-        if key == "num_processes":
-            self.processes = parse_argument("num_generations", values)
-        raw = key in ("deepspeed", "fsdp") or (len(values) == 1 and isinstance(values[0], dict))
+        mapping = len(values) == 1 and isinstance(values[0], dict)
+        if mapping and (key in _LEAST or key in ARGUMENT_TYPES):
+            raise ConfigError(f"{written}: {values[0]!r:.80} is a mapping, and the argument has one value")
+        if values and values[0] is not None and key in _MAPPINGS and not mapping:
+            raise ConfigError(f"{written}: {values[0]!r:.80} is no mapping; in a file, write its keys below it")
+        raw = key in ("deepspeed", "fsdp") or mapping
         value = values[0] if raw and values else parse_argument(key, values)
+        if key in _LEAST and value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < _LEAST[key]:
+                raise ConfigError(f"{written}: {value!r:.80} is no whole number of at least {_LEAST[key]}")
+            if key == "num_processes":
+                self.processes = value
         if key.startswith("vllm_server") and isinstance(value, list) and len(value) == 1:
             (value,) = value
         if value is None:  # a JSON has names of earlier versions beside their new ones
             key = written
         self.values[key], self.names[key] = value, written
+
+
+_LEAST: Mapping[str, int] = {"num_processes": 1, "max_tool_calling_iterations": 0}
+"""The least value of numbers that are no arguments of ms-swift."""
+_MAPPINGS = ("model_init_kwargs", "teacher_model_init_kwargs")
 
 
 def _as_number(value: Any) -> float:

@@ -412,3 +412,22 @@ def test_values_that_the_recipe_cannot_have_are_reported() -> None:
     report = converted("trl", ["--learning_rate", "-1", "--model_name_or_path", "m", "--dataset_name", "d"])
     assert "learning_rate" in {one.key for one in report.refused()}
     assert "lr" not in report.recipe["train"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("max_steps", {"a": 1}, "max_steps: .* is a mapping, and the argument has one value"),
+        ("num_processes", {"a": 1}, "num_processes: .* is a mapping"),
+        ("max_tool_calling_iterations", [], "max_tool_calling_iterations"),
+        ("teacher_model_init_kwargs", -1, "teacher_model_init_kwargs: -1 is no mapping"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_with_its_name(key: str, value: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_trl_arguments({**OPEN_R1_SMALL, key: value})
+
+
+def test_no_number_of_processes_is_one_process() -> None:
+    report = from_trl_arguments({**OPEN_R1_SMALL, "num_processes": None})
+    assert "cluster" not in report.recipe
