@@ -621,3 +621,14 @@ def test_rewards_that_no_function_gave_are_told_as_such() -> None:
         "None of the 2 conversations of the last step has a reward: the reward functions (my.py:f) returned None"
         in (told[2][0])
     )
+
+
+def test_equal_answers_to_different_questions_are_no_noise() -> None:
+    watch, asked = LearningWatch(watch_made()), step((0.0, 1.0), texts="same")
+    for number, one in enumerate(asked[0].trajectories):
+        one.messages = [{"role": "user", "content": f"Is {number} right?"}, {"role": "assistant", "content": "same"}]
+    assert problems(watch, 1, asked) == []
+    for one in asked[0].trajectories:
+        one.messages[0] = {"role": "user", "content": "Is it right?"}
+    (found,) = problems(watch, 2, asked)
+    assert "the answers are identical and only their rewards differ" in found

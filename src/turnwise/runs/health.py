@@ -460,7 +460,7 @@ class LearningWatch:
         """All answers to a row are identical, and their rewards differ: the gradients of a group cancel."""
         compared = [group for group in map(_finished, groups) if len(group.trajectories) > 1]
         noisy = [group for group in compared if has_reward_differences(group)]
-        if not noisy or any(_answers(group) > 1 for group in noisy):
+        if not noisy or any(_answers(group) > 1 or _questions(group) > 1 for group in noisy):
             return None
         names = self._reward_functions()
         source = f"The reward functions ({', '.join(names)})" if names else f"environment={self.config.environment.use}"
@@ -545,3 +545,14 @@ def _finished(group: Group) -> Group:
 def _answers(group: Group) -> int:
     """How many different sequences of answers the conversations of a group have."""
     return len({tuple(trajectory.assistant_texts) for trajectory in group.trajectories})
+
+
+def _questions(group: Group) -> int:
+    """How many different sequences of messages the model has answered: agents of a group may be asked different things."""
+
+    def answered(trajectory: Trajectory) -> str:
+        roles = [message["role"] for message in trajectory.messages]
+        end = len(roles) - roles[::-1].index("assistant") if "assistant" in roles else 0
+        return repr([(message["role"], message.get("content")) for message in trajectory.messages[:end]])
+
+    return len(set(map(answered, group.trajectories)))
