@@ -575,8 +575,9 @@ def _policy_bytes(config: Config, trace: TracedPass) -> float:
         return 0.0
     sources = assembly.policy_sources(config)
     own = [policy for policy in config.policies if policy.name in sources and policy not in config.served_policies]
-    if config.engine.embedded is not None and _mixes_adapters(config):  # these use the engine of the trained model
-        own = [policy for policy in own if policy.memory_gb is not None or sources[policy.name] is not None]
+    apart = [policy for policy in own if policy.memory_gb is not None or sources[policy.name] is not None]
+    if len(apart) < len(own) and config.engine.embedded is not None and _mixes_adapters(config):
+        own = apart  # the others use the engine of the trained model
     caches = sum(DEFAULT_CACHE_GB if policy.memory_gb is None else policy.memory_gb for policy in own) * 2**30
     copied = trace.copied * sum(sources[policy.name] is None for policy in own)
     return _loaded_bytes(sources, trace) + caches + (copied if config.model.autocast or not on_gpu(config) else 0)
