@@ -209,7 +209,9 @@ def test_every_metric_of_a_run_is_listed_and_every_listed_metric_is_in_a_run(
     listed -= {"micro_batches/out_of_memory"}  # where memory runs out: tests/training/test_micro_batch_bound.py
     # of mixtures: tests/training/test_experts.py; of teachers: tests/runs/test_distillation.py; of agents and trained policies:
     # test_episodes.py and test_trained_policies.py there
-    listed = {name for name in listed if not name.startswith(("experts/", "teacher/", "agents/", "policies/"))}
+    listed = {
+        name for name in listed if not name.startswith(("experts/", "teacher/", "agents/", "policies/", "ranks/"))
+    }
     assert {name for name in listed if not any(metric_of(one) == metric_of(name) for one in written[kind])} == set()
 
 
