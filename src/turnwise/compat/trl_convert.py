@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from turnwise.compat.conversion import ConversionReport, UnsupportedKey, convert_loggers
 from turnwise.compat.swift.convert_training import (
+    convert_answers_of_teacher,
     convert_batches,
     convert_credit,
     convert_divergence,
@@ -842,10 +843,7 @@ def _convert_gkd(builder: TrlRecipeBuilder) -> None:
         )
         builder.reject("lmbda", reason, changes_training=True, even_default=True)
     builder.convert("nothing: every conversation is sampled by the student", "lmbda")
-    if builder.values.get("seq_kd"):
-        reason = "no answers are sampled from the teacher: sample them with `turnwise rollout`, and train with `turnwise sft`"
-        builder.reject("seq_kd", reason, changes_training=True)
-    builder.convert("nothing: no answers are sampled from the teacher", "seq_kd")
+    convert_answers_of_teacher(builder)
     builder.reject("max_length", "prompts are not cut here: limits.context bounds a conversation")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.compat.swift.convert_training import first_row
+from turnwise.compat.swift.convert_training import convert_answers_of_teacher, first_row
 from turnwise.compat.swift.read_arguments import REWARD_FREE, SwiftRecipeBuilder
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import parse_json
@@ -87,10 +87,7 @@ def _convert_samples(builder: SwiftRecipeBuilder) -> None:
         )
         builder.reject("lmbda", reason, changes_training=True, even_default=True)
     builder.reject("sft_alpha", "it has no effect on conversations of the student (lmbda=1), also not in ms-swift")
-    if builder.values.get("seq_kd"):
-        reason = "no answers are sampled from the teacher: sample them with `turnwise rollout`, and train with `turnwise sft`"
-        builder.reject("seq_kd", reason, changes_training=True)
-    builder.convert("nothing: no answers are sampled from the teacher", "seq_kd")
+    convert_answers_of_teacher(builder)
 
 
 def _convert_top_k(builder: SwiftRecipeBuilder) -> None:

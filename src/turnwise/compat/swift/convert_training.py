@@ -58,6 +58,14 @@ def convert_loss(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     _convert_correction(builder, loss_type, off_policy)
 
 
+def convert_answers_of_teacher(builder: SwiftRecipeBuilder) -> None:
+    """Answers that the teacher samples, which nobody samples here (GKD of ms-swift and TRL)."""
+    if builder.values.get("seq_kd"):
+        reason = "no answers are sampled from the teacher: sample them with `turnwise rollout`, and train with `turnwise sft`"
+        builder.reject("seq_kd", reason, changes_training=True)
+    builder.convert("nothing: no answers are sampled from the teacher", "seq_kd")
+
+
 def convert_divergence(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     """Set loss.kl_coef or reward.kl.coef, and the reference model. model.lora is set before.
 
