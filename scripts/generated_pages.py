@@ -184,7 +184,7 @@ def _table(rows: Sequence[OptionRow]) -> Iterator[str]:
     """A line for each option, one for equal neighbours. What is as in another section stands in a line below them."""
     own = [row for row in rows if row.like is None]
     for (default, what), same in groupby(own, key=lambda row: (row.default, row.what)):
-        yield f"- {', '.join(row.cell for row in same)} ({default}): {what}"
+        yield f"- {', '.join(row.cell for row in same)}{_in_brackets(default)}: {what}"
     like = [row for row in rows if row.like is not None]
     for section, same in groupby(like, key=lambda row: (row.like or "").rpartition(".")[0]):
         yield f"- As in `{section}`: {', '.join(f'{row.cell} ({row.default})' for row in same)}."
@@ -206,7 +206,12 @@ def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
         found.items(), key=lambda item: (len(item[1]) < len(classes), order.index(item[0][0]))
     ):
         names = "" if len(of) == len(classes) else f" of {', '.join(f'`{name_of(cls)}`' for cls, _ in of)}"
-        yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{names} ({_defaults(of)}): {what}"
+        yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{names}{_in_brackets(_defaults(of))}: {what}"
+
+
+def _in_brackets(default: str) -> str:
+    """The default behind an option. Null is not said."""
+    return "" if default == "`null`" else f" ({default})"
 
 
 def _has_own_options(cls: type[Section], classes: Sequence[type[Section]]) -> bool:

@@ -34,25 +34,21 @@ Factor = Annotated[float, Field(gt=0)]
 Scale = Annotated[
     Literal["std", "batch", "none"],
     Field(
-        description="Advantages are divided by the standard deviation of the group's rewards or returns (`std`, GRPO), by that "
-        "of all groups of the step (`batch`), or not (`none`, Dr. GRPO)."
+        description="Advantages are divided by the standard deviation of the group (`std`, GRPO), of the step (`batch`), or not "
+        "(`none`, Dr. GRPO)."
     ),
 ]
 GroupScale = Annotated[
     Literal["std", "none"],
-    Field(
-        description="Rewards minus their mean are divided by the standard deviation of those compared (`std`), or not (`none`)."
-    ),
+    Field(description="Differences are divided by the standard deviation of those compared (`std`), or not (`none`)."),
 ]
 Baseline = Annotated[
     Literal["group", "none"],
-    Field(
-        description="Subtracted from rewards: the mean of the group's other conversations (`group`), or nothing (`none`)."
-    ),
+    Field(description="Subtracted: the mean of the group's others (`group`), or nothing (`none`)."),
 ]
 Whiten = Annotated[
     bool,
-    Field(description="Subtract the mean of the batch's advantages, and divide them by their standard deviation."),
+    Field(description="Subtract the batch's mean advantage, and divide by the standard deviation."),
 ]
 
 
@@ -152,9 +148,9 @@ class Spo(CreditSection):
     half_life: Factor = 0.06
     """How far the policy moves, in nats per token, until what was known of a row counts half."""
     rho_min: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """The least share of a row's weight that is kept from one visit to the next. 1: all rewards count alike."""
+    """The least share of a row's weight that is kept between visits. 1: all rewards count alike."""
     rho_max: Annotated[float, Field(gt=0, le=1)] = 0.96
-    """The largest share. The weight of a row with one conversation per visit stays below 1 / (1 - `rho_max`)."""
+    """The largest share."""
     whiten: Whiten = True
 
     @property
@@ -285,8 +281,7 @@ class TurnPotential(ScaledSection):
     key: NonEmpty = "potential"
     """Key in `Turn.info` of the score of the state after the turn: a number or null."""
     decay: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """A change counts 1 for its turn, `decay` for the turn before, `decay` squared before that, and so on, divided by
-    their sum."""
+    """A change counts 1 for its turn, `decay` for the turn before, its square before that, ..., divided by their sum."""
     weight: Factor = 1.0
     """Factor of the changes."""
     initial: float = 0.0
@@ -411,17 +406,15 @@ ESTIMATORS = (
 
 
 class CriticSection(Section):
-    """The critic: a second model that estimates the sum of the later rewards. It is used if `credit.name` is `gae`, `turn_gae`,
-    `critic` or `bilevel_gae`. It is trained in each step, with the optimizer options of `train` except the learning rate
-    (docs/credit.md)."""
+    """The critic, a second model that estimates later rewards, of `gae`, `turn_gae`, `critic` and `bilevel_gae`
+    (docs/credit.md). Its optimizer is that of `train`, but for the learning rate."""
 
     path: PathText | None = None
-    """What the critic starts from: directory, hub name, or `critic` of a checkpoint, with the same vocabulary. Null:
-    `model.path`."""
+    """Its start: directory, hub name, or `critic` of a checkpoint, with the same vocabulary. Null: `model.path`."""
     lr: Annotated[float, Field(gt=0)] = 1e-5
     """Learning rate, constant."""
     clip: Annotated[float, Field(gt=0)] | None = 0.5
-    """Value clipping: an estimate that moved further than this towards its target in a step is not trained further."""
+    """Value clipping: how far an estimate may move towards its target in a step."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps at the start that train only the critic."""
 
@@ -430,9 +423,7 @@ class CriticSection(Section):
 
 Normalizer = Annotated[
     Literal["token", "sequence", "trajectory", "constant"],
-    Field(
-        description="What the loss is averaged over: `token`, `trajectory`, `sequence` (segments) or `constant` (docs/losses.md)."
-    ),
+    Field(description="What the loss is averaged over (docs/losses.md)."),
 ]
 
 
@@ -455,16 +446,15 @@ class LossSection(NamedSection):
     router_aux_loss_coef: NotNegative = 0.0
     """Weight of the loss that balances a mixture of experts; common: 0.001 to 0.01."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of the tokens, those of largest entropy, that have a policy loss (docs/losses.md). 1: all."""
+    """Share of the tokens, those of largest entropy, that have a policy loss. 1: all."""
     clip_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Clip-Cov: share of the tokens without policy loss, at random among those with a covariance between the bounds."""
+    """Clip-Cov: share of tokens without policy loss, at random among covariances between the bounds."""
     clip_cov_low: float = 1.0
     """Lower bound of the covariance for `loss.clip_cov_ratio`."""
     clip_cov_high: float = 5.0
     """Upper bound of the covariance for `loss.clip_cov_ratio`."""
     kl_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """KL-Cov: share of the tokens, those of largest covariance, whose loss has a divergence from the probabilities of
-    the ratio's denominator."""
+    """KL-Cov: share of tokens, those of largest covariance, whose loss has a divergence."""
     kl_cov_coef: Annotated[float, Field(gt=0)] = 1.0
     """Weight of the divergence for `loss.kl_cov_ratio`."""
 
@@ -596,8 +586,7 @@ class RejectionSection(Section):
     """A rule that removes tokens or sequences from the loss and from its average."""
 
     level: Literal["token", "sequence", "geometric", "max"] | None = None
-    """What a divergence is computed over: a `token`, the sum over a `sequence`, its mean (`geometric`) or largest value
-    (`max`). Null: no rule."""
+    """A divergence of each `token`, its sum over a `sequence`, its mean (`geometric`) or largest value (`max`). Null: no rule."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """`k1`: the ratio's logarithm, bounds are ratios. `k2`, `k3`: only `high` applies."""
     low: Bound | None = None
@@ -621,8 +610,7 @@ class RejectionSection(Section):
 
 
 class CorrectionSection(Section):
-    """Rollout correction: importance weights for the difference between the engine's and the trainer's probabilities
-    (docs/losses.md)."""
+    """Importance weights for the difference between the engine's and the trainer's probabilities (docs/losses.md)."""
 
     level: Literal["token", "sequence", "geometric"] = "token"
     """The ratio of each `token`, the product over a `sequence`, or its `geometric` mean."""
@@ -639,7 +627,7 @@ class CorrectionSection(Section):
     """Divide the weights by their mean over the batch's conversations."""
     reject: RejectionSection = RejectionSection()
     decoupled: bool = True
-    """The loss's ratios compare with the weights before the update; false: with the engine's probabilities."""
+    """Ratios compare with the weights before the update; false: with the engine's probabilities."""
     off_policy_sequence_mask_delta: Bound | None = None
     """Bound of DeepSeek-V3.2's mask of off-policy sequences."""
 
@@ -679,18 +667,17 @@ class CorrectionSection(Section):
 
 
 class ReferenceSection(Section):
-    """The reference model: the policy from which the KL divergence is measured. There is one if `loss.kl_coef` or
-    `reward.kl.coef` is above 0. By default it is the model before training (docs/losses.md)."""
+    """The reference model, from which the KL divergence is measured if `loss.kl_coef` or `reward.kl.coef` is above 0
+    (docs/losses.md)."""
 
     path: PathText | None = None
     """Directory or hub name, with the same vocabulary. Null: the model before training."""
     source: Literal["auto", "copy", "adapter_off"] = "auto"
-    """The model before training is a frozen `copy`, or the model without its adapter (`adapter_off`, no memory).
-    `auto`: the latter with `model.lora`."""
+    """The model before training is a frozen `copy`, or with `model.lora` the model without its adapter (`adapter_off`)."""
     sync_every: Positive | None = None
     """Steps after which it moves towards the trained model. Null: never."""
     sync_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """How far: new weights are this times the trained model's plus 1 - this times its own."""
+    """How far: 1 copies the trained model."""
 
 
 # adapters
@@ -708,8 +695,7 @@ class LoraSection(Section):
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """Scale: the adapter's product is multiplied by alpha / rank."""
     target_modules: Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """Linear layers, by names or ends, such as `[q_proj, v_proj]`. Null: all but the output layer and experts' routers
-    and gates (docs/memory.md)."""
+    """Linear layers, by names or ends, such as `[q_proj, v_proj]`. Null: all but some (docs/memory.md)."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank)."""
     dora: bool = False
@@ -742,13 +728,13 @@ class OptimizerSection(Section):
     """The optimizer, and what it keeps in memory (docs/memory.md)."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
-    """State per trained parameter: `adamw` 8 bytes; `adamw_8bit` 2 (extra `8bit`); `adafactor` almost none, with steps
-    in proportion to the weights' size (use a larger rate)."""
+    """Bytes per trained parameter: `adamw` 8; `adamw_8bit` 2 (extra `8bit`); `adafactor` almost 0, with steps relative to the
+    weights' size (use a larger rate)."""
     master_weights: Literal["float32", "none", "kahan", "stochastic_rounding"] = "float32"
-    """How steps below bfloat16's precision are kept: a `float32` copy (4 bytes per parameter), the rounding error
-    (`kahan`, 2), `stochastic_rounding` (0), or not (`none`)."""
+    """How steps below bfloat16's precision are kept: a `float32` copy (4 bytes), the rounding error (`kahan`, 2),
+    `stochastic_rounding` (0), not (`none`)."""
     offload: Literal["none", "cpu"] = "none"
-    """`cpu`: state and master weights are in the CPU's memory, where the step runs, more slowly."""
+    """`cpu`: state and master weights are in the CPU's memory, where the step runs."""
 
     _expand = short_for("name")
 
@@ -774,8 +760,8 @@ class OptimizationSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Largest norm of the gradient; a larger one is scaled down."""
     micro_batch_tokens: Positive | None = None
-    """Most tokens of a forward pass: memory and speed, not the result. Null: 16384 on a GPU (less when memory runs
-    out), 2048 or 3072 on a CPU."""
+    """Most tokens of a forward pass: memory and speed, not the result. Null: 16384 on a GPU, or what fits; 2048 or 3072 on a
+    CPU."""
 
     def lr_at(self, step: int, *, steps: int) -> float:
         """The learning rate of a step, counted from 0, of a run with `steps` steps: linear warm-up, then constant, or decay to 0
@@ -796,7 +782,7 @@ class TrainSection(OptimizationSection):
     steps: Positive | None = None
     """Training steps. Null: set by `train.epochs`, else 100."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over `data.train`, instead of `train.steps`: passes times rows / `train.batch_size`, rounded up."""
+    """Passes over `data.train`, instead of `train.steps`."""
     batch_size: Positive = 16
     """Rows of a step, each with `train.group_size` trajectories."""
     group_size: Positive = 8
@@ -806,21 +792,20 @@ class TrainSection(OptimizationSection):
     ppo_epochs: Positive = 1
     """Passes over a step's trajectories, each with all `train.minibatches`."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
-    """How often in a step, at most, groups without reward differences are replaced by next rows' (DAPO)."""
+    """How often in a step groups without reward differences are replaced by next rows' (DAPO)."""
     overlong_filter: bool = False
-    """Leave trajectories that a token limit cut out of the loss; their rewards still count in the group."""
+    """Leave trajectories that a token limit cut out of the loss."""
     share_prompts: Literal["auto", "always", "never"] = "auto"
-    """Compute shared prefixes once, if a check at the start finds equal log-probabilities; else `auto` computes
-    sequences separately, and `always` is an error. `never`: separately."""
+    """Compute shared prefixes once: `auto`, if a check at the start finds equal log-probabilities; `always`, else an error;
+    `never`."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
-    """How many steps old the sampling weights may be. 0: sampling and training alternate. 1: they overlap
-    (docs/pipeline.md)."""
+    """How many steps old the sampling weights may be (docs/pipeline.md). 0: sampling and training alternate."""
     group_timeout: Annotated[float, Field(gt=0)] | None = None
-    """Seconds of a group; conversations still running then have failed, and the others are trained on."""
+    """Seconds of a group; conversations still running then have failed."""
     min_group_size: Positive = 1
     """Groups with fewer trajectories that did not fail are not trained on."""
     replace_failed: Annotated[int, Field(ge=0)] = 0
-    """How often in a step, at most, such groups are replaced by next rows'."""
+    """How often in a step such groups are replaced by next rows'."""
 
     @property
     def known_steps(self) -> int | None:
@@ -836,7 +821,7 @@ class TrainSection(OptimizationSection):
 
 
 class SftSection(OptimizationSection):
-    """Options of `turnwise sft`: supervised fine-tuning on the conversations of `data.train` (docs/sft.md)."""
+    """Supervised fine-tuning with `turnwise sft` (docs/sft.md)."""
 
     steps: Positive | None = None
     """Optimizer steps. Null: set by `sft.epochs`."""
@@ -851,7 +836,7 @@ class SftSection(OptimizationSection):
     too_long: Literal["leave_out", "cut"] = "leave_out"
     """Conversations above `limits.context` tokens: `leave_out` (counted in the metric `left_out`), or `cut`."""
     normalizer: Literal["token", "sequence", "trajectory"] = "token"
-    """The loss is averaged over tokens (`token`), conversations (`trajectory`) or token sequences (`sequence`)."""
+    """The loss is averaged over each `token`, `trajectory` or `sequence` (segment)."""
     eval_every: Annotated[int, Field(ge=0)] = 0
     """Steps between held-out losses. 0: only before and after training."""
     max_eval_rows: Positive | None = None

@@ -74,11 +74,11 @@ class EngineSection(Section):
 
 
 class LocalEngineSection(EngineSection):
-    """The embedded engine: it samples in the trainer's process, on the trainer's own weights."""
+    """The embedded engine, in the trainer's process, on its weights."""
 
     name: Literal["local"] = "local"
     slots: Positive = 256
-    """Conversations whose KV cache is kept; the least recently used is dropped."""
+    """Conversations whose KV cache is kept."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """Most memory of the KV cache, in GB. Null: 2, or what training leaves free on a GPU."""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -95,12 +95,11 @@ class LocalEngineSection(EngineSection):
 
 
 class ScriptedEngineSection(EngineSection):
-    """The scripted engine: it answers with given texts, and needs no model weights. Use it to replay conversations."""
+    """Given texts, without model weights."""
 
     name: Literal["scripted"]
     script: PathText
-    """A jsonl file: per row a list of assistant texts, or with opened agents `{"turns": [...], "agents": {"second":
-    [...]}}`."""
+    """A jsonl file: per row a list of assistant texts, or with agents `{"turns": [...], "agents": {"second": [...]}}`."""
     has_weights: ClassVar[bool] = False
 
     @property
@@ -109,8 +108,8 @@ class ScriptedEngineSection(EngineSection):
 
 
 class OpenAIEngineSection(EngineSection):
-    """An OpenAI-compatible endpoint, for `turnwise eval` and `turnwise rollout`: messages are sent and a message comes back. It
-    reports no token ids and no log-probabilities, so nothing can be trained with it."""
+    """An OpenAI-compatible endpoint, for `turnwise eval` and `turnwise rollout`. It reports no tokens, so nothing can be
+    trained with it."""
 
     name: Literal["openai"]
     url: NonEmpty
@@ -120,14 +119,13 @@ class OpenAIEngineSection(EngineSection):
     api_key_env: NonEmpty | None = None
     """The environment variable with the API key."""
     request: dict[str, Any] = {}
-    """More fields of each request, such as `{top_k: 20}`; null removes one (`{seed: null}`)."""
+    """More fields of a request, such as `{top_k: 20}`; null removes one (`{seed: null}`)."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The field that limits a turn's tokens; OpenAI's reasoning models need `max_completion_tokens`."""
+    """The field that limits a turn's tokens; OpenAI's reasoning models need the latter."""
     timeout: Seconds = 120.0
     """Time limit of a request, in seconds."""
     retries: Annotated[int, Field(ge=0)] = 8
-    """Further attempts without an answer or after status 429 or 5xx, with pauses of 1 to 60 seconds, or of
-    `Retry-After`."""
+    """Further attempts without an answer or after status 429 or 5xx."""
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     """Most requests in a minute."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
@@ -151,7 +149,7 @@ class ServerEngineSection(EngineSection):
     """Options of all engines whose tokens are sampled by servers (docs/engines.md)."""
 
     url: NonEmpty | list[NonEmpty] | None = None
-    """Running servers of `model.path`: an address or a list. Null: turnwise starts servers, and stops them."""
+    """Running servers of `model.path`: an address or a list. Null: turnwise starts servers."""
     api_key_env: NonEmpty | None = None
     """The environment variable with the token of these servers."""
     python: PathText | None = None
@@ -163,21 +161,19 @@ class ServerEngineSection(EngineSection):
     data_parallel: Positive = 1
     """Copies of the model in a server; `replicas` are usually better."""
     devices: list[Annotated[int, Field(ge=0)]] | None = None
-    """GPUs of started servers, in turn: `[1, 2, 3, 4]`. Null: those without the trained model if enough, else also the
+    """GPUs of started servers, in turn: `[1, 2, 3, 4]`. Null: those without the trained model, or if too few also the
     trainer's."""
     arguments: list[str] = []
     """More arguments of started servers, such as `[--enforce-eager]`."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
     """KV cache of each started server, in GB. Null: the engine's default on a GPU; at least 1 on a CPU."""
     weight_transfer: Literal["files", "collective", "ipc"] | None = None
-    """New weights are `files` in shared memory or on a disk, a `collective` broadcast (NCCL between GPUs, gloo between
-    CPUs), which servers on other machines need, or are read in the trainer's GPU (`ipc`). Null: `ipc` on one GPU, if all
-    weights are trained; else `files`."""
+    """How new weights arrive: `files`, `collective` (broadcast), `ipc` (read in the trainer's GPU; docs/engines.md). Null:
+    `ipc` on one GPU, if all weights are trained; else `files`."""
     weight_folder: PathText | None = None
     """Directory for new weights, the same path for servers. Null: `/dev/shm`, or the temporary directory."""
     check_weights_every: Annotated[int, Field(ge=0)] = 10
-    """After the first three updates and every so many (0: none), servers' log-probabilities are compared with the
-    trainer's."""
+    """After the first three updates and every so many (0: none), log-probabilities are compared with the trainer's."""
     sleep: bool = False
     """Servers on the trainer's GPU free their memory during training."""
     start_timeout: Seconds = 600.0
@@ -186,8 +182,7 @@ class ServerEngineSection(EngineSection):
     """Seconds without a token, after which a server is given up, or restarted."""
 
     grammars: Literal["train", "skip"] | None = None
-    """Turns under grammars (docs/tool_calls.md): `train` with the same masks in the trainer, or `skip` them in
-    training. Null: refused."""
+    """Turns under grammars: `train` with the same masks, or `skip` them in training (docs/tool_calls.md). Null: refused."""
 
     records_experts: ClassVar[bool] = True
 
@@ -224,24 +219,22 @@ class ServerEngineSection(EngineSection):
 
 
 class VllmEngineSection(ServerEngineSection):
-    """vLLM: faster than the embedded engine for large models and on GPUs. It is installed in an environment of its own
-    (docs/engines.md)."""
+    """vLLM, installed in an environment of its own (docs/engines.md)."""
 
     name: Literal["vllm"]
     mode: Literal["server", "in_process"] = "server"
-    """HTTP servers (`server`), or vLLM in turnwise's process, which runs in vLLM's environment (`in_process`)."""
+    """HTTP servers (`server`), or vLLM in turnwise's process (`in_process`)."""
 
 
 class SglangEngineSection(ServerEngineSection):
-    """SGLang: servers that turnwise starts, or running servers. It is installed in an environment of its own
-    (docs/engines.md)."""
+    """SGLang, installed in an environment of its own (docs/engines.md)."""
 
     name: Literal["sglang"]
     keep_seeds: bool = False
     """The same seed gives the same tokens: GPUs only, slower."""
     update_mode: Literal["retract", "in_place", "abort"] = "retract"
-    """Running requests when weights change: prefixes are computed again (`retract`) or keep the old KV cache
-    (`in_place`), or requests are sent again (`abort`; always with LoRA)."""
+    """Requests that run when weights change: compute the prefix again (`retract`), keep the old KV cache (`in_place`), or are
+    sent again (`abort`; always with LoRA)."""
 
 
 AnyEngine = (
@@ -271,8 +264,8 @@ class SamplingSection(Section):
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a turn, besides the template's stop tokens."""
     response_format: dict[str, Any] | None = None
-    """A grammar for answers: `{type: json_schema, json_schema: {schema: {...}}}`, `{type: json_object}` or `{type:
-    regex, pattern: ...}`. Reasoning and tool calls stay free."""
+    """A grammar for answers (docs/tool_calls.md): `{type: json_schema, json_schema: {schema: {...}}}`, `{type: json_object}`
+    or `{type: regex, pattern: ...}`."""
 
 
 class EvaluationSamplingSection(Section):
@@ -294,7 +287,7 @@ class LimitsSection(Section):
     turns: Positive = 8
     """Most turns of the model."""
     tokens_per_turn: Positive = 256
-    """Most tokens sampled in a turn; a longer answer ends the conversation."""
+    """Most tokens of a turn; a longer answer ends the conversation."""
     tokens: Positive | None = None
     """Most tokens sampled in a conversation."""
     response_tokens: Positive | None = None
@@ -302,15 +295,15 @@ class LimitsSection(Section):
     context: Positive | None = None
     """Most tokens with the prompt. Null: the model's longest context."""
     seconds_per_turn: Seconds | None = 120.0
-    """Seconds of a turn and the environment's reply; weight updates and restarts do not count."""
+    """Seconds of a turn and the environment's reply."""
     seconds: Seconds | None = 600.0
     """Seconds of a conversation."""
     agents: Positive = 16
-    """Most agents that an environment opens in a conversation; each has the limits above."""
+    """Most agents opened in a conversation; each has the limits above."""
     agent_turns: Positive | None = None
     """Most turns of all opened agents together."""
     agent_tokens: Positive | None = None
-    """Most tokens that they sample together, apart from turns that have begun."""
+    """Most tokens that they sample together."""
 
 
 # rollout server
@@ -324,7 +317,7 @@ class RolloutServerSection(Section):
     token_env: NonEmpty = "TURNWISE_SERVER_TOKEN"
     """The environment variable with its bearer token."""
     timeout: Seconds = 120.0
-    """Seconds without data after which the server is lost, and for which the trainer waits for a lost one."""
+    """Seconds without data after which the server is lost, and for which a lost one is awaited."""
     weights_directory: PathText | None = None
     """A shared directory for new weights, such as `/dev/shm`. Null: they are sent in requests."""
 
@@ -336,17 +329,15 @@ class FsdpSection(Section):
     """How the trained model is divided among the ranks (torch's `fully_shard`)."""
 
     param_dtype: Literal["bfloat16"] | None = None
-    """Type of sent weights and passes: `bfloat16` is mixed precision, with `model.dtype=float32` in the optimizer.
-    Null: that of the weights."""
+    """Type of sent weights and passes: `bfloat16` with `model.dtype=float32` is mixed precision. Null: that of the weights."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are added up."""
     reshard_after_forward: bool = True
     """Free a layer's gathered weights after its forward pass. False (ZeRO stage 2): more memory, less communication."""
     gradient_sync: Literal["auto", "micro_batch", "batch"] = "auto"
-    """Add gradients up after each `micro_batch`, or once per optimizer step (`batch`). `auto`: `batch` if its complete
-    gradient takes less than 1 GiB."""
+    """Add gradients up after each `micro_batch`, or once per optimizer step (`batch`). `auto`: `batch` below 1 GiB."""
     offload: Literal["none", "cpu"] = "none"
-    """`cpu`: weights, gradients and optimizer state are in the CPU's memory, and copied for each pass."""
+    """`cpu`: weights, gradients and optimizer state are in the CPU's memory."""
 
     def adds_up_each(self, gradient_bytes: float) -> bool:
         """Whether gradients are added up after each micro-batch. `gradient_bytes` are those of all trained weights."""
@@ -363,9 +354,9 @@ class MeshSection(Section):
     shard: Positive | None = None
     """Ranks of a group, such as a machine's GPUs. Null: ranks / (`replicate` x `context` x `tensor`)."""
     context: Positive = 1
-    """Ranks that compute each micro-batch together, with a part of its tokens each (context parallelism)."""
+    """Context parallelism: ranks with a part of the tokens each."""
     tensor: Positive = 1
-    """Neighbouring ranks that compute each micro-batch together, with a part of each layer (tensor parallelism)."""
+    """Tensor parallelism: ranks with a part of each layer."""
 
     @property
     def together(self) -> int:
@@ -411,14 +402,13 @@ class WorkersSection(Section):
     num_gpus: NotNegative = 0.0
     """GPUs for each, for its engine. 0: it sees none."""
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Ray's custom resources for each, such as `{sandbox: 1}` of `ray start --resources`."""
+    """Ray's custom resources for each, such as `{sandbox: 1}`."""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the command's directory,
-    which must exist there."""
+    """Ray's runtime environment, such as `{working_dir: ".", env_vars: {KEY: value}}`. Empty: the command's directory."""
     max_concurrent: Positive = 1000
     """Conversations at a time in one worker."""
     start_timeout: Seconds = 600.0
-    """Seconds until a worker is ready, and that conversations wait while none is."""
+    """Seconds until a worker is ready."""
 
 
 class RanksSection(Section):
@@ -432,22 +422,20 @@ class RanksSection(Section):
     resources: dict[str, Annotated[float, Field(gt=0)]] = {}
     """Ray's custom resources for each, such as `{trainer: 1}`."""
     runtime_env: dict[str, Any] = {}
-    """Ray's runtime environment, such as `{env_vars: {WANDB_API_KEY: value}}`. Empty: the command's directory, which
-    must exist there."""
+    """Ray's runtime environment, such as `{env_vars: {WANDB_API_KEY: value}}`."""
     start_timeout: Seconds = 600.0
     """Seconds until all ranks run."""
 
 
 class ClusterSection(Section):
-    """Several processes, on one or several machines (docs/cluster.md). Instead of `{launcher: name}` you can write only the name:
-    `cluster: local`."""
+    """Several processes, on one or several machines (docs/cluster.md)."""
 
     launcher: Literal["none", "local", "torchrun", "ray"] = "none"
-    """`none`: one process. `local`: training processes (ranks) on this machine. `torchrun` starts the command, on one
-    or several machines. `ray`: conversations, and with `cluster.trainers` ranks, on a Ray cluster."""
+    """`none`: one process. `local`: ranks on this machine. `torchrun`: it starts the command on each machine. `ray`:
+    conversations, and with `cluster.trainers` ranks, on a Ray cluster."""
     address: NonEmpty | None = None
-    """Ray's: `ray://HOST:10001` from outside, `HOST:6379` or `auto` inside; `cluster=ray://HOST:10001` sets both
-    options. Null: RAY_ADDRESS, else a cluster on this machine, else a new one."""
+    """`ray://HOST:10001` from outside of Ray's cluster (`cluster=ray://HOST:10001` is short), `HOST:6379` or `auto` inside.
+    Null: RAY_ADDRESS, else a cluster on this machine, else a new one."""
     workers: WorkersSection = WorkersSection()
     trainers: Positive | None = None
     """Training ranks. Null: `local`: one per GPU, or 2 without; `ray`: the command's process trains."""
@@ -455,12 +443,11 @@ class ClusterSection(Section):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """How ranks communicate. `auto`: nccl on GPUs, gloo on CPUs."""
     timeout: Seconds = 1800.0
-    """Seconds of a communication, after which the run ends with an error."""
+    """Most seconds of a communication."""
     heartbeat: Seconds = 60.0
-    """Seconds without a sign of life. A lost rank ends the run; a lost worker is started again, and its conversations
-    run elsewhere."""
+    """Seconds without a sign of life, after which a rank or worker is lost."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """How often `local` and `ray` start all ranks again after a loss, from the newest checkpoint."""
+    """How often `local` and `ray` start all ranks again after a loss."""
     fsdp: FsdpSection = FsdpSection()
     mesh: MeshSection = MeshSection()
 

@@ -25,8 +25,7 @@ class PolicySection(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
     """Its name, which environments give to `agent`."""
     train: bool = False
-    """Train it on its agents' conversations: an adapter of its own on the trained model's base weights. False: frozen, with
-    `path`, `endpoint` or `reference`."""
+    """Train an adapter of its own on its agents' conversations. False: frozen, with `path`, `endpoint` or `reference`."""
     lora: LoraSection | None = None
     """Adapter of a trained policy. Null: the options of `model.lora`."""
     lr: Annotated[float, Field(gt=0)] | None = None
@@ -36,21 +35,18 @@ class PolicySection(Section):
     credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] | None = None
     """Its credit. Null: `credit`."""
     path: PathText | None = None
-    """Model directory, checkpoint, adapter or hub name; `model.path` itself takes no memory with `model.lora` and the
-    embedded engine. Null: a server, or the reference model."""
+    """Model directory, checkpoint, adapter or hub name. Null: a server, or the reference model."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of its parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
     """4: quantize it when it is loaded."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """An embedded engine of its own, whose KV cache takes so many GiB at most. Null: the model's engine, if both have the
-    same base weights (on servers: if it is trained); else 2."""
+    """An embedded engine of its own, with a KV cache of so many GiB. Null: the model's engine, if both have the same base
+    weights (on servers: if it is trained); else 2."""
     endpoint: dict[NonEmpty, Any] | None = None
-    """An OpenAI-compatible server: arguments of `turnwise.services.chat:ChatEndpoint`, such as `{url:
-    "http://host:8000/v1", model: NAME}`."""
+    """An OpenAI-compatible server: `{url: "http://host:8000/v1", model: NAME}`, or more arguments of `ChatEndpoint`."""
     reference: bool = False
-    """It is the reference model (section `reference`): the model before training, or with `reference.sync_every` an
-    earlier state."""
+    """It is the reference model (section `reference`)."""
     temperature: NotNegative | None = None
     """Of its turns. Null: as `sampling`."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -87,19 +87,19 @@ class ModelSection(Section):
     gguf_file: NonEmpty | None = None
     """A GGUF file in `model.path`, dequantized once into the cache (docs/memory.md)."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """`auto`: bfloat16 on a GPU (NVIDIA: from Ampere on), with a float32 copy in the optimizer; float32 on a CPU, with
-    autocast and with several ranks."""
+    """`auto`: bfloat16 on a GPU (from Ampere on), with a float32 copy in the optimizer; float32 on a CPU, with autocast or
+    several ranks."""
     device: NonEmpty = "auto"
     """`cpu`, `cuda`, `cuda:1`. `auto`: a GPU if there is one."""
     autocast: bool = False
-    """Matrix products in bfloat16 with float32 parameters: faster on GPUs and CPUs with bfloat16."""
+    """Matrix products in bfloat16 with float32 parameters."""
     gradient_checkpointing: bool = False
-    """Compute activations again in the backward pass: much less memory, a third more time, the same result."""
+    """Recompute activations in the backward pass: less memory, a third more time, the same result."""
     chat_template_kwargs: dict[NonEmpty, Any] = {}
     """More arguments of the chat template, such as `{enable_thinking: false}`; a row's column `chat_template_kwargs`
     goes before."""
     router_replay: bool = False
-    """Mixture of experts: train with the experts chosen while sampling, which the engine records (docs/losses.md)."""
+    """Mixture of experts: train with the experts chosen while sampling (docs/losses.md)."""
     lora: LoraSection = LoraSection()
     quantization: QuantizationSection = QuantizationSection()
 
@@ -133,15 +133,15 @@ class CurriculumSection(Section):
     keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Probability that such a row is used nevertheless."""
     column: NonEmpty | None = None
-    """Column with pass rates before training, from `turnwise rollout`. Null: unknown until a row's first group."""
+    """Column with pass rates before training. Null: unknown until a row's first group."""
 
 
 class DataSection(Section):
     """The data of a run. Each conversation starts from a row of the data."""
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] = "environment"
-    """Training rows: a .jsonl or .parquet file, a directory of `datasets`, a hub name, or a list. `environment`
-    (`environment:64`): rows that the environment brings. `empty:64`: 64 rows without columns."""
+    """Training rows: a .jsonl or .parquet file, a directory of `datasets`, a hub name, or a list; `environment`,
+    `environment:64`: the environment's rows; `empty:64`: 64 empty rows."""
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
     """Held-out rows, in the same forms. Null: no evaluations."""
     split: NonEmpty = "train"
@@ -155,8 +155,7 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message of prompts that have none. Null: none."""
     weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
-    """Weights of a list of data sets, each shuffled and repeated separately: `[2, 1]` takes two rows of the first for
-    each of the second. Null: one data set."""
+    """Weights of a list of data sets: `[2, 1]` takes two rows of the first for each of the second. Null: one data set."""
     curriculum: CurriculumSection = CurriculumSection()
     shuffle: bool = True
     """A new random order in each pass. False: the order of the data."""
@@ -165,11 +164,9 @@ class DataSection(Section):
     max_prompt_tokens: Positive | None = None
     """Rows with longer prompts (without tool schemas) are not used."""
     return_multi_modal_inputs: bool | None = None
-    """True: images are processed once, at the start, and kept as tensors (`multi_modal_inputs`). Else in each
-    conversation."""
+    """Images are processed once, at the start, and kept as tensors."""
     escape_control_tokens: Literal["none", "tools", "all"] = "tools"
-    """Whose texts cannot make control tokens such as `<|im_end|>` (a space is put in): `tools`, `all` (also users),
-    `none`."""
+    """Whose texts cannot make control tokens such as `<|im_end|>`: `tools`, `all` (also users), `none`."""
 
 
 # what answers the model
@@ -193,7 +190,7 @@ class ToolUse(Section):
     timeout: Seconds | None = None
     """Seconds of an attempt of a call. Null: the tool's own, or 30."""
     retries: Annotated[int, Field(ge=0)] | None = None
-    """Further attempts after an exception other than ValueError. Null: the tool's own, or 0."""
+    """Further attempts after an exception but ValueError. Null: the tool's own, or 0."""
     retry_timeouts: bool | None = None
     """Also after a timeout. Null: the tool's own, or false."""
     thread: bool | None = None
@@ -210,9 +207,9 @@ class McpSection(Section):
     select: list[str] | None = None
     """Names of the tools to offer. Null: all."""
     also: list[Literal["resources", "prompts"]] = []
-    """What becomes tools, too: `resources` (`list_resources`, `read_resource`), `prompts` (`list_prompts`, `get_prompt`)."""
+    """What becomes tools, too: `resources`, `prompts`."""
     use: NonEmpty = "turnwise.environments.mcp:McpServers"
-    """The class that calls the servers; subclasses may convert results."""
+    """The class that calls the servers."""
     timeout: Seconds = 30.0
     """Seconds of each attempt of a call."""
     retries: Annotated[int, Field(ge=0)] = 0
@@ -222,10 +219,9 @@ class McpSection(Section):
     start_timeout: Seconds = 30.0
     """Seconds until a server has started and answered."""
     scope: Literal["run", "conversation"] = "run"
-    """A `run`'s conversations share a session with a server, or each `conversation` has its own, and a process of a
-    server with a `command`."""
+    """A `run`'s conversations share a session with a server, or each `conversation` has its own."""
     max_sessions: Positive | None = None
-    """With `conversation`: most conversations with sessions at once; others wait."""
+    """With `conversation`: most sessions at once; others wait."""
     titles: bool = True
     """Show the titles that the SDK makes of parameters' names."""
 
@@ -234,12 +230,11 @@ class ToolCallsSection(Section):
     """Options that hold for all tools."""
 
     describe: Literal["template", "system"] = "template"
-    """Who shows tools to the model: the chat `template`; or, where it does not, the `system` message, with their
-    schemas."""
+    """Who shows tools to the model: the chat `template`, or where it does not the `system` message."""
     constrain: bool = False
-    """A grammar allows only offered names and arguments of their schema after the opening mark (docs/tool_calls.md)."""
+    """A grammar allows only calls of offered tools that fit their schema (docs/tool_calls.md)."""
     choice: Literal["auto", "required"] = "auto"
-    """`required`: while tools are on offer, each turn is reasoning and calls, by a grammar."""
+    """`required`: each turn is reasoning and calls, by a grammar."""
     max_parallel_calls: Positive | None = None
     """Most calls run in a turn; further ones get an error."""
     max_tool_response_length: Positive | None = None
@@ -274,26 +269,25 @@ class KlRewardSection(Section):
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """`k1`, `k2` or `k3` (docs/losses.md#kl-divergence)."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Divergence per token, in nats, that an adaptive coefficient aims at, beginning at `coef`. Null: constant."""
+    """Divergence per token, in nats, that an adaptive coefficient aims at. Null: constant."""
     horizon: Positive = 10000
-    """Conversations in which it changes by at most a factor of about 1.2."""
+    """Conversations in which it changes by at most 20 %."""
 
 
 class RewardSection(Section):
-    """Reward functions. Their results are added to the rewards that the environment gives."""
+    """Reward functions (docs/rewards.md)."""
 
     trajectory: list[RewardUse] = []
     """Functions called for each ended conversation; they return a number (docs/rewards.md)."""
     turns: list[RewardUse] = []
     """Functions called for each turn, also with `turn` and `index`."""
     group: list[RewardUse] = []
-    """Functions called once per row, with lists over its trajectories that did not fail; they return a list of numbers,
-    or None."""
+    """Functions called once per row, with lists; they return a list of numbers, or None."""
     batch: list[RewardUse] = []
     """The same, for all trajectories of a step, evaluation or rollout."""
     kl: KlRewardSection = KlRewardSection()
     timeout: Seconds | None = 120.0
-    """Seconds of a call; of async functions: of all for a trajectory and its turns. A call that exceeds it fails."""
+    """Seconds of a call; of async functions: of all for a trajectory and its turns."""
 
     @model_validator(mode="before")
     @classmethod
@@ -308,14 +302,14 @@ class RewardSection(Section):
 
 
 class RecordSection(Section):
-    """Which conversations are written to the files of a run (docs/record.md). Metrics are always complete."""
+    """Which conversations are recorded (docs/record.md)."""
 
     every: Positive = 1
-    """With 10, conversations of the steps 1, 10, 20 ... and of the last are recorded."""
+    """With 10, conversations of the steps 1, 10, 20 ... are recorded."""
     best_and_worst: Positive | None = None
     """Recorded per group: so many with the highest rewards, with the lowest, and failed. Null: all."""
     compression: Literal["none", "gzip"] = "none"
-    """`gzip`: trajectories take about 15 times less; all commands read them."""
+    """`gzip`: about 15 times smaller."""
     trainer_logprobs: bool = True
     """Record the trainer's log-probabilities beside the engine's."""
 
@@ -333,7 +327,7 @@ class LoggerSection(Section):
     run: NonEmpty | None = None
     """Name of the run. Null: that of the directory `output`."""
     conversations: Annotated[int, Field(ge=0)] = 8
-    """Conversations of each step and evaluation that are sent, as a table where there are tables."""
+    """Conversations of each step and evaluation that are sent."""
     arguments: dict[str, Any] = {}
     """More arguments of its start function: `wandb.init`, `trackio.init`, `swanlab.init`, `MlflowClient` (such as
     `tracking_uri`), `SummaryWriter`."""
@@ -345,7 +339,7 @@ class LoggerSection(Section):
 
 
 class TraceSection(Section):
-    """Traces: for sampled conversations, a tree of timed spans (turns, engine calls, tool calls) for a tracing system."""
+    """Traces of conversations (docs/loggers.md)."""
 
     backend: Literal["jsonl", "mlflow", "weave", "otlp"] | None = None
     """`jsonl` (the run's `traces.jsonl`), `mlflow`, `weave`, or `otlp` (OpenTelemetry, at OTEL_EXPORTER_OTLP_ENDPOINT). Null:
@@ -380,11 +374,10 @@ Monitor = Literal[
 
 
 class HealthSection(Section):
-    """Monitors of a training run. Each compares a metric with a limit, and warns once in a run; null switches it off
-    (docs/health.md)."""
+    """Monitors of a run (docs/health.md). Null switches one off."""
 
     window: Positive = 10
-    """The mean of so many latest steps is compared with a limit, or with the mean of as many first steps."""
+    """Steps over which the mean is taken."""
     zero_std: Share | None = 0.95
     """Most `groups/zero_std`."""
     tool_use: Share | None = 0.2
@@ -414,7 +407,7 @@ class HealthSection(Section):
     constant_reward: Positive | None = 3
     """Warn after so many first steps with equal rewards in each group."""
     stop: list[Monitor] = []
-    """Monitors that stop the run, such as `[zero_std, failed]`, with a checkpoint and exit status 1."""
+    """Monitors that stop the run, such as `[zero_std, failed]`."""
 
     @model_validator(mode="after")
     def _stops_have_limits(self) -> HealthSection:
@@ -452,7 +445,7 @@ LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round", "without_fail
 
 
 class EvaluationSection(Section):
-    """Evaluations: conversations on the held-out rows of `data.eval`, during `turnwise train` and with `turnwise eval`."""
+    """Evaluations on the rows of `data.eval`, in `turnwise train` and `turnwise eval`."""
 
     max_rows: Positive | None = None
     """Held-out rows, from the first. Null: all."""
@@ -486,8 +479,7 @@ class CheckpointSection(Section):
     background: bool = False
     """Write while training goes on, from copies in the CPU's memory."""
     best: NonEmpty | None = None
-    """A metric of evaluations, such as `reward/mean`, whose best checkpoint is kept and linked as `best`. Needs
-    `data.eval`."""
+    """A metric of evaluations, such as `reward/mean`, whose best checkpoint is kept, as `best`."""
 
 
 class Chosen(dict[str, Any]):
@@ -511,23 +503,22 @@ class Config(Section):
     mcp: McpSection = McpSection()
     tool_calls: ToolCallsSection = ToolCallsSection()
     policies: Annotated[list[PolicySection], BeforeValidator(expand_policies)] = []
-    """Policies of agents that an environment opens (docs/agents_in_episodes.md), by name: frozen, `{opponent:
-    runs/first/checkpoint}`, or trained, `{searcher: {train: true}}`."""
+    """Policies of agents (docs/agents_in_episodes.md), by name: frozen, `{opponent: runs/first/checkpoint}`, or trained,
+    `{searcher: {train: true}}`."""
     engine: Annotated[AnyEngine, by_name("local")] = LocalEngineSection()
     rollout_server: RolloutServerSection = RolloutServerSection()
     sampling: SamplingSection = SamplingSection()
     limits: LimitsSection = LimitsSection()
     tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = "strict"
-    """How tokens are compared with the template's rendering: `strict`; `ignore_strippable` (without white space);
-    `disable`. Differences count in `template_mismatch`."""
+    """How tokens are compared with the template's rendering: `strict`; `ignore_strippable` (without white space); `disable`
+    (docs/tokens.md)."""
     thinking: Literal["keep", "branch", "strip_at_user"] = "keep"
-    """Reasoning of earlier turns: `keep`; `branch`: where the template drops it, a new segment (token sequence) begins;
-    `strip_at_user`: so at every user message."""
+    """Reasoning of earlier turns: `keep`; `branch`: a new segment where the template drops it; `strip_at_user`: at every user
+    message (docs/tokens.md)."""
     use_inference_chat_template: bool = False
     """verl's name for `thinking: branch`."""
     tool_format: Annotated[Use, BeforeValidator(expand_format)] = Use(use="auto")
-    """How the model writes calls: `auto` (as the template), a format's name, a class `file.py:Format`, or `{opening:
-    ..., separator: ..., closing: ...}` (docs/tool_calls.md)."""
+    """How the model writes calls: `auto` (as the template), a format's name, or one described by hand (docs/tool_calls.md)."""
     reward: RewardSection = RewardSection()
     credit: Annotated[CreditSection, OneOf(ESTIMATORS, default="auto")] = AutoCredit()
     critic: CriticSection = CriticSection()
@@ -556,13 +547,13 @@ class Config(Section):
     seed: int = 0
     """Seed of all random numbers, for rows and sampling."""
     deterministic: bool = False
-    """The same seed gives bit-identical metrics except times: CPU, one thread, slower."""
+    """The same seed gives bit-identical metrics: CPU, one thread, slower."""
     resume: Literal["never", "auto"] = "never"
     """`auto`: continue after the newest checkpoint in `output`, if any. `never`: a new run."""
     resume_changes: list[str] = []
     """Options changed on purpose at a resume (docs/record.md)."""
     override_checks: list[str] = []
-    """Checks of `turnwise doctor` that only warn, such as `[headers, tool turns]`; else they refuse the run."""
+    """Checks of `turnwise doctor` that only warn, such as `[headers, tool turns]`."""
     replace: bool = False
     """Move an earlier run in `output` away. False: it is an error."""
 

@@ -21,8 +21,7 @@ class TeacherModel(Section):
     name: NonEmpty = "teacher"
     """Its name, by which rows choose it (`teacher.column`); names differ."""
     path: PathText | None = None
-    """Model directory, checkpoint or hub name, with the same vocabulary; with an adapter, `model.path` takes no memory.
-    Null: a server, or the trained model itself."""
+    """Model directory, checkpoint or hub name, with the same vocabulary. Null: a server, or the trained model itself."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Type of its parameters. Null: `model.dtype`."""
     bits: Literal[4] | None = None
@@ -32,7 +31,7 @@ class TeacherModel(Section):
     server: Literal["vllm", "sglang"] = "vllm"
     """The kind of server."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """With several teachers and no `teacher.column`: its weight, divided by their sum."""
+    """Its weight among several teachers without `teacher.column`."""
     context: Use | None = None
     """What it reads instead of the prompt: `context(trajectory, turn) -> messages` (docs/distillation.md)."""
 
@@ -62,18 +61,18 @@ class TeacherModel(Section):
 
 
 class TeacherSection(Section):
-    """On-policy distillation: teachers score the sampled tokens, beside rewards or in place of them (docs/distillation.md).
-    `teacher: path/to/model` is short for one local teacher, and the options of one teacher may stand in this section."""
+    """On-policy distillation (docs/distillation.md). `teacher: path/to/model` is short for one local teacher, whose options
+    may stand in this section."""
 
     models: list[TeacherModel] = []
     """The teachers. Empty: none."""
     signal: Literal["sampled", "divergence"] = "sampled"
-    """`sampled`: a token's advantage is its log-probability under the teacher minus the student's. `divergence`: a loss
-    between both next-token distributions."""
+    """`sampled`: the difference of log-probabilities is a token's advantage. `divergence`: a loss between both next-token
+    distributions."""
     coef: Annotated[float, Field(gt=0)] = 1.0
     """Factor of these advantages or of the loss. For the teacher alone: `credit=none`."""
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """`sampled`: discount per token of later tokens' differences. 0: each counts for itself."""
+    """`sampled`: discount per token of later differences."""
     clip: Annotated[float, Field(gt=0)] | None = None
     """`sampled`: largest difference of log-probabilities, in nats; 10 is common."""
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
@@ -82,8 +81,8 @@ class TeacherSection(Section):
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """`jsd`: the teacher's weight in the mixture: near 0 like `forward_kl`, near 1 like `reverse_kl`."""
     top_k: Positive | None = None
-    """`divergence`: over the teacher's most likely tokens, and all others as one class; servers and `context` need it.
-    Null: the whole vocabulary."""
+    """`divergence`: over the teacher's most likely tokens, and the others as one class; servers and `context` need it. Null:
+    the vocabulary."""
     column: NonEmpty | None = None
     """Column with the name of the row's teacher. Null: all score all."""
     timeout: Seconds = 300.0
