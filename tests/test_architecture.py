@@ -63,7 +63,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data.order",
     },
     "rewards": {"types", "errors", "user_code", "services", "options"},
-    "training": {"types", "errors", "models", "json_yaml", "options", "user_code.algorithms", "library_messages"},
+    "training": {
+        "types",
+        "errors",
+        "models",
+        "json_yaml",
+        "local_paths",
+        "options",
+        "user_code.algorithms",
+        "library_messages",
+    },
     "config": {
         "errors",
         "options",
@@ -75,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "user_code.algorithms",  # what a user's estimator or loss declares that it needs
     },
     "record": {"types", "errors", "config", "options", "data.images", "json_yaml", "user_code.reward_number"},
-    "terminal": {"types", "errors", "config", "options", "record", "json_yaml"},
+    "terminal": {"types", "errors", "config", "options", "record", "json_yaml", "local_paths"},
     "view": {"types", "errors", "record", "json_yaml", "services.http_server"},
     "loggers": {"types", "errors"},
     "starter": {"errors"},
@@ -539,6 +548,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         "training/local_critic.py",
         "training/reference.py",
         "training/sharded/shards.py",
+        "training/sharded/consolidation.py",
         "engines/local/engine.py",
     }
 

@@ -32,6 +32,8 @@ _SUFFIXES = frozenset(
     }
     | {".txt", ".yaml", ".yml", ".zip"}
 )
+WEIGHTS_IN_PARTS = "weights_in_parts.json"
+"""The file of a model directory that has no weights, because several ranks have written them in parts beside it. Says where."""
 _OUTPUTS = "runs"
 """The first part of the paths of runs in the documents, which no hub name has."""
 
@@ -84,8 +86,9 @@ def no_file(path: Path, kind: str) -> str | None:
     return f"there is no {kind} {path}{_nearest(path)}"
 
 
-def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError]) -> None:
-    """Refuse a path that is no model directory, and say what to give instead. A hub name is not looked at.
+def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError], weights: bool = True) -> None:
+    """Refuse a path that is no model directory, and say what to give instead. A hub name is not looked at. `weights`: the
+    directory must have the weights, too.
 
     Raises `error`.
     """
@@ -109,9 +112,19 @@ def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError]) -> 
             newest = place / "checkpoint"
             hint = f"its newest model is {newest}: write that" if newest.is_dir() else "it has no checkpoint yet"
             raise error(f"{place} is the directory of a run, not a model; {hint}")
+        if weights and (place / WEIGHTS_IN_PARTS).is_file():
+            raise error(in_parts(text))
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"there is no model directory {str(place)[:200]!r} ({reason})") from None
+
+
+def in_parts(path: str | Path) -> str:
+    """What to do with a model directory whose weights are in parts."""
+    return (
+        f"{path} has the weights in parts, as several ranks have written them: `turnwise merge {path}` writes them there as "
+        f"other programs read them, and with `--out DIR` into another directory"
+    )
 
 
 def model_advice(path: str | Path, failed: Failed) -> str:

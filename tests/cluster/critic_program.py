@@ -14,12 +14,14 @@ import torch
 
 from cluster.tensors import difference
 from training.test_batch import group
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.algorithm import LoraSection, OptimizationSection, PpoClip
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.sharded.commands import Rank, follow
+from turnwise.training.sharded.consolidation import write_weights
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedCritic, ShardedLearner
 from turnwise.training.sharded.sharded_model import complete
@@ -131,13 +133,16 @@ def resumed(learner: ShardedLearner, folder: Path, lora: LoraSection) -> dict[st
     in between has saved."""
     critic = ShardedCritic(learner.leader, options_of(Case(lora=lora)))
     losses(critic, 2)
-    for name in ("shards", "model"):
+    for name in ("shards/critic", "model"):
         (folder / name).mkdir(parents=True)
-    critic.save_shards(folder / "shards")
+    critic.save_shards(folder / "shards/critic")
     critic.save(folder / "model")
+    if lora.rank is None:
+        write_weights(folder / "model", folder / "model")
+        (folder / "model" / WEIGHTS_IN_PARTS).unlink()
     expected = losses(critic, 2)
     one = local(saved_in(folder, lora))
-    one.load_state({}, folder / "shards")
+    one.load_state({}, folder / "shards/critic")
     again = ShardedCritic(learner.leader, saved_in(folder, lora))
     again.load_state(one.state())
     return {"expected": expected, "from_one": losses(again, 2), "in_one": losses(one, 2)}
@@ -145,7 +150,7 @@ def resumed(learner: ShardedLearner, folder: Path, lora: LoraSection) -> dict[st
 
 def from_other_ranks(learner: ShardedLearner, folder: Path, lora: LoraSection) -> list[float]:
     critic = ShardedCritic(learner.leader, saved_in(folder, lora))
-    critic.load_state({}, folder / "shards")
+    critic.load_state({}, folder / "shards/critic")
     return losses(critic, 2)
 
 

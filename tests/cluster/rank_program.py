@@ -20,6 +20,7 @@ import torch.distributed as dist
 from cluster.tensors import difference
 from training.test_batch import group, trajectory
 from turnwise.errors import ConfigError, RunError
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import (
     Cispo,
@@ -45,6 +46,7 @@ from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import ShardOptions
 from turnwise.training.sharded import commands, shards
 from turnwise.training.sharded.commands import CompareMachines, Rank, follow
+from turnwise.training.sharded.consolidation import write_weights
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_learner import ShardedLearner
 from turnwise.training.sharded.sharded_model import DividedParts, complete
@@ -236,6 +238,8 @@ CASES = {
     "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
     "idle_experts": Case(model="one_sided", experts="eager"),
     **{name: Case(model=name) for name in ("llama", "mistral", "qwen2", "window", "capped")},
+    **{name: Case(model=name, loss=PpoClip(kl_coef=0.5)) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    "qwen3_next_lora": Case(model="qwen3_next", lora=True),
     "teacher_sampled": Case(loss=Reinforce(), teacher=teacher(path="teacher", gamma=0.5), epochs=2),
     "teacher_divergence": Case(
         teacher=teacher(path="teacher", signal="divergence", divergence="jsd", top_k=3), epochs=2
@@ -316,6 +320,12 @@ def batches_of(case: Case, learner: Any) -> list[Batch]:
         )
         for start in range(0, size * case.batches, size)
     ]
+
+
+def write_here(model: Path) -> None:
+    """Write the weights of a directory beside the parts of the ranks."""
+    write_weights(model, model)
+    (model / WEIGHTS_IN_PARTS).unlink()
 
 
 def scores_of(targets: Targets) -> list[float]:
@@ -405,6 +415,7 @@ def resumed(
     assert sums == {file.name: of_file(file) for file in (folder / "shards").iterdir()}
     assert len(sums) == ranks.size + 1  # one of each rank, and the list of the parts
     learner.save(folder / "model")
+    write_here(folder / "model")
     expected = steps(learner, 2)
     saved = options_of(case).model.model_copy(update={"path": str(folder / "model")})
     one = LocalLearner.from_pretrained(

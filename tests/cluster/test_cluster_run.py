@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from support.recipes import save_recipe
 from turnwise.cli import main
@@ -101,7 +103,7 @@ def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> 
 
 
 def test_a_killed_rank_is_named_and_the_run_resumes_in_one_process(
-    recipe: Path, tmp_path: Path, in_one_process: Path
+    recipe: Path, tmp_path: Path, in_one_process: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     words = ["cluster=local", "cluster.trainers=2", "train.steps=5000", "checkpoint.background=true"]
@@ -114,8 +116,16 @@ def test_a_killed_rank_is_named_and_the_run_resumes_in_one_process(
     assert "SIGKILL" in output
     assert "resume=auto" in output
     done = len(metrics(folder))
+    model = folder / "checkpoint"
+    assert not list(model.glob("*.safetensors"))
+    assert main(["rollout", str(recipe), f"model.path={model}", "--out", str(tmp_path / "rollout")]) == 1
+    assert f"`turnwise merge {model}`" in capsys.readouterr().err
+    assert main(["merge", str(folder), "--out", str(tmp_path / "merged")]) == 0
     run(recipe, f"output={folder}", "resume=auto", f"train.steps={done + 2}")
-    assert len(metrics(folder)) == done + 2
+    saved = json.loads((model / ".." / "checkpoint.json").read_text())["step"]
+    assert (saved, len(metrics(folder))) == (done + 2, done + 2)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert all(bool(torch.isfinite(weight).all()) for weight in merged.parameters())
     steps = min(done + 2, 8)
     assert compared(folder, steps) == pytest.approx(compared(in_one_process, steps), abs=1e-5, rel=1e-4)
 

@@ -41,6 +41,7 @@ from turnwise.engines.remote.servers import Owner
 from turnwise.engines.remote.weights import SharedCopies, WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.algorithm import LoraSection
@@ -78,6 +79,7 @@ def _on_servers(inputs: EngineInputs, make: MakeServers) -> Engine:
     config, options = inputs.config, inputs.config.engine.servers
     assert options is not None
     refuse_engine(config)
+    refuse_other_than_model(config.model.path, error=ConfigError)
     _refuse_sleep_on_cpu(config, options)
     facts, vocab_size = model_facts(config), _vocab_size(config)
     context = config.limits.context or context_length(facts)

@@ -428,7 +428,7 @@ class Renderer:
         """
         from transformers import AutoTokenizer
 
-        refuse_other_than_model(path, error=TemplateError)
+        refuse_other_than_model(path, error=TemplateError, weights=False)
         try:
             with boundary("tokenizer"):  # some libraries raise a bare Exception
                 tokenizer = AutoTokenizer.from_pretrained(str(path))

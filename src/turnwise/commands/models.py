@@ -1,4 +1,4 @@
-"""`turnwise merge`: writes an adapter and its base model as one complete model directory."""
+"""`turnwise merge`: writes the complete model of a run that has an adapter, or the parts of several ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import shutil
 from pathlib import Path
 
 from turnwise.commands.command import Context, print_lines
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.loading import ModelSource, load_model, save_model
 from turnwise.models.lora import adapter_base
 from turnwise.models.quantization import saved_quantization
+from turnwise.record.run_directory import is_being_written
 
 # the command
 
@@ -18,13 +20,18 @@ from turnwise.models.quantization import saved_quantization
 def register_merge(parser: argparse.ArgumentParser) -> None:
     """Add the description and the arguments."""
     parser.description = (
-        "Add a LoRA adapter to the weights of its base model, and write the result as a model directory, which "
-        "other programs can load (docs/memory.md)."
+        "Write a model directory, which other programs can load: add a LoRA adapter to the weights of its base model "
+        "(docs/memory.md), or put the parts together in which several ranks have written the weights (docs/cluster.md)."
     )
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="the directory of a run, of a checkpoint or of an adapter"
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory to write to")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="the directory to write to; default, without an adapter: the checkpoint itself",
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -34,7 +41,12 @@ def register_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_merge(options: argparse.Namespace, context: Context) -> int:
-
+    if (parts := _weights_in_parts(options.run)) is not None:
+        if options.dtype is not None:
+            raise ConfigError("--dtype is for an adapter: the weights of several ranks are written as they are")
+        place = write_complete(parts, options.out, run=options.run)
+        print_lines(context.console, [f"the model is in {place}"])
+        return 0
     adapter = write_merged(options.run, options.out, dtype=options.dtype)
     lines = [f"the model with the adapter {adapter} is in {options.out}"]
     if saved_quantization(adapter) is not None:
@@ -43,6 +55,46 @@ def _run_merge(options: argparse.Namespace, context: Context) -> int:
         )
     print_lines(context.console, lines)
     return 0
+
+
+# weights in parts
+
+
+def _candidates(source: Path) -> tuple[Path, ...]:
+    return source, source / "checkpoint", source / "model"
+
+
+def _weights_in_parts(source: Path) -> Path | None:
+    return next((path for path in _candidates(source) if (path / WEIGHTS_IN_PARTS).is_file()), None)
+
+
+def write_complete(model: Path, out: Path | None, *, run: Path) -> Path:
+    """Write the weights whose parts belong to the model directory `model` of a checkpoint there, or with a copy of its other
+    files to the new directory `out`. Returns the directory. `run` is for messages.
+
+    Raises ConfigError if `out` exists and is not empty, or if a process writes the run, RunError if the weights cannot be
+    written.
+    """
+    from turnwise.training.sharded.consolidation import complete_weights, write_weights  # torch.distributed
+
+    folder = model.resolve()
+    if out is None:
+        if is_being_written(folder.parents[2]):
+            raise ConfigError(
+                f"a process is writing the run {folder.parents[2]}: name another directory with --out DIR"
+            )
+        complete_weights(folder.parent)
+        return model
+    _refuse_used(out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_weights(folder, out)
+        for file in folder.iterdir():
+            if file.is_file() and file.name != WEIGHTS_IN_PARTS:
+                shutil.copy2(file, out / file.name)
+    except OSError as error:
+        raise RunError(f"the model of {run} could not be written to {out}: {error}") from error
+    return out
 
 
 # the model directory
@@ -57,7 +109,7 @@ _ADAPTER_FILES = (
 """Files of the adapter's directory that the merged model does not need, or that are written with it."""
 
 
-def write_merged(source: Path, out: Path, *, dtype: str | None = None) -> Path:
+def write_merged(source: Path, out: Path | None, *, dtype: str | None = None) -> Path:
     """Write the model of the adapter in `source` to the new directory `out`. Returns the adapter's directory.
 
     `source` is the directory of a run (its newest checkpoint), of a checkpoint, or of an adapter. `dtype` is the name of a torch
@@ -65,16 +117,15 @@ def write_merged(source: Path, out: Path, *, dtype: str | None = None) -> Path:
 
     Raises ConfigError if there is no adapter, if `out` exists and is not empty, or if the model cannot be loaded.
     """
-    adapter = next(
-        (path for path in (source, source / "checkpoint", source / "model") if adapter_base(path) is not None), None
-    )
+    adapter = next((path for path in _candidates(source) if adapter_base(path) is not None), None)
     if adapter is None:
         raise ConfigError(
             f"there is no adapter in {source}: name the directory of a run that trained with model.lora.rank, one of its "
-            f"checkpoints, or a directory with adapter_config.json"
+            f"checkpoints, or a directory with adapter_config.json; nor weights in the parts of several ranks"
         )
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not empty: name a new directory with --out")
+    if out is None:
+        raise ConfigError(f"name a new directory for the model with the adapter {adapter}: --out DIR")
+    _refuse_used(out)
     loaded = ModelSource(path=str(adapter), device="cpu")
     # of any type, also of one in which nothing is trained
     model = load_model(loaded.model_copy(update={"dtype": dtype or _base_dtype(adapter)}))
@@ -84,6 +135,11 @@ def write_merged(source: Path, out: Path, *, dtype: str | None = None) -> Path:
         if file.is_file() and file.name not in _ADAPTER_FILES:
             shutil.copy2(file, out / file.name)
     return adapter
+
+
+def _refuse_used(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not empty: name a new directory with --out")
 
 
 def _base_dtype(adapter: Path) -> str:

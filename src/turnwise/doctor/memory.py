@@ -735,7 +735,7 @@ def read_model_config(path: str) -> Any:
 
     while (base := adapter_base(path)) is not None:
         path = base
-    refuse_other_than_model(path, error=ConfigError)
+    refuse_other_than_model(path, error=ConfigError, weights=False)
     return AutoConfig.from_pretrained(path)
 
 

@@ -383,6 +383,41 @@ def _section(config: dict[str, Any], place: Sequence[str]) -> dict[str, Any]:
 # Weights as other programs load them, and the log-probabilities with which they are compared
 
 
+def conversion_names(model: Any) -> list[str] | None:
+    """Names of the conversions with which the weights of a model were read from its files; None if it was not loaded."""
+    used = getattr(model, "_weight_conversions", None)
+    return None if used is None else [_conversion_name(conversion) for conversion in used]
+
+
+def with_conversions(model: Any, names: Sequence[str] | None, path: str) -> Any:
+    """The model, as if its weights had been read from its files with the conversions of these names. Raises ConfigError if
+    transformers has no such conversion for it; `path` is where the model is from."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if names is not None:
+        known = {_conversion_name(conversion): conversion for conversion in get_model_conversion_mapping(model)}
+        if unknown := sorted(set(names) - known.keys()):
+            raise ConfigError(
+                f"{path}: this version of transformers does not convert weights by {unknown[0]}: use the version that the run "
+                f"used"
+            )
+        model._weight_conversions = [known[name] for name in known if name in names]
+    return model
+
+
+def _conversion_name(conversion: Any) -> str:
+    patterns = (conversion._original_source_patterns, conversion._original_target_patterns)
+    return f"{type(conversion).__name__} {patterns} {conversion.scope_prefix} {conversion.base_model_prefix}"
+
+
+def file_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Some weights, by their names in the model, as its files have them. All weights of a layer must be given together."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    dropped = set(model._keys_to_ignore_on_save or ())
+    return revert_weight_conversion(model, {name: weights[name] for name in weights if name not in dropped})
+
+
 def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """The weights by the names of the checkpoint files of Hugging Face, without copies; of a model with an adapter, the weights
     of the adapter by peft's names.

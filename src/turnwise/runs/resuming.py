@@ -14,7 +14,7 @@ from turnwise.local_paths import saved_policy
 from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunDirectory
 from turnwise.training import fingerprint
-from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint
+from turnwise.training.checkpoint import Checkpoints, SavedCheckpoint, in_parts
 from turnwise.training.learner import Critic, Learner
 from turnwise.types import Row
 
@@ -263,4 +263,14 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
         where=config.output,
         checkpoint=str(checkpoints.newest),
     )
+    write_models([saved.folder] if in_parts(saved.folder) else [])  # learner, critic and engine load them
     return opened
+
+
+def write_models(checkpoints: Sequence[Path]) -> None:
+    """Write the models of checkpoints whose weights are in the parts of several ranks. Raises RunError."""
+    if checkpoints:
+        from turnwise.training.sharded.consolidation import complete_weights  # torch.distributed
+
+        for folder in checkpoints:
+            complete_weights(folder)

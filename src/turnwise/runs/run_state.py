@@ -39,7 +39,7 @@ from turnwise.record.run_directory import RunDirectory
 from turnwise.record.summary import lower_is_better
 from turnwise.record.writer import Retention
 from turnwise.rewards.turn_weights import TurnWeighting
-from turnwise.runs.resuming import OpenedRun, open_run
+from turnwise.runs.resuming import OpenedRun, open_run, write_models
 from turnwise.terminal.report import Activity
 from turnwise.training.batch import Batch, pack
 from turnwise.training.checkpoint import Checkpoints, PendingCheckpoint, WritingThread, copied_to_cpu
@@ -456,6 +456,8 @@ class RunState:
                 self.keep_best()
             yield
             self.settle()
+            self.activity.part(self.step, "writing the model")
+            write_models(self.checkpoints.in_parts())
         except KeyboardInterrupt:
             raise
         except BaseException as problem:  # a signal stopped the run, or there is an error that a person can put right

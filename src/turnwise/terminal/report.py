@@ -29,6 +29,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.record.run_directory import RunDirectory
 
 # the present activity
@@ -219,18 +220,17 @@ def places(directory: RunDirectory, checkpoint: Path, *, conversations: str) -> 
 
     To be printed with `soft_wrap=True`, so that a path longer than the terminal stays in one piece.
     """
-    adapter = (checkpoint / "adapter_config.json").is_file()
+    kind = "the model; loads with AutoModelForCausalLM"
+    if (checkpoint / "adapter_config.json").is_file():
+        kind = "the adapter; `turnwise merge` writes the model"
+    elif (checkpoint / WEIGHTS_IN_PARTS).is_file():
+        kind = "the model in parts of the ranks; `turnwise merge` writes it"
     files = [
         (directory.metrics, "the metrics of each step"),
         (directory.trajectories, f"{conversations}, token by token"),
         (directory.curve, "the curve"),
         (directory.config, "the recipe as it was run"),
-        (
-            checkpoint,
-            "the adapter; `turnwise merge` writes the model"
-            if adapter
-            else "the model; loads with AutoModelForCausalLM",
-        ),
+        (checkpoint, kind),
     ]
     files = [(directory.shown / file.relative_to(directory.path), description) for file, description in files]
     width = max(len(str(file)) for file, _ in files)

@@ -3,7 +3,8 @@
     runs/x/checkpoint -> checkpoints/step-000004/model     link to the newest one
     runs/x/best -> checkpoints/step-000002/model           link to the one with the best evaluation, if the recipe asks for it
     runs/x/checkpoints/step-000004/
-        model/             weights, tokenizer and processor, written by `save_pretrained`
+        model/             weights, tokenizer and processor, as `save_pretrained` writes them; of several ranks, the weights
+                           are in shards/ until `complete_weights` writes them here
             policies/<name>/   the adapter of a further trained policy
         critic/            weights of the critic, if there is one: a model directory, and value_head.safetensors
         trainer.pt         the state of the optimizers
@@ -36,10 +37,11 @@ from torch.utils._pytree import tree_map
 
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.training.fingerprint import flush, of_file, sync_file
 from turnwise.training.learner import no_shards
 
-_MODEL, _CRITIC, _SHARDS = "model", "critic", "shards"
+MODEL, CRITIC, SHARDS = "model", "critic", "shards"
 _STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
 _UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What is raised if the disk is full: torch raises a RuntimeError."""
@@ -61,24 +63,24 @@ class SavedCheckpoint:
     @property
     def model(self) -> Path:
         """The model directory."""
-        return self.folder / _MODEL
+        return self.folder / MODEL
 
     @property
     def critic(self) -> Path | None:
         """The directory of the critic's weights; None if the checkpoint has no critic."""
-        folder = self.folder / _CRITIC
+        folder = self.folder / CRITIC
         return folder if folder.is_dir() else None
 
     @property
     def shards(self) -> Path | None:
         """The directory with the parts of a learner on several ranks; None if one process has written the checkpoint."""
-        folder = self.folder / _SHARDS
+        folder = self.folder / SHARDS
         return folder if folder.is_dir() else None
 
     @property
     def critic_shards(self) -> Path | None:
         """The same of a critic."""
-        folder = self.folder / _SHARDS / _CRITIC
+        folder = self.folder / SHARDS / CRITIC
         return folder if folder.is_dir() else None
 
     def state(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ class Checkpoints:
 
     def model_of(self, step: int) -> Path:
         """The model directory of the checkpoint of a step."""
-        return self._folder.absolute() / f"step-{step:06d}" / _MODEL
+        return self._folder.absolute() / f"step-{step:06d}" / MODEL
 
     def write(
         self,
@@ -150,7 +152,7 @@ class Checkpoints:
         temporary = self._folder / f"writing-{step:06d}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
-            folder = temporary / _MODEL
+            folder = temporary / MODEL
             folder.mkdir(parents=True)
             # the state is larger than the model: it is written at the same time (files, hashes and the disk need no GIL)
             with ThreadPoolExecutor(4) as workers:
@@ -160,13 +162,13 @@ class Checkpoints:
                 if processor is not None:
                     processor.save_pretrained(folder)
                 if save_critic is not None:
-                    (temporary / _CRITIC).mkdir()
-                    save_critic(temporary / _CRITIC)
+                    (temporary / CRITIC).mkdir()
+                    save_critic(temporary / CRITIC)
                 sums: dict[str, str] = {}
-                for part, write in ((_SHARDS, save_shards), (f"{_SHARDS}/{_CRITIC}", save_critic_shards)):
+                for part, write in ((SHARDS, save_shards), (f"{SHARDS}/{CRITIC}", save_critic_shards)):
                     (temporary / part).mkdir(parents=True)
                     sums |= {f"{part}/{name}": digest for name, digest in write(temporary / part).items()}
-                for part in (f"{_SHARDS}/{_CRITIC}", _SHARDS):
+                for part in (f"{SHARDS}/{CRITIC}", SHARDS):
                     if not any((temporary / part).iterdir()):
                         (temporary / part).rmdir()
                 names = [path.relative_to(temporary).as_posix() for path in temporary.rglob("*") if path.is_file()]
@@ -201,7 +203,7 @@ class Checkpoints:
             shutil.rmtree(target, ignore_errors=True)  # left by a run that was killed before the link was replaced
             os.replace(temporary, target)
             flush(self._folder)
-            _replace_link(self.newest, target / _MODEL)
+            _replace_link(self.newest, target / MODEL)
         except _UNWRITABLE as error:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
@@ -214,11 +216,16 @@ class Checkpoints:
         former = _target(self.best).parent if self.best.is_symlink() else None
         newest = _target(self.newest)
         try:
-            _replace_link(self.best, self._folder / newest.parent.name / _MODEL)
+            _replace_link(self.best, self._folder / newest.parent.name / MODEL)
         except OSError as error:
             raise RunError(f"the link {self.best} to the best checkpoint cannot be written: {error}") from error
         if former is not None and former != newest.parent:
             self._prune(int(newest.parent.name.removeprefix("step-")))
+
+    def in_parts(self) -> list[Path]:
+        """Those of the newest and the best checkpoint whose weights are in the parts of several ranks only."""
+        folders = {_target(link).parent for link in (self.newest, self.best) if link.exists()}
+        return sorted(folder for folder in folders if in_parts(folder))
 
     def refuse_other_files(self, *, best: bool = False) -> None:
         """Refuse a run directory in which checkpoints could not be written. Called before training. `best`: the run will keep
@@ -326,6 +333,23 @@ class Checkpoints:
             else "there is no earlier checkpoint"
         )
         return RunError(f"the checkpoint of step {step} could not be written ({error}); {kept}")
+
+
+def in_parts(folder: Path) -> bool:
+    """Whether weights of a checkpoint are in the parts of several ranks only."""
+    return any((folder / part / WEIGHTS_IN_PARTS).is_file() for part in (MODEL, CRITIC))
+
+
+def replace_sums(folder: Path, changes: Mapping[str, str | None]) -> None:
+    """Change the list of a checkpoint's files: the SHA-256 by the name of a file; None removes it from the list."""
+    lines = (folder / _SUMS).read_text(encoding="utf-8").splitlines()
+    sums: dict[str, str | None] = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    sums |= changes
+    new = folder / f"{_SUMS}.writing"
+    new.write_text("".join(f"{sums[name]}  {name}\n" for name in sorted(sums) if sums[name]), encoding="utf-8")
+    flush(new)
+    os.replace(new, folder / _SUMS)
+    flush(folder)
 
 
 T = TypeVar("T")

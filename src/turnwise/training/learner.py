@@ -209,7 +209,7 @@ class Learner(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the model into a model directory, or only its adapter if it has one. Tokenizer and processor are the
-        caller's."""
+        caller's. Several ranks write all weights with `save_shards`, and here only where they are (`checkpoint.py`)."""
         ...
 
     def free_memory(self) -> None:
@@ -303,7 +303,8 @@ class Critic(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the value model into a directory: the model, or only its adapter if it has one, and the value head."""
+        """Write the value model into a directory: the model, or only its adapter if it has one, and the value head. Weights of
+        several ranks as in `Learner.save`."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -80,10 +80,15 @@ HEAD_FILE = "value_head.safetensors"
 """The file with the value head, in the directory of a saved critic."""
 
 
+BODY_PREFIX = "body."
+
+
 def trained_parameters(model: Any, head: torch.nn.Linear) -> dict[str, torch.nn.Parameter]:
     """The parameters of a critic that its optimizer changes, by their names: those of the model's body, and the value head's."""
     body = {
-        f"body.{name}": parameter for name, parameter in body_of(model).named_parameters() if parameter.requires_grad
+        f"{BODY_PREFIX}{name}": parameter
+        for name, parameter in body_of(model).named_parameters()
+        if parameter.requires_grad
     }
     return {**body, **{f"head.{name}": parameter for name, parameter in head.named_parameters()}}
 

@@ -22,6 +22,7 @@ import torch
 from turnwise.errors import ConfigError, RunError
 from turnwise.models.loading import published_weights, save_model
 from turnwise.training.batch import MicroBatch
+from turnwise.training.checkpoint import CRITIC, SHARDS
 from turnwise.training.learner import BatchRequirements, PackingRequirements, Writers
 from turnwise.training.losses import Targets, make_loss
 from turnwise.training.options import CriticOptions, ShardOptions
@@ -55,6 +56,7 @@ from turnwise.training.sharded.commands import (
     TeacherFingerprints,
     installed,
 )
+from turnwise.training.sharded.consolidation import save_without_weights
 from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
 from turnwise.training.update import LearnerBase, StopFlag, UpdateSums
@@ -289,16 +291,19 @@ class ShardedLearner(LearnerBase):
         self.leader.run(MixReference(share))
 
     def save(self, folder: Path) -> None:
-        save_model(self.leader.rank.built.model, folder, self.leader.run(GatherWeights()))
+        self._writer()(folder)
 
     def hold(self) -> Writers:
-        gathered = self.leader.run(GatherWeights())
+        save = self._writer()
         self.leader.run(HoldShards())
-        model = self.leader.rank.built.model
-        return Writers(
-            functools.partial(save_model, model, weights=gathered),
-            functools.partial(self.leader.save_held, part="policy"),
-        )
+        return Writers(save, functools.partial(self.leader.save_held, part="policy"))
+
+    def _writer(self) -> Callable[[Path], None]:
+        """A function that writes the adapter, as it is now, or of a model without an adapter all but the weights."""
+        shard = self.leader.rank.built
+        if not self.trains_adapter:
+            return functools.partial(save_without_weights, shard, parts=f"../{SHARDS}")
+        return functools.partial(save_model, shard.model, weights=self.leader.run(GatherWeights()))
 
     def free_memory(self) -> None:
         self.leader.run(FreeMemory())
@@ -364,18 +369,24 @@ class ShardedCritic(CriticBase):
         return self._leader.run(OptimizerStep(lr, "critic"))
 
     def save(self, folder: Path) -> None:
-        self._gathered()(folder)
+        self._writer()(folder)
 
     def hold(self) -> Writers:
-        save = self._gathered()
+        save = self._writer()
         self._leader.run(HoldShards("critic"))
         return Writers(save, functools.partial(self._leader.save_held, part="critic"))
 
-    def _gathered(self) -> Callable[[Path], None]:
-        shard, gathered = self._leader.rank.critic, self._leader.run(GatherWeights(part="critic"))
+    def _writer(self) -> Callable[[Path], None]:
+        """As that of the learner; also the value head."""
+        shard = self._leader.rank.critic
+        gathered = self._leader.run(GatherWeights("critic", only=None if shard.trains_adapter else HEAD_PREFIX))
         weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
         head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
-        save_body = functools.partial(save_model, shard.model, weights=weights)
+        save_body = (
+            functools.partial(save_model, shard.model, weights=weights)
+            if shard.trains_adapter
+            else functools.partial(save_without_weights, shard, parts=f"../{SHARDS}/{CRITIC}")
+        )
         return functools.partial(save_critic, save_body=save_body, head=head)
 
     def state(self) -> dict[str, Any]:

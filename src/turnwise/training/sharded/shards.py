@@ -4,14 +4,16 @@ A rank has its share of the model, of the reference model, of the value model an
 all ranks call the same method at the same time, which the commands make sure (`commands.py`). Invariant: all ranks compute the
 same number of passes. A *round* is one pass on each rank; a rank without a micro-batch in a round computes a pass of weight 0.
 
-Checkpoints are written by all ranks, each its own part, with torch.distributed.checkpoint: the weights that are trained, the
-state of the optimizer and a changed reference model. Any number of ranks can load them. `load_complete` and `complete_state`
-convert from and to the state of a learner in one process. Does not know conversations, or when a checkpoint is due.
+Checkpoints are written by all ranks, each its own part, with torch.distributed.checkpoint: the weights (with an adapter, only
+those that are trained), the state of the optimizer and a changed reference model. Any number of ranks can load them.
+`load_complete` and `complete_state` convert from and to the state of a learner in one process, `consolidation.py` makes files of
+the weights. Does not know conversations, or when a checkpoint is due.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,6 +59,7 @@ from turnwise.training.transfer import Measured, read, to_host
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import (
+    BODY_PREFIX,
     CriticSums,
     ValueForward,
     body_of,
@@ -589,6 +592,9 @@ class CriticShard:
 
 Shard = ModelShard | CriticShard
 
+KINDS_OF_WEIGHTS = ("model", _UNCHANGED := "unchanged")
+"""What the names of weights begin with: those that are trained, and the others of a model that is saved completely."""
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenParts:
@@ -661,7 +667,7 @@ class Saving:
 
 def load(shard: Shard, folder: Path) -> None:
     """Load the state of all ranks from `folder`, in place. Raises RunError on all ranks if one of them cannot read its part."""
-    saved = _saved(folder)
+    saved = saved_parts(folder)
     if shard.reference is not None and shard.reference.model is not None:
         shard.reference.mixed = any(name.startswith("reference/") for name in saved)
     tensors = _tensors(shard)
@@ -669,7 +675,9 @@ def load(shard: Shard, folder: Path) -> None:
     new_masters = {name for name in shard.parameters if f"master/{name}" in tensors.keys() - saved.keys()}
     for name in new_masters:
         del tensors[f"master/{name}"]
-    _read(tensors, folder)
+    for name in _unchanged(shard):
+        tensors.pop(f"{_UNCHANGED}/{name}")  # loaded with the model
+    read_parts(tensors, folder)
     tensors.update({f"master/{name}": tensors[f"model/{name}"] for name in new_masters})
     _load_optimizer(shard.optimizer, list(shard.parameters), tensors)
 
@@ -704,10 +712,10 @@ def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """
     tensors = {
         name: torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
-        for name, entry in _saved(folder).items()
-        if not name.startswith("model/")
+        for name, entry in saved_parts(folder).items()
+        if name.partition("/")[0] not in KINDS_OF_WEIGHTS
     }
-    _read(tensors, folder, alone=True)
+    read_parts(tensors, folder, alone=True)
     state = {
         index: {key: tensors[f"optimizer/{name}/{key}"] for key in ("step", *MOMENTS)}
         for index, name in enumerate(names)
@@ -725,16 +733,16 @@ def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _saved(folder: Path) -> Mapping[str, Any]:
-    """What `folder` has: the shape and type of each tensor by its name."""
+def saved_parts(folder: Path) -> Mapping[str, Any]:
+    """What `folder` has: the shape and type of each tensor by its name. Raises RunError if it cannot be read."""
     try:
         return FileSystemReader(folder).read_metadata().state_dict_metadata
     except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise RunError(_unreadable(folder, error)) from error
 
 
-def _read(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool = False) -> None:
-    """Give `tensors` the values that `folder` has of them; without `alone`, with all ranks."""
+def read_parts(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool = False) -> None:
+    """Give `tensors` the values that `folder` has of them; without `alone`, with all ranks. Raises RunError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -766,11 +774,30 @@ def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
             tensors[f"master/{name}"] = divided_as(master.detach(), parameter)
     for (name, parameter), error in zip(shard.parameters.items(), optimizer.errors, strict=False):
         tensors[f"error/{name}"] = divided_as(error, parameter)
+    tensors |= {f"{_UNCHANGED}/{name}": tensor for name, tensor in _unchanged(shard).items()}
     reference = shard.reference
     if reference is not None and reference.model is not None and reference.mixed:
         for name, parameter in reference.model.model.named_parameters():
             tensors[f"reference/{name}"] = parameter.detach()
     return tensors
+
+
+def _unchanged(shard: Shard) -> dict[str, torch.Tensor]:
+    """What the model has besides the weights that are trained: buffers and frozen weights; nothing if they are saved elsewhere,
+    as the model under an adapter."""
+    if shard.trains_adapter:
+        return {}
+    trained, kept = {id(parameter) for parameter in shard.parameters.values()}, shard.model.state_dict().keys()
+    tensors = itertools.chain(shard.model.named_parameters(), shard.model.named_buffers())
+    return {name: tensor.detach() for name, tensor in tensors if name in kept and id(tensor) not in trained}
+
+
+def body_prefix(shard: Shard) -> dict[str, str]:
+    """What trained weights have in front of their names, and what the model has there instead; empty if it is the same."""
+    if isinstance(shard, ModelShard):
+        return {}
+    body = body_of(shard.model)
+    return {BODY_PREFIX: next(f"{name}." for name, module in shard.model.named_modules() if module is body)}
 
 
 def _load_optimizer(optimizer: Optimizer, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> None:
