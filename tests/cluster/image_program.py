@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from training.test_vision import held, trajectory
 from turnwise.chat.media import MediaProcessor
 from turnwise.models.loading import ModelSource
 from turnwise.options.algorithm import OptimizationSection, PpoClip
-from turnwise.options.engines import ClusterSection, FsdpSection
+from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
 from turnwise.training.batch import pack
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
@@ -56,7 +57,8 @@ def update(learner: Any, vision: MediaProcessor, conversations: list[int]) -> li
 
 def main() -> None:
     torch.set_num_threads(1)
-    ranks = Ranks(ClusterSection(timeout=300.0), device="cpu")
+    mesh = MeshSection.model_validate(json.loads(os.environ["MESH"]))
+    ranks = Ranks(ClusterSection(timeout=300.0, mesh=mesh), device="cpu")
     if not ranks.leads:
         follow(ranks)
         ranks.close()

@@ -38,9 +38,17 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
 
 # Tensor parallelism: which models are divided so
 
-DIVISIBLE_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+DIVISIBLE_TYPES = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text"),
+)
 """Types of models (`model_type` of the text's configuration) whose training with `cluster.mesh.tensor` was compared with one
 process."""
+
+
+DIVIDED_STYLES = ("colwise", "rowwise", "moe_tp_experts")
+"""The styles of transformers' plans (`tp_plan`) whose weights are divided; modules of other styles are whole on each rank."""
 
 
 def refuse_indivisible(config: Any, ranks: int) -> None:
@@ -48,16 +56,18 @@ def refuse_indivisible(config: Any, ranks: int) -> None:
     text = config.get_text_config()
     option = f"cluster.mesh.tensor={ranks}"
     model = f"the model {getattr(config, 'name_or_path', '')}".strip()
-    if text.model_type not in DIVISIBLE_TYPES or getattr(config, "vision_config", None) is not None:
+    if text.model_type not in DIVISIBLE_TYPES:
         kind = config.model_type if text is config else f"{config.model_type} ({text.model_type})"
+        planned = text.base_model_tp_plan is not None
+        reason = "which is not compared with one process" if planned else "for which transformers has no plan"
         raise ConfigError(
-            f"{option}: {model} has the type {kind}, which is not divided so. Use cluster.mesh.shard instead; types that are: "
+            f"{option}: {model} has the type {kind}, {reason}. Use cluster.mesh.shard instead; types that are divided so: "
             f"{', '.join(DIVISIBLE_TYPES)}"
         )
     sizes = {
         "attention heads": text.num_attention_heads,
         "key and value heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
-        "features of the feed-forward layers": text.intermediate_size,
+        "features of the feed-forward layers": getattr(text, "intermediate_size", None) or ranks,
         "experts": getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or ranks,
     }
     for kind, size in sizes.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.models.model_config import context_length, refuse_indivisible, refuse_uncut
+from turnwise.models.model_config import DIVIDED_STYLES, context_length, refuse_indivisible, refuse_uncut
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
@@ -127,6 +128,8 @@ class _Units:
     """All layers."""
     root: int
     """All weights outside of the layers: embedding, output layer, vision part."""
+    whole: float
+    """The part of the layers' weights that `cluster.mesh.tensor` does not divide, as linear attention."""
 
 
 def rank_memory(
@@ -170,14 +173,16 @@ def rank_memory(
     each = fsdp.adds_up_each(parts.get("gradients", 0))
     # an adapter has nothing outside of the layers
     outside = 0.0 if config.model.lora.rank is not None else units.root / max(1, units.root + units.layers)
-    whole = parts["gradients"] * (outside + (1 - outside) / tensor)
+    of_layer = (1 - units.whole) / tensor + units.whole if tensor > 1 else 1.0  # of a layer's weights, on a rank
+    whole = parts["gradients"] * (outside + (1 - outside) * of_layer)
     gathered = units.layers if not fsdp.reshard_after_forward else 2 * units.layer
-    gathered = units.root + gathered / tensor
-    part = shard * context * tensor
+    gathered = units.root + gathered * of_layer
+    inside = units.layers / max(1, units.root + units.layers)
+    part = (inside * of_layer + (1 - inside) / tensor) / (shard * context)
     found = [
-        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) / part) for name in _DIVIDED),
-        MemoryPart("gradients", (0 if offloaded else parts["gradients"] / part) if each else whole),
-        MemoryPart("gathered layers", precision * gathered + (units.layer / tensor if each else 0)),
+        *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) * part) for name in _DIVIDED),
+        MemoryPart("gradients", (0 if offloaded else parts["gradients"] * part) if each else whole),
+        MemoryPart("gathered layers", precision * gathered + (units.layer * of_layer if each else 0)),
         MemoryPart("copy of the engine", parts["weights"] if samples else 0),
     ]
     known = {*_DIVIDED, "gradients"}
@@ -197,7 +202,20 @@ def _units(config: Config, model_config: Any) -> _Units:
     model = empty_model(assembly.model_source(config), model_config)
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
-    return _Units(max(sizes, default=0), sum(sizes), _bytes(model) - sum(sizes))
+    whole = sum(sizes) - sum(_divided_bytes(model, layer) for layer in layers)
+    return _Units(max(sizes, default=0), sum(sizes), _bytes(model) - sum(sizes), whole / max(1, sum(sizes)))
+
+
+def _divided_bytes(model: Any, layer: Any) -> int:
+    """The weights of a layer that transformers' plan divides."""
+    names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
+    divided = {name for name, style in (model.tp_plan or {}).items() if style in DIVIDED_STYLES}
+    return sum(
+        parameter.numel() * parameter.element_size()
+        for module in layer.modules()
+        for parameter in module.parameters(recurse=False)
+        if names[module] in divided
+    )
 
 
 def _of_tokens(config: Config, section: str, context: int) -> Config:
@@ -229,11 +247,12 @@ def _of_one_rank(model_config: Any, tensor: int) -> Any:
     own = copy.deepcopy(model_config)
     text = own.get_text_config()
     text.head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for name in ("num_attention_heads", "num_key_value_heads"):
         setattr(text, name, getattr(text, name) // tensor)
-    if getattr(text, "num_experts", None):
-        # a rank computes its experts for all tokens that chose them: on average this part of the pairs
-        text.moe_intermediate_size //= tensor
+    # a rank computes its experts for all tokens that chose them: on average this part of the pairs
+    for name in ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, getattr(text, name) // tensor)
     return own
 
 
