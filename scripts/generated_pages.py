@@ -330,9 +330,15 @@ SAID_BY_THE_NAME = (
 )
 
 
+OF_THE_UPDATE = ("correction/", "ratio/", "selection/", "teacher/", "kl")
+"""The page says of these that they are over trained tokens."""
+
+
 def _of(metric: Metric) -> str:
     """The unit, where its name does not say it, and what the metric is a mean over, if not over finished conversations."""
-    over = "" if metric.over == "finished conversations" and metric.unit != "share" else metric.over
+    of_the_update = metric.over == "trained tokens" and metric.name.startswith(OF_THE_UPDATE)
+    of_conversations = metric.over == "finished conversations" and metric.unit != "share"
+    over = "" if of_the_update or of_conversations or metric.over == "optimizer steps" else metric.over
     unit = "" if metric.unit in SAID_BY_THE_NAME else metric.unit
     said = " of ".join(part for part in (unit, over) if part)
     return f" ({said})" if said else ""
@@ -599,14 +605,23 @@ def _tidy(text: str) -> str:
 # The doctor
 
 
+SHOWN_CHECKS = ("template ", "headers", "tool turns", "thinking", "stop tokens", "tool calls  ", "mask", "log-probs")
+"""The lines of the report that the page shows."""
+
+
 def doctor_reports() -> dict[str, str]:
-    """The output of `turnwise doctor demo/model`, by the name of its block on the page."""
+    """A part of the output of `turnwise doctor demo/model`, by the name of its block on the page."""
     from turnwise.doctor.check import show
     from turnwise.doctor.examine import examine
 
     out = io.StringIO()
     show(examine(str(MODEL), None, weights="auto"), Console(file=out, width=120))
-    text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    lines = [
+        line.rstrip()
+        for line in out.getvalue().splitlines()
+        if line[6:].startswith(SHOWN_CHECKS) or line[:5] == "ready"
+    ]
+    text = "\n".join(lines)
     return {"good": text.replace(str(MODEL), "demo/model")}
 
 

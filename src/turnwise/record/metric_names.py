@@ -46,8 +46,7 @@ METRICS = (
     ),
     Metric("epoch", "passes", "", "Passes over the rows so far.", near=("training/epoch",), lines=_BOTH),
     Metric(
-        "conversations", "count", "", "Conversations; evaluations of another number are not compared. In fine-tuning: held-out "
-        "ones that have a loss.",
+        "conversations", "count", "", "Conversations. In fine-tuning: held-out ones that have a loss.",
         lines="eval, rollout, sft eval",
     ),
     Metric(
@@ -56,12 +55,11 @@ METRICS = (
     ),
     Metric(
         "reward/none", "reward", "finished conversations",
-        "Share without a reward, from no function and not from the environment: in no mean, without "
-        "advantage.",
+        "Share without a reward: in no mean, without advantage.",
     ),
     Metric(
         "reward/q10", "reward", "finished conversations",
-        "10 % of the conversations have at most this reward.",
+        "10 % have at most this reward.",
     ),
     Metric(
         "reward/median", "reward", "finished conversations", "Median of the rewards.",
@@ -69,36 +67,36 @@ METRICS = (
     ),
     Metric(
         "reward/q90", "reward", "finished conversations",
-        "90 % of the conversations have at most this reward.",
+        "90 % have at most this reward.",
     ),
     Metric(
         "reward/std", "reward", "finished conversations",
-        "Standard deviation of the rewards of all groups together.", near=("reward_std",),
+        "Standard deviation of all rewards.", near=("reward_std",),
     ),
     Metric(
-        "rewards/<function>/mean", "reward", "those that the function applies to",
-        "Result of one reward function times its weight, or a part named in `Reply.rewards`.",
+        "rewards/<function>/mean", "reward", "where it applies",
+        "A reward function's result times its weight, or a part named in `Reply.rewards`.",
         same=("rewards/<function>", "reward/<function>"),
     ),
     Metric(
-        "rewards/<function>/std", "reward", "those that the function applies to",
+        "rewards/<function>/std", "reward", "where it applies",
         "Their standard deviation.",
     ),
     Metric(
         "metrics/<name>", "any", "those that reported it",
-        "A number that a reward function or an environment reported (TRL: `log_metric`).",
+        "A number that a reward function or an environment reported.",
     ),
     Metric(
         "pass_rate", "share", "finished conversations",
-        "Conversations whose reward is at least `eval.pass_reward`.", same=("accuracy", "pass@1"), lines="eval",
+        "Reward of at least `eval.pass_reward`.", same=("accuracy", "pass@1"), lines="eval",
     ),
     Metric(
         "reward/correlation", "", "finished conversations",
-        "Lowest correlation of two parts of the reward. Below 0: more of one part means less of the other.",
+        "Lowest correlation of two parts of the reward.",
     ),
     Metric(
         "groups/duplicates", "share", "conversations that did not fail, in groups of several",
-        "Conversations whose answers equal another's of the group.",
+        "Those with the answers of another of the group.",
     ),
     Metric(
         "groups/zero_std", "share", "groups",
@@ -112,12 +110,12 @@ METRICS = (
     ),
     Metric(
         "record/dropped", "count", "",
-        "Conversations that section `record` keeps out of `trajectories.jsonl`.",
+        "Conversations that are not recorded.",
         lines=_TRAIN,
     ),
     Metric(
         "groups/too_small", "count", "",
-        "Groups below `train.min_group_size`, which are not trained on.",
+        "Groups below `train.min_group_size`.",
         lines=_TRAIN,
     ),
     Metric("workers/lost", "count", "", "Rollout workers (`cluster=ray`) lost since the last step.", lines=_TRAIN),
@@ -138,7 +136,7 @@ METRICS = (
     ),
     Metric(
         "agents/<name>/conversations", "count", _ALL,
-        "Conversations of opened agents of this name, for each conversation of a row.",
+        "Conversations of agents of this name, for each conversation of a row.",
     ),
     Metric(
         "agents/<name>/reward/mean", "reward", _FINISHED, "Their reward.",
@@ -151,20 +149,18 @@ METRICS = (
     ),
     Metric(
         "agents/<name>/tokens/sampled", "tokens", _ALL,
-        "Tokens that they sampled, which `tokens/sampled` does not contain.",
+        "Tokens that they sampled (not in `tokens/sampled`).",
     ),
     Metric(
         "agents/<name>/failed", "fraction", _ALL, "Their conversations that failed.",
     ),
     Metric(
-        "policies/<policy>/<metric>", "as of the metric", "as of the metric",
-        "Of a further trained policy: `loss`, `kl`, `grad_norm`, `lr`, `ratio/...`, `tokens/trained`, "
-        "`correction/...`; without the prefix, of section `model`.", lines=_TRAIN,
+        "policies/<policy>/<metric>", "", "",
+        "Metrics of the update of a further trained policy.", lines=_TRAIN,
     ),
     Metric(
         "segments/mean", "segments", _FINISHED,
-        "Token sequences of a conversation: above 1 if history was rewritten, tools changed or reasoning was "
-        "removed.",
+        "Token sequences of a conversation ([segments](tokens.md)).",
     ),
     Metric(
         "tool_calls/mean", "calls", _FINISHED, "Tool calls, also malformed ones.",
@@ -176,23 +172,23 @@ METRICS = (
     ),
     Metric(
         "stop/<reason>", "share", _ALL,
-        "Conversations that ended for this reason ([record](record.md)).",
+        "Ended for this reason ([record](record.md#conversations)).",
     ),
     Metric(
-        "stop/length", "share", _ALL, "Conversations that `limits.tokens_per_turn` cut.",
+        "stop/length", "share", _ALL, "Cut by `limits.tokens_per_turn`.",
         near=("completions/clipped_ratio", "response_length/clip_ratio"),
     ),
     Metric(
-        "failed", "share", _ALL, "Conversations that failed with an error: in no mean, and not trained on.",
+        "failed", "share", _ALL, "Failed with an error: in no mean, and not trained on.",
         lines="train, eval, rollout, sft, sft eval",
     ),
     Metric(
         "template_mismatch", "share", _ALL,
-        "Conversations whose tokens differ from the template's rendering of the same messages.",
+        "Tokens differ from the template's rendering ([check](tokens.md#the-sanity-check)).",
         same=("drift",), lines=_ROLLOUTS_AND_SFT,
     ),
     Metric(
-        "left_out", "share", _ALL, "Conversations longer than `limits.context`, which are not trained on.",
+        "left_out", "share", _ALL, "Longer than `limits.context`: not trained on.",
         lines="sft, sft eval",
     ),
     Metric(
@@ -206,24 +202,24 @@ METRICS = (
     ),
     Metric(
         "tokens/trained", "tokens", "sum over optimizer steps",
-        "Targets of the loss, without those of weight or advantage 0; equal turns of a group count once.",
+        "Targets of the loss, without those of weight or advantage 0.",
         lines="train, sft, sft eval",
     ),
     Metric(
         "tokens/prefix_saved", "share", "tokens of the training sequences",
-        "Tokens that training does not compute, because sequences share them.",
+        "Tokens not computed, because sequences share them.",
         lines=_BOTH,
     ),
     Metric(
         "ranks/slowest", "", "ranks that computed in the update",
-        "How many times as long as those of the median rank the layers of the slowest rank compute, without waiting for others: "
-        "in all and for each token, the smaller of both.",
+        "Time of the slowest rank's layers / that of the median rank's, without waiting (in all or for each token, the "
+        "smaller of both).",
         lines="train, sft",
     ),
     Metric("ranks/slowest_rank", "", "", "The number of this rank.", lines="train, sft"),
     Metric(
         "micro_batches/out_of_memory", "count", "",
-        "How often the GPU's memory ran out and smaller micro-batches followed.",
+        "How often memory ran out and smaller micro-batches followed.",
         lines=_BOTH,
     ),
     Metric(
@@ -231,9 +227,8 @@ METRICS = (
         "Prompt tokens from the engine's prefix cache.",
     ),
     Metric(
-        "entropy", "nats", "the sampled tokens of finished conversations",
-        "-log p of sampled tokens. Null where the engine does not report it (SGLang, `openai`; "
-        "docs/engines.md).",
+        "entropy", "nats", "sampled tokens",
+        "-log p of sampled tokens. Null with SGLang and `openai`.",
         near=("actor/entropy", "actor/entropy_loss"),
     ),
     Metric(
@@ -244,16 +239,14 @@ METRICS = (
     ),
     Metric(
         "kl", "nats", "trained tokens",
-        "KL divergence (k3) from the reference model with `loss.kl_coef`, otherwise from the policy that "
-        "sampled.",
+        "KL divergence (k3) from the reference model with `loss.kl_coef`, else from the policy that sampled.",
         same=("actor/kl_loss",), near=("actor/ppo_kl", "objective/kl"), lines=_TRAIN,
     ),
     Metric("grad_norm", "", _STEPS, "Norm of the gradient before clipping.", same=("actor/grad_norm",), lines=_BOTH),
     Metric("lr", "", "", "Learning rate of the step.", same=("learning_rate", "actor/lr"), lines=_BOTH),
     Metric(
         "ratio/max_deviation", "ratio", "maximum over trained tokens",
-        "Difference from 1 of the ratio of trainer to engine before the first optimizer step: 1e-4 or less if"
-        " they agree.",
+        "Difference from 1 of the ratio of trainer to engine before the first optimizer step.",
         near=(
             "training/rollout_probs_diff_max", "sampling/sampling_logp_difference/max", "sampling/importance_sampling_ratio/max",
         ),
@@ -269,18 +262,17 @@ METRICS = (
     ),
     Metric(
         "experts/entropy", "", "the layers with experts",
-        "Entropy of the shares / the logarithm of their number: 1 if all are equal.",
+        "Entropy of the shares: 1 if all are equal.",
         lines=_TRAIN,
     ),
     Metric(
         "experts/aux_loss", "", _STEPS,
-        "The loss that balances experts, without its coefficient; about the number of experts of a token if "
-        "all are equal.",
+        "The loss that balances experts, without its coefficient.",
         near=("aux_loss", "load_balancing_loss"), lines=_TRAIN,
     ),
     Metric(
         "experts/rerouted", "share", "tokens whose experts were recorded",
-        "Tokens for which the trainer would have chosen other experts (`model.router_replay`).", lines=_TRAIN,
+        "Tokens for which the trainer would have chosen other experts.", lines=_TRAIN,
     ),
     Metric(
         "ratio/clip_fraction", "share", "trained tokens", "Tokens whose probability ratio is outside the clip bounds.",
@@ -289,8 +281,7 @@ METRICS = (
     ),
     Metric(
         "correction/k1", "nats", "trained tokens",
-        "KL divergence of the trainer's policy from the engine's. All of `correction` need "
-        "`correction.action`, and include advantages of 0.",
+        "KL divergence of the trainer's policy from the engine's (k1). `correction/...` needs `correction.action`.",
         same=("rollout_corr/kl", "rollout_correction/kl"), lines=_TRAIN,
     ),
     Metric(
@@ -299,7 +290,7 @@ METRICS = (
     ),
     Metric(
         "correction/k1/turn_<n>", "nats", "trained tokens of the turns with this index",
-        "`correction/k1` of the turns with this index, from 0.", lines=_TRAIN,
+        "The same for turns with this index, from 0.", lines=_TRAIN,
     ),
     Metric(
         "correction/k3/turn_<n>", "nats", "trained tokens of the turns with this index",
@@ -307,7 +298,7 @@ METRICS = (
     ),
     Metric(
         "correction/ppl_ratio", "ratio", "token sequences",
-        "Perplexity of a sequence under the trainer's policy / under the engine's.",
+        "Perplexity under the trainer's policy / under the engine's.",
         same=("rollout_corr/ppl_ratio", "rollout_correction/ppl_ratio"), lines=_TRAIN,
     ),
     Metric(
@@ -325,7 +316,7 @@ METRICS = (
     ),
     Metric(
         "correction/ess", "share", "trained tokens",
-        "Effective sample size: squared mean of the weights / mean of their squares.",
+        "Effective sample size of the weights.",
         near=("rollout_corr/rollout_is_eff_sample_size", "rollout_correction/ess"), lines=_TRAIN,
     ),
     Metric(
@@ -338,12 +329,12 @@ METRICS = (
     ),
     Metric(
         "correction/unknown", "share", "trained tokens",
-        "Tokens without the log-probability that the loss needs: their ratio is 1.",
+        "Tokens of unknown log-probability: their ratio is 1.",
         lines=_TRAIN,
     ),
     Metric(
         "selection/without_loss", "share", "trained tokens",
-        "Tokens without policy loss, by `loss.top_entropy_quantile` or `loss.clip_cov_ratio`.",
+        "Tokens without policy loss.",
         lines=_TRAIN,
     ),
     Metric(
@@ -351,7 +342,7 @@ METRICS = (
     ),
     Metric(
         "selection/covariance", "", "mean over trained tokens",
-        "Covariance of log-probability and advantage: the larger, the more the step lowers the entropy.", lines=_TRAIN,
+        "Covariance of log-probability and advantage, which lowers the entropy.", lines=_TRAIN,
     ),
     Metric(
         "selection/with_divergence", "share", "trained tokens", "Tokens with the divergence of `loss.kl_cov_ratio`.",
@@ -364,7 +355,7 @@ METRICS = (
     ),
     Metric(
         "kl_reward/penalty", "reward", "the finished conversations",
-        "What `reward.kl` subtracts; `reward/mean` does not contain it.",
+        "What `reward.kl` subtracts (not in `reward/mean`).",
         near=("objective/non_score_reward",), lines=_TRAIN,
     ),
     Metric(
@@ -373,8 +364,7 @@ METRICS = (
     ),
     Metric(
         "teacher/divergence", "nats", "trained tokens",
-        "The student's log-probability of a sampled token minus the (mean) teacher's, an estimate of "
-        "KL(student || teacher).",
+        "The student's log-probability minus the (mean) teacher's: KL(student || teacher).",
         lines=_TRAIN,
     ),
     Metric(
@@ -383,24 +373,24 @@ METRICS = (
     ),
     Metric(
         "teacher/agreement", "share", "trained tokens",
-        "Tokens that student and (main) teacher both find most likely.",
+        "Student and (main) teacher find the same token most likely.",
         lines=_TRAIN,
     ),
     Metric(
         "teacher/loss", "nats", "trained tokens",
-        "With `teacher.signal: divergence`: the divergence in the loss, without `teacher.coef`.", lines=_TRAIN,
+        "The divergence in the loss, without `teacher.coef`.", lines=_TRAIN,
     ),
     Metric(
         "policy_shift", "nats", "tokens of up to 16 conversations",
-        "KL divergence of the policy before the update from that after it. Needs `credit.name: spo`.", lines=_TRAIN,
+        "KL divergence of the policy before the update from that after it (`spo`).", lines=_TRAIN,
     ),
     Metric(
-        "critic/loss", "", _STEPS, "Half the squared error of the critic's estimates, with value clipping.",
+        "critic/loss", "", _STEPS, "Half the squared error, with value clipping.",
         same=("critic/vf_loss", "loss/value_avg"), lines=_TRAIN,
     ),
     Metric(
         "critic/explained_variance", "share", "states that the critic is trained on",
-        "Share of the returns' variance that its estimates explain: 1 is exact, 0 as good as a constant.",
+        "Share of the returns' variance that its estimates explain.",
         same=("critic/vf_explained_var",), lines=_TRAIN,
     ),
     Metric(
@@ -420,12 +410,12 @@ METRICS = (
         same=("version",),
     ),
     Metric(
-        "staleness/mean", "steps", "the sampled tokens of the groups that are trained on",
-        "Training steps from the weights that sampled a token to the step that trains on it.",
+        "staleness/mean", "steps", "trained groups' sampled tokens",
+        "Steps from the weights that sampled a token to the step that trains on it.",
         lines=_TRAIN,
     ),
     Metric(
-        "staleness/max", "steps", "maximum over the sampled tokens of the groups that are trained on",
+        "staleness/max", "steps", "maximum over trained groups' sampled tokens",
         "The same for the oldest token.", lines=_TRAIN,
     ),
     Metric(
@@ -433,7 +423,7 @@ METRICS = (
     ),
     Metric(
         "seconds/rollout", "seconds", "",
-        "From the start of the first conversation to the end of the last, with rewards.",
+        "From the first conversation's start to the last one's end, with rewards.",
         near=("timing_s/gen",),
     ),
     Metric(
@@ -443,8 +433,7 @@ METRICS = (
     ),
     Metric(
         "seconds/conversation/<part>", "seconds", _FINISHED,
-        "How long a conversation waited for the `engine`, its `environment`, or `other` "
-        "([timeline](record.md#timeline)).",
+        "How long a conversation waited for the `engine`, its `environment`, or `other`.",
         lines=_TRAIN,
     ),
     Metric("seconds/replay", "seconds", "", "Turning conversations into tokens.", lines=_SFT),
@@ -458,7 +447,7 @@ METRICS = (
     ),
     Metric(
         "seconds/step", "seconds", "",
-        "Wall-clock time of the step; with `train.max_staleness` less than the sum of the others.",
+        "Wall-clock time of the step.",
         same=("timing_s/step", "perf/time_per_step", "step_time"), lines=_BOTH,
     ),
 )  # fmt: skip
