@@ -1,4 +1,5 @@
-"""The program of each process in test_sharded.py: loads a model, and writes the peak of its memory and what it has read.
+"""The program of each process in test_sharded.py: loads a model, and writes the peak of its memory and what it has read; on
+several ranks also the memory that rank 0 needs to give weights to servers.
 
 Arguments: a small model, which is loaded first, so that modules imported on first use and the buffers of the connections
 between the ranks are not counted; the model; `complete` (one process) or `sharded` (this rank's part); the file of the result.
@@ -9,17 +10,25 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import safetensors
+import safetensors.torch
 import torch
 import transformers.modeling_utils
 
+from turnwise.engines.remote.weights import WeightCopies, WeightFiles
 from turnwise.models.loading import ModelSource, load_model
+from turnwise.options.algorithm import OptimizationSection, PpoClip
 from turnwise.options.engines import ClusterSection, FsdpSection, MeshSection
+from turnwise.training.options import ShardOptions
+from turnwise.training.sharded.commands import Finish, follow
 from turnwise.training.sharded.ranks import Ranks
+from turnwise.training.sharded.sharded_learner import ShardedLearner
 from turnwise.training.sharded.sharded_model import load_sharded
+from turnwise.types import Sampling
 
 
 def kilobytes(name: str) -> int:
@@ -71,6 +80,51 @@ def load(path: str, ranks: Ranks | None) -> Any:
     return load_model(options) if ranks is None else load_sharded(options, ranks.mesh, FsdpSection())
 
 
+def published(path: str, ranks: Ranks) -> int:
+    """The most memory in kilobytes that rank 0 needs to give weights to servers, as files and as copies; 0 on the others."""
+    if not ranks.leads:
+        follow(ranks)
+        return 0
+    options = ShardOptions(
+        model=ModelSource(path=path, device="cpu"),
+        sampling=Sampling(),
+        loss=PpoClip(),
+        optimizer=OptimizationSection(),
+        sharding=FsdpSection(),
+        share_prompts="never",
+    )
+    learner = ShardedLearner(ranks, options)
+    before = kilobytes("RssAnon")
+    found: list[int] = []
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            found.append(kilobytes("RssAnon") - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    files = WeightFiles(Path(path).parent)
+    in_file = files.write(1, learner.weights())
+    copies = WeightCopies().write(1, learner.weights())
+    ended.set()
+    thread.join()
+    assert in_file.path is not None
+    assert copies.tensors is not None
+    written = safetensors.torch.load_file(in_file.path)
+    expected = {
+        name: tensor
+        for file in Path(path).glob("*.safetensors")
+        for name, tensor in safetensors.torch.load_file(file).items()
+    }
+    for given in (written, copies.tensors):
+        assert given.keys() == expected.keys()
+        assert all(torch.equal(given[name], tensor) for name, tensor in expected.items())
+    files.close()
+    learner.leader.run(Finish())
+    return max(found)
+
+
 def main() -> None:
     torch.set_num_threads(1)
     small, path, kind, out = sys.argv[1:]
@@ -84,8 +138,10 @@ def main() -> None:
     Counted.kilobytes = 0
     model = load(path, ranks)
     assert model
-    peak = kilobytes("VmHWM") - before
-    Path(f"{out}{os.environ.get('RANK', '0')}").write_text(json.dumps([peak, round(Counted.kilobytes)]))
+    peak, read = kilobytes("VmHWM") - before, round(Counted.kilobytes)
+    del model
+    streamed = 0 if ranks is None else published(path, ranks)
+    Path(f"{out}{os.environ.get('RANK', '0')}").write_text(json.dumps([peak, read, streamed]))
     if ranks is not None:
         ranks.close()
 

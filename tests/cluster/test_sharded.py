@@ -508,9 +508,9 @@ MEGABYTE = 2**10
 """Kilobytes."""
 
 
-def peaks(path: Path, out: Path, ranks: int, **mesh: int) -> list[tuple[int, int]]:
-    """Of each process in kilobytes: the peak of its memory, beyond its memory before the model was loaded, and what it has read
-    of the weights."""
+def peaks(path: Path, out: Path, ranks: int, **mesh: int) -> list[tuple[int, int, int]]:
+    """Of each process in kilobytes: the peak of its memory, beyond its memory before the model was loaded, what it has read of
+    the weights, and the most memory in which it gives weights to servers."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [
         str(TESTS / "cluster" / "memory_program.py"),
@@ -526,7 +526,7 @@ def peaks(path: Path, out: Path, ranks: int, **mesh: int) -> list[tuple[int, int
 
 
 @pytest.mark.cluster
-def test_each_rank_reads_and_has_its_part_of_the_model_only(tmp_path: Path) -> None:
+def test_each_rank_reads_and_has_its_part_of_the_model_only_and_gives_it_to_servers_by_layers(tmp_path: Path) -> None:
     sizes = {"vocab_size": 1024, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8}
     config = Qwen2Config(**sizes, num_hidden_layers=16, num_key_value_heads=8, tie_word_embeddings=True)
     model = Qwen2ForCausalLM(config)
@@ -535,12 +535,13 @@ def test_each_rank_reads_and_has_its_part_of_the_model_only(tmp_path: Path) -> N
     model.save_pretrained(tmp_path / "model", max_shard_size="100MB")
     small = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=2)
     Qwen2ForCausalLM(small).save_pretrained(tmp_path / "small")
-    complete, read = peaks(tmp_path / "model", tmp_path / "complete", 1)[0]
+    complete, read, _ = peaks(tmp_path / "model", tmp_path / "complete", 1)[0]
     assert complete > size
     assert read == size
     for ranks, mesh in ((2, {}), (4, {"tensor": 2})):
         of_ranks = peaks(tmp_path / "model", tmp_path / "rank", ranks, **mesh)
-        for peak, read in of_ranks:
+        assert 0 < of_ranks[0][2] < 6 * layer < 0.4 * size  # never the complete model
+        for peak, read, _ in of_ranks:
             # norms are on both ranks of a pair; gloo has parts of the layer that is gathered beside the complete layer
             assert size / ranks <= read < 1.01 * size / ranks
             assert peak < size / ranks + 5 * layer

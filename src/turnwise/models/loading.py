@@ -414,8 +414,7 @@ def file_weights(model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, t
     """Some weights, by their names in the model, as its files have them. All weights of a layer must be given together."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    dropped = set(model._keys_to_ignore_on_save or ())
-    return revert_weight_conversion(model, {name: weights[name] for name in weights if name not in dropped})
+    return revert_weight_conversion(model, dict(weights))
 
 
 def published_weights(model: Any, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:

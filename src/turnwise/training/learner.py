@@ -166,7 +166,7 @@ class Learner(Protocol):
         """The present weights by the names of the checkpoint files of Hugging Face, on the learner's device, without copies.
 
         Tied weights have one name. With an adapter: only the adapter's weights, by peft's names. The next `update` changes
-        the tensors in place.
+        the tensors in place. Several ranks give all weights as `StreamedWeights`.
         """
         ...
 

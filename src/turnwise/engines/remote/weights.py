@@ -35,6 +35,7 @@ from urllib.parse import urlsplit
 from turnwise.engines.remote.http import ServerLost
 from turnwise.engines.remote.shared_buffer import checked_values, checksum_of_all
 from turnwise.errors import EngineError
+from turnwise.models.streamed import StreamedWeights
 
 T = TypeVar("T")
 
@@ -99,8 +100,12 @@ class WeightCopies:
     """Keeps weights in the memory of this process, for broadcasts (`engine.weight_transfer: collective`)."""
 
     def write(self, version: int, weights: Mapping[str, Any]) -> WeightUpdate:
-        """A copy of the tensors on the CPU: the trainer's own change in place."""
-        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
+        """A copy of the tensors on the CPU: the trainer's own change in place. Those of several ranks are in a file without a
+        name, of which memory has what is read at present. Raises EngineError if it cannot be written."""
+        if isinstance(weights, StreamedWeights):
+            tensors = _in_file(weights)
+        else:
+            tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in weights.items()}
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         checksum = checksum_of_tensors(tensors.values())
         return WeightUpdate(version=version, tensors=tensors, adapter=False, checksum=checksum, size=size)
@@ -201,12 +206,10 @@ class WeightFiles:
 
         Raises EngineError if they cannot be written.
         """
-        from safetensors.torch import save_file
-
-        size = sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+        size = _size(weights)
         path = self._directory(size) / f"{version}-{os.urandom(4).hex()}.safetensors"
         with _writing(path):
-            save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+            _save(weights, path)
         return WeightUpdate(version=version, path=path, adapter=False, checksum=checksum_of(path), size=size)
 
     def write_adapter(self, version: int, write: Callable[[Path], None]) -> WeightUpdate:
@@ -252,6 +255,56 @@ class WeightFiles:
                     f"directory that the server can read, too"
                 ) from error
         return self._own
+
+
+def _size(weights: Mapping[str, Any]) -> int:
+    empty = weights.empty if isinstance(weights, StreamedWeights) else weights
+    return sum(tensor.numel() * tensor.element_size() for tensor in empty.values())
+
+
+def _save(weights: Mapping[str, Any], path: Path) -> None:
+    """Write a safetensors file: those of several ranks a tensor at a time, behind a header that has all names and places."""
+    from safetensors.torch import save_file
+
+    if not isinstance(weights, StreamedWeights):
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}, path)
+        return
+    import torch
+
+    types = {getattr(torch, torch_name): name for name, torch_name in _TYPES.items()}
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in weights.empty.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": types[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in weights.empty:
+            file.write(weights[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+_TYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
+}
+"""Names of torch's types in safetensors files."""
+
+
+def _in_file(weights: StreamedWeights) -> dict[str, Any]:
+    """The tensors in a file that has no name any more: the system frees it with the last tensor."""
+    from safetensors.torch import load_file
+
+    parent = Path(tempfile.gettempdir())
+    descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".safetensors", dir=parent)
+    os.close(descriptor)
+    try:
+        with _writing(Path(name)):
+            _save(weights, Path(name))
+            return load_file(name)
+    finally:
+        os.unlink(name)
 
 
 def _locked(directory: Path) -> int:

@@ -251,12 +251,13 @@ class GatherWeights:
     """
 
     part: Part = "policy"
-    only: str | None = None
-    """What the names of the weights begin with; None: all."""
+    names: Sequence[str] | None = None
+    """Some of the weights; None: all."""
 
     def run(self, rank: Rank) -> dict[str, torch.Tensor]:
         tensors = rank.part(self.part).state_tensors()
-        tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(self.only or "")}
+        if self.names is not None:
+            tensors = {name: tensors[name] for name in self.names}
         gathered: dict[str, torch.Tensor] = {}
         names: dict[tuple[int, torch.Size], str] = {}
         for name, tensor in tensors.items():

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +86,8 @@ def write_weights(source: Path, out: Path) -> None:
     model = with_conversions(model_without_weights(str(source)), about["conversions"], str(source))
     stored = _stored(parts, about["prefixes"])
     _refuse_missing(model, stored, parts)
-    files = _Files(out)
-    for group in _groups(stored):
+    files, dropped = _Files(out), set(model._keys_to_ignore_on_save or ())
+    for group in of_layers(name for name in stored if name not in dropped):
         tensors = {stored[name][0]: torch.empty(stored[name][1], dtype=stored[name][2]) for name in group}
         read_parts(tensors, parts, alone=True)
         files.add(file_weights(model, {name: tensors[stored[name][0]] for name in group}))
@@ -123,15 +123,14 @@ def _refuse_missing(model: Any, stored: _Stored, parts: Path) -> None:
         )
 
 
-def _groups(stored: _Stored) -> Iterator[list[str]]:
-    """The names of each layer, and each other name alone: what becomes a tensor of the files together is in one layer."""
-
-    def place(name: str) -> str:
+def of_layers(names: Iterable[str]) -> list[list[str]]:
+    """The names of weights of each layer, and each other name alone: what becomes a tensor of the files together is in one
+    layer."""
+    layers: dict[str, list[str]] = {}
+    for name in names:
         found = re.match(r".*?\.\d+\.", name)
-        return found[0] if found else name
-
-    for _, names in itertools.groupby(sorted(stored, key=place), key=place):
-        yield list(names)
+        layers.setdefault(found[0] if found else name, []).append(name)
+    return list(layers.values())
 
 
 class _Files:

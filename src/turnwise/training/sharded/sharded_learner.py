@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from turnwise.errors import ConfigError, RunError
-from turnwise.models.loading import published_weights, save_model
+from turnwise.models.loading import file_weights, save_model
+from turnwise.models.streamed import StreamedWeights
 from turnwise.training.batch import MicroBatch
 from turnwise.training.checkpoint import CRITIC, SHARDS
 from turnwise.training.learner import BatchRequirements, PackingRequirements, Writers
@@ -56,7 +57,7 @@ from turnwise.training.sharded.commands import (
     TeacherFingerprints,
     installed,
 )
-from turnwise.training.sharded.consolidation import save_without_weights
+from turnwise.training.sharded.consolidation import of_layers, save_without_weights
 from turnwise.training.sharded.ranks import LostRank, Ranks
 from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
 from turnwise.training.update import LearnerBase, StopFlag, UpdateSums
@@ -267,9 +268,19 @@ class ShardedLearner(LearnerBase):
         return self.leader.run(OptimizerStep(lr))
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """See `Learner.weights`; in the CPU's memory of rank 0. The next update does not change the tensors."""
-        gathered = self.leader.run(GatherWeights())
-        return gathered if self.trains_adapter else published_weights(self.leader.rank.built.model, gathered)
+        """See `Learner.weights`; in the CPU's memory of rank 0. Without an adapter, a layer is there while it is read."""
+        if self.trains_adapter:
+            return self.leader.run(GatherWeights())
+        model, tensors = self.leader.rank.built.model, self.leader.rank.built.distinct_tensors()
+        layers = of_layers(tensors)
+        empty = [
+            {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
+            for names in layers
+        ]
+        return StreamedWeights(
+            [file_weights(model, layer) for layer in empty],
+            lambda number: file_weights(model, self.leader.run(GatherWeights(names=layers[number]))),
+        )
 
     def trains(self, model: Any) -> bool:
         return False  # its parts are divided among the ranks
@@ -379,7 +390,8 @@ class ShardedCritic(CriticBase):
     def _writer(self) -> Callable[[Path], None]:
         """As that of the learner; also the value head."""
         shard = self._leader.rank.critic
-        gathered = self._leader.run(GatherWeights("critic", only=None if shard.trains_adapter else HEAD_PREFIX))
+        head_only = [name for name in shard.state_tensors() if name.startswith(HEAD_PREFIX)]
+        gathered = self._leader.run(GatherWeights("critic", None if shard.trains_adapter else head_only))
         weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
         head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
         save_body = (

@@ -437,6 +437,17 @@ class ModelShard:
         """All weights by the names of the state dict, or those of the adapter by peft's names; divided."""
         return adapter_weights(self.model) if self.trains_adapter else self.model.state_dict()
 
+    def distinct_tensors(self) -> dict[str, torch.Tensor]:
+        """Those of `state_tensors`, of tied weights only the first."""
+        local, places = DividedParts().local, set[tuple[int, torch.Size]]()
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor in self.state_tensors().items():
+            place = (local(tensor).data_ptr(), tensor.shape)
+            if place not in places or not local(tensor).numel():
+                places.add(place)
+                found[name] = tensor
+        return found
+
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """The parameters and buffers of the model by their names in it; divided."""
         return self.model.state_dict()
