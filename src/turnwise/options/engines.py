@@ -142,6 +142,8 @@ class OpenAIEngineSection(EngineSection):
 
 _QUANTIZING = ("--quantization", "-q", "--kv-cache-dtype", "--torchao-config")
 """Arguments of vLLM and SGLang by which they compute with fewer bits."""
+_EIGHT_BITS = ("fp8", "w8a8_fp8", "w8a8_int8", "fbgemm_fp8", "ptpc_fp8", "fp8wo", "int8wo", "int8dq")
+"""Their values with which the weights of all matrices inside of layers take one byte."""
 _NOT_QUANTIZED = ("auto", "none", "bfloat16", "bf16", "float16", "half", "float32", "float")
 
 
@@ -196,13 +198,22 @@ class ServerEngineSection(EngineSection):
 
     @property
     def quantization(self) -> str | None:
+        found = [f"{name} {value}" for name, value in self._quantizing()]
+        return f"engine.arguments={', '.join(found)}" if found else None
+
+    @property
+    def eight_bits(self) -> bool | None:
+        """Whether the servers keep the weights in 8 bits; None where `arguments` quantize them in another way."""
+        values = [value.lower() for name, value in self._quantizing() if "kv" not in name]
+        return None if any(value not in _EIGHT_BITS for value in values) else bool(values)
+
+    def _quantizing(self) -> list[tuple[str, str]]:
         words = [part for word in self.arguments for part in (word.split("=", 1) if word.startswith("-") else [word])]
-        found = [
-            f"{name} {value}"
+        return [
+            (name, value)
             for name, value in itertools.pairwise(words)
             if name.replace("_", "-") in _QUANTIZING and value.lower() not in _NOT_QUANTIZED
         ]
-        return f"engine.arguments={', '.join(found)}" if found else None
 
     @property
     def urls(self) -> list[str]:

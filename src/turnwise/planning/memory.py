@@ -315,14 +315,41 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
         text = _sum({"weights": weights, "KV cache": cache, "program": PROGRAM_BYTES})
         return [PlanLine("memory of a worker", f"{text}, without the environments")]
     if (engine := config.engine.servers) is not None and engine.starts_servers:
-        weights = _weights(config, model_config) / engine.tensor_parallel
+        whole, eight = (size / engine.tensor_parallel for size in _server_weights(config, model_config))
+        weights = eight if engine.eight_bits else whole
         cache = cache_gb(config, config.limits.context or context_length(model_config.to_dict()))
         if cache is None:
             rest = f"weights {_gib(weights)}; {config.engine.name} chooses the size of its KV cache (engine.memory_gb)"
         else:
             rest = _sum({"weights": weights, "KV cache": cache * 2**30})
+        if engine.quantization is not None:
+            rest += (
+                f" ({engine.quantization}: 8 bits inside of layers; an update brings {_gib(whole)})"
+                if engine.eight_bits
+                else f" ({engine.quantization}: fewer bits of the weights are not counted)"
+                if engine.eight_bits is None
+                else f" ({engine.quantization})"
+            )
         return [PlanLine("memory of a server's device", rest)]
     return []
+
+
+def _server_weights(config: Config, model_config: Any) -> tuple[float, float]:
+    """The weights in bytes, and where the matrices of layers have a byte for each weight. A server reads new weights in the type
+    of the training, and quantizes them itself."""
+    model = empty_model(assembly.model_source(config), model_config)
+    outside = {
+        id(parameter)
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
+        if part is not None
+        for parameter in part.parameters()
+    }
+    whole = _weights(config, model_config)
+    each = whole / sum(parameter.numel() for parameter in model.parameters())
+    matrices = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2 and id(parameter) not in outside
+    )
+    return whole, whole - matrices * (each - 1)
 
 
 def _weights(config: Config, model_config: Any) -> float:
