@@ -310,6 +310,31 @@ def test_what_aborts_while_the_interpreter_is_finalized_does_not_change_the_stat
         assert done.stdout == "from atexit\n"
 
 
+IN_COLLECTION = """
+import gc, os, signal, time
+from turnwise.commands.command import Stops
+
+def interrupt(phase, info):
+    gc.callbacks.remove(interrupt)
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000):
+        pass
+
+gc.callbacks.append(interrupt)
+with Stops() as stops:
+    try:
+        gc.collect()
+        time.sleep(30)
+    except KeyboardInterrupt:
+        print("stopped by", stops.received.name)
+"""
+
+
+def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_neither_lost_nor_a_traceback() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_COLLECTION], capture_output=True, text=True, timeout=20)
+    assert (done.stdout, done.stderr, done.returncode) == ("stopped by SIGINT\n", "", 0)
+
+
 # code of the recipe that ends the run from inside
 
 

@@ -6,6 +6,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,18 @@ def test_half_of_a_surrogate_pair_is_left_out_and_a_file_that_exists_is_complete
     assert list((tmp_path / "out").iterdir()) == []
     assert write_dataset(tmp_path, tmp_path / "out", DatasetChoice(what="sft")).rows == 1
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["train.jsonl"]
+
+
+def test_groups_without_a_pair_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    equal = [replace(one, group="equal") for one in (conversation("e", 1.0), conversation("f", 1.0))]
+    alone = [replace(conversation("x", 1.0), group="alone")]
+    monkeypatch.setattr(datasets, "read", lambda _: iter([*GROUP, *equal, *alone]))
+    assert main(["dataset", str(tmp_path), "--out", str(tmp_path / "out"), "--what", "dpo"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "1 row of 3 groups" in told
+    assert "2 groups without a pair: equal rewards, a difference below --margin, or fewer than two" in told
 
 
 def test_a_data_set_is_written_once_and_never_empty(tmp_path: Path) -> None:

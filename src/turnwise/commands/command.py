@@ -249,6 +249,7 @@ class Stops:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._former: dict[signal.Signals, Any] = {}
+        self._former_hook = sys.unraisablehook
 
     def __enter__(self) -> Stops:
         if threading.current_thread() is threading.main_thread():
@@ -257,6 +258,8 @@ class Stops:
                 if previous not in (signal.SIG_IGN, None):
                     self._former[number] = previous
                     signal.signal(number, self._stop)
+            if self._former:
+                self._former_hook, sys.unraisablehook = sys.unraisablehook, self._unraisable
             if self._until_exit:  # Python resets its handlers at the very end, after all other functions of `atexit`
                 atexit.register(self._at_exit)
         return self
@@ -267,6 +270,20 @@ class Stops:
             return
         for number, previous in self._former.items():
             signal.signal(number, previous)
+        if self._former:
+            sys.unraisablehook = self._former_hook
+
+    def _unraisable(self, what: sys.UnraisableHookArgs) -> None:
+        """An exception that Python cannot raise, and would print: in a callback of the garbage collector, in `__del__`. A
+        KeyboardInterrupt of `_stop` would be lost there, so its signal is sent again: a moment later, because the handler runs at
+        once in this function, too."""
+        if what.exc_type is KeyboardInterrupt and self.received is not None:
+            number, self.received = self.received, None
+            again = threading.Timer(0.01, os.kill, (os.getpid(), number))
+            again.daemon = True
+            again.start()
+        else:
+            self._former_hook(what)
 
     def _at_exit(self) -> None:
         for number in self._former:

@@ -10,6 +10,16 @@ from turnwise.commands.command import Context, count, print_lines, step_number
 from turnwise.errors import ConfigError, counted
 from turnwise.record.datasets import KINDS, DatasetChoice, write_dataset
 
+_NO_PAIR = (
+    "without a pair: equal rewards, a difference below --margin, or fewer than two conversations that may be used"
+)
+_WITHOUT = {
+    "sft": "without a row: equal rewards, rewards below --min-reward, or no conversation that may be used",
+    "dpo": _NO_PAIR,
+    "reward-model": _NO_PAIR,
+    "kto": "without a row: equal rewards, or no conversation that may be used",
+}
+"""What is said of groups that became no row, by `--what`."""
 _OF = {"best": ("sft",), "min_reward": ("sft",), "pairs": ("dpo", "reward-model"), "margin": ("dpo", "reward-model")}
 _OF["threshold"] = ("kto",)
 """The kinds of data sets in which an argument has an effect."""
@@ -90,6 +100,7 @@ def _run_dataset(options: argparse.Namespace, context: Context) -> int:
         context.console,
         [
             f"{counted(written.rows, 'row')} of {counted(written.groups, 'group')}: {written.file}",
+            *([f"{counted(written.without_rows, 'group')} {_WITHOUT[options.what]}"] if written.without_rows else []),
             *(
                 f"left out: {counted(number, 'conversation')} that {reason}"
                 for reason, number in written.left_out.most_common()

@@ -1,7 +1,8 @@
 """Converts configurations of TRL into a recipe, with a report: what was converted, what was not, and why.
 
 Reads the words of `trl grpo --config FILE --name value` or `trl distillation`, the YAML file of `--config`, and the JSON of a
-GRPOConfig, DistillationConfig, ServerDistillationConfig or GKDConfig (`training_args.to_json_string()`, with all its defaults).
+GRPOConfig, DistillationConfig, ServerDistillationConfig or GKDConfig (`training_args.to_json_string()`, with all its defaults);
+of a script (`trl_script.py`), the literals.
 Names and defaults are those of TRL 1.16, with names of earlier versions. Arguments about loss, batches, credit and steps mean
 the same in ms-swift, which is built on TRL: `compat/swift/convert_training.py` converts them."""
 
@@ -33,6 +34,7 @@ from turnwise.compat.swift.read_arguments import (
     SwiftRecipeBuilder,
     parse_argument,
 )
+from turnwise.compat.trl_script import read_script
 from turnwise.config.recipe import called_here
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
@@ -210,6 +212,8 @@ class TrlArguments(SwiftArguments):
         self.names: dict[str, str] = {}
         """By those names: the names that the user wrote."""
         self.trainer: Trainer | None = None
+        self.unread: list[UnsupportedKey] = []
+        """What a script gives that is no literal."""
 
     def add(self, key: str, values: list[Any]) -> None:
         """Add one argument: its words, or its value in a file. Raises ConfigError if it is not of the argument's type."""
@@ -273,17 +277,11 @@ def _read(source: str | Path | Sequence[str] | Mapping[str, Any]) -> TrlArgument
     return given
 
 
-_SCRIPT = (
-    "{!r:.80}: a script is not run, so its configuration is not known. Add `print(training_args.to_json_string())` behind "
-    "GRPOConfig(...), save what it prints as args.json, and write `turnwise convert --from trl args.json`; then name reward "
-    "functions, tools and environment classes of the script in the recipe (docs/trl.md)"
-)
-
-
 def _words(given: TrlArguments, words: Sequence[str]) -> None:
     """The words of `trl grpo --config FILE --name value`. Those of the command line replace those of the file, as in TRL."""
     arguments: list[tuple[str, list[Any]]] = []
     files: list[str] = []
+    scripts: list[str] = []
     for word in words:
         if word.startswith("--") and len(word) > 2:
             key, equals, value = word[2:].partition("=")
@@ -294,12 +292,23 @@ def _words(given: TrlArguments, words: Sequence[str]) -> None:
             files.append(word)
         elif word in _TRAINERS:
             given.trainer = _TRAINERS[word]
-        elif word.endswith(".py") or re.match(r"(python|accelerate|torchrun)[\d.]*$", word):
-            raise ConfigError(_SCRIPT.format(word))
+        elif word.endswith(".py"):
+            scripts.append(word)
+        elif re.match(r"(python|accelerate|torchrun)[\d.]*$", word):
+            raise ConfigError(
+                f"{word!r} starts a script, which is read, not run: write `turnwise convert --from trl FILE.py`"
+            )
         elif word != "trl":
             raise ConfigError(
                 f"{word!r} is no argument of TRL; write trl grpo --config FILE, the file alone (YAML or JSON), or --name value"
             )
+    if scripts:
+        if files or len(scripts) > 1 or any(key != "num_processes" for key, _ in arguments):
+            raise ConfigError(
+                f"{' '.join(words)!r:.200}: a script is converted alone, without other files or arguments of its own: write "
+                f"`turnwise convert --from trl {scripts[0]}`, and change the recipe"
+            )
+        _script(given, Path(scripts[0]).expanduser())
     for file in [*files, *(value for key, values in arguments if key == "config" for value in values)]:
         path = Path(file).expanduser()
         parse = parse_json if path.suffix == ".json" else parse_yaml
@@ -310,6 +319,17 @@ def _words(given: TrlArguments, words: Sequence[str]) -> None:
     for key, values in arguments:
         if key != "config":
             given.add(key, values)
+
+
+def _script(given: TrlArguments, path: Path) -> None:
+    """What a script says with literals; the rest is named in the report."""
+    script = read_script(path)
+    given.trainer = _TRAINERS[script.trainer]
+    _mapping(given, script.values)
+    given.unread = [
+        UnsupportedKey(key, text, f"{reason}: set it in the recipe (docs/trl.md)", changes_training=True)
+        for key, text, reason in script.others
+    ]
 
 
 def _mapping(given: TrlArguments, tree: Mapping[str, Any]) -> None:
@@ -367,9 +387,17 @@ class TrlRecipeBuilder(SwiftRecipeBuilder):
         def named(keys: Sequence[UnsupportedKey]) -> list[UnsupportedKey]:
             return [replace(one, key=self.given.names.get(one.key, one.key)) for one in keys]
 
-        converted = {self.given.names.get(key, key): option for key, option in made.converted.items()}
+        unread = {one.key for one in self.given.unread}
+        converted = {
+            name: option
+            for key, option in made.converted.items()
+            if (name := self.given.names.get(key, key)) not in unread
+        }
         return replace(
-            made, converted=converted, unsupported=named(made.unsupported), assumptions=named(made.assumptions)
+            made,
+            converted=converted,
+            unsupported=[*self.given.unread, *(one for one in named(made.unsupported) if one.key not in unread)],
+            assumptions=named(made.assumptions),
         )
 
 

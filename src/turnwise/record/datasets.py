@@ -70,6 +70,8 @@ class Written:
     file: Path
     rows: int = 0
     groups: int = 0
+    without_rows: int = 0
+    """How many of these groups became no row (`dpo`, `reward-model`: have no pair)."""
     left_out: Counter[str] = field(default_factory=Counter)
     """How many conversations were left out, by reason."""
 
@@ -85,8 +87,10 @@ def write_dataset(run: Path, out: Path, choice: DatasetChoice) -> Written:
     lines: list[str] = []
     chosen = None if choice.label is None else _with_label(run, choice.label, written.left_out)
     for members in _groups(read(run), choice.first_step):
-        written.groups += any(_is_chosen(one, chosen) for one in members)
-        rows = rows_of(members, choice, written.left_out, chosen)
+        rows = list(rows_of(members, choice, written.left_out, chosen))
+        counts = any(_is_chosen(one, chosen) for one in members)
+        written.groups += counts
+        written.without_rows += counts and not rows
         lines += [json.dumps(row, ensure_ascii=False) for row in rows]
     if not lines:
         reasons = "".join(f"; {number} conversations {reason}" for reason, number in written.left_out.most_common())

@@ -327,11 +327,65 @@ def test_unknown_names_and_values_are_named() -> None:
         from_trl_arguments({"learning_rate": "fast"})
     with pytest.raises(ConfigError, match="'sft' is no argument of TRL"):
         from_trl_arguments(["trl", "sft"])
-    for words in (["train.py"], ["python", "train.py", "--lr", "1e-6"]):
-        with pytest.raises(ConfigError, match=r"a script is not run.*training_args\.to_json_string"):
-            from_trl_arguments(words)
+    with pytest.raises(ConfigError, match=r"starts a script, which is read, not run"):
+        from_trl_arguments(["python", "train.py", "--lr", "1e-6"])
     with pytest.raises(ConfigError, match="there are no arguments of TRL"):
         from_trl_arguments([])
+
+
+SCRIPT = """
+from trl import GRPOConfig, GRPOTrainer
+from peft import LoraConfig
+import torch
+
+lr = 1e-6
+
+def main():
+    args = GRPOConfig(
+        learning_rate=lr * 2, num_generations=4, beta=0.01, max_steps=-1,
+        model_init_kwargs={"dtype": torch.bfloat16}, **more,
+    )
+    GRPOTrainer(
+        model="Qwen/Qwen3-0.6B", args=args, reward_funcs=[len], tools=[min],
+        peft_config=LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]),
+    ).train()
+
+open("it ran", "w")
+main()
+"""
+
+
+def test_a_script_is_read_and_what_is_not_literal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT)
+    report = from_trl_arguments(["train.py", "--num_processes", "1"])
+    assert not Path("it ran").exists()
+    assert report.recipe["model"]["path"] == "Qwen/Qwen3-0.6B"
+    assert report.recipe["model"]["lora"] == {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj"]}
+    assert (report.recipe["loss"]["kl_coef"], report.recipe["train"]["group_size"]) == (0.01, 4)
+    reasons = {one.key: (one.value, one.reason.partition(":")[0]) for one in report.refused()}
+    assert reasons["learning_rate"] == ("lr * 2", "not literal, line 10")
+    assert reasons["model_init_kwargs"] == ("{'dtype': torch.bfloat16}", "not literal, line 11")
+    assert reasons["**"] == ("more", "not literal, line 11")
+    assert reasons["tools"] == ("[min]", "an object of the script, line 14")
+    assert "lora_dropout" not in reasons
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1", "has no call of GRPOConfig"),
+        ("GRPOConfig()\ntrl.GRPOConfig()", "has configurations in the lines 1, 2"),
+        ("def :", "is no Python"),
+        ("GRPOConfig(num_generations={1: 2})", "is a mapping"),
+    ],
+)
+def test_a_script_without_one_configuration_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        from_trl_arguments([str(tmp_path / "train.py")])
+    with pytest.raises(ConfigError, match="converted alone"):
+        from_trl_arguments([str(tmp_path / "train.py"), "--beta", "0.1"])
 
 
 def test_words_replace_what_the_file_says(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""Reads what a training script gives to a configuration and a trainer of TRL, without running the script.
+
+Knows Python's syntax. Does not know what an argument becomes: `trl_convert.py` does."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from turnwise.errors import ConfigError
+from turnwise.json_yaml import read_text
+
+__all__ = ["TrainingScript", "read_script"]
+
+_TRAINERS: Mapping[str, str] = {
+    "GRPOConfig": "grpo",
+    "DistillationConfig": "distillation",
+    "ServerDistillationConfig": "server_distillation",
+    "GKDConfig": "gkd",
+}
+_LORA: Mapping[str, str] = {
+    "r": "lora_r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "target_modules": "lora_target_modules",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+}
+"""Arguments of peft's LoraConfig, and TRL's names for them. Others have no effect on the result."""
+_LORA_DEFAULTS: Mapping[str, Any] = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+"""Those of peft, which are not those of TRL's command line."""
+_OBJECTS = ("tools", "environment_factory", "rollout_func", "callbacks", "teacher_model", "optimizers")
+"""Arguments of a trainer that are objects of the script. Reward functions and data are reported where they are missing."""
+
+
+@dataclass(slots=True)
+class TrainingScript:
+    """What a script says of a training."""
+
+    trainer: str
+    """The trainer's command: `grpo`, `distillation`, ..."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Arguments with literal values, by TRL's names."""
+    others: list[tuple[str, str, str]] = field(default_factory=list)
+    """Further arguments: their name, their text in the script, and why they are not taken."""
+
+
+def read_script(path: Path) -> TrainingScript:
+    """The literal arguments of the script's only `GRPOConfig(...)` (or another configuration of TRL's trainers), its model, and
+    its `LoraConfig(...)`.
+
+    Raises ConfigError if the script cannot be read, or has none or several configurations.
+    """
+    text = read_text(path, error=ConfigError)
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"{path} is no Python: {error}") from None
+    calls = list(_calls(tree))
+    found = [(name, call) for name, call in calls if name in _TRAINERS]
+    if len(found) != 1:
+        lines = ", ".join(str(call.lineno) for _, call in found)
+        has = f"configurations in the lines {lines}" if found else f"no call of {' or '.join(_TRAINERS)}"
+        raise ConfigError(
+            f"{path} has {has}: a script is read, not run, and must have one configuration. Print "
+            "`training_args.to_json_string()` in the script, save it as args.json, and write "
+            "`turnwise convert --from trl args.json`"
+        )
+    ((name, config),) = found
+    script = TrainingScript(_TRAINERS[name])
+    for key, value in _arguments(config):
+        _take(script, key or "**", value)
+    adapters = [call for name, call in calls if name == "LoraConfig"]
+    trainers = [call for name, call in calls if name == name_of_trainer(script.trainer)]
+    for call in trainers[:1]:
+        for key, value in _arguments(call):
+            if key == "model":
+                _take(script, "model_name_or_path", value)
+            elif key == "peft_config" and len(adapters) != 1:
+                script.others.append((key, ast.unparse(value), f"line {value.lineno} names no only LoraConfig(...)"))
+            elif key in _OBJECTS:
+                script.others.append((key, ast.unparse(value), f"an object of the script, line {value.lineno}"))
+    if len(adapters) == 1:
+        script.values |= {"use_peft": True, **_LORA_DEFAULTS}
+        for key, value in _arguments(adapters[0]):
+            if key is not None and key in _LORA:
+                _take(script, _LORA[key], value)
+    return script
+
+
+def name_of_trainer(trainer: str) -> str:
+    """The class of a trainer: `GRPOTrainer` of `grpo`."""
+    (config,) = (name for name, command in _TRAINERS.items() if command == trainer)
+    return config.replace("Config", "Trainer")
+
+
+def _calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    """All calls of names, also of attributes (`trl.GRPOConfig(...)`)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield node.func.id, node
+            elif isinstance(node.func, ast.Attribute):
+                yield node.func.attr, node
+
+
+def _arguments(call: ast.Call) -> Iterator[tuple[str | None, ast.expr]]:
+    """The arguments by name; None: without a known name (`*args`, `**kwargs`, by position)."""
+    for value in call.args:
+        yield None, value
+    for keyword in call.keywords:
+        yield keyword.arg, keyword.value
+
+
+def _take(script: TrainingScript, key: str, value: ast.expr) -> None:
+    try:
+        script.values[key] = ast.literal_eval(value)
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        script.others.append((key, ast.unparse(value), f"not literal, line {value.lineno}"))
+    else:
+        if key == "**":  # by position
+            del script.values[key]
+            script.others.append((key, ast.unparse(value), f"without a name, line {value.lineno}"))
