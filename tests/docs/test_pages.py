@@ -25,6 +25,7 @@ import turnwise
 from support.conversations import RENDERER, Says, a_row, call, hold, hold_all, scripted
 from support.servers import Answer, serving
 from turnwise import assembly
+from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
 from turnwise.compat.gym import GymEnvironments, ToolEnvironments
 from turnwise.config.recipe import RENAMED, load
@@ -35,6 +36,7 @@ from turnwise.environments.mcp import McpServers
 from turnwise.environments.users import ModelledUser
 from turnwise.options.schema import Config, ToolUse
 from turnwise.record import read
+from turnwise.sft.replay import replay, weigh
 from turnwise.types import Group, MismatchKind
 from turnwise.user_code.references import MOVED
 
@@ -460,7 +462,12 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert main(["sft", "recipe.yaml", "sft.epochs=1"]) == 0
     assert (tmp_path / "runs/tuned/checkpoint/model.safetensors").is_file()
     capsys.readouterr()
-    exec(compile(sft_block("python"), "docs/sft.md", "exec"), {})
+    renderer = Renderer.from_pretrained("demo/model")
+    for trajectory in asyncio.run(replay(read_conversations("conversations.jsonl"), renderer)):
+        if weigh(trajectory):
+            (segment,) = trajectory.segments
+            columns = zip(segment.token_ids, segment.turn, strict=True)
+            print(repr(renderer.decode([id for id, turn in columns if turn >= 0 and trajectory.turns[turn].weight])))
     call = '<tool_call>\\n{"name": "multiply", "arguments": {"a": 6, "b": 7}}\\n</tool_call><|im_end|>'
     assert capsys.readouterr().out.splitlines() == [
         f"'{call}It is 42.<|im_end|>'",
