@@ -259,7 +259,7 @@ def _items(field: FieldInfo) -> Iterator[tuple[type[Section], str]]:
 def _what(option: str, field: FieldInfo) -> str:
     """The description, and the choices that it does not name."""
     what = " ".join((field.description or "").split())
-    choices = [choice for choice in _choices(field.annotation) if choice != field.default]  # the default has its own place
+    choices = [choice for choice in _choices(field.annotation) if choice != field.default]  # the default is said
     missing = [choice for choice in choices if f"`{choice}`" not in what]
     what = f"{what} One of: {', '.join(f'`{choice}`' for choice in _choices(field.annotation))}." if missing else what
     if not what.strip():

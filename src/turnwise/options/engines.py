@@ -121,7 +121,7 @@ class OpenAIEngineSection(EngineSection):
     request: dict[str, Any] = {}
     """More fields of a request, such as `{top_k: 20}`; null removes one (`{seed: null}`)."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
-    """The field that limits a turn's tokens; OpenAI's reasoning models need the latter."""
+    """The field that limits a turn's tokens; OpenAI's reasoning models need `max_completion_tokens`."""
     timeout: Seconds = 120.0
     """Time limit of a request, in seconds."""
     retries: Annotated[int, Field(ge=0)] = 8
