@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -213,22 +213,28 @@ def test_an_adapter_needs_gradients_and_state_for_itself_only() -> None:
     assert "reference model" not in found
 
 
-def test_on_a_gpu_the_keys_that_each_completion_gathers_are_kept() -> None:
-    """As in training: on a CPU, they are gathered again for the backward pass (training/tree.py)."""
-    source = ModelSource(path="m", dtype="bfloat16", device="cuda")
-    long = Workload(conversations=8, tokens=110, prompt_tokens=100)
-    on_cpu, on_gpu = (
-        traced_pass(
-            PassOptions(
-                source=source, workload=long, micro_batch_tokens=200, mixed=False, on_gpu=on_gpu, on_ranks=False
-            ),
-            shape(),
+def test_a_gpu_keeps_gathered_keys_unless_its_flash_kernel_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in training: on a CPU, they are gathered again for the backward pass (training/tree.py). The kernel takes half
+    precision, and runs on NVIDIA's GPUs since 2020."""
+
+    def activations(dtype: Literal["float32", "bfloat16"], *, on_gpu: bool, new: bool = True) -> int:
+        monkeypatch.setattr("turnwise.training.flash_tree.on_card", lambda: new)
+        monkeypatch.setattr("turnwise.doctor.memory._traced", {})
+        options = PassOptions(
+            source=ModelSource(path="m", dtype=dtype, device="cuda"),
+            workload=Workload(conversations=8, tokens=110, prompt_tokens=100),
+            micro_batch_tokens=200,
+            mixed=False,
+            on_gpu=on_gpu,
+            on_ranks=False,
         )
-        for on_gpu in (False, True)
-    )
+        return traced_pass(options, shape()).activations
+
     # two layers; keys and values of 8 completions with their prompt, for all heads (4) of 8 numbers of 2 bytes
     gathered = 2 * 2 * 8 * 110 * 4 * 8 * 2
-    assert on_gpu.activations - on_cpu.activations > gathered
+    assert activations("bfloat16", on_gpu=True, new=False) - activations("bfloat16", on_gpu=False) > gathered
+    assert activations("float32", on_gpu=True) - activations("float32", on_gpu=False) > 2 * gathered
+    assert abs(activations("bfloat16", on_gpu=True) - activations("bfloat16", on_gpu=False)) < gathered / 2
 
 
 def test_shorter_conversations_fill_what_the_longest_leave_of_a_micro_batch() -> None:

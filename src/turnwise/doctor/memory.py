@@ -47,6 +47,7 @@ from turnwise.models.quantization import linear_layers, stored_bytes
 from turnwise.models.vision import VisionAdapter
 from turnwise.options.algorithm import LoraSection, OptimizationSection, OptimizerSection
 from turnwise.options.schema import Config
+from turnwise.training import flash_tree
 from turnwise.training.batch import default_micro_batch_tokens
 from turnwise.training.forward import LOGITS_BYTES, TokenLogprobs, logits_bytes
 from turnwise.training.tree import FlatRow, Tree, tree_attention, use_tree_attention
@@ -218,8 +219,9 @@ def _traced_bytes(model: Any, options: PassOptions, *, large: bool) -> tuple[int
     if tokens is None:
         tokens = default_tokens(options.on_gpu, large=large)
     row, places_N = _micro_batch(options.workload, tokens)
-    # the values are on the CPU, and what is kept is that of the device: an accelerator keeps the gathered keys
-    tree = replace(Tree.of(row.runs), accelerated=options.on_gpu)
+    # the values are on the CPU, and what is kept is that of the device: an accelerator keeps the gathered keys, unless its flash
+    # kernel reads them where they are
+    tree = replace(Tree.of(row.runs), accelerated=options.on_gpu, assumes_flash=options.on_gpu and flash_tree.on_card())
     with FakeTensorMode() as fake, tree_attention(tree):
         for module, name, tensor, shared in _tensors(model):
             _replace(module, name, tensor, shared)

@@ -257,19 +257,25 @@ class FlashTreeAttention(torch.autograd.Function):
 # Where it is used
 
 
-def computes(query_THD: torch.Tensor, key_TJD: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernel computes the attention of such tensors in `dtype`: on a GPU that has it, if a small test is right."""
+def computes(query_THD: torch.Tensor, key_TJD: torch.Tensor, dtype: torch.dtype, *, assumed: bool = False) -> bool:
+    """Whether the kernel computes the attention of such tensors in `dtype`: on a GPU that has it, if a small test is right. It is
+    `assumed` for tensors without contents that stand for those of a GPU."""
     size = query_THD.shape[-1]
-    if query_THD.device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16) or size > _LARGEST_HEAD or size % _HEAD_UNIT:
         return False
-    if size > _LARGEST_HEAD or size % _HEAD_UNIT:
-        return False
+    if assumed or query_THD.device.type != "cuda":
+        return assumed
     return _tested(str(query_THD.device), dtype, query_THD.shape[1], key_TJD.shape[1], size)
+
+
+def on_card(device: str | None = None) -> bool:
+    """Whether a GPU of this machine is new enough for the kernel; without a GPU, whether one would be (NVIDIA's since 2020)."""
+    return not sees_gpu() or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= _SINCE)
 
 
 @functools.cache
 def _tested(device: str, dtype: torch.dtype, heads: int, key_heads: int, size: int) -> bool:
-    if not sees_gpu() or torch.version.hip is not None or torch.cuda.get_device_capability(device) < _SINCE:
+    if not sees_gpu() or not on_card(device):
         return False
     with torch.autocast("cuda", enabled=False):
         problem = problem_of(torch.device(device), dtype, heads, key_heads, size)

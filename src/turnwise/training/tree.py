@@ -256,6 +256,8 @@ class Tree:
     """The place among the keys of the flat row's first token."""
     exchange: KeyExchange | None = None
     """Where some keys are those of other processes; None: the keys are those of the flat row."""
+    assumes_flash: bool = False
+    """Whether the flash kernel is taken to be there, for a pass on tensors without contents that stands for one on a GPU."""
 
     @classmethod
     def of(cls, runs: Sequence[FlatRun], *, first_key: int = 0, exchange: KeyExchange | None = None) -> Tree:
@@ -385,7 +387,7 @@ class _TreeMask:
             return _GatheredAttention.apply(query_THD, key_THD, value_THD, sink_H, self, scaling)
         if sink_H is None and softcap is None and self._sees_all():
             dtype = product_dtype(query_THD)
-            if flash_tree.computes(query_THD, key_THD, dtype):
+            if flash_tree.computes(query_THD, key_THD, dtype, assumed=self.tree.assumes_flash):
                 query_THD, key_THD, value_THD = (heads.to(dtype) for heads in (query_THD, key_THD, value_THD))
                 plan = self.tree.join_plan(query_THD.device)
                 return flash_tree.FlashTreeAttention.apply(
