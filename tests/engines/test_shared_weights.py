@@ -199,6 +199,30 @@ def test_a_buffer_on_a_gpu_is_opened_by_the_name_of_the_gpu(
     assert freed == ["ipc_collect", "empty_cache"]
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_memory_of_a_reader_that_was_killed_is_given_back(
+    cuda_ipc: dict[str, Any], monkeypatch: pytest.MonkeyPatch, lost: bool
+) -> None:
+    """torch frees shared memory when each handle's counter is 0, which its reader decreases: once for each handle and pickle."""
+    given = {"a": on_device(torch.ones(4)), "b": on_device(torch.ones(2))}
+    (part,) = parts_of(given, checked_values(given))
+    buffer = SharedBuffer(buffer_size([part]), "cuda")
+    buffer.fill(part, given)
+    buffer.handle()
+    buffer.pickled(part, {})
+    events: list[Any] = []
+
+    def released(name: bytes, place: int, *, device: int | None) -> None:
+        assert buffer._bytes is not None
+        events.append((name, place))
+
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", released)
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: events.append(name))
+    buffer.close(lost=lost)
+    assert events == [*[(b"counter", 5)] * (3 * lost), "ipc_collect", "empty_cache"]
+
+
 def test_a_pickle_for_sglang_names_the_gpu(cuda_ipc: dict[str, Any]) -> None:
     """SGLang's scheduler finds its own number of the GPU by the name. Nothing in the pickle is a value of a weight."""
     given = {"a": on_device(torch.full((300,), 7.0))}

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 PART_BYTES = 256 << 20
 """Bytes of a part at most, unless one weight is larger."""
@@ -150,16 +150,23 @@ class SharedBuffer:
         import torch
 
         self.device = torch.device(device)
+        self._counters: list[tuple[bytes, int]] = []
+        """Where torch counts the readers of each handle: the file's name, and the place in it."""
         with _segments_to_share():
             self._bytes: Any = torch.empty(max(size, 1), dtype=torch.uint8, device=self.device)
         if self.device.type != "cuda":
             with _by_file_name():
                 self._bytes.share_memory_()
 
-    def close(self) -> None:
-        """Give the memory back to the device, after the servers have closed it: a server that wakes up needs it."""
+    def close(self, *, lost: bool = False) -> None:
+        """Give the memory back to the device, after the servers have closed it: a server that wakes up needs it. torch keeps it
+        until each reader has counted itself out; with `lost`, for readers that have ended and cannot."""
         import torch
 
+        if lost:
+            for name, place in self._counters:  # while the memory is held: places of freed memory have other owners
+                torch.UntypedStorage._release_ipc_counter(name, place, device=self.device.index)
+        self._counters.clear()
         self._bytes = None
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()
@@ -183,6 +190,7 @@ class SharedBuffer:
             return {"manager": _text(manager), "name": _text(name), "size": size}
         reduced: Any = reduce_tensor(self._bytes)
         _, shape, _, offset, _, _, index, handle, size, start, _, counter, counter_offset, event, waits = reduced[1]
+        self._counters.append((counter, counter_offset))
         return {
             "gpu": gpu_name(index),
             "length": shape[0],
@@ -199,7 +207,9 @@ class SharedBuffer:
         places in memory, and not values. For one process, which unpickles them once. `more` must live until then."""
         stream = io.BytesIO()
         with _by_file_name():
-            _TensorPickler(stream).dump([*((place.name, place.of(self._bytes)) for place in part), *more.items()])
+            pickler = _TensorPickler(stream)
+            pickler.dump([*((place.name, place.of(self._bytes)) for place in part), *more.items()])
+        self._counters += pickler.counters
         return stream.getvalue()
 
 
@@ -258,6 +268,10 @@ class _TensorPickler(pickle.Pickler):
     """Pickles tensors as `torch.multiprocessing` does, GPUs by their names: SGLang's scheduler, which patches torch's function,
     finds out its own number of the GPU. The number of the trainer would be that of another GPU, or of none."""
 
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.counters: list[tuple[bytes, int]] = []
+
     def reducer_override(self, obj: Any) -> Any:
         import torch
         from torch.multiprocessing import reductions
@@ -268,6 +282,8 @@ class _TensorPickler(pickle.Pickler):
             if obj.is_cuda:
                 # by the module's name: another process may have another function there
                 arguments = (*arguments[:6], gpu_name(arguments[6]), *arguments[7:])
+                name, place = cast("tuple[bytes, int]", arguments[11:13])
+                self.counters.append((name, place))
             return make, arguments
         if isinstance(obj, torch.storage.TypedStorage):
             return reductions.reduce_typed_storage(obj)

@@ -79,7 +79,7 @@ async def share(server: HttpServer, update: WeightUpdate, *, device: str, worker
     assert update.checksums is not None
     parts = parts_of(tensors, update.checksums)
     with sharing_with(server.url):
-        buffer = SharedBuffer(buffer_size(parts), device)
+        buffer, lost = SharedBuffer(buffer_size(parts), device), False
     try:
         await _call(server, "/begin_weight_update", {})
         try:
@@ -99,11 +99,12 @@ async def share(server: HttpServer, update: WeightUpdate, *, device: str, worker
             with contextlib.suppress(ServerLost):
                 await server.post("/end_weight_update", {})
     except ServerLost as error:
+        lost = True
         raise ServerLost(
             f"{error}. It was reading weights from the trainer's memory; if it cannot, {FILES_INSTEAD}. Its log has the reason"
         ) from error
     finally:
-        buffer.close()
+        buffer.close(lost=lost)
 
 
 async def _invite(server: HttpServer, where: GroupAddress) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import io
 import logging
 import secrets
@@ -136,17 +135,18 @@ class WeightSender:
     @asynccontextmanager
     async def _opened(self, size: int, server: str, workers: int, call: WorkerCall) -> AsyncIterator[SharedBuffer]:
         """A context with a buffer of `size` bytes that all workers have opened. Raises EngineError, or RuntimeError of torch."""
-        buffer = SharedBuffer(size, self._groups.sending.device)
+        buffer, lost = SharedBuffer(size, self._groups.sending.device), False
         try:
             handles = [buffer.handle() for _ in range(workers)]
             await _all(server, call("turnwise_open", {**self._claim, "handles": handles}))
             yield buffer
         finally:
             try:
-                with contextlib.suppress(EngineError):  # a lost server has closed it
-                    await call("turnwise_close", {"owner": self._claim["owner"]})
+                await call("turnwise_close", {"owner": self._claim["owner"]})
+            except EngineError as error:
+                lost = isinstance(error, ServerLost)
             finally:
-                buffer.close()
+                buffer.close(lost=lost)
 
     async def send(self, server: str, update: WeightUpdate, call: WorkerCall) -> None:
         """Replace the weights of all workers. Raises EngineError if they have the previous weights, ServerLost if they do not."""
