@@ -142,7 +142,7 @@ def test_a_model_has_the_log_probabilities_and_gradients_of_the_masked_calls(mon
     masked = gradients_of(micro, torch.bfloat16)
     calls: list[torch.dtype] = []
 
-    def computes(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> bool:
+    def computes(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype, *, assumed: bool) -> bool:
         calls.append(dtype)
         return dtype == torch.bfloat16
 
