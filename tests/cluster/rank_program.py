@@ -236,6 +236,17 @@ CASES = {
     "one_micro_batch": Case(micro_batch_tokens=4096),
     "clipped": Case(optimizer=OptimizationSection(max_grad_norm=1e-3)),
     "experts": Case(loss=PpoClip(router_aux_loss_coef=0.5), model="experts", epochs=2),
+    "experts_again": Case(
+        loss=PpoClip(kl_coef=0.5),
+        model="experts",
+        checkpointing=True,
+        lora=True,
+        sharding=FsdpSection(gradient_sync="micro_batch"),
+    ),
+    "experts_each": Case(
+        model="experts", micro_batch_tokens=4096, sharding=FsdpSection(gradient_sync="micro_batch"), checkpointing=True
+    ),
+    **{name: Case(model=name) for name in ("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2")},
     "idle_experts": Case(model="one_sided", experts="eager"),
     **{name: Case(model=name) for name in ("llama", "mistral", "qwen2", "window", "capped")},
     **{name: Case(model=name, loss=PpoClip(kl_coef=0.5)) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
@@ -251,6 +262,13 @@ CASES = {
     "bfloat16": Case(dtype="bfloat16"),
     "mixed": Case(sharding=FsdpSection(param_dtype="bfloat16")),
 }
+
+
+RESUMED = Case(
+    optimizer=OptimizationSection(betas=(0.5, 0.9)),
+    model="experts" if json.loads(os.environ["MESH"]).get("expert") else "",
+)
+"""Of runs that go on: `cluster.mesh.expert` is for models with experts."""
 
 
 def options_of(case: Case) -> ShardOptions:
@@ -398,9 +416,7 @@ OPTIMIZERS = {
 }
 
 
-def resumed(
-    ranks: Ranks, folder: Path, case: Case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
-) -> dict[str, Any]:
+def resumed(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     """The share of the weights on rank 0, and the losses of runs that go on with the state of another number of processes."""
     learner = ShardedLearner(ranks, options_of(case))
     batches = batches_of(case, learner)
@@ -465,12 +481,12 @@ def slow_rank(ranks: Ranks) -> dict[str, Any]:
 
 
 def numbers_of(ranks: Ranks) -> list[list[int]]:
-    return ShardedLearner(ranks, options_of(Case())).leader.run(Numbers())
+    return ShardedLearner(ranks, options_of(RESUMED)).leader.run(Numbers())
 
 
 def from_other_ranks(ranks: Ranks, folder: Path) -> list[float]:
     """The losses of a run that goes on with what another number of ranks has saved."""
-    case = Case(optimizer=OptimizationSection(betas=(0.5, 0.9)))
+    case = RESUMED
     options = options_of(case)
     learner = ShardedLearner(
         ranks, replace(options, model=options.model.model_copy(update={"path": str(folder / "model")}))
@@ -491,23 +507,23 @@ def main() -> None:
     results: dict[str, Any] = {name: compared(ranks, CASES[name]) for name in sys.argv[5:]}
     if WRITTEN is not None:
         WRITTEN.mkdir()
-        results["resumed"] = resumed(ranks, WRITTEN)
+        results["resumed"] = resumed(ranks, WRITTEN, RESUMED)
         results["numbers"] = numbers_of(ranks)
-        if ranks.mesh.context is not None and ranks.mesh.tensor is None:
+        if ranks.mesh.context is not None and ranks.mesh.tensor is None and ranks.mesh.expert is None:
             learner = ShardedLearner(ranks, options_of(Case()))
             results["kept"] = [
                 kept_by(local(Case())._forward, long_micro_batch()),
                 *learner.leader.run(Kept(long_micro_batch())),
             ]
-        if ranks.size == 2 and ranks.mesh.together is None:
+        if ranks.size == 2 and ranks.mesh.together is None and ranks.mesh.expert is None:
             results["damaged"] = damaged(ranks, WRITTEN)
             results["with_masters"] = with_masters(ranks, WRITTEN)
             results["machines"] = refused_machines(ranks)
             results["slow"] = slow_rank(ranks)
-        if ranks.size == 2 and ranks.mesh.context is None:
+        if ranks.size == 2 and ranks.mesh.context is None and ranks.mesh.expert is None:
             chosen = OPTIMIZERS if ranks.mesh.tensor is None else ("eight_bits", "stochastic")
             results["optimizers"] = {name: resumed(ranks, WRITTEN / name, OPTIMIZERS[name]) for name in chosen}
     if READ is not None:
         results["from_other_ranks"] = from_other_ranks(ranks, READ)
     OUT.write_text(json.dumps(results))
-    ShardedLearner(ranks, options_of(Case())).close()
+    ShardedLearner(ranks, options_of(RESUMED)).close()

@@ -96,6 +96,14 @@ def test_options_of_the_recipe_reach_the_ranks(recipe: Path) -> None:
             ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh={shard: 2, tensor: 4}"],
             "cluster.mesh.shard=2 and cluster.mesh.tensor=4, and there are 4 ranks: use a multiple of 8",
         ),
+        (
+            ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh={expert: 2, tensor: 2}"],
+            "cluster.mesh.expert=2 and cluster.mesh.tensor=2: each rank of `tensor` has some of the experts already",
+        ),
+        (
+            ["cluster.launcher=local", "cluster.trainers=4", "cluster.mesh.expert=3"],
+            "a group has 4 ranks (`shard` x `context`), which must be a multiple of it",
+        ),
         (["cluster.mesh.tensor=2", "model.lora={rank: 4, dora: true}"], "needs complete weight vectors"),
         (["cluster.trainers=2"], "cluster.trainers has no effect with cluster.launcher=torchrun"),
         (["cluster.restarts=2"], "cluster.restarts has no effect with cluster.launcher=torchrun"),
@@ -480,13 +488,6 @@ def test_the_script_starts_ray_on_all_nodes_and_trains_on_the_first(tmp_path: Pa
     (words,) = [words for words in made if "turnwise" in words]
     config: Any = checked(words[words.index("turnwise") + 1 :], recipe)
     assert (config.cluster.launcher, config.cluster.address, config.resume) == ("ray", "10.0.0.1:6379", "auto")
-
-
-def test_experts_are_divided_by_tensor_only(recipe: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"there is no option cluster\.mesh\.expert; each rank of cluster\.mesh\.tensor has"
-    ):
-        load(recipe, ["cluster.mesh.expert=2"])
 
 
 @needs_ray

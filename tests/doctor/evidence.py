@@ -86,7 +86,7 @@ TESTED: Mapping[str, str] = {
     },
     **{
         f"cluster.mesh.{name}": "cluster/test_sharded.py::test_a_group_of_ranks_has_the_complete_model"
-        for name in ("replicate", "shard", "tensor")
+        for name in ("replicate", "shard", "tensor", "expert")
     },
     "cluster.mesh.context": "cluster/test_sharded.py::test_each_rank_keeps_the_activations_of_its_tokens",
     **{

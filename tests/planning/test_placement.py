@@ -80,6 +80,26 @@ def test_both_ranks_of_a_pair_have_the_linear_attention_of_a_hybrid(tmp_path: Pa
     assert pair["weights"] - plain["weights"] == pytest.approx(4 * linear / 4, rel=0.1)
 
 
+def test_ranks_that_divide_the_experts_gather_less(tmp_path: Path) -> None:
+    hybrid = save_hybrid(tmp_path / "hybrid", "qwen3_next")
+    recipe = save_recipe(tmp_path, hybrid, train={"steps": 2, "batch_size": 2, "group_size": 4})
+    plain, divided = parts(recipe, 4), parts(recipe, 4, "cluster.mesh.expert=2")
+    assert divided["weights"] == plain["weights"]
+    model = AutoModelForCausalLM.from_pretrained(hybrid)
+    experts = sum(part.numel() for name, part in model.named_parameters() if ".experts." in name)
+    # two layers are gathered, each with half of its experts
+    assert plain["gathered layers"] - divided["gathered layers"] == pytest.approx(4 * experts / 4, rel=0.1)
+    config, _ = load(recipe, ["cluster=torchrun", "cluster.mesh.expert=3"])
+    with pytest.raises(ConfigError, match=r"cluster\.mesh\.expert=3: .* has 4 experts, which 3 ranks cannot divide"):
+        refuse_impossible(config, 6, read_model_config(config.model.path))
+
+
+def test_experts_that_a_model_has_not_are_refused(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=torchrun", "cluster.mesh.expert=2"])
+    with pytest.raises(ConfigError, match="has the type qwen3, whose experts are not divided so"):
+        refuse_impossible(config, 4, read_model_config(config.model.path))
+
+
 @pytest.mark.parametrize("section", ["teacher", "critic", "reference"])
 def test_a_model_beside_the_trained_one_that_is_not_divided_is_refused(
     recipe: Path, tmp_path: Path, section: str

@@ -125,6 +125,7 @@ CALLED: dict[str, tuple[str, ...]] = {
     "credit.omega": ("step_advantage_w",),
     "checkpoint.every": ("save_steps", "save_freq"),
     "checkpoint.keep": ("save_total_limit", "max_actor_ckpt_to_keep"),
+    "cluster.mesh.expert": ("expert_parallel_size", "expert_model_parallel_size", "ep_size"),
     "checkpoint.best": ("metric_for_best_model", "load_best_model_at_end"),
     "engine.tensor_parallel": (
         "tensor_parallel_size", "tensor_model_parallel_size", "vllm_tensor_parallel_size", "tp_size",
@@ -303,9 +304,6 @@ ABSENT: dict[str, tuple[str, ...]] = {
     ),
     "training on several devices is in the section cluster: cluster=local or cluster=torchrun (docs/cluster.md)": (
         "deepspeed", "nnodes", "n_gpus_per_node", "num_processes",
-    ),
-    "each rank of cluster.mesh.tensor has some of the experts, and no other ranks divide them: leave it out": (
-        "expert", "expert_parallel_size", "expert_model_parallel_size", "ep_size",
     ),
     "all columns of a row are kept, for reward functions and environments: leave it out": ("remove_unused_columns",),
     "a run is uploaded after its end: `turnwise push RUN`": ("push_to_hub", "hub_model_id", "hub_strategy"),

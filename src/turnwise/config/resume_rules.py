@@ -132,7 +132,7 @@ RULES: Mapping[str, Rule] = {
     **_all("free", "cluster.workers.", "count num_cpus num_gpus resources runtime_env max_concurrent start_timeout"),
     **_all("free", "cluster.ranks.", "num_cpus num_gpus resources runtime_env start_timeout"),
     "cluster.fsdp.param_dtype": "named",
-    **_all("free", "cluster.mesh.", "replicate shard context tensor"),
+    **_all("free", "cluster.mesh.", "replicate shard context tensor expert"),
     **_all("free", "cluster.fsdp.", "reduce_dtype reshard_after_forward gradient_sync offload"),
     **_all("free", "record.", "every best_and_worst trainer_logprobs"),
     "record.compression": "fixed",  # a run has a single file of conversations

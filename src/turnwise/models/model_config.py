@@ -77,6 +77,32 @@ def refuse_indivisible(config: Any, ranks: int) -> None:
             )
 
 
+DISPATCH_STYLE = "ep_dispatch_experts"
+"""The style of experts in transformers' plans (`ep_plan`) whose tokens are sent to the ranks that have them."""
+EXPERT_TYPES = (
+    *("qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2"),
+)
+"""Types whose training with `cluster.mesh.expert` was compared with one process."""
+
+
+def refuse_undivided_experts(config: Any, ranks: int) -> None:
+    """Raise ConfigError if the experts of a model with this configuration cannot be divided among so many ranks."""
+    text = config.get_text_config()
+    model = f"the model {getattr(config, 'name_or_path', '')}".strip()
+    if text.model_type not in EXPERT_TYPES:
+        raise ConfigError(
+            f"cluster.mesh.expert={ranks}: {model} has the type {text.model_type}, whose experts are not divided so; types that "
+            f"are: {', '.join(EXPERT_TYPES)}"
+        )
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = next(size for name in names if (size := getattr(text, name, None)))
+    if experts % ranks:
+        raise ConfigError(
+            f"cluster.mesh.expert={ranks}: {model} has {experts} experts, which {ranks} ranks cannot divide; use a divisor of "
+            f"{experts}"
+        )
+
+
 def refuse_uncut(config: Any, ranks: int) -> None:
     """Raise ConfigError if ranks with parts of the tokens cannot compute a model with this configuration (of transformers)."""
     layers = set(getattr(config.get_text_config(), "layer_types", None) or []).intersection(RECURRENT_TYPES)

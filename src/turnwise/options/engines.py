@@ -368,6 +368,8 @@ class MeshSection(Section):
     """Context parallelism: ranks with a part of the tokens each."""
     tensor: Positive = 1
     """Tensor parallelism: ranks with a part of each layer."""
+    expert: Positive = 1
+    """Neighbouring ranks of a group that divide the experts, and send each other tokens. Not with `tensor`."""
 
     @property
     def together(self) -> int:
@@ -386,6 +388,16 @@ class MeshSection(Section):
             fixed = (self.replicate or 1) * (self.shard or 1) * self.together
             need = f"{fixed} ranks" if self.replicate and self.shard else f"a multiple of {fixed}"
             raise ConfigError(f"{given}, and there are {ranks} ranks: use {need}, or change the mesh")
+        if self.expert > 1 and self.tensor > 1:
+            raise ConfigError(
+                f"cluster.mesh.expert={self.expert} and cluster.mesh.tensor={self.tensor}: each rank of `tensor` has some of the "
+                f"experts already; remove one of them"
+            )
+        if (shard * self.context) % self.expert:
+            raise ConfigError(
+                f"cluster.mesh.expert={self.expert}: a group has {shard * self.context} ranks (`shard` x `context`), which must "
+                f"be a multiple of it"
+            )
         return groups, shard, self.context, self.tensor
 
     def sets(self, ranks: int) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,7 +37,14 @@ from turnwise.doctor.memory import (
     workload_of,
 )
 from turnwise.errors import ConfigError, Failed, boundary
-from turnwise.models.model_config import DIVIDED_STYLES, context_length, refuse_indivisible, refuse_uncut
+from turnwise.models.model_config import (
+    DISPATCH_STYLE,
+    DIVIDED_STYLES,
+    context_length,
+    refuse_indivisible,
+    refuse_uncut,
+    refuse_undivided_experts,
+)
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
 from turnwise.options.section import changed_options
@@ -116,6 +124,8 @@ def refuse_undivided(config: Config, model_config: Any, *, section: str = "train
             refuse_uncut(one, mesh.context)
         if mesh.tensor > 1:
             refuse_indivisible(one, mesh.tensor)
+        if mesh.expert > 1:
+            refuse_undivided_experts(one, mesh.expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +140,8 @@ class _Units:
     """All weights outside of the layers: embedding, output layer, vision part."""
     whole: float
     """The part of the layers' weights that `cluster.mesh.tensor` does not divide, as linear attention."""
+    experts: float
+    """The part that `cluster.mesh.expert` divides."""
 
 
 def rank_memory(
@@ -176,13 +188,14 @@ def rank_memory(
     of_layer = (1 - units.whole) / tensor + units.whole if tensor > 1 else 1.0  # of a layer's weights, on a rank
     whole = parts["gradients"] * (outside + (1 - outside) * of_layer)
     gathered = units.layers if not fsdp.reshard_after_forward else 2 * units.layer
-    gathered = units.root + gathered * of_layer
+    with_own_experts = of_layer * (1 - units.experts + units.experts / config.cluster.mesh.expert)
+    gathered = units.root + gathered * with_own_experts
     inside = units.layers / max(1, units.root + units.layers)
     part = (inside * of_layer + (1 - inside) / tensor) / (shard * context)
     found = [
         *(MemoryPart(name, 0 if offloaded else parts.get(name, 0) * part) for name in _DIVIDED),
         MemoryPart("gradients", (0 if offloaded else parts["gradients"] * part) if each else whole),
-        MemoryPart("gathered layers", precision * gathered + (units.layer * of_layer if each else 0)),
+        MemoryPart("gathered layers", precision * gathered + (units.layer * with_own_experts if each else 0)),
         MemoryPart("copy of the engine", parts["weights"] if samples else 0),
     ]
     known = {*_DIVIDED, "gradients"}
@@ -202,14 +215,22 @@ def _units(config: Config, model_config: Any) -> _Units:
     model = empty_model(assembly.model_source(config), model_config)
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
-    whole = sum(sizes) - sum(_divided_bytes(model, layer) for layer in layers)
-    return _Units(max(sizes, default=0), sum(sizes), _bytes(model) - sum(sizes), whole / max(1, sum(sizes)))
+    total = max(1, sum(sizes))
+    divided = sum(_planned_bytes(model, layer, model.tp_plan or {}, DIVIDED_STYLES) for layer in layers)
+    experts = sum(_planned_bytes(model, layer, model.ep_plan or {}, (DISPATCH_STYLE,)) for layer in layers)
+    return _Units(
+        max(sizes, default=0),
+        sum(sizes),
+        _bytes(model) - sum(sizes),
+        whole=1 - divided / total,
+        experts=experts / total,
+    )
 
 
-def _divided_bytes(model: Any, layer: Any) -> int:
-    """The weights of a layer that transformers' plan divides."""
+def _planned_bytes(model: Any, layer: Any, plan: Mapping[str, str], styles: Sequence[str]) -> int:
+    """The weights of a layer for which transformers' plan has one of these styles."""
     names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
-    divided = {name for name, style in (model.tp_plan or {}).items() if style in DIVIDED_STYLES}
+    divided = {name for name, style in plan.items() if style in styles}
     return sum(
         parameter.numel() * parameter.element_size()
         for module in layer.modules()

@@ -163,9 +163,13 @@ class Mesh:
     """The ranks that have the parts of the tokens of a micro-batch; None: each rank has all."""
     together: DeviceMesh | None
     """The ranks that compute the same micro-batch; None: each rank computes alone."""
+    expert: DeviceMesh | None
+    """The ranks among which the experts of layers are divided; None: as other parameters."""
+    experts: DeviceMesh | None
+    """Among the ranks of its last dimension, which have the same experts, the parameters of these are divided."""
 
     @classmethod
-    def of(cls, device: str, groups: int, shard: int, context: int, tensor: int) -> Mesh:
+    def of(cls, device: str, groups: int, shard: int, context: int, tensor: int, expert: int) -> Mesh:
         """The mesh of all ranks, of which those with consecutive numbers are near. All ranks must call this."""
         names = ("shard",) if groups == 1 else ("replicate", "shard")
         # gradients of the ranks with parts of a micro-batch are parts, as those of different micro-batches
@@ -175,6 +179,11 @@ class Mesh:
         else:
             layers = init_device_mesh(device, (*shape, tensor), mesh_dim_names=(*names, "tensor"))[names]
             root = init_device_mesh(device, (*shape[:-1], shape[-1] * tensor), mesh_dim_names=names)
+        with_experts = None
+        if expert > 1:  # not beside `tensor`
+            with_experts = init_device_mesh(
+                device, (*shape[:-1], shape[-1] // expert, expert), mesh_dim_names=(*names, "expert")
+            )
         parts = ("sets", "context", "tensor")
         every = init_device_mesh(device, (groups * shard, context, tensor), mesh_dim_names=parts)
         together = init_device_mesh(device, (groups * shard, context * tensor), mesh_dim_names=("sets", "together"))
@@ -184,6 +193,8 @@ class Mesh:
             tensor=every["tensor"] if tensor > 1 else None,
             context=every["context"] if context > 1 else None,
             together=together["together"] if context * tensor > 1 else None,
+            expert=None if with_experts is None else with_experts["expert"],
+            experts=None if with_experts is None else with_experts[names],
         )
 
     @property
@@ -229,7 +240,7 @@ class Ranks:
         assert isinstance(saving, ProcessGroup)
         self.saving = saving
         """For what ranks tell each other while they write a checkpoint, also beside other commands."""
-        self.mesh = Mesh.of(self.device.type, *shape)
+        self.mesh = Mesh.of(self.device.type, *shape, options.mesh.expert)
         # a connection of its own: a connection serves one thread at a time
         own: Store = raw.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self.liveness = Liveness(PrefixStore(start, own), rank=self.rank, size=self.size, limit=options.heartbeat)

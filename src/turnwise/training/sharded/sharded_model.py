@@ -33,6 +33,7 @@ from turnwise.models.staged_loading import IncompleteWeights, StagedModel, open_
 from turnwise.options.engines import FsdpSection
 from turnwise.training.optimizer import norms_of
 from turnwise.training.pace import LayerClock
+from turnwise.training.sharded.expert_parallel import ExpertParallel
 from turnwise.training.sharded.ranks import Mesh
 from turnwise.training.sharded.tensor_parallel import TensorParallel
 
@@ -95,9 +96,13 @@ class ShardedModel:
             refuse_uncut(model.config, mesh.context.size())
         inside = {**arguments, "mesh": mesh.layers, "mp_policy": _without_output_dtype(arguments["mp_policy"])}
         tensor = None if mesh.tensor is None else TensorParallel(model, layers, mesh.tensor)
+        expert = None if mesh.expert is None else ExpertParallel(model, mesh.expert)
+        of_experts = {**inside, "mesh": mesh.experts, "mp_policy": _without_casts(inside["mp_policy"])}
         for layer in layers:
             if tensor is not None:
                 tensor.divide(layer)
+            for experts in () if expert is None else expert.divide(layer):
+                fully_shard(experts, reshard_after_forward=options.reshard_after_forward, **of_experts)
             fully_shard(layer, reshard_after_forward=options.reshard_after_forward, **inside)
         self.clock = LayerClock(layers, socket.gethostname())
         if head is not None:
@@ -225,6 +230,13 @@ def _layers(model: Any) -> list[Any]:
 
 def _without_output_dtype(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+
+
+def _without_casts(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """For a part of a layer, which receives what the layer computes."""
+    return MixedPrecisionPolicy(
+        param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False
+    )
 
 
 # Loading: each rank reads its part
