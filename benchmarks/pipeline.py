@@ -139,7 +139,7 @@ def measure_trl(options: argparse.Namespace) -> Result:
     """Train with TRL."""
     settings = against_trl.Settings(
         folder=str(against_trl.model(1)),
-        size="tiny",
+        model="tiny",
         dtype="float32",
         steps=options.trl_steps,
         seed=0,

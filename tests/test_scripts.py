@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import random
 import re
 import runpy
 import subprocess
@@ -19,6 +21,7 @@ from learning_tasks import digging
 from learning_tasks.report import Curve, Point, markdown
 from learning_tasks.setups import TASKS
 
+from turnwise import Reply, Row, Turn
 from turnwise.rewards.credit.critic import turn_gae
 from turnwise.rewards.credit.outcome import grpo
 from turnwise.rewards.credit.turns import gigpo, igpo, kevin, mt_grpo, turn_return
@@ -195,6 +198,41 @@ def test_a_refused_family_says_why_and_does_not_recommend_what_nobody_tried(tabl
     assert list(result.problems) == ["engine"]
     assert "it has layers of the type indexed_attention" in result.problems["engine"]
     assert "docs/models.md lists the families that were tried" in result.problems["engine"]
+
+
+# benchmarks/against_trl.py: the game that TRL plays is that of the recipe.
+
+
+def test_trl_plays_the_number_game_of_the_recipe() -> None:
+    root = Path(__file__).resolve().parents[1]
+    game = runpy.run_path(str(root / "benchmarks" / "against_trl" / "number_game.py"))["Game"]
+    recipe = runpy.run_path(str(root / "recipes" / "smollm2" / "game.py"))["number_game"]
+    choice = random.Random(0)
+    ended = set()
+    for _ in range(60):
+        row = {"low": 20, "high": 34, "secret": choice.randrange(20, 35)}
+        said = [
+            choice.choice(["no", "27", " 30.", "4000", f"{row['secret']}", f"{choice.randrange(20, 35)}"])
+            for _ in range(4)
+        ]
+        ours, theirs = asyncio.run(played(recipe(), row, said)), game(row)
+        answers = [theirs.answer(text) for text in said[: len(ours)]]
+        assert answers[:-1] == [reply.messages[0]["content"] for reply in ours[:-1]]
+        assert (answers[-1], theirs.reward) == (None, ours[-1].reward)
+        ended.add((len(ours), theirs.reward))
+    assert len(ended) > 6
+
+
+async def played(environment: Any, row: dict[str, Any], said: list[str]) -> list[Reply]:
+    """The environment's replies to these turns, up to the one that ends the conversation."""
+    await environment.begin(Row(id="0", messages=[{"role": "user", "content": ""}], fields=row))
+    replies: list[Reply] = []
+    for text in said:
+        turn = Turn(index=len(replies), message={"role": "assistant", "content": text}, text=text)
+        replies.append(await environment.step(turn))
+        if replies[-1].done:
+            break
+    return replies
 
 
 # benchmarks/learning.py: what its task `digging` says of the estimators, its figures, and a short run.

@@ -1,4 +1,4 @@
-"""The reward of `--size 135m`, for both sides: plain Python without imports of either system, as task.py."""
+"""The reward of `--model 135m`, for both sides: plain Python without imports of either system, as task.py."""
 
 from __future__ import annotations
 

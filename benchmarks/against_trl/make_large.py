@@ -1,4 +1,4 @@
-"""Makes the model of `against_trl.py --size 135m`: `python make_large.py TINY OUT`, a few seconds.
+"""Makes the model of `against_trl.py --model 135m`: `python make_large.py TINY OUT`, a few seconds.
 
 Random weights in the shape of SmolLM2-135M (30 layers, 576 wide, 9 heads, 3 key-value heads, a vocabulary of 49,152 tokens, tied
 weights). The tokenizer is that of the model in TINY, with further tokens up to this vocabulary. The prompts have several

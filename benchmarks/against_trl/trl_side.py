@@ -22,6 +22,8 @@ from slow_tool import slow_calculator
 from task import calculator, right
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl_game import reward as game_reward
+from trl_game import rollout
 
 
 def reward(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
@@ -59,7 +61,7 @@ class Clock(TrainerCallback):
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    folder, large = settings["folder"], settings["size"] == "135m"
+    folder, large, plays = settings["folder"], settings["model"] == "135m", settings["model"] == "smollm2"
     torch.set_num_threads(settings["threads"])
     conversations = settings["rows"] * settings["samples"]
     micro_batch = settings["trl_micro_batch"] or conversations
@@ -77,9 +79,9 @@ def main() -> None:
             seed=settings["seed"],
             shuffle_dataset=False,
             max_completion_length=settings["tokens"],
-            max_tool_calling_iterations=None if large else 3,
+            max_tool_calling_iterations=None if large or plays else 3,
             temperature=1.0,
-            learning_rate=settings["lr"] or (1e-6 if large else 3e-4),
+            learning_rate=settings["lr"] or (1e-6 if large else 1e-5 if plays else 3e-4),
             lr_scheduler_type="constant",
             weight_decay=0.0,
             beta=0.0,
@@ -95,13 +97,18 @@ def main() -> None:
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(f"{folder}/model", dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(f"{folder}/model"),
-            reward_funcs=digits_reward if large else reward,
-            tools=None if large else [tool],
-            train_dataset=load_dataset("json", data_files=f"{folder}/train.jsonl", split="train", cache_dir=scratch),
+            reward_funcs=game_reward if plays else digits_reward if large else reward,
+            tools=None if large or plays else [tool],
+            rollout_func=rollout if plays else None,
+            train_dataset=load_dataset(
+                "json", data_files=f"{folder}/{'trl' if plays else 'train'}.jsonl", split="train", cache_dir=scratch
+            ),
             args=options,
             callbacks=[Clock()],
         )
         trainer.train()
+        if plays:
+            trainer.save_model(f"{settings['out']}/trl")
 
 
 if __name__ == "__main__":

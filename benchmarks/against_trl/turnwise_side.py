@@ -33,10 +33,12 @@ class Clock:
 
     started = cpu = 0.0
 
-    def __init__(self, *, steps: int, conversations: int, large: bool) -> None:
+    def __init__(self, *, steps: int, conversations: int, large: bool, plays: bool) -> None:
         self.steps = steps
         self.conversations = conversations
         self.large = large
+        self.plays = plays
+        """Whether the run ends as all runs do: its checkpoint is evaluated."""
 
     def begin(self, config: Config, *, done: int, notes: Sequence[str]) -> None:
         self.tell({"step": 0})
@@ -45,8 +47,8 @@ class Clock:
         seconds = time.perf_counter() - self.started
         # a loop that samples from another distribution than the model's would be fast, too. The texts of a model with random
         # weights are not encoded as its tokens again
-        mismatch = not self.large and (problems or metrics["template_mismatch"])
-        if mismatch or metrics["ratio/max_deviation"] > (0.1 if self.large else 0.01):
+        mismatch = not (self.large or self.plays) and (problems or metrics["template_mismatch"])
+        if mismatch or metrics["ratio/max_deviation"] > (0.1 if self.large or self.plays else 0.01):
             sys.exit(f"step {metrics['step']} went wrong: {problems} {dict(metrics)}")
         figures = {
             "reward": metrics["reward/mean"],
@@ -58,7 +60,7 @@ class Clock:
             "deviation": metrics["ratio/max_deviation"],
         }
         self.tell({"step": metrics["step"], "seconds": seconds, **figures})
-        if metrics["step"] == self.steps:
+        if metrics["step"] == self.steps and not self.plays:
             sys.exit()
 
     def evaluated(self, summary: Mapping[str, Any], groups: Sequence[Group]) -> None:
@@ -80,31 +82,46 @@ LARGE = (
     "limits.turns=1",
     "train.lr=1.0e-6",
 )
-"""The changes of recipe.yaml for `--size 135m`."""
+"""The changes of recipe.yaml for `--model 135m`."""
+
+
+def game(folder: str) -> tuple[str, ...]:
+    """The changes of recipes/smollm2/game.yaml for `--model smollm2`."""
+    return (
+        f"model.path={folder}/model",
+        f"data.train={folder}/train.jsonl",
+        "data.shuffle=false",
+        "data.eval=null",
+        "eval.max_rows=null",
+        "credit.name=grpo",
+        "loss.normalizer=trajectory",
+    )
 
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
     os.environ["ARITHMETIC"] = settings["folder"]
-    large = settings["size"] == "135m"
+    large, plays = settings["model"] == "135m", settings["model"] == "smollm2"
     torch.set_num_threads(settings["threads"])
     steps, tokens = settings["steps"], settings["tokens"]
     with tempfile.TemporaryDirectory() as scratch:
+        last = steps if plays else steps + 1
         overrides = [
-            f"output={scratch}/run",
+            f"output={settings['out'] if plays else scratch}/run",
             f"seed={settings['seed']}",
             # TRL saves nothing: the checkpoint at the end of a run is behind the last step that is measured
-            f"train.steps={steps + 1}",
-            f"checkpoint.every={steps + 1}",
+            f"train.steps={last}",
+            f"checkpoint.every={last}",
             f"train.batch_size={settings['rows']}",
             f"train.group_size={settings['samples']}",
             f"limits.tokens_per_turn={tokens}",
-            f"limits.tokens={tokens}",
+            *(game(settings["folder"]) if plays else (f"limits.tokens={tokens}",)),
             *PRECISION[settings["dtype"]],
             *(LARGE if large else ()),
         ]
-        config, _ = load(Path(__file__).with_name("recipe.yaml"), overrides)
-        clock = Clock(steps=steps, conversations=settings["rows"] * settings["samples"], large=large)
+        recipe = "recipes/smollm2/game.yaml" if plays else Path(__file__).with_name("recipe.yaml")
+        config, _ = load(recipe, overrides)
+        clock = Clock(steps=steps, conversations=settings["rows"] * settings["samples"], large=large, plays=plays)
         asyncio.run(train(assemble(config), clock))
 
 
