@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import library_environments
 import numpy as np
 import pytest
 from credit_toy import Action, Problem, expected_gradient
@@ -22,6 +23,9 @@ from learning_tasks.report import Curve, Point, markdown
 from learning_tasks.setups import TASKS
 
 from turnwise import Reply, Row, Turn
+from turnwise.compat.providers.provider import PROVIDERS
+from turnwise.config.recipe import checked
+from turnwise.config.train_checks import refuse_without_effect
 from turnwise.rewards.credit.critic import turn_gae
 from turnwise.rewards.credit.outcome import grpo
 from turnwise.rewards.credit.turns import gigpo, igpo, kevin, mt_grpo, turn_return
@@ -355,3 +359,20 @@ def test_a_short_run_shows_the_wrong_sign_of_mt_grpo(tmp_path):
     assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "learning.md").read_text().count("| mt_grpo |") == 1
     assert "learning_unbiased_minus_biased" in printed
+
+
+# benchmarks/library_environments.py
+
+
+@pytest.mark.parametrize("task", library_environments.TASKS, ids=lambda task: task.name)
+def test_each_task_of_the_benchmark_of_libraries_is_a_recipe_of_its_provider(task, tmp_path):
+    config = checked(library_environments.recipe(task, tmp_path, seed=3), source="recipe")
+    refuse_without_effect(config)
+    provider, _, name = config.environment.use.partition(":")
+    assert PROVIDERS[provider].name == task.name
+    if name.startswith("benchmarks/"):
+        assert (LEARNING_ROOT / name.partition(".py")[0]).with_suffix(".py").is_file()
+    draws = random.Random(0)
+    answers = {task.answer(draws) for _ in range(30)}
+    assert len(answers) > 1  # random, so that there is something to learn
+    assert max(map(len, answers)) < config.limits.tokens_per_turn  # a byte is a token, and a turn has an end

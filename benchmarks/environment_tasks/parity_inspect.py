@@ -1,0 +1,18 @@
+"""Even or odd, as a task of Inspect."""
+
+import random
+
+from inspect_ai import Task, task
+from inspect_ai.dataset import MemoryDataset, Sample
+from inspect_ai.scorer import exact
+from inspect_ai.solver import generate
+
+__all__ = ["parity"]
+
+
+@task
+def parity(first: int = 0, last: int = 800):
+    """The numbers below 1000 from the place `first` to before `last` of a random order."""
+    numbers = random.Random(0).sample(range(1000), 1000)[first:last]
+    samples = [Sample(input=f"{n:03}", target="even" if n % 2 == 0 else "odd") for n in numbers]
+    return Task(dataset=MemoryDataset(samples), solver=generate(), scorer=exact())
