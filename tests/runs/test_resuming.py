@@ -718,6 +718,7 @@ def names(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before_bit_by_bit(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -737,6 +738,7 @@ def test_a_run_that_is_killed_while_it_writes_resumes_from_the_checkpoint_before
     assert timeless(tmp_path / "run" / "metrics.jsonl") == timeless(tmp_path / "straight" / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_a_signal_waits_until_the_checkpoint_is_written(recipe: Path, tmp_path: Path) -> None:
     process = in_a_process(recipe, "train.steps=500", fault="slow:2")
     deadline = time.monotonic() + 600
@@ -753,6 +755,7 @@ def test_a_signal_waits_until_the_checkpoint_is_written(recipe: Path, tmp_path: 
     assert f"the newest checkpoint is that of step {last}: " in output
 
 
+@pytest.mark.slow
 def test_after_a_failed_writing_the_last_finished_step_is_saved_with_its_own_weights(
     recipe: Path, tmp_path: Path
 ) -> None:
@@ -777,6 +780,7 @@ def test_checkpoints_in_the_background_are_refused_where_the_only_one_is_the_las
     refuse_without_effect(load(recipe, ["train.steps=3", "checkpoint.every=2", "checkpoint.background=true"])[0])
 
 
+@pytest.mark.slow
 def test_a_file_that_cannot_be_written_is_the_reason_of_the_end(recipe: Path, tmp_path: Path) -> None:
     run(recipe, f"environment={FAULTS}:low_bytes", "deterministic=true", "train.steps=1")
     before = contents(tmp_path / "run" / "checkpoint")

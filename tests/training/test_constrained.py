@@ -459,6 +459,7 @@ def test_a_pattern_may_have_slashes(pattern: str, text: str) -> None:
     assert fits(Renderer(byte_tokenizer()), text, answer=AnswerFormat(kind="regex", value=pattern)) == f"{text}$"
 
 
+@pytest.mark.slow
 def test_a_constrained_run_passes_its_checks_and_can_be_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
