@@ -297,14 +297,12 @@ def _in_file(weights: StreamedWeights) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     parent = Path(tempfile.gettempdir())
-    descriptor, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".safetensors", dir=parent)
-    os.close(descriptor)
-    try:
-        with _writing(Path(name)):
-            _save(weights, Path(name))
-            return load_file(name)
-    finally:
-        os.unlink(name)
+    with _writing(parent, "Set the environment variable TMPDIR"), tempfile.TemporaryFile(dir=parent) as file:
+        path = Path(
+            f"/dev/fd/{file.fileno()}"
+        )  # it has no name from the start: a process that is killed leaves nothing
+        _save(weights, path)
+        return load_file(path)
 
 
 def _locked(directory: Path) -> int:
@@ -355,15 +353,15 @@ def _parent_for(size: int) -> Path:
 
 
 @contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def _writing(path: Path, fix: str = "Set engine.weight_folder") -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         raise EngineError(
-            f"weights for the engine's servers cannot be written to {path}: {error}. Set engine.weight_folder to a directory "
-            f"with more free space"
+            f"weights for the engine's servers cannot be written to {path}: {error}. {fix} to a directory with more free "
+            f"space"
         ) from error
 
 

@@ -103,7 +103,10 @@ class Leader:
             if self._lost is not None:
                 raise self._lost
             try:
-                return self.rank.ranks.scatter(commands).run(self.rank)
+                result = self.rank.ranks.scatter(commands).run(self.rank)
+                if isinstance(commands[0], Finish):  # before a thread that still reads weights has its turn
+                    self._lost = RunError("the ranks have ended")
+                return result
             except RunError as error:  # all ranks have it, and the others end
                 self._lost = error
                 raise
