@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 from PIL import Image
-from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from support import byte_tokenizer
@@ -106,6 +112,25 @@ def served_vision_model(path: Path, *, seed: int = 0) -> Path:
 def save_vision_model(path: Path, *, seed: int = 0) -> Path:
     """A whole model directory: weights, tokenizer, template, image processor."""
     return _saved(path, vision_model(seed), image_processor())
+
+
+def save_qwen2_vl(path: Path) -> Path:
+    """The same with the model before Qwen2.5-VL, whose vision part has neither windows nor gates."""
+    config = vision_model().config
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2, "num_heads": 2, "patch_size": 4}
+    marks = {name: getattr(config, name) for name in ("vision_start_token_id", "vision_end_token_id", "image_token_id")}
+    text = {name: value for name, value in config.text_config.to_dict().items() if name != "model_type"}
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(
+            text_config=text,
+            vision_config=vision,
+            **marks,
+            video_token_id=config.video_token_id,
+            tie_word_embeddings=False,
+        )
+    )
+    return _saved(path, model, image_processor())
 
 
 def _saved(path: Path, model: Any, processor: Any) -> Path:
