@@ -5,12 +5,12 @@ Knows Python's syntax. Does not know what an argument becomes: `trl_convert.py` 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, text_of
 from turnwise.json_yaml import read_text
 
 __all__ = ["TrainingScript", "read_script"]
@@ -29,9 +29,12 @@ _LORA: Mapping[str, str] = {
     "use_rslora": "use_rslora",
     "use_dora": "use_dora",
 }
-"""Arguments of peft's LoraConfig, and TRL's names for them. Others have no effect on the result."""
+"""Arguments of peft's LoraConfig, and TRL's names for them."""
+_LORA_WITHOUT_EFFECT = ("task_type", "inference_mode", "base_model_name_or_path", "revision")
 _LORA_DEFAULTS: Mapping[str, Any] = {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
 """Those of peft, which are not those of TRL's command line."""
+_PEFT_PLACE = 5
+"""More arguments by position may have the adapter."""
 _OBJECTS = ("tools", "environment_factory", "rollout_func", "callbacks", "teacher_model", "optimizers")
 """Arguments of a trainer that are objects of the script. Reward functions and data are reported where they are missing."""
 
@@ -58,7 +61,7 @@ def read_script(path: Path) -> TrainingScript:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"{path} is no Python: {error}") from None
+        raise ConfigError(f"{path} is no Python: {text_of(error) or 'it is nested too deeply'}") from None
     calls = list(_calls(tree))
     found = [(name, call) for name, call in calls if name in _TRAINERS]
     if len(found) != 1:
@@ -84,11 +87,28 @@ def read_script(path: Path) -> TrainingScript:
             elif key in _OBJECTS:
                 script.others.append((key, ast.unparse(value), f"an object of the script, line {value.lineno}"))
     if len(adapters) == 1:
-        script.values |= {"use_peft": True, **_LORA_DEFAULTS}
-        for key, value in _arguments(adapters[0]):
-            if key is not None and key in _LORA:
-                _take(script, _LORA[key], value)
+        _take_adapter(script, adapters[0], used=not trainers or _gets_adapter(calls, trainers[0]))
     return script
+
+
+def _gets_adapter(calls: Sequence[tuple[str, ast.Call]], trainer: ast.Call) -> bool:
+    """Whether a trainer may have an adapter: by its name, by position, in `**kwargs`, or because the model has it already."""
+    named = any(keyword.arg in ("peft_config", None) for keyword in trainer.keywords)
+    return named or len(trainer.args) > _PEFT_PLACE or any(name == "get_peft_model" for name, _ in calls)
+
+
+def _take_adapter(script: TrainingScript, adapter: ast.Call, *, used: bool) -> None:
+    if not used:
+        text = f"the trainer does not get it (peft_config), line {adapter.lineno}"
+        script.others.append(("LoraConfig", ast.unparse(adapter), text))
+        return
+    script.values |= {"use_peft": True, **_LORA_DEFAULTS}
+    for key, value in _arguments(adapter):
+        if key is not None and key in _LORA:
+            _take(script, _LORA[key], value)
+        elif key not in _LORA_WITHOUT_EFFECT:
+            reason = f"an argument of LoraConfig that is not converted, line {value.lineno}"
+            script.others.append((key or "LoraConfig", ast.unparse(value), reason))
 
 
 def name_of_trainer(trainer: str) -> str:

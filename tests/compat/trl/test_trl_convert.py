@@ -388,6 +388,36 @@ def test_a_script_without_one_configuration_is_refused(tmp_path: Path, text: str
         from_trl_arguments([str(tmp_path / "train.py"), "--beta", "0.1"])
 
 
+@pytest.mark.parametrize(
+    ("trainer", "lora"),
+    [
+        ("GRPOTrainer(name, reward, args)", None),
+        ("GRPOTrainer(name, reward, args, peft_config=adapter)", 16),
+        ("GRPOTrainer(name, reward, **more)", 16),
+        ("GRPOTrainer(get_peft_model(base, adapter), reward, args)", 16),
+        ("OwnTrainer(name, reward, args)", 16),
+    ],
+)
+def test_an_adapter_of_a_script_is_that_of_its_trainer(trainer: str, lora: int | None, tmp_path: Path) -> None:
+    adapter = 'adapter = LoraConfig(kind, r=16, task_type="CAUSAL_LM", modules_to_save=["lm_head"])'
+    (tmp_path / "train.py").write_text(f"args = GRPOConfig(beta=0.1)\n{adapter}\n{trainer}\n")
+    report = from_trl_arguments([str(tmp_path / "train.py")])
+    assert report.recipe["model"].get("lora", {}).get("rank") == lora
+    told = {one.key: one.reason.partition(":")[0] for one in report.refused()}
+    if lora is None:
+        assert told["LoraConfig"] == "the trainer does not get it (peft_config), line 2"
+    else:
+        for key in ("LoraConfig", "modules_to_save"):
+            assert told[key] == "an argument of LoraConfig that is not converted, line 2"
+    assert "task_type" not in told
+
+
+def test_a_script_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("x = " + "-" * 200_000 + "1")
+    with pytest.raises(ConfigError, match=r"is no Python: \S"):
+        from_trl_arguments([str(tmp_path / "train.py")])
+
+
 def test_words_replace_what_the_file_says(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(COUNTDOWN))
     report = from_trl_arguments(["trl", "grpo", "--config", str(tmp_path / "grpo.yaml"), "--beta", "0.5", "--no_bf16"])
