@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -137,3 +138,23 @@ def test_merge_writes_the_model_there_or_into_another_directory(
         assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
     assert main(["merge", str(run)]) == 1
     assert "there is no adapter" in capsys.readouterr().err
+
+
+def test_merge_into_a_full_disk_says_so_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint_in_parts(tmp_path / "run", mixture("qwen3_moe"))
+
+    def full(tensors: dict[str, torch.Tensor], path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    words = ["merge", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(consolidation, "save_file", full)
+        assert main(words) == 1
+        assert f"could not be written to {tmp_path / 'out'}: Error while serializing" in capsys.readouterr().err
+        assert main(["merge", str(tmp_path / "run")]) == 1
+        assert "the checkpoint is what it was" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main(words) == 0

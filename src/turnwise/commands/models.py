@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from turnwise.commands.command import Context, print_lines
@@ -85,15 +87,11 @@ def write_complete(model: Path, out: Path | None, *, run: Path) -> Path:
             )
         complete_weights(folder.parent)
         return model
-    _refuse_used(out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
+    with _new_directory(out, run):
         write_weights(folder, out)
         for file in folder.iterdir():
             if file.is_file() and file.name != WEIGHTS_IN_PARTS:
                 shutil.copy2(file, out / file.name)
-    except OSError as error:
-        raise RunError(f"the model of {run} could not be written to {out}: {error}") from error
     return out
 
 
@@ -115,7 +113,8 @@ def write_merged(source: Path, out: Path | None, *, dtype: str | None = None) ->
     `source` is the directory of a run (its newest checkpoint), of a checkpoint, or of an adapter. `dtype` is the name of a torch
     data type; None: that of the base model. Tokenizer and processor files are copied from the adapter's directory.
 
-    Raises ConfigError if there is no adapter, if `out` exists and is not empty, or if the model cannot be loaded.
+    Raises ConfigError if there is no adapter, if `out` exists and is not empty, or if the model cannot be loaded, RunError if it
+    cannot be written.
     """
     adapter = next((path for path in _candidates(source) if adapter_base(path) is not None), None)
     if adapter is None:
@@ -129,12 +128,33 @@ def write_merged(source: Path, out: Path | None, *, dtype: str | None = None) ->
     loaded = ModelSource(path=str(adapter), device="cpu")
     # of any type, also of one in which nothing is trained
     model = load_model(loaded.model_copy(update={"dtype": dtype or _base_dtype(adapter)}))
-    out.mkdir(parents=True, exist_ok=True)
-    save_model(model, out)
-    for file in adapter.iterdir():
-        if file.is_file() and file.name not in _ADAPTER_FILES:
-            shutil.copy2(file, out / file.name)
+    with _new_directory(out, source):
+        save_model(model, out)
+        for file in adapter.iterdir():
+            if file.is_file() and file.name not in _ADAPTER_FILES:
+                shutil.copy2(file, out / file.name)
     return adapter
+
+
+@contextlib.contextmanager
+def _new_directory(out: Path, source: Path) -> Iterator[None]:
+    """A context in which the model of `source` is written to `out`, which is removed if it does not become complete.
+
+    Raises ConfigError if `out` exists and is not empty, RunError if it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    _refuse_used(out)
+    complete = False
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        yield
+        complete = True
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
+        raise RunError(f"the model of {source} could not be written to {out}: {error}") from error
+    finally:
+        if not complete:
+            shutil.rmtree(out, ignore_errors=True)
 
 
 def _refuse_used(out: Path) -> None:
