@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,17 @@ def pytest_runtest_teardown() -> None:
         threads = int(os.environ["OMP_NUM_THREADS"])
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def agents_server_ends() -> Iterator[None]:
+    """A process has one server of agents: a test that leaves its own open makes tests of other files fail, which ask for another
+    address."""
+    yield
+    module = sys.modules.get("turnwise.environments.agents.proxy")
+    assert module is None or not module.ProxyLease._shares, (
+        "the test left a server of agents open: close its environment"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -634,7 +634,10 @@ def test_an_agent_may_change_its_row_and_its_arguments() -> None:
     source = AgentFunction(function=agent, arguments={"words": ["a", "b"]})
     fields = {name: value for name, value in copy.deepcopy(FIELDS).items() if name != "seen"}  # a set is no JSON
     row = a_row("Hi", **copy.deepcopy(fields))
-    group = [hold_all(Says("a"), lambda: source.make(lambda tools, then: then), row=row)[0] for _ in range(2)]
+    try:
+        group = [hold_all(Says("a"), lambda: source.make(lambda tools, then: then), row=row)[0] for _ in range(2)]
+    finally:
+        asyncio.run(source.aclose())
     assert [trajectory.error for trajectory in group] == [None, None]
     assert [trajectory.turns[0].info["agent"]["result"]["word"] for trajectory in group] == ["b", "b"]
     assert (row.messages, row.fields) == ([{"role": "user", "content": "Hi"}], fields)

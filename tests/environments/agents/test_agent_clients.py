@@ -19,7 +19,6 @@ from support.templates import SWITCHES, THINKS
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction, Program
 from turnwise.environments.agents.histories import Relation, continuation
-from turnwise.environments.agents.proxy import ProxyLease
 from turnwise.environments.agents.requests import tool_call
 from turnwise.errors import ConfigError
 from turnwise.rollout.context import Limits
@@ -37,13 +36,6 @@ ADD: dict[str, Any] = {
 }
 
 CALL = call("add", '{"a": 2, "b": 3}')
-
-
-@pytest.fixture(autouse=True)
-def no_server_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has one server of agents, and some test of another file leaves its own open: these tests choose its address."""
-    monkeypatch.setattr(ProxyLease, "_proxy", None)
-    monkeypatch.setattr(ProxyLease, "_shares", 0)
 
 
 def held(engine: Says, make: AgentFunction | Program, **table: Any) -> Trajectory:

@@ -295,9 +295,7 @@ def test_a_request_after_the_end_is_refused() -> None:
     assert (status, body["error"]["code"]) == (410, "conversation_ended")
 
 
-def test_the_server_ends_with_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProxyLease, "_proxy", None)  # tests before this one may have left a share
-    monkeypatch.setattr(ProxyLease, "_shares", 0)
+def test_the_server_ends_with_its_last_user() -> None:
     first, second = ProxyLease(), ProxyLease()
     url = first.proxy().url
     assert second.proxy().url == url
