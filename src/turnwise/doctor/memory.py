@@ -130,6 +130,8 @@ class TracedPass:
     """The most bytes at once in forward and backward pass, gradients included."""
     keeps_blocks: bool
     """Whether the process keeps freed blocks (`models/allocator.py`): for a large model on a CPU."""
+    mixes_adapters: bool
+    """Whether the embedded engine computes several adapters on the model in one batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +170,8 @@ _DEPTHS = (1, 2)
 
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     model = empty_model(options.source, model_config)
-    stored, dequantized = _quantized_bytes(model, options.source)
+    dequantized = _quantized_bytes(model, options.source)[1]
+    without_pass = _without_pass_of(model, options.source)  # before a pass, which may change the model's layers
     large = model.num_parameters() > LARGE_MODEL and not options.on_ranks
     layers = _layers_alike(model, model_config)
     shallow = [empty_model(options.source, _with_layers(model_config, depth)) for depth in _DEPTHS if layers > depth]
@@ -180,7 +183,7 @@ def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     else:
         activations, peak = _traced_bytes(model, options, large=large)
     return replace(
-        _without_pass(list(model.parameters()), stored),
+        without_pass,
         copied=2 * sum(weight.numel() for weight in _copied_weights(model))
         if options.mixed
         else fused_packed_bytes(model),
@@ -307,12 +310,13 @@ def _quantized_bytes(model: Any, source: ModelSource) -> tuple[float, int]:
     )
 
 
-def _without_pass(parameters: Sequence[torch.nn.Parameter], stored: float = 0.0) -> TracedPass:
-    """What is in memory before and after each pass. `stored`: the bytes that quantization saves."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+def _without_pass_of(model: Any, source: ModelSource) -> TracedPass:
+    """What is in memory before and after each pass."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+    quantized = source.quantization.bits is not None
     return TracedPass(
-        weights=int(sum(parameter.numel() * parameter.element_size() for parameter in parameters) - stored),
+        weights=int(weight_bytes(model, source)),
         copied=0,
         trained=gradients,
         trained_count=sum(parameter.numel() for parameter in trained),
@@ -321,11 +325,8 @@ def _without_pass(parameters: Sequence[torch.nn.Parameter], stored: float = 0.0)
         activations=0,
         peak=gradients,
         keeps_blocks=False,
+        mixes_adapters=not quantized and unsupported_reason(model) is None and VisionAdapter.of(model) is None,
     )
-
-
-def _without_pass_of(model: Any, source: ModelSource) -> TracedPass:
-    return _without_pass(list(model.parameters()), _quantized_bytes(model, source)[0])
 
 
 def always_bytes(config: Config, model_config: Any, section: str) -> float:
@@ -578,24 +579,11 @@ def _policy_bytes(config: Config, trace: TracedPass) -> float:
     sources = assembly.policy_sources(config)
     own = [policy for policy in config.policies if policy.name in sources and policy not in config.served_policies]
     apart = [policy for policy in own if policy.memory_gb is not None or sources[policy.name] is not None]
-    if len(apart) < len(own) and config.engine.embedded is not None and _mixes_adapters(config):
+    if len(apart) < len(own) and config.engine.embedded is not None and trace.mixes_adapters:
         own = apart  # the others use the engine of the trained model
     caches = sum(DEFAULT_CACHE_GB if policy.memory_gb is None else policy.memory_gb for policy in own) * 2**30
     copied = trace.copied * sum(sources[policy.name] is None for policy in own)
     return _loaded_bytes(sources, trace) + caches + (copied if config.model.autocast or not on_gpu(config) else 0)
-
-
-def _mixes_adapters(config: Config) -> bool:
-    """Whether the embedded engine computes several adapters on the recipe's model in one batch."""
-    source = assembly.model_source(config)
-    if config.model.quantization.bits is not None:
-        return False
-    try:
-        with boundary("model"):
-            model = empty_model(source, read_model_config(source.path))
-            return unsupported_reason(model) is None and VisionAdapter.of(model) is None
-    except Failed:
-        return False
 
 
 def _adapter_bytes(config: Config, trace: TracedPass, on_cpu: float) -> float:
