@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import test_train
 import test_vision
+from runs.test_trained_policies import GAME
 from support.fake_cuda import Traffic, fake_cuda, on_device
 from support.recipes import save_recipe
 from support.tiny import tiny_model
@@ -94,6 +95,22 @@ def test_a_run_on_the_device_mixes_nothing(
         assert metrics["tokens/trained"] > 0
         assert metrics["failed"] == 0
         assert metrics["ratio/max_deviation"] < (0.3 if "model.dtype=bfloat16" in options else 1e-3)
+
+
+def test_several_trained_policies_mix_nothing(recipe: Path, traffic: Traffic) -> None:
+    game = recipe.parent / "game.py"
+    game.write_text(GAME, encoding="utf-8")
+    (metrics,) = trained(
+        recipe,
+        f"environment={game}:game",
+        "model.lora.rank=4",
+        "policies={second: {train: true, lora: {rank: 2, target_modules: [q_proj]}}}",
+    )
+    assert metrics["failed"] == 0
+    for policy in ("", "policies/second/"):
+        assert metrics[f"{policy}tokens/trained"] > 0
+        assert metrics[f"{policy}grad_norm"] > 0
+        assert metrics[f"{policy}ratio/max_deviation"] < 1e-3
 
 
 @pytest.mark.slow
