@@ -313,6 +313,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     parser.add_argument("--learn", action="store_true", help="compare rewards over many steps and several seeds")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds of --learn")
+    parser.add_argument("--seed", type=int, default=0, help="the seed; with --learn, the first of the seeds")
     parser.add_argument("--steps", type=int, help="12; 60 with --learn, 3 with --model 135m, 12 with smollm2")
     parser.add_argument("--rows", type=int, help="prompts of a step: 16; 4 with --model 135m and smollm2")
     parser.add_argument(
@@ -339,7 +340,7 @@ def main() -> None:
         model=options.model,
         dtype=options.dtype,
         steps=options.steps or (60 if options.learn else 3 if options.model == "135m" else 12),
-        seed=0,
+        seed=options.seed,
         threads=options.threads,
         rows=options.rows or (4 if large else 16),
         samples=8,
@@ -349,7 +350,7 @@ def main() -> None:
     )
     console = Console(width=160)
     if options.learn:
-        runs = [run(replace(settings, seed=seed)) for seed in range(options.seeds)]
+        runs = [run(replace(settings, seed=seed)) for seed in range(options.seed, options.seed + options.seeds)]
         difference = show_learning(console, runs, PEERS / "against_trl_learn.png")
         print(f"against_trl_learn_difference {difference:.3f}")
         return

@@ -22,6 +22,8 @@ from learning_tasks import digging
 from learning_tasks.report import Curve, Point, markdown
 from learning_tasks.setups import TASKS
 
+from support.recipes import save_recipe
+from support.training import train_run
 from turnwise import Reply, Row, Turn
 from turnwise.compat.providers.provider import PROVIDERS
 from turnwise.config.recipe import checked
@@ -225,6 +227,27 @@ def test_trl_plays_the_number_game_of_the_recipe() -> None:
         assert (answers[-1], theirs.reward) == (None, ours[-1].reward)
         ended.add((len(ours), theirs.reward))
     assert len(ended) > 6
+
+
+def test_a_cut_game_has_the_reward_0_and_is_trained_on_as_in_trl(model: Path, tmp_path: Path) -> None:
+    """TRL's side (trl_game.py) leaves the reward of a cut game at 0, and its loss has all sampled tokens."""
+    root = Path(__file__).resolve().parents[1]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "-", "low": 20, "high": 34, "secret": 27}) + "\n", encoding="utf-8")
+    recipe = save_recipe(
+        tmp_path,
+        model,
+        data={"train": str(rows)},
+        environment=f"{root}/recipes/smollm2/game.py:number_game",
+        limits={"turns": 4, "tokens_per_turn": 1},
+        credit={"name": "grpo"},
+        train={"steps": 1, "batch_size": 1, "group_size": 4},
+    )
+    games, _, _ = train_run(recipe, tmp_path / "run")
+    cut = [game for game in games if game["stop"] == "length"]
+    assert len(cut) >= 3
+    for game in cut:
+        assert (game["reward"], [turn["weight"] for turn in game["turns"]]) == (0.0, [1.0])
 
 
 async def played(environment: Any, row: dict[str, Any], said: list[str]) -> list[Reply]:
