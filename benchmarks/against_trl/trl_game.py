@@ -26,9 +26,7 @@ def rollout(prompts: list[list[dict[str, Any]]], trainer: Any) -> dict[str, list
         for i, turn in zip(active, sampled, strict=True):
             ids[i] += turn
             mask[i] += [1] * len(turn)
-            if (
-                turn[-1] != tokenizer.eos_token_id
-            ):  # cut: the game ends with the reward 0, and is trained on, as in turnwise
+            if turn[-1] != tokenizer.eos_token_id:  # cut: the game ends with reward 0, as in turnwise
                 continue
             said = games[i].answer(tokenizer.decode(turn, skip_special_tokens=True))
             if said is not None:
