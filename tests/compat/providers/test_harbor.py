@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from support.conversations import Says, call, hold, hold_all
 from support.harbor_tasks import TASKS, graded, write_tasks
+from support.real_containers import busybox_folder, has_containers, real_tool
 from turnwise import assembly
 from turnwise.compat.providers.harbor import Harbor, read_rewards
 from turnwise.compat.providers.harbor_sandboxes import HarborError
@@ -26,6 +28,7 @@ from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
 LIMITS = Limits(turns=12, tokens_per_turn=2000)
+LONG = Limits(turns=12, tokens_per_turn=200_000)
 
 
 def recipe(folder: Path | str, **arguments: Any) -> Config:
@@ -163,6 +166,33 @@ def test_a_limit_does_not_save_a_conversation_from_its_tests(tmp_path: Path) -> 
     assert (trajectory.stop, trajectory.turns[-1].reward) == ("max_turns", 1.0)
 
 
+def test_tests_that_a_limit_stops_give_0(tmp_path: Path) -> None:
+    """As in Harbor, where they count 0: what the model did decides how long they take."""
+    toml = "[verifier]\ntimeout_sec = 1.5\n"
+    wait = "#!/bin/bash\necho 1 > /logs/verifier/reward.txt; [ -e /app/slow ] && sleep 60\n"
+    config = recipe(write_tasks(tmp_path, "hello-world", task_toml=toml, test=wait))
+    slow, good = played(config, bash("touch slow"), "Done."), played(config, "Done.")
+    assert (good.error, good.turns[-1].reward, slow.error, slow.turns[-1].reward) == (None, 1.0, None, 0.0)
+    assert slow.turns[-1].info["tests"].startswith("[stopped: the program ran longer than 1.5 s]")
+    config = recipe(tmp_path, weights={"first": 2.0, "second": 1.0})
+    assert played(config, bash("touch slow"), "Done.").turns[-1].rewards == {"first": 0.0, "second": 0.0}
+
+
+def test_a_command_may_be_longer_than_an_argument_of_a_program(tmp_path: Path) -> None:
+    config = recipe(write_tasks(tmp_path, "hello-world"))
+    text = "0123456789" * 15_000
+    long = f"cat > long <<'END'\n{text}\nEND\nwc -c < long; read word; echo \"[$word]\"; false"
+    trajectory = played(
+        config,
+        bash(long),
+        bash('[ "$(head -c 10 long)" = 0123456789 ] && echo "Hello, world!" > hello.txt'),
+        "Done.",
+        limits=LONG,
+    )
+    assert answers(trajectory) == ["150001\n[]\n[exit status 1]", "[the program ended without printing anything]"]
+    assert trajectory.turns[-1].reward == 1.0
+
+
 def test_rewards_with_weights(tmp_path: Path) -> None:
     folder = write_tasks(tmp_path, "parts")
     trajectory = played(recipe(folder, weights={"first": 0.25}), bash("echo A > a.txt"), "Done.")
@@ -179,7 +209,6 @@ def test_rewards_with_weights(tmp_path: Path) -> None:
         ("#!/bin/bash\necho broken; exit 3\n", "its tests gave no reward: broken\n[exit status 3]"),
         ("#!/bin/bash\necho yes > /logs/verifier/reward.txt\n", "wrote 'yes' to reward.txt, which is no reward"),
         ("#!/bin/bash\necho NaN > /logs/verifier/reward.txt\n", "the reward reward=nan; it must be a finite number"),
-        ("#!/bin/bash\nsleep 60\n", "[stopped: the program ran longer than 2 s]"),
     ],
 )
 def test_tests_without_a_reward_fail_the_conversation(test: str, message: str, tmp_path: Path) -> None:
@@ -287,6 +316,7 @@ def test_what_is_wrong_is_refused(tmp_path: Path) -> None:
         ({"weights": {"a": "x"}}, "numbers by the names of rewards"),
         ({"backend": "cloud"}, "backend is 'cloud'"),
         ({"network": False}, "network is False; .* a jail has none"),
+        ({"keep_processes": True}, "keep_processes has no effect: in a jail no process outlives"),
         ({"bounds": {"second": 1}}, "did you mean 'seconds'"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -342,10 +372,12 @@ elif asked == "exec":
     binds = [word for place in os.listdir(root) for word in ("--bind", f"{{root}}/{{place}}", f"/{{place}}")]
     system = [word for place in ("usr", "bin", "lib", "lib64") for word in ("--ro-bind", f"/{{place}}", f"/{{place}}")]
     env = {{name: os.environ[name] for name in names if "=" not in name}}
-    inside = ["bwrap", *system, *binds, "--dev", "/dev", "--chdir", "/app", "--", *words[1:]]
+    inside = ["bwrap", "--unshare-pid", *system, *binds, "--dev", "/dev", "--chdir", "/app", "--", *words[1:]]
     os.execvpe("bwrap", inside, {{**env, "PATH": "/usr/bin:/bin"}})
 elif asked == "rm":
     shutil.rmtree(f"{{folder}}/{{rest[-1]}}")
+elif asked == "inspect" and "WorkingDir" in rest[1]:
+    print("/app")
 elif asked == "inspect":
     print("\\n".join(name + " " + open(folder + "/label").read() for name in rest[2:]))
 elif asked == "ps":
@@ -385,8 +417,8 @@ def test_with_docker_each_conversation_has_a_container_which_is_removed(docker: 
     assert built[-1] == str(folder / "hello-world" / "environment")
     created = docker_calls(docker, "create")
     assert len(created) == 3
-    assert {"--network=none", "--memory=512m", "--cpus=1", "--pids-limit=128", "--entrypoint=sleep"} < set(created[0])
-    assert "--env=KEY" in docker_calls(docker, "exec")[0]
+    assert {"--network=none", "--memory=512m", "--cpus=1", "--pids-limit=128", "--entrypoint=/bin/sh"} < set(created[0])
+    assert {"--env=KEY", "--workdir=/"} < set(docker_calls(docker, "exec")[0])
     assert "--env=HOME=/app" in docker_calls(docker, "exec")[0]
     assert not list(docker.glob("turnwise-*"))
 
@@ -419,7 +451,7 @@ def test_tests_run_as_their_user_and_what_is_around_them_as_root(docker: Path, t
     folder = write_tasks(tmp_path / "tasks", "hello-world", task_toml="[agent]\nuser = 'ann'\n")
     played(recipe(folder, backend="docker"), bash("true"), "Done.")
     users = [[word for word in asked if word.startswith("--user=")] for asked in docker_calls(docker, "exec")]
-    assert users == [["--user=ann"], ["--user=root"], [], ["--user=root"]]
+    assert users == [["--user=ann"], ["--user=0"], ["--user=0"], [], ["--user=0"]]
 
 
 def test_tasks_share_the_threads_of_their_containers_and_an_image_that_fails_is_built_once(
@@ -438,6 +470,109 @@ def test_tasks_share_the_threads_of_their_containers_and_an_image_that_fails_is_
     assert 0 < len(threads) <= 8
     asyncio.run(environments.aclose())
     assert not list(docker.glob("turnwise-*"))
+
+
+@pytest.fixture
+def podman(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real podman."""
+    with real_tool("podman", tmp_path / "podman") as place:
+        monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+        yield place / "podman"
+
+
+def of_busybox(folder: Path, test: str, *more: str) -> Path:
+    """A task whose image is made here."""
+    tasks = write_tasks(
+        folder,
+        "hello-world",
+        test=f"#!/bin/sh\n{test}\n",
+        task_toml="[environment]\nmemory_mb = 64\n[verifier]\ntimeout_sec = 5.0\n",
+    )
+    busybox_folder(tasks / "hello-world" / "environment", "WORKDIR /app", *more)
+    return tasks
+
+
+_GRADE = 'if [ "$(cat /app/hello.txt)" = "Hello, world!" ]; then echo 1; else echo 0; fi > /logs/verifier/reward.txt'
+
+
+@pytest.mark.slow
+def test_in_a_real_container_the_model_works_and_the_tests_decide(podman: Path, tmp_path: Path) -> None:
+    config = recipe(of_busybox(tmp_path / "tasks", _GRADE), backend="podman", network=False, bounds={"seconds": 3})
+    environments = assembly.environment_factory(config)
+    row = assembly.rows(config)[0]
+    solved = hold(
+        Says(
+            edit(command="create", path="hello.txt", file_text="Hello, world!\n"),
+            bash("pwd; cat hello.txt; id -u; ls /work; ip link show up 2>/dev/null | grep -c eth; sleep 60"),
+            bash("head -c 200000000 /dev/zero | tail; echo $?"),
+            bash(f"echo {'x' * 150_000} | wc -c; for n in $(seq 200); do sleep 2 & done"),
+            "Done.",
+        ),
+        environments,
+        row=row,
+        limits=LONG,
+    )
+    assert (solved.error, solved.turns[-1].reward) == (None, 1.0)
+    _, shown, large, many = answers(solved)
+    assert shown.startswith("/app\nHello, world!\n0\nls: /work: No such file or directory\n0\n"), shown
+    assert shown.endswith("[stopped: the program ran longer than 3 s]")
+    assert "137" in large
+    assert many.startswith("150001\n")
+    assert "can't fork" in many
+    for nothing in hold_all(Says("Done."), environments, row=row, size=3, limits=LIMITS):
+        assert (nothing.error, nothing.turns[-1].reward) == (None, 0.0)
+    assert not has_containers(podman)
+    asyncio.run(environments.aclose())
+
+
+@pytest.mark.slow
+def test_in_a_real_container_a_model_cannot_avoid_or_change_its_reward(podman: Path, tmp_path: Path) -> None:
+    late = f"sleep 1; {_GRADE}; sleep 1"
+    config = recipe(of_busybox(tmp_path / "tasks", late), backend="podman", network=False)
+    environments = assembly.environment_factory(config)
+    row = assembly.rows(config)[0]
+    writes = "(while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.1; done) > /dev/null 2>&1 &"
+    for cheat in (
+        writes,
+        f"nohup setsid sh -c '{writes[:-1]}' &",
+        "rm -rf /app",
+        "kill -9 -1; kill -9 1",
+        "cd /; rm -rf /tests /logs; echo > /tests",
+    ):
+        trajectory = hold(Says(bash(cheat), "Done."), environments, row=row, limits=LIMITS)
+        assert (trajectory.error, trajectory.turns[-1].reward) == (None, 0.0), cheat
+    kept = recipe(tmp_path / "tasks", backend="podman", network=False, keep_processes=True)
+    trajectory = hold(Says(bash(writes), "Done."), assembly.environment_factory(kept), row=row, limits=LIMITS)
+    assert (trajectory.error, trajectory.turns[-1].reward) == (None, 1.0)
+    assert not has_containers(podman)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("test", ["sleep 60", "head -c 200000000 /dev/zero | tail; kill -9 $$"])
+def test_in_a_real_container_tests_that_a_limit_stops_give_0(test: str, podman: Path, tmp_path: Path) -> None:
+    trajectory = played(recipe(of_busybox(tmp_path / "tasks", test), backend="podman", network=False), "Done.")
+    assert (trajectory.error, trajectory.turns[-1].reward) == (None, 0.0)
+
+
+@pytest.mark.slow
+def test_a_real_container_is_removed_if_its_conversation_is_cut(podman: Path, tmp_path: Path) -> None:
+    config = recipe(of_busybox(tmp_path / "tasks", _GRADE, "USER 1000"), backend="podman", network=False)
+    environments = assembly.environment_factory(config)
+    limits = Limits(turns=12, tokens_per_turn=2000, seconds_per_turn=6)
+    trajectory = hold(Says(bash("sleep 4713")), environments, row=assembly.rows(config)[0], limits=limits)
+    assert trajectory.error is not None
+    assert trajectory.error.kind == "deadline"
+    asyncio.run(environments.aclose())
+    assert not has_containers(podman)
+
+
+@pytest.mark.slow
+def test_an_image_that_podman_cannot_build_fails_with_its_message(podman: Path, tmp_path: Path) -> None:
+    config = recipe(of_busybox(tmp_path / "tasks", _GRADE, "RUN echo no such thing >&2; exit 7"), backend="podman")
+    trajectory = played(config, "Done.")
+    assert trajectory.error is not None
+    assert "task hello-world: its image cannot be built" in trajectory.error.message
+    assert "no such thing" in trajectory.error.message
 
 
 def test_containers_of_a_killed_run_are_removed_by_the_next_one(docker: Path, tmp_path: Path) -> None:

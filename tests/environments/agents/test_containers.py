@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from test_agent_clients import held
 
 from support.conversations import Says
+from support.real_containers import has_containers, real_tool
 from turnwise.environments.agents import Program
 from turnwise.environments.agents import containers as module
 from turnwise.environments.agents.containers import Container, ContainerImage
@@ -294,62 +293,50 @@ def test_without_docker_or_the_image_the_recipe_is_refused(docker: Path, monkeyp
 # a real tool
 
 
-def _with_image(tool: str, folder: Path) -> str:
-    """The path of docker or podman, which has the image `turnwise-test` of a small system. Skips where it runs no container."""
-    busybox = Path("/bin/busybox")
-    if not busybox.exists() or b"/lib64/ld-linux" in busybox.read_bytes():
-        pytest.skip("there is no statically linked busybox (Debian: busybox-static)")
-    if (path := shutil.which(tool)) is None:
-        pytest.skip(f"{tool} is not installed")
-    with tarfile.open(folder / "busybox.tar", "w") as tar:
-        tar.add(busybox, "bin/busybox")
-        for name in ("sh", "sleep", "wget", "true"):
-            link = tarfile.TarInfo(f"bin/{name}")
-            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
-            tar.addfile(link)
-    made = subprocess.run(
-        [tool, "import", str(folder / "busybox.tar"), "turnwise-test"], capture_output=True, text=True
-    )
-    if made.returncode != 0:
-        pytest.skip(f"{tool} imports no image: {made.stderr.strip()[-200:]}")
-    ran = subprocess.run([path, "run", "--rm", "turnwise-test", "true"], capture_output=True, text=True)
-    if ran.returncode != 0:
-        pytest.skip(f"{tool} runs no container here: {ran.stderr.strip()[-200:]}")
-    return path
+@pytest.fixture(params=["docker", "podman"])
+def tool(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A real docker or podman, the only one there is."""
+    with real_tool(request.param, tmp_path) as place:
+        monkeypatch.setenv("PATH", str(place), prepend=os.pathsep)
+        monkeypatch.setattr(module, "_TOOLS", (request.param,))
+        yield place / request.param
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["docker", "podman"])
-def test_a_real_container_asks_and_is_removed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tool = _with_image(name, tmp_path)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / name).symlink_to(tool)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))  # no other tool
+def test_a_real_container_asks_and_is_removed(tool: Path) -> None:
     ask = (
         'wget -q -O - --header "Authorization: Bearer $OPENAI_API_KEY" --header "Content-Type: application/json" '
         '--post-data \'{"messages": [{"role": "user", "content": "Hi"}]}\' $OPENAI_BASE_URL/chat/completions >&2; exit 1'
     )
-
-    def left() -> str:
-        return subprocess.run(
-            [tool, "ps", "-aq", "--filter=label=turnwise.process"], capture_output=True, text=True
-        ).stdout
-
-    make = Program(command=["sh", "-c", ask], image="turnwise-test", reward="exit_status")
+    options = ["--memory=64m", "--pids-limit=32"]
+    make = Program(command=["sh", "-c", ask], image="turnwise-test", image_options=options, reward="exit_status")
     trajectory = held(Says("Yo."), make)
     assert trajectory.error is None, trajectory.error
     assert trajectory.turns[0].reward == 0.0
     assert '"content": "Yo."' in trajectory.turns[0].info["agent"]["stderr"].replace('":"', '": "')
-    assert left() == ""
+    assert not has_containers(tool)
     make = Program(command=["sh", "-c", f"{ask.removesuffix('exit 1')} sleep 600"], image="turnwise-test")
     trajectory = held(Says("Yo."), make, limits=Limits(turns=8, tokens_per_turn=400, seconds_per_turn=10))
     assert trajectory.error is not None
     assert trajectory.error.kind == "deadline"
-    assert left() == ""
+    assert not has_containers(tool)
     make = Program(command=["/nowhere/agent"], image="turnwise-test", reward="exit_status")
     trajectory = held(Says("Yo."), make)
     assert trajectory.error is not None
     assert "was not started in its container" in trajectory.error.message
-    assert left() == ""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        subprocess.run([tool, "image", "rm", "turnwise-test"], capture_output=True, timeout=30)
+    assert not has_containers(tool)
+
+
+@pytest.mark.slow
+def test_a_real_container_of_a_killed_process_is_removed_by_the_next_one(tool: Path) -> None:
+    code = RUN.replace("agents:1", "turnwise-test").replace(
+        "import asyncio, sys",
+        f"import asyncio, sys\nfrom turnwise.environments.agents import containers\ncontainers._TOOLS = ({tool.name!r},)",
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline().startswith("turnwise-")
+        run.kill()
+    assert has_containers(tool)
+    ContainerImage.of("turnwise-test", [])
+    assert not has_containers(tool)

@@ -6,9 +6,11 @@ tasks; `environments/sandbox/machine.py` has the sandboxes. The package `harbor`
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import math
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -44,10 +46,17 @@ _CLEAN = (
 """Run as root, for tests of any user."""
 _BASH = 'command -v bash > /dev/null && exec bash -c "$1"; exec sh -c "$1"'
 """Some images have no bash."""
+_LONG_BASH = """\
+set -- 'script=$(cat); exec < /dev/null; eval "$script"'
+command -v bash > /dev/null && exec bash -c "$1"; exec sh -c "$1"
+"""
+"""The command is the standard input."""
+_LONGEST_WORD = 100_000  # bytes; Linux has a bound of 131,071
 _TEST = "chmod +x /tests/test.sh; exec /tests/test.sh"
+_NO_REWARD = 44  # an exit status
 _REWARD = (
-    "cd /logs/verifier || exit 1; for name in reward.json reward.txt; do "
-    'if [ -f "$name" ]; then echo "$name"; head -c 65536 "$name"; exit 0; fi; done; exit 1'
+    f"cd /logs/verifier || exit {_NO_REWARD}; for name in reward.json reward.txt; do "
+    f'if [ -f "$name" ]; then echo "$name"; head -c 65536 "$name"; exit 0; fi; done; exit {_NO_REWARD}'
 )
 _LONGEST_FILE = 1_000_000  # bytes of a file in the editor
 _MOST_REWARDS, _LONGEST_NAME = 100, 100  # of the rewards in reward.json
@@ -66,6 +75,8 @@ class Harbor(LibraryEnvironments):
         bounds: Limits of each command: those of the sandbox (docs/sandbox.md). A task that asks for less memory gets less.
         max_concurrent: Commands that run in jails at the same time, or containers that are there at the same time; others wait.
         network: False: containers have no network. Null: as each task says.
+        keep_processes: What the model leaves running in a container is there during the tests, such as a server that they need.
+            It may change the file of the reward.
         skip_unfit: Leave out the tasks that cannot be run here, instead of refusing the folder.
         weights: The factors of the rewards in `reward.json` by their names; those without one have the factor 0. Null: `reward`
             if it is there, else all of them with the factor 1.
@@ -86,6 +97,7 @@ class Harbor(LibraryEnvironments):
         skip_unfit: bool = False,
         weights: Mapping[str, float] | None = None,
         network: bool | None = None,
+        keep_processes: bool = False,
     ) -> None:
         if backend not in (None, "docker", "podman", "jail"):
             raise ConfigError(f"environment.arguments.backend is {backend!r:.80}; it must be docker, podman or jail")
@@ -107,6 +119,11 @@ class Harbor(LibraryEnvironments):
                 f"environment.arguments.network is {network!r:.80}; with docker or podman it may be false; a jail has none, so "
                 f"leave it out"
             )
+        if keep_processes and tool is None:
+            raise ConfigError(
+                "environment.arguments.keep_processes has no effect: in a jail no process outlives its command; remove it"
+            )
+        self.keep_processes = keep_processes
         plans: dict[str, ImagePlan] | None = {} if tool is None else None
         self._tasks: dict[bool, dict[str, HarborTask]] = {False: {}, True: {}}
         self._unfit: dict[str, str] = {}
@@ -114,7 +131,7 @@ class Harbor(LibraryEnvironments):
             if folder is not None:
                 self._read(folder, held_out, plans)
         if (self._unfit and not skip_unfit) or not self._tasks[False]:
-            raise ConfigError(_unfit_message(name, self._unfit, len(self._tasks[False])))
+            raise ConfigError(_unfit_message(name, self._unfit, len(self._tasks[False]), asked=backend))
         self.sandboxes: Sandboxes = (
             JailSandboxes(plans or {}, self.bounds, max_concurrent)
             if tool is None
@@ -183,13 +200,16 @@ def _weights(given: Mapping[str, float]) -> dict[str, float]:
     return {str(name): float(value) for name, value in given.items()}
 
 
-def _unfit_message(name: str, unfit: Mapping[str, str], fit: int) -> str:
+def _unfit_message(name: str, unfit: Mapping[str, str], fit: int, *, asked: str | None) -> str:
     shown = [f"{task}: {why}" for task, why in list(unfit.items())[:5]]
     more = [f"and {len(unfit) - 5} more"] if len(unfit) > 5 else []
     leave = f"leave these out with environment.arguments.skip_unfit ({fit} remain)" if fit else "none remains"
+    if asked is None and find_tool("podman")[0] is not None:
+        leave += ", or set environment.arguments.backend=podman"
+    where = "with " + asked if asked in ("docker", "podman") else "in the sandbox of this machine"
     return (
-        f"environment: harbor:{name}: {len(unfit)} task{'s' * (len(unfit) != 1)} cannot be run in the sandbox of this machine; "
-        f"{leave}:\n  " + "\n  ".join([*shown, *more])
+        f"environment: harbor:{name}: {len(unfit)} task{'s' * (len(unfit) != 1)} cannot be run {where}; {leave}:\n  "
+        + ("\n  ".join([*shown, *more]))
     )
 
 
@@ -240,7 +260,11 @@ class _Conversation:
         Args:
             command: The command. It has no terminal and no standard input.
         """
-        return (await self._machine.run(["/bin/sh", "-c", _BASH, "sh", command])).text_for_model()
+        if len(script := command.encode("utf-8", errors="replace")) > _LONGEST_WORD:
+            ran = await self._machine.run(["/bin/sh", "-c", _LONG_BASH], given=script)
+        else:
+            ran = await self._machine.run(["/bin/sh", "-c", _BASH, "sh", command])
+        return ran.text_for_model()
 
     async def str_replace_editor(
         self,
@@ -337,23 +361,30 @@ class _Conversation:
         """Run the tests, and read their rewards. Raises HarborError if they give none."""
         task, machine = self._task, self._machine
         assert task is not None
-        cleaned = await machine.run(["/bin/sh", "-c", _CLEAN], user="root")
+        if not self._source.keep_processes:
+            await machine.end_processes()
+        cleaned = await machine.run(["/bin/sh", "-c", _CLEAN], cwd="/", user="0")
         if cleaned.status or cleaned.stopped or cleaned.notes:
             raise HarborError(
                 f"task {task.name}: /tests and /logs/verifier cannot be emptied: {cleaned.text_for_model()[-500:]}"
             )
-        await machine.put(tar_of({"/tests": task.folder / "tests"}))
+        await machine.put(await asyncio.to_thread(tar_of, {"/tests": task.folder / "tests"}))
         ran = await machine.run(
             ["/bin/sh", "-c", _TEST],
             seconds=task.test_seconds,
             environment=task.test_environment,
             user=task.test_user or "",  # not that of the model's commands
         )
-        found = await machine.run(["/bin/sh", "-c", _REWARD], output_bytes=1 << 17, user="root")
+        found = await machine.run(["/bin/sh", "-c", _REWARD], cwd="/", output_bytes=1 << 17, user="0")
         shown = ran.text_for_model()
-        if found.status or ran.stopped or ran.notes:
+        killed = found.status == _NO_REWARD and ran.status == 128 + signal.SIGKILL  # a container above its memory
+        limited = ran.stopped or ran.notes or killed
+        if limited and found.status in (0, _NO_REWARD):  # as in Harbor; the model's work decides what they take
+            rewards = dict.fromkeys(self._source.weights or ["reward"], 0.0)
+        elif limited or found.status or found.stopped:
             raise HarborError(f"task {task.name}: its tests gave no reward: {shown[-1000:]}")
-        rewards = read_rewards(found.output, task.name)
+        else:
+            rewards = read_rewards(found.output, task.name)
         parts = self._parts(rewards, task.name)
         single = parts.pop("reward", None) if set(parts) == {"reward"} else None
         return Reply(

@@ -13,8 +13,12 @@ from dataclasses import dataclass, replace
 
 from turnwise.environments.agents.containers import Container, ContainerError, ContainerImage
 from turnwise.environments.sandbox.jail import scratch_file
+from turnwise.environments.sandbox.machine import IN_DIRECTORY
 from turnwise.environments.sandbox.process import Bounds, Ran, SandboxError, run
 
+_WAIT = "while :; do sleep 3600 & wait $!; done"
+"""The first process of a container. It takes over orphans, and no process in the container can kill it."""
+_INSIDE = f"exec 2>&1; {IN_DIRECTORY}"  # the two streams reach the client in no order
 _ANSWER_SECONDS = 20.0  # of the service, at the start of a run
 _MORE_SECONDS = 5.0  # for the client, after the command in the container was killed
 _OF_CLIENT = re.compile(r"HOME|PATH|TMPDIR|USER|(DOCKER|CONTAINER|CONTAINERS|REGISTRY|BUILDKIT|XDG|LD|SSL|SSH)_.*")
@@ -45,8 +49,7 @@ class ContainerMachine:
 
     container: Container
     bounds: Bounds
-    cwd: str | None
-    """None: the working directory of the image."""
+    cwd: str
     environment: Mapping[str, str]
     user: str | None
     """Who runs commands if nobody else is named; None: the user of the image."""
@@ -65,11 +68,11 @@ class ContainerMachine:
         user: str | None = None,
     ) -> Ran:
         limit = self.bounds.seconds if seconds is None else seconds
-        inside = ["timeout", "-s", "KILL", f"{limit:g}", *words]
-        place, who = cwd or self.cwd, self.user if user is None else user
+        inside = ["timeout", "-s", "KILL", f"{limit:g}", "/bin/sh", "-c", _INSIDE, "sh", cwd or self.cwd, *words]
+        who = self.user if user is None else user
         variables = {**self.environment, **(environment or {})}
         options = [
-            *([f"--workdir={place}"] if place else []),
+            "--workdir=/",  # that of the image may be missing, or removed by the model
             *([f"--user={who}"] if who else []),
             # names only, so that no list of processes shows a value; but not of variables that the client itself reads
             *(
@@ -83,6 +86,14 @@ class ContainerMachine:
         if ran.status == 137 and ran.seconds >= limit and ran.stopped is None:
             return replace(ran, stopped=f"the program ran longer than {limit:g} s")
         return ran
+
+    async def end_processes(self) -> None:
+        # the shell that calls kill, and the first process of the container, are left out by the kernel
+        words = [self.container.name, "/bin/sh", "-c", "kill -9 -1; true"]
+        command = [self.container.image.tool, "exec", "--user=0", "--workdir=/", *words]
+        ran = await self._client(command, self.bounds.seconds, b"", None, {})
+        if ran.status or ran.stopped:
+            raise SandboxError(f"the processes of a container cannot be ended: {ran.text_for_model()[-300:]}")
 
     async def put(self, archive: bytes) -> None:
         command = [self.container.image.tool, "cp", "-", f"{self.container.name}:/"]
@@ -121,7 +132,7 @@ class ContainerMachine:
 async def started(image: ContainerImage) -> AsyncIterator[Container]:
     """A container that waits, and is removed at the end. Raises ContainerError."""
     # the image's entrypoint is not run: its options replace it
-    async with image.container(["infinity"], cwd=None, variables={}) as container:
+    async with image.container(["-c", _WAIT], cwd=None, variables={}) as container:
         ran = await run(
             [image.tool, "start", container.name],
             bounds=Bounds(seconds=120, processes=1 << 16, memory_mb=1 << 20),
@@ -132,11 +143,21 @@ async def started(image: ContainerImage) -> AsyncIterator[Container]:
         yield container
 
 
+async def working_directory(container: Container) -> str:
+    """The working directory of a container's image. Raises ContainerError."""
+    image = container.image
+    bounds = Bounds(seconds=_ANSWER_SECONDS, processes=1 << 16, memory_mb=1 << 20)
+    command = [image.tool, "inspect", "--format", "{{.Config.WorkingDir}}", container.name]
+    ran = await run(command, bounds=bounds, env=dict(os.environ))
+    if ran.status or ran.stopped:
+        raise ContainerError(f"the container of {image.image} cannot be inspected: {ran.text_for_model()[-500:]}")
+    return ran.output.strip() or "/"
+
+
 def container_options(bounds: Bounds, *, cpus: float, network: bool) -> list[str]:
     """Options of `docker create`: the limits of a container."""
     return [
-        "--entrypoint=sleep",
-        "--init",
+        "--entrypoint=/bin/sh",
         f"--network={'bridge' if network else 'none'}",
         f"--memory={bounds.memory_mb}m",
         f"--memory-swap={bounds.memory_mb}m",

@@ -6,17 +6,25 @@ import asyncio
 import contextlib
 import hashlib
 import math
+import os
+import posixpath
 import time
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Protocol
 
-from turnwise.compat.providers.harbor_containers import ContainerMachine, build, container_options, started
+from turnwise.compat.providers.harbor_containers import (
+    ContainerMachine,
+    build,
+    container_options,
+    started,
+    working_directory,
+)
 from turnwise.compat.providers.harbor_tasks import CopyStep, HarborTask, ImagePlan, usual_environment
 from turnwise.environments.agents.containers import ContainerImage
 from turnwise.environments.sandbox.jail import Layout, find_jail
-from turnwise.environments.sandbox.machine import JailMachine, Machine, tar_of
+from turnwise.environments.sandbox.machine import JailMachine, Machine, reopened, tar_of
 from turnwise.environments.sandbox.process import Bounds, SandboxError
 from turnwise.errors import TurnwiseError
 from turnwise.user_code.calls import in_lockstep, waiting_for_others
@@ -90,33 +98,35 @@ class JailSandboxes:
 
     def __init__(self, plans: Mapping[str, ImagePlan], bounds: Bounds, concurrent: int) -> None:
         self._jail, self._plans, self._bounds = find_jail(), plans, bounds
-        self._places, self._images = _TaskPlaces(concurrent), dict[str, bytes]()
+        self._places, self._images = _TaskPlaces(concurrent), dict[str, int]()
+        """The descriptors of the archives by task."""
 
     async def machine(self, task: HarborTask) -> Machine:
         key = str(task.folder)
         async with self._places.building(task):
             if key not in self._images:
                 self._images[key] = await self._built(task)
-        return self._new(task, self._images[key])
+        return self._new(task, reopened(self._images[key]))
 
     async def aclose(self) -> None:
-        self._images.clear()
+        while self._images:
+            os.close(self._images.popitem()[1])
 
-    def _new(self, task: HarborTask, files: bytes) -> JailMachine:
+    def _new(self, task: HarborTask, files: int | None) -> JailMachine:
         plan = self._plans[str(task.folder)]
         layout = Layout(writable=plan.writable, environment={**usual_environment(), **plan.environment})
         return JailMachine(
             self._jail, layout, bounds_of(task, self._bounds), cwd=plan.workdir, slots=self._places.slots, files=files
         )
 
-    async def _built(self, task: HarborTask) -> bytes:
-        """The files of a task's image. Raises HarborError."""
-        machine, left = self._new(task, b""), task.build_seconds
+    async def _built(self, task: HarborTask) -> int:
+        """The descriptor of the archive of a task's image. Raises HarborError."""
+        machine, left = self._new(task, None), task.build_seconds
         try:
             for step in self._plans[str(task.folder)].steps:
                 where = f"task {task.name}: line {step.line} of its Dockerfile"
                 if isinstance(step, CopyStep):
-                    await machine.put(tar_of(step.files, mode=step.mode))
+                    await machine.put(await asyncio.to_thread(tar_of, step.files, mode=step.mode))
                     continue
                 # without the time in which a command waits for a free place
                 ran = await machine.run(step.words, cwd=step.cwd, seconds=max(left, 0.1), environment=step.environment)
@@ -183,6 +193,5 @@ class ContainerSandboxes:
             closing.callback(slots.release)
             container = await closing.enter_async_context(started(image))
             bounds, lock = bounds_of(task, self._bounds), asyncio.Lock()
-            return ContainerMachine(
-                container, bounds, task.workdir, task.environment, task.user, lock, closing.pop_all()
-            )
+            cwd = posixpath.join(await working_directory(container), task.workdir or "")
+            return ContainerMachine(container, bounds, cwd, task.environment, task.user, lock, closing.pop_all())

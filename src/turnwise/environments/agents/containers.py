@@ -68,7 +68,7 @@ class ContainerImage:
 
     @classmethod
     def of(cls, image: str, options: Sequence[str], *, variables: Collection[str] = ()) -> ContainerImage:
-        """With the first of docker and podman that is installed. `variables` are those that the recipe gives its containers.
+        """With the first of docker and podman that has the image. `variables` are those that the recipe gives its containers.
 
         Raises ConfigError if an option or a variable is not for the container, if neither is installed, if it does not answer, or
         if the image is not on this machine.
@@ -88,16 +88,17 @@ class ContainerImage:
                 f"env has {read[0]}, which docker and podman read themselves: values reach a container through their "
                 f"environment. Set it in the image, or with image_options: [--env={read[0]}=...]"
             )
-        if (tool := next(filter(None, map(shutil.which, _TOOLS)), None)) is None:
+        if not (tools := [path for path in map(shutil.which, _TOOLS) if path is not None]):
             raise ConfigError(
                 f"image={image} needs docker or podman, and neither is installed: install one of them, or remove `image` to run "
                 f"the command on this machine"
             )
-        asked = _call([tool, "image", "inspect", image])
-        if asked.status != 0:
+        answers = {tool: _call([tool, "image", "inspect", image]) for tool in tools}
+        if (tool := next((tool for tool, answer in answers.items() if answer.status == 0), None)) is None:
+            said = "; ".join(f"{tool} says {answer.error[-400:]!r}" for tool, answer in answers.items())
             raise ConfigError(
-                f"image={image} cannot be used: {tool} says {asked.error[-400:]!r}. Start its service, and get the image before "
-                f"the run ({tool} pull, or build)"
+                f"image={image} cannot be used: {said}. Start the service, and get the image before the run ({tools[0]} pull, or "
+                f"build)"
             )
         made = cls(tool=tool, image=image, options=tuple(options))
         made.remove_left_over()

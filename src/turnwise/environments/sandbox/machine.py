@@ -32,7 +32,8 @@ from turnwise.user_code.calls import waiting_for_others
 
 _FILES = "/code/files.tar"
 _INPUT = "/code/input"
-_INSIDE = 'mkdir -p "$1" && cd "$1" && shift && exec "$@"'
+IN_DIRECTORY = 'mkdir -p "$1" && cd "$1" && shift && exec "$@"'
+"""Runs the words after a directory in it, which is made if it is missing."""
 _UNPACK = (
     "import sys, tarfile; tarfile.TarFile.extraction_filter = staticmethod(lambda member, path: member); "
     "tarfile.open(fileobj=sys.stdin.buffer, mode='r|').extractall('/')"
@@ -64,6 +65,10 @@ class Machine(Protocol):
         """Unpack a tar archive at /. Raises SandboxError."""
         ...
 
+    async def end_processes(self) -> None:
+        """End what earlier commands have left running. Raises SandboxError."""
+        ...
+
     async def close(self) -> None:
         """End what runs, and delete the files. Called once."""
         ...
@@ -72,15 +77,23 @@ class Machine(Protocol):
 class JailMachine:
     """A jail for each command, on files in memory. All methods are called in one event loop.
 
-    `files` is the archive of the files at the beginning. `slots` bounds the commands that run at the same time.
+    `files` is the descriptor of the archive of the files at the beginning, which is only read, and is the machine's to close;
+    None: there are none. `slots` bounds the commands that run at the same time.
     """
 
     def __init__(
-        self, jail: Jail, layout: Layout, bounds: Bounds, *, cwd: str, slots: asyncio.Semaphore, files: bytes = b""
+        self,
+        jail: Jail,
+        layout: Layout,
+        bounds: Bounds,
+        *,
+        cwd: str,
+        slots: asyncio.Semaphore,
+        files: int | None = None,
     ) -> None:
         self._jail, self._layout, self._bounds = jail, layout, bounds
         self._cwd, self._slots = cwd, slots
-        self._files = scratch_file(files)
+        self._files = scratch_file() if files is None else files
         self._turn = asyncio.Lock()
         self._closed = False
 
@@ -102,7 +115,7 @@ class JailMachine:
         if output_bytes is not None:
             bounds = replace(bounds, output_bytes=output_bytes)
         layout = replace(self._layout, environment={**self._layout.environment, **(environment or {})})
-        inside = f"{_INSIDE} < {_INPUT}" if given else _INSIDE
+        inside = f"{IN_DIRECTORY} < {_INPUT}" if given else IN_DIRECTORY
         program = ["/bin/sh", "-c", inside, "sh", cwd or self._cwd, *words]
         async with self._turn:
             if self._closed:
@@ -126,9 +139,12 @@ class JailMachine:
         if ran.status or ran.stopped or ran.notes:
             raise SandboxError(f"files could not be copied into the sandbox: {ran.text_for_model()[-300:]}")
 
-    def archive(self) -> bytes:
-        """The files as they are now."""
-        return os.pread(self._files, os.fstat(self._files).st_size, 0)
+    async def end_processes(self) -> None:
+        """No process outlives its command."""
+
+    def archive(self) -> int:
+        """The descriptor of the archive of the files as they are now. The caller closes it."""
+        return reopened(self._files)
 
     async def close(self) -> None:
         self._closed = True
@@ -149,7 +165,7 @@ async def run_in_jail(
     """Run a program in a jail.
 
     `data`: the content of files by their paths in the jail. `files` is the descriptor of an archive of the writable directories.
-    After the run, the archive is replaced by the new state of these directories.
+    After the run, it is that of another archive, with the new state of these directories.
 
     Raises SandboxError if the program could not be started.
     """
@@ -197,18 +213,19 @@ async def run_in_jail(
 
 
 def _kept(ran: Ran, files: int, after: int, report: bytes) -> Ran:
-    """Replace the archive `files` by the archive `after` if `BOOT` reported in `report` that packing succeeded ("12")."""
+    """Let `files` be the archive `after` if `BOOT` reported in `report` that packing succeeded ("12"). Nothing is copied."""
     if report != b"12":
         note = "the file changes of this call were not kept"
         if report == b"13":
             note += ": the files are too large, nested too deeply, or cannot be read"
         return Ran(output=ran.output, status=ran.status, stopped=ran.stopped, seconds=ran.seconds, notes=(note,))
-    os.ftruncate(files, 0)
-    os.lseek(after, 0, os.SEEK_SET)
-    size, offset = os.fstat(after).st_size, 0
-    while offset < size:
-        offset += os.copy_file_range(after, files, size - offset, offset_src=offset, offset_dst=offset)
+    os.dup2(after, files, inheritable=False)
     return ran
+
+
+def reopened(file: int) -> int:
+    """Another descriptor of a file, to read it with a position of its own. The caller closes it."""
+    return os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def tar_of(content: Mapping[str, Path], *, mode: int | None = None) -> bytes:
