@@ -124,9 +124,14 @@ def _remove(recipe: dict[str, Any], option: str) -> bool:
 
 
 def as_recipe(report: ConversionReport) -> str:
-    """The recipe as YAML. Comments at its top list the keys that are left out, and assumptions."""
-    lines = [f"# {line}" for note in _notes(report) for line in note.splitlines()]
+    """The recipe as YAML. Comments at its top list the keys that are left out, and assumptions. Control characters, which another
+    system's file may have, are written as escapes."""
+    from turnwise.terminal.report import printable  # behind the parser, because it loads rich
+
+    lines = [f"# {printable(line)}" for note in _notes(report) for line in note.splitlines()]
     recipe = yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=True, width=120)
+    if printable(recipe) != recipe:  # characters that change the direction of text
+        recipe = yaml.safe_dump(report.recipe, sort_keys=False, allow_unicode=False, width=120)
     return "\n".join([*lines, *([""] if lines else []), recipe])
 
 

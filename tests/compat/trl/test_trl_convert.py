@@ -355,6 +355,23 @@ main()
 """
 
 
+def test_a_printed_recipe_has_no_control_characters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file may be another person's: a terminal obeys what it prints."""
+    owned = "\x1b]0;owned\x07\u202e"
+    given = {
+        "model_name_or_path": f"m{owned}",
+        "dataset_name": "d",
+        "report_to": f"w{owned}",
+        "run_name": owned,
+    }
+    (tmp_path / "grpo.json").write_text(json.dumps(given), encoding="utf-8")
+    assert main(["convert", "--from", "trl", str(tmp_path / "grpo.json")]) == 0
+    printed = capsys.readouterr().out
+    assert not set(printed) & set(owned[:1] + owned[-2:]), ascii(printed)
+    assert "# left out: report_to=" in printed.replace("CHANGES THE TRAINING, ", "")
+    assert yaml.safe_load(printed)["model"]["path"] == f"m{owned}"
+
+
 def test_a_script_is_read_and_what_is_not_literal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(SCRIPT)
