@@ -8,6 +8,7 @@ config.json, and imports no torch.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -51,6 +52,12 @@ DIVIDED_STYLES = ("colwise", "rowwise", "moe_tp_experts")
 """The styles of transformers' plans (`tp_plan`) whose weights are divided; modules of other styles are whole on each rank."""
 
 
+def planned_styles(model: Any, plan: Mapping[str, str]) -> dict[Any, str]:
+    """The style of each module of `model` for which one of transformers' plans has one. Plans name layers by `*`."""
+    names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
+    return {module: plan[name] for module, name in names.items() if name in plan}
+
+
 def refuse_indivisible(config: Any, ranks: int) -> None:
     """Raise ConfigError if a model with this configuration (of transformers) cannot be divided among so many ranks."""
     text = config.get_text_config()
@@ -68,7 +75,7 @@ def refuse_indivisible(config: Any, ranks: int) -> None:
         "attention heads": text.num_attention_heads,
         "key and value heads": getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
         "features of the feed-forward layers": getattr(text, "intermediate_size", None) or ranks,
-        "experts": getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or ranks,
+        "experts": _number_of_experts(text) or ranks,
     }
     for kind, size in sizes.items():
         if size % ranks:
@@ -94,13 +101,19 @@ def refuse_undivided_experts(config: Any, ranks: int) -> None:
             f"cluster.mesh.expert={ranks}: {model} has the type {text.model_type}, whose experts are not divided so; types that "
             f"are: {', '.join(EXPERT_TYPES)}"
         )
-    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    experts = next(size for name in names if (size := getattr(text, name, None)))
+    experts = _number_of_experts(text)
+    assert experts is not None
     if experts % ranks:
         raise ConfigError(
             f"cluster.mesh.expert={ranks}: {model} has {experts} experts, which {ranks} ranks cannot divide; use a divisor of "
             f"{experts}"
         )
+
+
+def _number_of_experts(text: Any) -> int | None:
+    """The experts of a layer, under the name that the architecture uses; None if there are none."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return next((size for name in names if (size := getattr(text, name, None))), None)
 
 
 def refuse_uncut(config: Any, ranks: int) -> None:

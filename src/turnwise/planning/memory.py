@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +40,7 @@ from turnwise.models.model_config import (
     DISPATCH_STYLE,
     DIVIDED_STYLES,
     context_length,
+    planned_styles,
     refuse_indivisible,
     refuse_uncut,
     refuse_undivided_experts,
@@ -216,8 +216,8 @@ def _units(config: Config, model_config: Any) -> _Units:
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
     total = max(1, sum(sizes))
-    divided = sum(_planned_bytes(model, layer, model.tp_plan or {}, DIVIDED_STYLES) for layer in layers)
-    experts = sum(_planned_bytes(model, layer, model.ep_plan or {}, (DISPATCH_STYLE,)) for layer in layers)
+    divided = _planned_bytes(layers, planned_styles(model, model.tp_plan or {}), DIVIDED_STYLES)
+    experts = _planned_bytes(layers, planned_styles(model, model.ep_plan or {}), (DISPATCH_STYLE,))
     return _Units(
         max(sizes, default=0),
         sum(sizes),
@@ -227,15 +227,14 @@ def _units(config: Config, model_config: Any) -> _Units:
     )
 
 
-def _planned_bytes(model: Any, layer: Any, plan: Mapping[str, str], styles: Sequence[str]) -> int:
-    """The weights of a layer for which transformers' plan has one of these styles."""
-    names = {module: re.sub(r"\.\d+(?=\.|$)", ".*", name) for name, module in model.named_modules()}
-    divided = {name for name, style in plan.items() if style in styles}
+def _planned_bytes(layers: Sequence[Any], planned: Mapping[Any, str], styles: Sequence[str]) -> int:
+    """The weights of layers whose modules have one of these styles in transformers' plan."""
     return sum(
         parameter.numel() * parameter.element_size()
+        for layer in layers
         for module in layer.modules()
+        if planned.get(module) in styles
         for parameter in module.parameters(recurse=False)
-        if names[module] in divided
     )
 
 

@@ -9,14 +9,13 @@ Knows modules and one dimension of a mesh. Does not know FSDP, batches or losses
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from turnwise.models.model_config import DISPATCH_STYLE, refuse_undivided_experts
+from turnwise.models.model_config import DISPATCH_STYLE, planned_styles, refuse_undivided_experts
 
 _DIVIDED = "grouped_gemm"
 """The style of the parameters of these experts."""
@@ -28,10 +27,8 @@ class ExpertParallel:
     def __init__(self, model: Any, mesh: DeviceMesh) -> None:
         refuse_undivided_experts(model.config, mesh.size())
         self._mesh = mesh
-        planned = {name for name, style in model.ep_plan.items() if style == DISPATCH_STYLE}
-        self._experts = {
-            module for name, module in model.named_modules() if re.sub(r"\.\d+(?=\.|$)", ".*", name) in planned
-        }
+        styles = planned_styles(model, model.ep_plan)
+        self._experts = {module for module, style in styles.items() if style == DISPATCH_STYLE}
 
     def divide(self, layer: torch.nn.Module) -> Sequence[torch.nn.Module]:
         """Divide the experts of a layer, whose parameters may be on the meta device. Returns their modules."""

@@ -21,7 +21,6 @@ Knows modules and one dimension of a mesh. Does not know FSDP, batches or losses
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,9 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from turnwise.errors import ConfigError
-from turnwise.models.model_config import refuse_indivisible
+from turnwise.models.model_config import DIVIDED_STYLES, planned_styles, refuse_indivisible
 
-_DIVIDED = ("colwise", "rowwise")
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
 _WHOLE = (
@@ -52,7 +50,7 @@ _WHOLE = (
 def _plan(model: Any) -> dict[str, str]:
     # what is not in a layer (embedding, output layer) is divided as among all ranks
     plan = {name: style for name, style in model.tp_plan.items() if ".layers.*." in name and style not in _WHOLE}
-    unknown = set(plan.values()) - {*_DIVIDED, _PARTIAL, _EXPERTS}
+    unknown = set(plan.values()) - {*DIVIDED_STYLES, _PARTIAL}
     if unknown or not plan:
         raise ConfigError(
             f"cluster.mesh.tensor: {type(model).__name__} has {', '.join(sorted(unknown)) or 'no plan'}, which is not known"
@@ -70,8 +68,7 @@ class TensorParallel:
     def __init__(self, model: Any, layers: Sequence[torch.nn.Module], mesh: DeviceMesh) -> None:
         refuse_indivisible(model.config, mesh.size())
         self._mesh = mesh
-        self._plan = _plan(model)
-        self._names = {module: name for name, module in model.named_modules()}
+        self._styles = planned_styles(model, _plan(model))
         group = mesh.get_group()
         layers[0].register_forward_pre_hook(lambda layer, args: (_Part.apply(args[0], mesh.size()), *args[1:]))
         layers[-1].register_forward_hook(lambda layer, args, output: _sum_gradient_of(output, group))
@@ -82,7 +79,7 @@ class TensorParallel:
         for module in modules:
             vars(module).pop("forward", None)  # fast layers (models/cpu.py) compute with complete weights
         for module in modules:
-            style = self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", self._names.get(module, "")))
+            style = self._styles.get(module)
             if style == _PARTIAL:
                 _sum_gradients(module, self._mesh)
             elif style == _EXPERTS:
