@@ -357,14 +357,15 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
 def _server_weights(config: Config, model_config: Any) -> tuple[float, float]:
     """The weights in bytes, and where the matrices of layers have a byte for each weight. A server reads new weights in the type
     of the training, and quantizes them itself."""
-    model = empty_model(assembly.model_source(config), model_config)
+    source = assembly.model_source(config)
+    model = empty_model(source, model_config)
     outside = {
         id(parameter)
         for part in (model.get_input_embeddings(), model.get_output_embeddings())
         if part is not None
         for parameter in part.parameters()
     }
-    whole = _weights(config, model_config)
+    whole = weight_bytes(model, source)
     each = whole / sum(parameter.numel() for parameter in model.parameters())
     matrices = sum(
         parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2 and id(parameter) not in outside
