@@ -112,19 +112,20 @@ def refuse_other_than_model(path: str | Path, *, error: type[TurnwiseError], wei
             newest = place / "checkpoint"
             hint = f"its newest model is {newest}: write that" if newest.is_dir() else "it has no checkpoint yet"
             raise error(f"{place} is the directory of a run, not a model; {hint}")
-        if weights and (place / WEIGHTS_IN_PARTS).is_file():
-            raise error(in_parts(text))
+        if weights:
+            refuse_weights_in_parts(path, error=error)
     except (OSError, RuntimeError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"there is no model directory {str(place)[:200]!r} ({reason})") from None
 
 
-def in_parts(path: str | Path) -> str:
-    """What to do with a model directory whose weights are in parts."""
-    return (
-        f"{path} has the weights in parts, as several ranks have written them: `turnwise merge {path}` writes them there as "
-        f"other programs read them, and with `--out DIR` into another directory"
-    )
+def refuse_weights_in_parts(model: str | Path, *, error: type[TurnwiseError]) -> None:
+    """Refuse a model directory whose weights are in parts, and say what to do. Raises `error`."""
+    if (Path(model).expanduser() / WEIGHTS_IN_PARTS).is_file():
+        raise error(
+            f"{model} has the weights in parts, as several ranks have written them: `turnwise merge {model}` writes them there "
+            f"as other programs read them, and with `--out DIR` into another directory"
+        )
 
 
 def model_advice(path: str | Path, failed: Failed) -> str:

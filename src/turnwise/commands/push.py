@@ -8,7 +8,7 @@ from pathlib import Path
 
 from turnwise.commands.command import Context, print_lines
 from turnwise.errors import ConfigError, RunError, text_of
-from turnwise.local_paths import WEIGHTS_IN_PARTS, in_parts
+from turnwise.local_paths import refuse_weights_in_parts
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -63,8 +63,7 @@ def files_of(run: Path, link: str) -> dict[str, Path]:
         )
     if not model.is_dir():
         raise RunError(f"{run.absolute()} has no checkpoint: `turnwise train` and `sft` write them")
-    if (model / WEIGHTS_IN_PARTS).is_file():
-        raise RunError(in_parts(model))
+    refuse_weights_in_parts(model, error=RunError)
     # peft writes a README.md of its own
     files = {str(p.relative_to(model)): p for p in sorted(model.rglob("*")) if p.is_file() and p.name != "README.md"}
     others = {"recipe.yaml": run / "config.yaml", "curve.png": run / "curve.png"}
