@@ -43,7 +43,7 @@ from turnwise.training.learner import no_shards
 
 MODEL, CRITIC, SHARDS = "model", "critic", "shards"
 _STATE, _ABOUT, _SUMS = "trainer.pt", "checkpoint.json", "SHA256SUMS"
-_UNWRITABLE = (OSError, RuntimeError, SafetensorError)
+UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What is raised if the disk is full: torch raises a RuntimeError."""
 _NAME = re.compile(r"step-(\d{6,})")
 _TEMPORARY = re.compile(r"writing-\d{6,}")
@@ -175,7 +175,7 @@ class Checkpoints:
                 names = [name for name in names if name not in sums and name != _STATE]
                 own = workers.map(sync_file, (temporary / name for name in names))
                 sums |= dict(zip(names, own, strict=True)) | {_STATE: state_sum.result()}
-        except _UNWRITABLE as error:
+        except UNWRITABLE as error:
             raise self._failed(step, temporary, error) from error
         return PendingCheckpoint(step, temporary, {name: sums[name] for name in sorted(sums)})
 
@@ -204,7 +204,7 @@ class Checkpoints:
             os.replace(temporary, target)
             flush(self._folder)
             _replace_link(self.newest, target / MODEL)
-        except _UNWRITABLE as error:
+        except UNWRITABLE as error:
             raise self._failed(step, temporary, error) from error
         self._prune(step)
 

@@ -19,18 +19,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.loading import conversion_names, file_weights, model_without_weights, save_model, with_conversions
-from turnwise.training.checkpoint import CRITIC, MODEL, replace_sums
+from turnwise.training.checkpoint import CRITIC, MODEL, UNWRITABLE, replace_sums
 from turnwise.training.fingerprint import flush, sync_file
 from turnwise.training.sharded.shards import KINDS_OF_WEIGHTS, Shard, body_prefix, read_parts, saved_parts
 
-_UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 _TEMPORARY = "writing-weights"
 FILE_BYTES = 5 * 10**9
 """Size of a file. Its tensors are in memory before it is written."""
@@ -67,7 +65,7 @@ def complete_weights(folder: Path) -> None:
             flush(folder / part)
             replace_sums(folder, {f"{part}/{note.name}": None, **sums})
             note.unlink()
-    except _UNWRITABLE as error:
+    except UNWRITABLE as error:
         raise RunError(
             f"the weights in {folder} could not be written as files of a model: {error}; the checkpoint is what it was"
         ) from error

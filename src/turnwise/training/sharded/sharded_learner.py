@@ -59,7 +59,7 @@ from turnwise.training.sharded.commands import (
 )
 from turnwise.training.sharded.consolidation import of_layers, save_without_weights
 from turnwise.training.sharded.ranks import LostRank, Ranks
-from turnwise.training.sharded.shards import HEAD_PREFIX, ShardReport, share_out
+from turnwise.training.sharded.shards import HEAD_PREFIX, Shard, ShardReport, share_out
 from turnwise.training.update import LearnerBase, StopFlag, UpdateSums
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import CriticBase, CriticSums, save_critic
@@ -314,10 +314,8 @@ class ShardedLearner(LearnerBase):
 
     def _writer(self) -> Callable[[Path], None]:
         """A function that writes the adapter, as it is now, or of a model without an adapter all but the weights."""
-        shard = self.leader.rank.built
-        if not self.trains_adapter:
-            return functools.partial(save_without_weights, shard, parts=f"../{SHARDS}")
-        return functools.partial(save_model, shard.model, weights=self.leader.run(GatherWeights()))
+        adapter = self.leader.run(GatherWeights()) if self.trains_adapter else {}
+        return _writer_of(self.leader.rank.built, adapter, SHARDS)
 
     def free_memory(self) -> None:
         self.leader.run(FreeMemory())
@@ -346,6 +344,14 @@ class ShardedLearner(LearnerBase):
 
     def close(self) -> None:
         self.leader.close()
+
+
+def _writer_of(shard: Shard, adapter: Mapping[str, torch.Tensor], parts: str) -> Callable[[Path], None]:
+    """A function that writes a shard's adapter, or of a model without one all but the weights, which are in the directory `parts`
+    of the checkpoint."""
+    if shard.trains_adapter:
+        return functools.partial(save_model, shard.model, weights=adapter)
+    return functools.partial(save_without_weights, shard, parts=f"../{parts}")
 
 
 class ShardedCritic(CriticBase):
@@ -391,17 +397,13 @@ class ShardedCritic(CriticBase):
         return Writers(save, functools.partial(self._leader.save_held, part="critic"))
 
     def _writer(self) -> Callable[[Path], None]:
-        """As that of the learner; also the value head."""
+        """As that of the learner, with the value head."""
         shard = self._leader.rank.critic
         head_only = [name for name in shard.state_tensors() if name.startswith(HEAD_PREFIX)]
         gathered = self._leader.run(GatherWeights("critic", None if shard.trains_adapter else head_only))
         weights = {name: tensor for name, tensor in gathered.items() if not name.startswith(HEAD_PREFIX)}
         head = {name.removeprefix(HEAD_PREFIX): gathered[name] for name in gathered.keys() - weights.keys()}
-        save_body = (
-            functools.partial(save_model, shard.model, weights=weights)
-            if shard.trains_adapter
-            else functools.partial(save_without_weights, shard, parts=f"../{SHARDS}/{CRITIC}")
-        )
+        save_body = _writer_of(shard, weights, f"{SHARDS}/{CRITIC}")
         return functools.partial(save_critic, save_body=save_body, head=head)
 
     def state(self) -> dict[str, Any]:
