@@ -72,6 +72,12 @@ def graded(low: int, high: int) -> Callable[[random.Random], dict[str, Any]]:
     return row
 
 
+def parity(name: str, title: str, environment: str | dict[str, Any], *, own: str) -> Task:
+    """Even or odd, in an environment of `environment_tasks/`."""
+    options = {"environment": environment, "limits": {"turns": 1, "tokens_per_turn": 8}}
+    return Task(name, title, options, answer=word, question=number, own=own)
+
+
 NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
 LAKE = {"desc": ["SFF", "FHF", "FFG"], "is_slippery": False}
@@ -120,42 +126,22 @@ TASKS = (
         question=lambda draws: f"{number(draws)} #",
         rows={"train": graded(0, 800), "eval": graded(800, 1000)},
     ),
-    Task(
+    parity(
         "verifiers",
         "SingleTurnEnv, even or odd",
-        {
-            "environment": f"verifiers:{FILES}/parity_verifiers.py:load_environment",
-            "limits": {"turns": 1, "tokens_per_turn": 8},
-        },
-        answer=word,
-        question=number,
+        f"verifiers:{FILES}/parity_verifiers.py:load_environment",
         own="verifiers_classic",
     ),
-    Task(
+    parity(
         "inspect",
         "generate and exact, even or odd",
         {
-            "environment": {
-                "use": f"inspect:{FILES}/parity_inspect.py@parity",
-                "arguments": {"eval_arguments": {"first": 800, "last": 1000}},
-            },
-            "limits": {"turns": 1, "tokens_per_turn": 8},
+            "use": f"inspect:{FILES}/parity_inspect.py@parity",
+            "arguments": {"eval_arguments": {"first": 800, "last": 1000}},
         },
-        answer=word,
-        question=number,
         own="inspect",
     ),
-    Task(
-        "openenv",
-        "a class, even or odd",
-        {
-            "environment": f"openenv:{FILES}/parity_openenv.py:Parity",
-            "limits": {"turns": 1, "tokens_per_turn": 8},
-        },
-        answer=word,
-        question=number,
-        own="openenv",
-    ),
+    parity("openenv", "a class, even or odd", f"openenv:{FILES}/parity_openenv.py:Parity", own="openenv"),
 )
 
 
