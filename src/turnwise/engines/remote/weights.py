@@ -286,21 +286,29 @@ def _save(weights: Mapping[str, Any], path: Path) -> None:
 
 
 _TYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
 """Names of torch's types in safetensors files."""
 
 
 def _in_file(weights: StreamedWeights) -> dict[str, Any]:
-    """The tensors in a file that has no name any more: the system frees it with the last tensor."""
+    """The tensors in a file that has no name from the start: a process that is killed leaves nothing, and the system frees it
+    with the last tensor."""
     from safetensors.torch import load_file
 
     parent = Path(tempfile.gettempdir())
     with _writing(parent, "Set the environment variable TMPDIR"), tempfile.TemporaryFile(dir=parent) as file:
-        path = Path(
-            f"/dev/fd/{file.fileno()}"
-        )  # it has no name from the start: a process that is killed leaves nothing
+        path = Path(f"/dev/fd/{file.fileno()}")
         _save(weights, path)
         return load_file(path)
 
