@@ -153,6 +153,8 @@ class ContainerSandboxes:
         """What the images of all tasks share."""
         self._containers.remove_left_over()
         self._places, self._images = _TaskPlaces(concurrent), dict[str, ContainerImage]()
+        self._directories: dict[str, str] = {}
+        """The working directories of images, by their names."""
 
     async def machine(self, task: HarborTask) -> Machine:
         key = str(task.folder)
@@ -193,5 +195,7 @@ class ContainerSandboxes:
             closing.callback(slots.release)
             container = await closing.enter_async_context(started(image))
             bounds, lock = bounds_of(task, self._bounds), asyncio.Lock()
-            cwd = posixpath.join(await working_directory(container), task.workdir or "")
+            if image.image not in self._directories:  # known once there is a container: `create` may have got the image
+                self._directories[image.image] = await working_directory(container)
+            cwd = posixpath.join(self._directories[image.image], task.workdir or "")
             return ContainerMachine(container, bounds, cwd, task.environment, task.user, lock, closing.pop_all())
