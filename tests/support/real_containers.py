@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +24,8 @@ exec {enter} {podman} "$@"
 
 @contextlib.contextmanager
 def real_tool(name: str, folder: Path) -> Iterator[Path]:
-    """A directory with docker or podman and nothing else, for PATH. Skips the test, with the reason, if it runs no container."""
+    """A directory with docker or podman and nothing else, for PATH. Skips the test, with the reason, if it runs no container. One
+    test of this machine at a time has it: tests look for containers that are left, and each run removes those of ended ones."""
     if not _BUSYBOX.exists() or b"/lib64/ld-linux" in _BUSYBOX.read_bytes():
         pytest.skip("there is no statically linked busybox (Debian: busybox-static)")
     if (path := shutil.which(name)) is None:
@@ -30,6 +33,8 @@ def real_tool(name: str, folder: Path) -> Iterator[Path]:
     (place := folder / "bin").mkdir(parents=True)
     tool = place / name
     with contextlib.ExitStack() as holding:
+        lock = holding.enter_context(Path(tempfile.gettempdir(), "turnwise-real-containers.lock").open("w"))
+        fcntl.flock(lock, fcntl.LOCK_EX)
         tool.symlink_to(path)
         if (why := _refused(tool, folder)) and name == "podman" and os.getuid() == 0:
             tool.unlink()
