@@ -243,6 +243,11 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
             for of_agents in run.context.policies.values():
                 if of_agents.is_reference:
                     await of_agents.weights_changed()
+    if run.config.deterministic:
+        # a resumed run has no prefixes of earlier steps, and a recurrent state that is continued has other last bits
+        for of_agents in run.context.policies.values():
+            if not of_agents.trained:
+                await of_agents.weights_changed()
     if critic_step is not None and any(policy.publisher.asleep for policy in run.policies):
         critic = await _update_critic(run, critic_step, main, cancellable=not updates)
     # at once, so that no further token is sampled from the old weights

@@ -13,6 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from support.hybrids import save_hybrid
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from support.training import Silent, Started, overlap_surely, train_run, train_silently
@@ -493,6 +494,32 @@ def test_kill_minus_nine_of_a_run_of_two_policies_changes_no_bit(recipe: Path, t
     ]
     assert states[0]["place"]["values"] == states[1]["place"]["values"]
     assert states[0]["place"]["values"].keys() == {"", "second"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_gb", [None, 0.05])
+def test_a_frozen_policy_with_recurrent_layers_resumes_with_the_same_bits(
+    recipe: Path, tmp_path: Path, memory_gb: float | None
+) -> None:
+    """In the batches of the trained model's engine, and with an engine of its own. A recurrent state that is continued from a
+    prefix of an earlier step has other last bits than one that is computed at once."""
+    hybrid = save_hybrid(tmp_path / "hybrid", "qwen3_next")
+    (tmp_path / "game.py").write_text(GAME.replace("max_tokens=4", "max_tokens=30"), encoding="utf-8")
+    options = [
+        f"model.path={hybrid}",
+        f"policies={{second: {{path: {hybrid}{'' if memory_gb is None else f', memory_gb: {memory_gb}'}}}}}",
+        f"data.train={save_rows(tmp_path / 'two.jsonl', 2)}",
+        "limits.tokens_per_turn=30",
+        "train.steps=4",
+    ]
+    whole, metrics, run = train_run(recipe, tmp_path / "whole", *options)
+    assert isinstance(run.context.policies["second"].engine, SecondModel if memory_gb is None else LocalEngine)
+    train_run(recipe, tmp_path / "resumed", *options, "train.steps=2")
+    resumed, of_resumed, _ = train_run(recipe, tmp_path / "resumed", *options, "resume=auto")
+    assert timeless(resumed) == timeless(whole)
+    assert timeless(of_resumed) == timeless(metrics)
+    sampled_by = {(one["step"] - 1, versions(one).pop()) for one in whole if one.get("policy", "") == ""}
+    assert sampled_by == {(step, step) for step in range(4)}, "the trained model keeps its numbers"
 
 
 @pytest.mark.slow

@@ -213,8 +213,9 @@ class AgentPolicy:
         return RolloutContext(**shared, engine=engine, renderer=self.renderer, thinking=self.thinking)
 
     async def weights_changed(self) -> None:
-        """The weights of its model were changed in place: nothing that was computed with the earlier ones is used again. They
-        have no number: its tokens are not trained on."""
+        """Of a frozen policy, whose weights were changed in place, or count as changed: nothing that was computed before is used
+        again. They have no number: its tokens are not trained on. Other models of the same engine get theirs when the weights of
+        the step are published, which comes next."""
         if self.engine is not None:
             await self.engine.load_weights(self.engine.version)
 
