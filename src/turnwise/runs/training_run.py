@@ -137,7 +137,7 @@ def assemble(config: Config) -> TrainingRun:
         config = inputs.config
     if (note := assembly.credit_note(config)) is not None:
         inputs.notes.append(note)
-    _refuse_unusable_rows(config, scorer, inputs)
+    _refuse_unusable_rows(config, scorer, inputs, credits.values())
     opened, renderer = inputs.opened, inputs.renderer
     environments = assembly.environment_factory(config, encode=renderer.encode)
     learner = assembly.learner(config, opened.source, before_training=opened.before_training)
@@ -209,9 +209,16 @@ def _refuse_with_known_steps(config: Config, inputs: RunInputs) -> None:
         ) from None
 
 
-def _refuse_unusable_rows(config: Config, scorer: Scorer, inputs: RunInputs) -> None:
-    """Refuse what reward functions and teachers miss in the rows. Raises ConfigError."""
+def _refuse_unusable_rows(config: Config, scorer: Scorer, inputs: RunInputs, credits: Iterable[Credit]) -> None:
+    """Refuse what reward functions, teachers and estimators miss in the rows. Raises ConfigError."""
     rows = [*inputs.rows, *inputs.held_out]
+    if any(row.seed_step for row in inputs.rows) and any(credit.tracker is not None for credit in credits):
+        # each pass has other seeds: a value would be stored for every row, and never be read
+        raise ConfigError(
+            f"credit.name=spo has no effect on the rows that {config.environment.use} makes by seed: none is used twice, so that "
+            f"each has the value credit.initial. Use credit.name=reinforce_pp, or set data.train to a file with the same seeds "
+            f'in each pass, of lines such as {{"seed": 0}}'
+        )
     scorer.refuse_unknown_columns(rows)
     if (option := config.runs_conversations_elsewhere) is not None:
         assembly.refuse_what_needs_conversations_here(scorer, rows, option)

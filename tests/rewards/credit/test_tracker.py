@@ -21,6 +21,7 @@ from turnwise.options.algorithm import Spo
 from turnwise.rewards.credit import credit_of, outcome
 from turnwise.rewards.credit.credit import Episode
 from turnwise.rewards.credit.tracker import LARGEST_MOVE, ValueTracker
+from turnwise.train import assemble
 
 ROW = ("", "row")
 
@@ -198,6 +199,13 @@ def test_a_step_of_one_conversation_needs_advantages_that_are_not_whitened(recip
         refuse_without_effect(load(recipe, ["train.batch_size=1", "credit.whiten=true"])[0])
     refuse_without_effect(load(recipe, ["train.batch_size=1"])[0])
     refuse_without_effect(load(recipe, ["credit.whiten=true"])[0])
+
+
+def test_rows_of_seeds_of_which_none_is_used_twice_are_refused(recipe: Path) -> None:
+    """Their values would be stored, and written with each checkpoint, without an end."""
+    gym = ["environment={use: 'gymnasium:FrozenLake-v1'}", "data.train=environment:4"]
+    with pytest.raises(ConfigError, match=r"credit\.name=spo has no effect on the rows that gymnasium.* makes by seed"):
+        assemble(load(recipe, gym)[0])
 
 
 def test_each_credit_has_values_of_its_own() -> None:
