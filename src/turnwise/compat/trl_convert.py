@@ -16,13 +16,13 @@ from typing import Any, Literal
 
 from turnwise.compat.conversion import ConversionReport, UnsupportedKey, convert_loggers
 from turnwise.compat.swift.convert_training import (
-    convert_answers_of_teacher,
     convert_batches,
     convert_credit,
     convert_divergence,
     convert_length,
     convert_loss,
     convert_sample_filters,
+    convert_samples,
 )
 from turnwise.compat.swift.read_arguments import (
     ARGUMENT_TYPES,
@@ -816,7 +816,8 @@ def _convert_teacher(builder: TrlRecipeBuilder) -> None:
             builder.reject(key, reason, changes_training=True)
             builder.recipe.get("sampling", {}).pop(key, None)
     if builder.trainer == "gkd":
-        _convert_gkd(builder)
+        convert_samples(builder)
+        builder.reject("max_length", "prompts are not cut here: limits.context bounds a conversation")
     for key in _OF_REWARDS:
         builder.reject(key, "distillation learns nothing from rewards")
 
@@ -860,19 +861,6 @@ def _convert_server(builder: TrlRecipeBuilder, beta: float) -> None:
     if builder.values.get("loss_add_tail") is False:
         builder.reject_value("loss_add_tail", False, "all other tokens are one class", changes_training=True)
     builder.convert("nothing: all other tokens are one class", "loss_add_tail")
-
-
-def _convert_gkd(builder: TrlRecipeBuilder) -> None:
-    """Every conversation is sampled by the student: `lmbda` 1."""
-    if builder.value("lmbda") != 1:
-        reason = (
-            "only conversations of the student are learnt from, as with lmbda=1. To learn from given answers as well, train with "
-            "`turnwise sft` first (docs/sft.md)"
-        )
-        builder.reject("lmbda", reason, changes_training=True, even_default=True)
-    builder.convert("nothing: every conversation is sampled by the student", "lmbda")
-    convert_answers_of_teacher(builder)
-    builder.reject("max_length", "prompts are not cut here: limits.context bounds a conversation")
 
 
 def _report_other_arguments(builder: TrlRecipeBuilder) -> None:

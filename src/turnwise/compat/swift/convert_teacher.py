@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from turnwise.compat.swift.convert_training import convert_answers_of_teacher, first_row
+from turnwise.compat.swift.convert_training import convert_samples, first_row
 from turnwise.compat.swift.read_arguments import REWARD_FREE, SwiftRecipeBuilder
 from turnwise.errors import ConfigError
 from turnwise.json_yaml import parse_json
@@ -57,7 +57,8 @@ def convert_gkd(builder: SwiftRecipeBuilder) -> None:
     else:
         builder.set("teacher.divergence", "jsd", "beta")
         builder.set("teacher.beta", beta, "beta")
-    _convert_samples(builder)
+    convert_samples(builder)
+    builder.reject("sft_alpha", "it has no effect on conversations of the student (lmbda=1), also not in ms-swift")
     _convert_top_k(builder)
     _convert_source(builder)
     filters = [key for key in ("top_p", "top_k", "min_p") if builder.values.get(key) not in (None, 0, -1, 1)]
@@ -74,20 +75,6 @@ def convert_gkd(builder: SwiftRecipeBuilder) -> None:
         builder.reject("num_generations", reason, changes_training=True)
     for key in _OF_OPD:
         builder.reject(key, "it has no effect with rlhf_type=gkd, also not in ms-swift")
-
-
-def _convert_samples(builder: SwiftRecipeBuilder) -> None:
-    """Every conversation is sampled by the student: `lmbda` 1."""
-    if builder.value("lmbda") == 1:
-        builder.convert("nothing: every conversation is sampled by the student", "lmbda")
-    else:
-        reason = (
-            "only conversations of the student are learnt from: set lmbda=1. To learn from given answers as well, train with "
-            "`turnwise sft` first (docs/sft.md)"
-        )
-        builder.reject("lmbda", reason, changes_training=True, even_default=True)
-    builder.reject("sft_alpha", "it has no effect on conversations of the student (lmbda=1), also not in ms-swift")
-    convert_answers_of_teacher(builder)
 
 
 def _convert_top_k(builder: SwiftRecipeBuilder) -> None:

@@ -58,8 +58,16 @@ def convert_loss(builder: SwiftRecipeBuilder, minibatches: int) -> None:
     _convert_correction(builder, loss_type, off_policy)
 
 
-def convert_answers_of_teacher(builder: SwiftRecipeBuilder) -> None:
-    """Answers that the teacher samples, which nobody samples here (GKD of ms-swift and TRL)."""
+def convert_samples(builder: SwiftRecipeBuilder) -> None:
+    """Who samples what GKD of ms-swift and TRL learns from: here the student samples every conversation (`lmbda` 1), and nobody
+    samples answers of the teacher."""
+    if builder.value("lmbda") != 1:
+        reason = (
+            "only conversations of the student are learnt from: set lmbda=1. To learn from given answers as well, train with "
+            "`turnwise sft` first (docs/sft.md)"
+        )
+        builder.reject("lmbda", reason, changes_training=True, even_default=True)
+    builder.convert("nothing: every conversation is sampled by the student", "lmbda")
     if builder.values.get("seq_kd"):
         reason = "no answers are sampled from the teacher: sample them with `turnwise rollout`, and train with `turnwise sft`"
         builder.reject("seq_kd", reason, changes_training=True)
