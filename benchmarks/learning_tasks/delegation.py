@@ -26,7 +26,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import subprocess
 import sys
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -116,25 +115,15 @@ def make_data() -> dict[str, list[dict[str, Any]]]:
 
 def prepare(folder: Path) -> None:
     """Write the rows, and fine-tune the model to `folder/start/checkpoint` unless it is there."""
+    # here, because runs import this file as an environment, without the folder benchmarks
+    from learning_tasks.fine_tuning import fine_tune
+
     if (folder / "ready").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     for name, rows in make_data().items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    options = {
-        "model.path": ROOT / "demo/model",
-        "model.device": "cpu",
-        "data.train": folder / "conversations.jsonl",
-        "sft.max_recorded_rows": 0,
-        **OPTIONS,
-        "output": folder / "start",
-        "replace": "true",
-    }
-    recipe = folder / "sft.yaml"
-    recipe.write_text("{}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "turnwise", "sft", recipe, *(f"{key}={value}" for key, value in options.items())]
-    subprocess.run(command, check=True)
-    (folder / "ready").touch()
+    fine_tune(folder, {"model.path": ROOT / "demo/model", "model.device": "cpu", **OPTIONS})
 
 
 @environment

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from learning_tasks import digging, doors, guessing
+from learning_tasks.fine_tuning import fine_tune
 
 __all__ = ["make_data", "prepare"]
 
@@ -59,21 +58,13 @@ def prepare(folder: Path, data: dict[str, str]) -> None:
     tokenizer.save_pretrained(folder / "random")
     options = {
         "model.path": folder / "random",
-        "data.train": folder / "conversations.jsonl",
         "sft.steps": STEPS,
         "sft.batch_size": 64,
         "sft.lr": 3e-3,
         "sft.warmup_steps": 10,
         "sft.lr_schedule": "cosine",
-        "sft.max_recorded_rows": 0,
-        "output": folder / "start",
-        "replace": "true",
     }
-    recipe = folder / "sft.yaml"
-    recipe.write_text("{}\n", encoding="utf-8")
-    command = [sys.executable, "-m", "turnwise", "sft", recipe, *(f"{key}={value}" for key, value in options.items())]
-    subprocess.run(command, check=True)
-    (folder / "ready").touch()
+    fine_tune(folder, options)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
