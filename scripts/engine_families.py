@@ -34,7 +34,7 @@ from turnwise.models.loading import published_weights, token_logprobs
 ROOT = Path(__file__).resolve().parent.parent
 INSIDE = Path(__file__).parent / "engines" / "load_weights.py"
 EQUAL = 1e-3
-"""The same number as in `INSIDE`, which runs in an engine's environment. (Tests have a package `engines` of their own.)"""
+"""Log-probabilities that differ by less are the same."""
 PROMPT = [5, 17, 30, 41, 7, 9, 100, 33, 12, 90, 64, 3]
 """Tokens whose log-probabilities are compared."""
 
@@ -239,7 +239,7 @@ def make(name: str, folder: Path) -> None:
     weights = {key: tensor.contiguous().clone() for key, tensor in published_weights(model).items()}
     save_file(weights, folder / "update.sent")
     (folder / "expected.json").write_text(
-        json.dumps({"prompt": PROMPT, "logprobs": logprobs, "vllm": _of_family(VLLM, name)})
+        json.dumps({"prompt": PROMPT, "logprobs": logprobs, "equal": EQUAL, "vllm": _of_family(VLLM, name)})
     )
 
 

@@ -3,8 +3,8 @@
     python load_weights.py vllm DIRECTORY...
 
 Each directory has a checkpoint, `update.sent` (weights as turnwise sends them) and `expected.json` (log-probabilities of
-transformers, with the weights of the checkpoint and with those that are sent). Each is tried in a process of its own, forked
-after the engine was imported. Prints a line `RESULT {...}` for each.
+transformers, with the weights of the checkpoint and with those that are sent; and what difference is none). Each is tried in a
+process of its own, forked after the engine was imported. Prints a line `RESULT {...}` for each.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-EQUAL = 1e-3
-"""Log-probabilities that differ by less are the same."""
 LIMIT = 900
 """Seconds for one model, on a busy machine."""
 
@@ -73,6 +71,7 @@ def try_vllm(folder: Path, sent: dict[str, torch.Tensor]) -> dict[str, Any]:
     config = json.loads((folder / "config.json").read_text())
     if config["architectures"][0] not in ModelRegistry.get_supported_archs():
         return {"error": "not served"}
+    expected = json.loads((folder / "expected.json").read_text())
     common: dict[str, Any] = {
         "model": str(folder),
         "tokenizer": None,
@@ -85,11 +84,11 @@ def try_vllm(folder: Path, sent: dict[str, torch.Tensor]) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "kv_cache_memory_bytes": 64 << 20,
         "limit_mm_per_prompt": {"image": 0, "video": 0},
-        **json.loads((folder / "expected.json").read_text())["vllm"],
+        **expected["vllm"],
     }
     try:
         result = run_vllm(folder, sent, common)
-        if (before := result.get("deviations", [0.0])[0]) < EQUAL:
+        if (before := result.get("deviations", [0.0])[0]) < expected["equal"]:
             return result
         reason = f"already before an update, its log-probabilities are {before:.2g} from those of transformers"
     except Exception as error:
