@@ -45,8 +45,9 @@ def idle(number: int) -> None:
 
 
 @pytest.fixture
-def no_idle_threads() -> None:
-    threads._threads.__init__()
+def no_idle_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of earlier tests may still return: their threads are idle elsewhere then."""
+    monkeypatch.setattr(threads, "_threads", threads._Threads())
 
 
 def in_event_loop(test):

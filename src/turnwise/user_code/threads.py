@@ -74,8 +74,15 @@ class _Threads:
 
 
 _threads = _Threads()
+
+
+def _forget_threads() -> None:
+    global _threads
+    _threads = _Threads()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.__init__)  # a forked process has none of these threads
+    os.register_at_fork(after_in_child=_forget_threads)  # a forked process has none of these threads
 
 
 def start(job: Callable[[], None], *, name: str) -> None:
