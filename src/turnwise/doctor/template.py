@@ -898,12 +898,13 @@ def _written(renderer: Renderer, role: str) -> str:
 
 def _holds(text: str, content: str) -> bool:
     """Whether `text` contains `content`, unchanged or encoded as JSON."""
+    if content in text:
+        return True
     encoded = [json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
     encoded += [json.dumps(json.dumps(content))[3:-3]]
     # Jinja's tojson filter escapes these four characters for HTML
-    html = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"}
-    encoded += ["".join(html.get(letter, letter) for letter in form) for form in encoded]
-    return any(form in text for form in (content, *encoded))
+    html = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "'": "\\u0027"})
+    return any(form in text or form.translate(html) in text for form in encoded)
 
 
 def _difference(text: str) -> str:

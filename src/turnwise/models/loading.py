@@ -174,6 +174,7 @@ def adapt(model: Any, source: ModelSource) -> None:
 
 def _load_base(source: ModelSource) -> Any:
     """Load a model directory without adapters."""
+    from transformers import AutoConfig
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -188,8 +189,9 @@ def _load_base(source: ModelSource) -> Any:
         quantized = {"quantization_config": quantization, "device_map": {"": name}}
     try:
         with boundary("model"):  # truncated weight files raise exceptions of many kinds
-            model, found = model_family(path).from_pretrained(
-                path, dtype=getattr(torch, source.dtype), output_loading_info=True, **quantized
+            config = AutoConfig.from_pretrained(path)
+            model, found = model_family(config).from_pretrained(
+                path, config=config, dtype=getattr(torch, source.dtype), output_loading_info=True, **quantized
             )
     except Failed as failed:
         raise ConfigError(
@@ -209,16 +211,10 @@ def _load_base(source: ModelSource) -> Any:
     return model
 
 
-def model_family(path: str) -> Any:
-    """The auto class that loads the complete model at `path`, with its vision part if it has one."""
-    from transformers import (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-    )
+def model_family(config: Any) -> Any:
+    """The auto class that loads the complete model of a transformers configuration, with its vision part if it has one."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(path)
     sees = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and config.get_text_config() is not config
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
@@ -230,7 +226,7 @@ def model_without_weights(path: str, dtype: torch.dtype = torch.float32) -> Any:
     config = AutoConfig.from_pretrained(path)
     config.name_or_path = path
     with torch.device("meta"):
-        return model_family(path).from_config(config, dtype=dtype)
+        return model_family(config).from_config(config, dtype=dtype)
 
 
 def _refuse_other_weights(path: str, model: Any, *, missing: Collection[str], unexpected: Collection[str]) -> None:
