@@ -271,9 +271,10 @@ def _what(option: str, field: FieldInfo) -> str:
 
 def _mark(key: str) -> str:
     """What a resume allows. For a list of references: whether the referenced objects may change."""
-    return MARKS[
-        next(rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}.")))
-    ]
+    rules = [rule for option, rule in RULES.items() if option == key or option.startswith((f"{key}[].", f"{key}."))]
+    if not rules:
+        raise SystemExit(f"scripts/generated_pages.py: the option {key} has no rule: add it to config/resume_rules.py")
+    return MARKS[rules[0]]
 
 
 def _choices(annotation: Any) -> Sequence[str]:

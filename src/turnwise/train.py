@@ -2,7 +2,8 @@
 
 Each step takes rows, samples a group of trajectories for each row, scores them, computes advantages, packs batches, updates
 the weights, publishes them to the engine, and writes everything down. `assemble` (runs/training_run.py) builds the run from a
-recipe. `evaluate` runs and scores conversations without training, with the same loop, engine and rewards.
+recipe; its state, and how it weighs turns and packs batches, are in `RunState` (runs/run_state.py). `evaluate` runs and scores
+conversations without training, with the same loop, engine and rewards.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from support.conversations import call, hold, scripted, spoken
 from turnwise.chat.probes import LONGEST_TEXT, TEXTS, PriorConversation, cached_by_content
 from turnwise.chat.renderer import Renderer
 from turnwise.chat.template import with_short_ids
-from turnwise.chat.tool_calls import by_name
+from turnwise.chat.tool_calls import format_by_name
 from turnwise.doctor.template import SCENARIOS, Scenario, check_scenario
 from turnwise.engines.scripted import ScriptedEngine
 from turnwise.environments.environment import environment
@@ -347,7 +347,7 @@ def test_the_answer_to_a_call_has_the_id_that_the_model_wrote() -> None:
 def test_ids_are_read_where_the_format_has_them_and_are_plain_short_and_unique(
     text: str, format: str, ids: list[str]
 ) -> None:
-    assert [call.id for call in by_name(format).parse(text, first_id=5).calls] == ids
+    assert [call.id for call in format_by_name(format).parse(text, first_id=5).calls] == ids
 
 
 def test_replayed_answers_have_the_ids_that_their_calls_have() -> None:

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from support.conversations import call
 from support.families import template_files
 from support.tool_calls import FAMILIES, THINK, TOOLS
-from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, Hermes, ParsedText, by_name, detect
+from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, Hermes, ParsedText, detect, format_by_name
 from turnwise.errors import TemplateError
 from turnwise.types import ToolCall
 
@@ -332,11 +332,15 @@ def test_a_template_that_writes_no_calls_or_not_all_of_them_has_no_format() -> N
 
 
 def test_a_format_has_a_name_and_a_wrong_name_is_reported_with_the_nearest() -> None:
-    assert [by_name(format.name) for format in FORMATS] == list(FORMATS)
+    assert [format_by_name(format.name) for format in FORMATS] == list(FORMATS)
+
+
+def test_every_format_has_examples() -> None:
+    assert {format.name for format in FORMATS} == {family.format for family in FAMILIES}
     with pytest.raises(
         TemplateError, match=r"no tool-call format 'hermes2'; did you mean 'hermes'\?; there are: hermes"
     ):
-        by_name("hermes2")
+        format_by_name("hermes2")
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
@@ -349,14 +353,14 @@ def test_reasoning_content_and_calls_are_separated(family: Any) -> None:
     elif family.format == "muse_glimmer":
         calls = f"<|eom|><|start|>assistant{calls}"
     for text, opened in ((f"{opening}Hm.{closing}{said}{calls}", False), (f"Hm.{closing}{said}{calls}", True)):
-        reading = by_name(family.format).parse(text, thinking=opened, tools=TOOLS)
+        reading = format_by_name(family.format).parse(text, thinking=opened, tools=TOOLS)
         assert (reading.reasoning, reading.content) == ("Hm.", "Let me see.")
         assert [(call.name, call.arguments) for call in reading.calls] == [("f", {"x": "1"})]
 
 
 def reads(format: str, text: str) -> list[Any]:
     """The calls in a text; of one that cannot be read, what is wrong."""
-    calls = by_name(format).parse(text, tools=TOOLS).calls
+    calls = format_by_name(format).parse(text, tools=TOOLS).calls
     told = [(call.error or "").removeprefix("this tool call cannot be parsed: ") for call in calls]
     return [
         error.partition(". Write it as")[0] or (call.name, call.arguments)
@@ -499,7 +503,7 @@ def test_what_is_read_and_what_is_reported(format: str, text: str, calls: list[A
 def test_the_schema_says_what_an_untyped_value_means(schema: Any, text: str, value: Any) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"v": schema}}}}
     turn = f"<tool_call>f<arg_key>v</arg_key><arg_value>{text}</arg_value></tool_call>"
-    (call,) = by_name("glm").parse(turn, tools=[tool]).calls
+    (call,) = format_by_name("glm").parse(turn, tools=[tool]).calls
     assert call.arguments == {"v": value}
     assert type(call.arguments["v"]) is type(value)
 

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
 from turnwise import assembly
-from turnwise.assembly.engines import ray_options, ray_rollouts, worker_recipe
 from turnwise.assembly.learners import rank_device
+from turnwise.assembly.runners import ray_options, ray_rollouts, worker_recipe
 from turnwise.cli import main
 from turnwise.commands.ranks import _Launcher
 from turnwise.config.recipe import load

@@ -18,9 +18,10 @@ from turnwise.engines.remote.http import HttpServer, ServerFailed, ServerLost, S
 from turnwise.engines.remote.launch import ServedModel
 from turnwise.engines.remote.servers import Owner, Part
 from turnwise.engines.remote.weights import read_shapes
-from turnwise.engines.sglang.api import SglangApi, check_checksums, file_contents, image_data, sampling_params
+from turnwise.engines.sglang.api import SglangApi, image_data, sampling_params
 from turnwise.engines.sglang.images import decode_images
 from turnwise.engines.sglang.launch import server_command
+from turnwise.engines.sglang.weights import check_checksums, file_contents
 from turnwise.errors import ConfigError, EngineError
 from turnwise.options.engines import SglangEngineSection
 from turnwise.options.schema import Config

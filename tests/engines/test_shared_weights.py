@@ -37,7 +37,7 @@ from turnwise.engines.remote.shared_buffer import (
 )
 from turnwise.engines.remote.weights import CannotShare, Sending, SharedCopies, WeightFiles, WeightUpdate
 from turnwise.engines.sglang import loader
-from turnwise.engines.sglang.api import share
+from turnwise.engines.sglang.weights import share
 from turnwise.engines.vllm.api import WeightSender
 from turnwise.engines.vllm.worker import WeightReceiver
 from turnwise.errors import ConfigError, EngineError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from support.costs import costs_its_length
 from support.tool_calls import FAMILIES, TOOLS, Case, Family, cases, outcome, tools_for
-from turnwise.chat.tool_calls import FORMATS, ToolFormat, by_name
+from turnwise.chat.tool_calls import FORMATS, ToolFormat, format_by_name
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 
@@ -163,6 +163,6 @@ def test_white_space_costs_no_more_than_its_length_wherever_a_call_breaks_off(fo
 
 def test_calls_that_never_end_are_not_read_to_the_end_again_and_again() -> None:
     begin = time.process_time()
-    (first, *_) = by_name("pythonic").parse('[f(, f(a="' * 4_000, tools=TOOLS).calls
+    (first, *_) = format_by_name("pythonic").parse('[f(, f(a="' * 4_000, tools=TOOLS).calls
     assert time.process_time() - begin < 6
     assert first.error is not None

@@ -17,7 +17,7 @@ from support.servers import Answer, serving
 from support.tiny import save_model, save_rows
 from support.training import train_run
 from turnwise import assembly
-from turnwise.assembly.engines import rollout_worker, worker_recipe
+from turnwise.assembly.runners import rollout_worker, worker_recipe
 from turnwise.cli import main
 from turnwise.config.policy_checks import refuse_unusable_policies
 from turnwise.config.recipe import load

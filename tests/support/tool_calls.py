@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from turnwise.chat.tool_calls import by_name
+from turnwise.chat.tool_calls import format_by_name
 from turnwise.types import ToolCall, ToolSchema
 
 Expected = tuple[str, dict[str, Any]] | None
@@ -74,7 +74,7 @@ class Family:
 
     def read(self, text: str, tools: Sequence[ToolSchema]) -> tuple[ToolCall, ...]:
         """The calls in a turn."""
-        return by_name(self.format).parse(text, tools=tools).calls
+        return format_by_name(self.format).parse(text, tools=tools).calls
 
 
 TOOLS: list[ToolSchema] = [

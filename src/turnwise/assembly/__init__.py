@@ -22,13 +22,10 @@ from turnwise.assembly.conversations import (
 from turnwise.assembly.data import conversations, curriculum, drop_long_prompts, row_order, rows
 from turnwise.assembly.engines import (
     Scripts,
-    conversation_host,
     engine,
     engine_model,
     longest_context,
     read_scripts,
-    refuse_what_needs_conversations_here,
-    runner,
     scripted_engine,
 )
 from turnwise.assembly.learners import (
@@ -44,6 +41,7 @@ from turnwise.assembly.learners import (
 )
 from turnwise.assembly.policies import agent_policies, policy_renderers, policy_sources
 from turnwise.assembly.rewards import connect_engine, credit, credit_note, scorer, turn_weighting
+from turnwise.assembly.runners import conversation_host, refuse_what_needs_conversations_here, runner
 from turnwise.assembly.teachers import refuse_unusable_teachers, teacher_step
 
 __all__ = [

@@ -335,7 +335,7 @@ class Renderer:
         self.special = special_tokens(tokenizer)
         """Tokens that no plain text is encoded to."""
         self._text_ids = text_encoder(tokenizer)
-        self._encode = TokenCache(self._encode_text)
+        self._encode_cached = TokenCache(self._encode_behind)
         self._decode = text_decoder(tokenizer, self._text_ids, self.special)
         self.template = Template(tokenizer, self.where, dict(chat_template_kwargs))
         self.profile: TemplateProfile = find_profile(
@@ -554,7 +554,7 @@ class Renderer:
         """
         hidden = self._with_hidden_placeholders(messages)
         text = self.template.render(hidden, tools=tools, add_generation_prompt=True)
-        return replace(self._encoded(text, hidden, None), messages=messages)
+        return replace(self._encode_messages(text, hidden, None), messages=messages)
 
     def encode_bridge(
         self, last_token: int, messages: Sequence[Message], prior: PriorConversation = NO_CONVERSATION
@@ -569,7 +569,9 @@ class Renderer:
         planned = plan.apply(messages)
         roles = tuple(str(message["role"]) for message in planned)
         base, own = self._boundary.find(roles, plan.base_turns, base_prior, last_token)
-        return self._encoded(self.template.text_after_turn(planned, base, base_prior)[own:], planned, last_token)
+        return self._encode_messages(
+            self.template.text_after_turn(planned, base, base_prior)[own:], planned, last_token
+        )
 
     def check_messages(
         self, messages: Sequence[Message], tools: Sequence[ToolSchema], *, opening: bool, arguments: Mapping[str, Any]
@@ -614,7 +616,7 @@ class Renderer:
 
     def encode_continuation(self, last_token: int | None, text: str) -> Sequence[int]:
         """Token ids of a text that continues the model's turn after `last_token`. The cache keeps none of a long text."""
-        return (self._encode if len(text) <= LONGEST_TEXT else self._encode_text)(text, last_token)
+        return (self._encode_cached if len(text) <= LONGEST_TEXT else self._encode_behind)(text, last_token)
 
     def token_prefix(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
         """The most tokens whose text is a prefix of `text`: their number, and their text."""
@@ -634,30 +636,31 @@ class Renderer:
 
     def encode(self, text: str) -> Sequence[int]:
         """The token ids of a plain text, for example of a scripted turn."""
-        return self._encode(text, None)
+        return self._encode_cached(text, None)
 
     def encode_conversation(self, text: str) -> Sequence[int]:
         """The token ids of a complete conversation. Those of a long one are not kept in the cache."""
-        return self._encode(text, None) if len(text) <= LONGEST_TEXT else self._encode_text(text)
+        return self._encode_cached(text, None) if len(text) <= LONGEST_TEXT else self._encode_behind(text)
 
     def is_special(self, token: int) -> bool:
         """Whether no plain text is encoded to this token: a mark of the template."""
         return token in self.special
 
-    def _encoded(self, text: str, messages: Sequence[Message], last_token: int | None) -> EncodedMessages:
+    def _encode_messages(self, text: str, messages: Sequence[Message], last_token: int | None) -> EncodedMessages:
         opening = self.profile.reasoning.marks.reasoning_opening(text)
         if self.vision is None:
             refuse_media(messages, self.where)
             return EncodedMessages(
-                token_ids=self._encode(text, last_token), messages=messages, reasoning_opening=opening, text=text
+                token_ids=self._encode_cached(text, last_token), messages=messages, reasoning_opening=opening, text=text
             )
         text, unplaced = self.vision.expand(text, self.vision.parts(messages))
         literal, text = self.vision.placeholders.literal_indices(text), self.vision.placeholders.restore(text)
-        ids = self._encode(text, last_token)
+        ids = self._encode_cached(text, last_token)
         media = self.vision.locate(ids, unplaced, literal=literal)
         return EncodedMessages(token_ids=ids, media=media, messages=messages, reasoning_opening=opening, text=text)
 
-    def _encode_text(self, text: str, behind: int | None = None) -> tuple[int, ...]:
+    def _encode_behind(self, text: str, behind: int | None = None) -> tuple[int, ...]:
+        """The token ids of a text that follows the token `behind`; `_encode_cached` keeps them."""
         if behind is not None and behind in self.special:
             # encoded together with the token in front, as in one pass: some tokenizers put a space before a text that begins
             ids = self._text_ids(self.decode([behind]) + text)

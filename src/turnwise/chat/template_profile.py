@@ -30,7 +30,7 @@ from turnwise.chat.probes import (
 from turnwise.chat.reasoning import ReasoningFormat
 from turnwise.chat.template import MessageFormat, Template
 from turnwise.chat.text_encoder import decode
-from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, ToolFormat, by_name, find_format
+from turnwise.chat.tool_calls import FORMATS, FromResponseTemplate, ToolFormat, find_format, format_by_name
 from turnwise.chat.tool_calls.learned import ProbeWriter
 from turnwise.chat.turn_format import ParsedTurn, TurnFormat, find_turn_format, template_message
 from turnwise.errors import TemplateError
@@ -427,7 +427,7 @@ def _named_format(tokenizer: Any, template: Template, name: str | ToolFormat) ->
     if isinstance(name, ToolFormat):
         return name
     if name != FromResponseTemplate.name:
-        return by_name(name)
+        return format_by_name(name)
     own = _own_format(tokenizer)
     if own is None:
         raise TemplateError(

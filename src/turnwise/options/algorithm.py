@@ -70,7 +70,7 @@ class CreditSection(NamedSection):
 
     @property
     def compares_group(self) -> bool:
-        """Whether the conversations of a row are compared with each other."""
+        """Whether the conversations of a row are compared with each other: `train.group_size=1` is refused then."""
         return self.needs_values is None and not self.needs_baseline
 
 

@@ -227,7 +227,7 @@ class McpSection(Section):
 
 
 class ToolCallsSection(Section):
-    """Options that hold for all tools."""
+    """Options that hold for all tools. How the model writes its calls is `tool_format`."""
 
     describe: Literal["template", "system"] = "template"
     """Who shows tools to the model: the chat `template`, or where it does not the `system` message."""

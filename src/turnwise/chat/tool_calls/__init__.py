@@ -8,7 +8,7 @@ the template writes. docs/tool_calls.md lists the formats and their behaviour fo
 
 from turnwise.chat.reasoning import KNOWN, MARKS, ReasoningBlock, ReasoningMarks
 from turnwise.chat.tool_calls.describe import describe_tools, undescribed
-from turnwise.chat.tool_calls.formats import FORMATS, FromResponseTemplate, by_name, detect, find_format
+from turnwise.chat.tool_calls.formats import FORMATS, FromResponseTemplate, detect, find_format, format_by_name
 from turnwise.chat.tool_calls.json_formats import Hermes
 from turnwise.chat.tool_calls.learned import DESCRIBED, described_format
 from turnwise.chat.tool_calls.parsing import MarkedFormat, ParsedText, ToolFormat
@@ -25,10 +25,10 @@ __all__ = [
     "ReasoningBlock",
     "ReasoningMarks",
     "ToolFormat",
-    "by_name",
     "describe_tools",
     "described_format",
     "detect",
     "find_format",
+    "format_by_name",
     "undescribed",
 ]

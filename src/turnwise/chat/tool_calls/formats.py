@@ -52,7 +52,7 @@ _UNMARKED = ("pythonic", "llama3")
 _PROBE = {"text": 'a "b" </x>', "number": 3, "nested": {"list": [1, None]}}
 
 
-def by_name(name: str) -> ToolFormat:
+def format_by_name(name: str) -> ToolFormat:
     """The format of that name. Raises TemplateError if there is none."""
     formats = {format.name: format for format in FORMATS}
     if name not in formats:

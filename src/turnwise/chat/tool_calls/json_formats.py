@@ -220,7 +220,11 @@ class Mistral(JsonFormat):
 
 
 class NameThenJson(JsonFormat):
-    """An opening mark, the name, the arguments as JSON, a closing mark."""
+    """An opening mark, the name, the arguments as JSON, a closing mark.
+
+    Every opening mark in a turn is a call or a malformed call: a mark that also stands in other text (`<<` in `1 << 2`) needs a
+    look-ahead for the name.
+    """
 
     head_pattern: re.Pattern[str]
     """The text from the opening mark to the arguments, with the group `name`, and the group `id` if the format has ids."""

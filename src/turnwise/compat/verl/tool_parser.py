@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 from turnwise.chat.reasoning import ReasoningMarks
-from turnwise.chat.tool_calls.formats import by_name
+from turnwise.chat.tool_calls.formats import format_by_name
 from turnwise.chat.tool_calls.parsing import ParsedText, ToolFormat, malformed_call, well_formed_call
 from turnwise.compat.verl.base import FunctionCall, OpenAIFunctionToolSchema
 from turnwise.compat.verl.files import load_class
@@ -88,7 +88,7 @@ class _Format(ToolParser):
     ) -> tuple[str, list[FunctionCall]]:
         text = self.tokenizer.decode(list(responses_ids), skip_special_tokens=False)
         schemas = [tool.model_dump(exclude_unset=True) for tool in tools or ()]
-        parsed = by_name(self.format_name).parse(text, tools=schemas)
+        parsed = format_by_name(self.format_name).parse(text, tools=schemas)
         calls = [call for call in parsed.calls if call.error is None]
         for one in calls:
             text = text.replace(one.text, "", 1)

@@ -425,7 +425,10 @@ WakePart = Literal["weights", "cache"]
 
 
 class ServerApi(Protocol):
-    """The requests of one kind of server, such as vLLM. All methods raise EngineError; ServerLost if the server is gone."""
+    """The requests of one kind of server, such as vLLM. All methods raise EngineError; ServerLost if the server is gone.
+
+    `engines/sglang/api.py` is the shorter of the two over HTTP. What is above the protocol in this file serves all of them.
+    """
 
     @property
     def name(self) -> str:
