@@ -181,8 +181,8 @@ def test_close_is_called_once_on_every_path_out() -> None:
     limits = Limits(turns=1, tokens_per_turn=400)
     assert closing(Bank, Says(call("deposit", '{"amount": 1}')), limits=limits).stop == "max_turns"
     assert LOG == ["made", "closed at 0"] * 3 + ["made", "closed at 1"]
-    slow = Limits(turns=2, tokens_per_turn=400, seconds_per_turn=0.1)
-    assert closing(Bank, Says("x", seconds=1.0), limits=slow).stop == "deadline"
+    slow = Limits(turns=2, tokens_per_turn=400, seconds_per_turn=1.0)
+    assert closing(Bank, Says("x", seconds=100.0), limits=slow).stop == "deadline"
     assert LOG[-2:] == ["made", "closed at 0"]
     assert len(LOG) == 10
 

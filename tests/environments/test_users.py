@@ -218,7 +218,8 @@ def test_what_passes_by_itself_is_asked_again() -> None:
     ],
 )  # fmt: skip
 def test_an_endpoint_that_fails_fails_its_conversation(answer: Answer, asked: int, message: str) -> None:
-    trajectory, server = served("a", answer=lambda *_: answer, endpoint={"retries": 1, "timeout": 0.5})
+    endpoint = {"retries": 1, "timeout": 0.5 if answer.seconds else 60}
+    trajectory, server = served("a", answer=lambda *_: answer, endpoint=endpoint)
     assert message in failure(trajectory)
     assert len(server.asked) == asked
 
