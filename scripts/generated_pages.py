@@ -84,6 +84,8 @@ def replace_block(page: str, name: str, body: str, *, by: str = "generated_pages
 
 LONG = 5
 """A description of more words than these is not repeated."""
+LIST = 3
+"""So many options of the same names have a list of their own."""
 MOST_USED = [
     "model.path",
     "model.lora.rank",
@@ -202,11 +204,22 @@ def _named(key: str, classes: Sequence[type[Section]]) -> Iterator[str]:
             if name != "name":
                 found.setdefault((name, _what(f"{key}.{name}", field)), []).append((cls, field))
     order = list(dict.fromkeys(name for name, _ in found))
-    for (name, what), of in sorted(
-        found.items(), key=lambda item: (len(item[1]) < len(classes), order.index(item[0][0]))
-    ):
-        names = "" if len(of) == len(classes) else f" of {', '.join(f'`{name_of(cls)}`' for cls, _ in of)}"
-        yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{names}{_in_brackets(_defaults(of))}: {what}"
+    options = sorted(found.items(), key=lambda item: (len(item[1]) < len(classes), order.index(item[0][0])))
+    of_names = {option: _names(of, classes) for option, of in options}
+    lists = [names for names, count in Counter(of_names.values()).items() if names and count >= LIST]
+    for (name, what), of in options:
+        if (names := of_names[name, what]) not in lists:
+            yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{names}{_in_brackets(_defaults(of))}: {what}"
+    for names in lists:
+        yield from ("", f"Options{names}:", "")
+        for (name, what), of in options:
+            if of_names[name, what] == names:
+                yield f"- `{key}.{name}`{_mark(f'{key}.{name}')}{_in_brackets(_defaults(of))}: {what}"
+
+
+def _names(of: Sequence[tuple[type[Section], FieldInfo]], classes: Sequence[type[Section]]) -> str:
+    """Of which names an option is, unless of all."""
+    return "" if len(of) == len(classes) else f" of {', '.join(f'`{name_of(cls)}`' for cls, _ in of)}"
 
 
 def _in_brackets(default: str) -> str:

@@ -596,7 +596,7 @@ def write_page(results: Mapping[str, Result]) -> None:
         count=len(results),
         rows="\n".join(_rows(works)),
         refused="\n".join(f"| {'; '.join(names)} | {reason} |" for reason, names in reasons.items()),
-        others=", ".join(f"`{name}` ({what})" for name, what in OTHERS.items()),
+        others=", ".join(f"`{name}`" for name in OTHERS),
     )
     PAGE.write_text(text, encoding="utf-8")
 

@@ -58,7 +58,7 @@ SMALL = {
 """Appended to commands that train or sample, to make them short."""
 ONLY_PARSED = {"docs/server.md"}
 """Pages whose commands need a server, or data that is not here."""
-PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "printf", "sha256sum", "torchrun", "trl"}
+PROGRAMS = {"eval", "export", "source", "cd", "git", "make", "printf", "seq", "sha256sum", "torchrun", "trl"}
 """Programs of the shell whose arguments are not checked."""
 
 

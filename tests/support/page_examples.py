@@ -99,7 +99,7 @@ FILES: dict[str, dict[str, str]] = {
         "recipe.yaml": (ROOT / "recipes" / "calculator.yaml").read_text(encoding="utf-8"),
         "lines.jsonl": '["#### 1", "#### 2"]\n["#### 3", "#### 4"]\n',
     },
-    "README.md": {"guess.jsonl": '{"prompt": "Guess a number from 1 to 9.", "secret": "7"}\n' * 2},
+    "README.md": {"guess.jsonl": '{"prompt": "Guess a number from 1 to 9.", "secret": 7}\n' * 2},
     "docs/recipes.md": {
         "my_tools.py": _SEARCH,
         "my_rewards.py": _FUNCTION.format("brevity")
