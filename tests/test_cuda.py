@@ -14,7 +14,7 @@ import yaml
 
 import test_train
 import test_vision
-from support.tiny import save_model, save_rows
+from support.tiny import BLOCKS_OF_4_BITS, save_model, save_rows
 from support.vision import picture, save_vision_model
 from turnwise.training.flash_tree import problem_of
 
@@ -95,6 +95,18 @@ def test_adamw_in_8_bits(words: Path, tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     test_train.run(words, "train.optimizer.name=adamw_8bit")
     assert all(one["failed"] == 0 for one in test_train.lines(tmp_path / "run" / "metrics.jsonl"))
+
+
+def test_weights_in_4_bits(words: Path, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = save_model(tmp_path / "wide", **BLOCKS_OF_4_BITS)
+    options = [f"model.path={model}", "model.quantization.bits=4", "model.lora.rank=4", "checkpoint.every=1"]
+    test_train.run(words, *options, "train.steps=1")
+    test_train.run(words, *options, "train.steps=2", "resume=auto")
+    metrics = test_train.lines(tmp_path / "run" / "metrics.jsonl")
+    assert [one["step"] for one in metrics] == [1, 2]
+    # one row in decoding, many in training: bitsandbytes has a kernel for each
+    assert all(one["failed"] == 0 and one["ratio/max_deviation"] < 1e-2 for one in metrics)
 
 
 def test_the_generic_pass_of_the_engine(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,24 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 
 import test_train
 import test_vision
 from runs.test_trained_policies import GAME
 from support.fake_cuda import Traffic, fake_cuda, on_device
 from support.recipes import save_recipe
-from support.tiny import tiny_model
+from support.tiny import BLOCKS_OF_4_BITS, save_model, tiny_model
 from support.vision import picture, save_vision_model
 from training.test_batch import conversations
 from turnwise.engines.local import LocalEngine
-from turnwise.options.algorithm import Gmpo, Gspo, LossSection, OptimizationSection, PpoClip
+from turnwise.errors import ConfigError
+from turnwise.models import loading
+from turnwise.models.device import GpuMemory
+from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.quantization import linear_layers
+from turnwise.options.algorithm import Gmpo, Gspo, LoraSection, LossSection, OptimizationSection, PpoClip
+from turnwise.options.schema import QuantizationSection
 from turnwise.training.batch import pack
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
@@ -48,6 +55,9 @@ def recipe(model: Path, tmp_path: Path) -> Path:
         limits={"turns": 2, "tokens_per_turn": 6},
         train={"steps": 1, "batch_size": 2, "group_size": 3, "lr": 0.01},
     )
+
+
+IN_4_BITS = ("model.quantization.bits=4", "model.lora.rank=4")
 
 
 def trained(recipe: Path, *options: str, device: str = "cuda") -> list[dict[str, Any]]:
@@ -79,6 +89,9 @@ SLOW = {
     "reference sync": ["loss.kl_coef=0.1", "reference.source=copy", "reference.sync_every=1"],
     "LoRA": ["model.lora.rank=4"],
     "critic": ["credit=gae"],
+    "4 bits, KL": [*IN_4_BITS, "loss.kl_coef=0.1", "train.share_prompts=never", "train.micro_batch_tokens=100"],
+    "4 bits, critic, checkpointing": [*IN_4_BITS, "credit=gae", "model.gradient_checkpointing=true"],
+    "4 bits, bfloat16": [*IN_4_BITS, "model.dtype=bfloat16", "model.quantization.double=false"],
     "top-k, min-p": ["sampling.top_k=5", "sampling.min_p=0.05"],
 }
 
@@ -113,9 +126,81 @@ def test_several_trained_policies_mix_nothing(recipe: Path, traffic: Traffic) ->
         assert metrics[f"{policy}ratio/max_deviation"] < 1e-3
 
 
+def test_weights_in_4_bits_mix_nothing_and_resume_what_a_cpu_has_begun(recipe: Path) -> None:
+    save_model(recipe.parent / "wide", **BLOCKS_OF_4_BITS)
+    options = [*IN_4_BITS, f"model.path={recipe.parent / 'wide'}", "checkpoint.every=1"]
+    first = trained(recipe, *options, device="cpu")
+    with fake_cuda() as traffic:
+        metrics = trained(recipe, *options, "train.steps=2", "resume=auto")
+    assert not traffic.mixed
+    assert metrics[:1] == first
+    assert [one["step"] for one in metrics] == [1, 2]
+    for one in metrics:
+        assert one["tokens/trained"] > 0
+        assert one["failed"] == 0
+        assert one["ratio/max_deviation"] < 1e-3
+
+
+def in_4_bits(folder: Path, device: str = "cuda") -> Any:
+    path = str(save_model(folder / "wide", **BLOCKS_OF_4_BITS))
+    return load_model(
+        ModelSource(path=path, device=device, quantization=QuantizationSection(bits=4), lora=LoraSection(rank=4))
+    )
+
+
+def test_weights_in_4_bits_are_loaded_on_the_device_with_their_scales(traffic: Traffic, tmp_path: Path) -> None:
+    quantized = linear_layers(model := in_4_bits(tmp_path))
+    for layer in quantized.values():
+        state = layer.weight.quant_state
+        kept = (layer.weight, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code)
+        assert [one.device.type for one in kept] == ["cuda"] * 6
+        assert layer.weight.dtype == torch.uint8
+    assert len(quantized) == 7 * model.config.num_hidden_layers
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    layer, states = model.model.layers[0].mlp.down_proj, torch.ones(2, 64, device="cuda")
+    assert not traffic.mixed
+    before = layer(states)
+    layer.weight.quant_state.absmax = layer.weight.quant_state.absmax.cpu()
+    layer(states)
+    assert traffic.mixed.total() == 1
+    traffic.mixed.clear()
+    moved = on_device(in_4_bits(tmp_path, "cpu").model.layers[0].mlp.down_proj.weight)
+    assert moved.quant_state.absmax.device.type == "cuda"
+    assert moved.tolist() == layer.weight.tolist()
+    layer.base_layer.weight = moved
+    assert layer(states).tolist() == before.tolist()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_card_that_is_too_small_for_the_weights_is_named(
+    bits: Any, model: Path, tmp_path: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "to", full)
+    if bits:  # transformers catches what is raised while it quantizes
+        monkeypatch.setattr("bitsandbytes.functional.quantize_4bit", full)
+        model = save_model(tmp_path / "wide", **BLOCKS_OF_4_BITS)
+    card = GpuMemory("NVIDIA L4", 24 * 2**30, 4 * 2**30)
+    monkeypatch.setattr(loading, "gpu_memory", lambda device: card)
+    source = ModelSource(path=str(model), device="cuda", quantization=QuantizationSection(bits=bits))
+    with pytest.raises(ConfigError) as told:
+        load_model(source)
+    said = str(told.value)
+    assert (
+        "not fit into the memory of model.device=cuda (NVIDIA L4 with 24.0 GiB, of which other processes use 20.0)"
+        in said
+    )
+    assert "Use model.dtype=bfloat16, " in said
+    assert ("model.quantization.bits=4 with model.lora.rank" in said) == (bits is None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("options", SLOW.values(), ids=SLOW)
 def test_every_way_to_train_mixes_nothing(options: list[str], recipe: Path, traffic: Traffic) -> None:
+    if "model.quantization.bits=4" in options:
+        options = [*options, f"model.path={save_model(recipe.parent / 'wide', **BLOCKS_OF_4_BITS)}"]
     for metrics in trained(recipe, "train.steps=2", *options):
         assert metrics["tokens/trained"] > 0
         assert metrics["failed"] == 0
@@ -220,8 +305,17 @@ def tokens(engine: LocalEngine, count: int, requests: int = 4) -> int:
     return engine.stats.decode_steps - before
 
 
-def test_a_decode_step_copies_five_tensors_there_and_one_back(traffic: Traffic) -> None:
-    engine = LocalEngine(tiny_model().to("cuda"), memory_gb=0.1)
+MODELS: dict[str, tuple[Callable[[Path], Any], float]] = {
+    "fused pass": (lambda folder: tiny_model().to("cuda"), 5.5),  # rows that grow are indexed once more
+    "4 bits, generic pass": (in_4_bits, 11.5),
+}
+
+
+@pytest.mark.parametrize(("make", "copies"), MODELS.values(), ids=MODELS)
+def test_a_decode_step_copies_its_indices_there_and_once_back(
+    make: Callable[[Path], Any], copies: float, traffic: Traffic, tmp_path: Path
+) -> None:
+    engine = LocalEngine(make(tmp_path), memory_gb=0.1)
     counts: list[np.ndarray] = []
     for length in (10, 30):
         traffic.clear()
@@ -229,7 +323,7 @@ def test_a_decode_step_copies_five_tensors_there_and_one_back(traffic: Traffic) 
         counts.append(np.array([*traffic.totals(), steps]))
     to_device, to_host, waits, steps = (counts[1] - counts[0]).tolist()
     assert steps == 20
-    assert to_device / steps <= 5.5  # rows that grow are indexed once more
+    assert to_device / steps <= copies
     assert (to_host / steps, waits / steps) == (1, 0)
 
 

@@ -3,11 +3,14 @@
 torch's own fake tensors record no gradients for a device that the build of torch does not support. Here a tensor is a subclass
 that keeps its values in the CPU's memory. A tensor of the device and one of the host in the same operation is an error on a real
 GPU; here, it is noted in `Traffic.mixed`. Copies between the two, and operations after which the host waits for the device, are
-counted. Kernels that only CUDA has, several devices, and memory are not imitated.
+counted. Kernels that only CUDA has, several devices, and memory are not imitated: those of bitsandbytes (weights in 4 bits) are
+the CPU's.
 """
 
 from __future__ import annotations
 
+import copy
+import functools
 import linecache
 import sys
 from collections import Counter
@@ -63,7 +66,7 @@ class _OnDevice(torch.Tensor):
 
     @staticmethod
     def __new__(cls, values: torch.Tensor) -> Any:
-        return torch.Tensor._make_subclass(cls, values, values.requires_grad)
+        return _make_subclass(cls, values, values.requires_grad)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     device = property(lambda self: _DEVICE)  # type: ignore[assignment]
@@ -91,6 +94,8 @@ class _OnDevice(torch.Tensor):
         name, kwargs = func._schema.name.split("::")[1], kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         _note(name, args, [one for one in tensors if not isinstance(one, cls)])
+        if func.namespace == "bitsandbytes":  # written in Python, and asks its arguments for their device
+            args, kwargs = tree_map(lambda leaf: _values(leaf) if isinstance(leaf, cls) else leaf, (args, kwargs))
         with torch._C._DisableTorchDispatch():
             if name == "histc" and not args[0].is_floating_point():  # of whole numbers on CUDA only
                 result = func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
@@ -100,6 +105,22 @@ class _OnDevice(torch.Tensor):
         if name == "copy_" and not isinstance(args[0], cls):
             return args[0]
         return tree_map(_placed, result)
+
+
+_make_subclass = torch.Tensor._make_subclass
+
+
+@functools.cache
+def _also_on_device(kind: type) -> type:
+    """Tensors of this class that are on the device."""
+    return type(kind)(f"{kind.__name__}OnDevice", (kind, _OnDevice), {})
+
+
+def _make_subclass_there(kind: Any, values: torch.Tensor, *options: Any) -> torch.Tensor:
+    """`Tensor._make_subclass`, with which classes such as bitsandbytes' `Params4bit` make their tensors."""
+    if isinstance(values, _OnDevice) and not issubclass(kind, _OnDevice):
+        kind, values = _also_on_device(kind), _values(values)
+    return _make_subclass(kind, values, *options)
 
 
 def _note(name: str, args: tuple[Any, ...], host: list[torch.Tensor]) -> None:
@@ -230,7 +251,10 @@ for _name in ("to", "cpu", "tolist", "numpy"):  # also outside of the context, s
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of the host on the device, with its own gradient; a parameter if the tensor is one."""
+    """A copy of a tensor of the host on the device, with its own gradient; a parameter if the tensor is one. Weights in 4 bits
+    keep their scales, which are copied too."""
+    if hasattr(tensor, "quant_state"):
+        return copy.deepcopy(tensor).to("cuda")
     placed = _OnDevice(tensor.detach().clone()).requires_grad_(tensor.requires_grad)
     if isinstance(tensor, torch.nn.Parameter):
         placed._is_param = True  # type: ignore[attr-defined]
@@ -277,6 +301,8 @@ def fake_cuda() -> Iterator[Traffic]:
     with (
         mock.patch.multiple(torch, **replaced),
         mock.patch.object(transformers.PreTrainedModel, "to", _model_to),
+        mock.patch.object(transformers.modeling_utils, "caching_allocator_warmup"),
+        mock.patch.object(torch.Tensor, "_make_subclass", _make_subclass_there),
         mock.patch.object(ThreadPoolExecutor, "submit", _submit_inside),
         _Functions(),
     ):

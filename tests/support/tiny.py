@@ -35,10 +35,10 @@ def tiny_model(seed: int = 0, vocabulary: int = 260, **options: Any) -> Qwen3For
     return Qwen3ForCausalLM(config).eval()
 
 
-def save_model(path: Path, *, seed: int = 0) -> Path:
-    """A model directory: random weights, byte-level tokenizer, ChatML template."""
+def save_model(path: Path, *, seed: int = 0, **options: Any) -> Path:
+    """A model directory: random weights, byte-level tokenizer, ChatML template. `options` are of the model's configuration."""
     tokenizer = byte_tokenizer()
-    model = tiny_model(seed, vocabulary=len(tokenizer))
+    model = tiny_model(seed, vocabulary=len(tokenizer), **options)
     model.generation_config.eos_token_id = ends_of_turns(tokenizer)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
@@ -52,6 +52,10 @@ def ends_of_turns(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """
     inside = tokenizer.encode(" \n", add_special_tokens=False)
     return [2, *(one for one in range(188, len(tokenizer)) if one not in inside)]
+
+
+BLOCKS_OF_4_BITS = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+"""Options of a model whose linear layers can all be quantized."""
 
 
 def save_rows(path: Path, count: int = 8) -> Path:

@@ -169,6 +169,12 @@ def test_what_cannot_be_trained_in_4_bits_is_refused(options: list[str], message
         assemble(config)
 
 
+def test_a_device_that_is_not_there_is_refused_before_weights_are_quantized_on_it() -> None:
+    source = ModelSource(path=str(MODEL), device="cuda:99", quantization=QuantizationSection(bits=4))
+    with pytest.raises(ConfigError, match=r"^model\.device=cuda:99 cannot be used: .*Use model\.device=auto"):
+        load_model(source)
+
+
 def test_names_of_other_trainers_lead_to_the_option(tmp_path: Path) -> None:
     recipe = save_recipe(tmp_path, MODEL)
     for name, hint in (

@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import model_advice, refuse_other_than_model
 from turnwise.models.cpu import with_fast_layers
-from turnwise.models.device import uses_gpu, why_no_gpu
+from turnwise.models.device import gpu_memory, uses_gpu, why_no_gpu
 from turnwise.models.lora import (
     adapter_base,
     adapter_weights,
@@ -183,6 +183,13 @@ def _load_base(source: ModelSource) -> Any:
     name = ("cuda" if uses_gpu(device) else "cpu") if device == "auto" else device
     if name == "cpu" and device == "auto" and (reason := why_no_gpu()) is not None:
         _log.warning("model.device=auto: the model is on the CPU, although this machine has a GPU's driver: %s", reason)
+    try:
+        torch.empty(0, device=name)  # before the weights are read, which takes long, and which are quantized there
+    except (RuntimeError, AssertionError) as error:
+        reason = why_no_gpu() if name.startswith("cuda") else None
+        advice = "Use model.device=auto, or a device that torch sees"
+        text = reason or f"{' '.join(str(error).split()).rstrip('.')}. {advice}"
+        raise ConfigError(f"model.device={device} cannot be used: {text}") from error
     quantized: dict[str, Any] = {}
     if source.quantization.bits is not None:
         quantization = transformers_config(source.quantization, source.dtype, model_without_weights(path))
@@ -194,21 +201,36 @@ def _load_base(source: ModelSource) -> Any:
                 path, config=config, dtype=getattr(torch, source.dtype), output_loading_info=True, **quantized
             )
     except Failed as failed:
-        raise ConfigError(
-            f"no model could be loaded from {path!r}: {failed.failure.message.rstrip('.')}. {model_advice(path, failed)}"
-        ) from failed
+        problem = f"no model could be loaded from {path!r}: {failed.failure.message.rstrip('.')}. {model_advice(path, failed)}"
+        raise ConfigError(_does_not_fit(source, name, failed) or problem) from failed
     _refuse_other_weights(path, model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
     try:
-        if quantized:
-            keep_differentiable(model)
-        else:
-            model.to(name)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    except (RuntimeError, AssertionError) as error:
-        reason = why_no_gpu() if name.startswith("cuda") else None
-        raise ConfigError(f"model.device={device} cannot be used: {reason or error}") from error
+        with boundary("model"):
+            keep_differentiable(model) if quantized else model.to(name)
+    except Failed as failed:
+        problem = f"model.device={device} cannot be used: {failed.failure.message}"
+        raise ConfigError(_does_not_fit(source, name, failed) or problem) from failed
     model.eval()  # with dropout, the learner would compute another distribution than the engine samples from
     use_complete_attention(model)
     return model
+
+
+_WHILE_QUANTIZING = "during automatic conversion of the weights"
+"""From the error of transformers that stands for all that were raised while weights were quantized."""
+
+
+def _does_not_fit(source: ModelSource, device: str, failed: Failed) -> str | None:
+    """What to do if a model was not loaded because the memory of its GPU does not suffice; None if that was not the reason."""
+    out, quantized = isinstance(failed.__cause__, torch.OutOfMemoryError), source.quantization.bits is not None
+    if not device.startswith("cuda") or not (out or (quantized and _WHILE_QUANTIZING in failed.failure.message)):
+        return None
+    smaller = ["model.dtype=bfloat16"] if source.dtype == "float32" else []
+    smaller += [] if quantized else ["model.quantization.bits=4 with model.lora.rank"]
+    return (
+        f"{source.path} could not be loaded: its weights {'do' if out else 'probably do'} not fit into the memory of "
+        f"model.device={source.device} ({gpu_memory(device)}). Use {', '.join([*smaller, 'a smaller model or another GPU'])} "
+        f"(`turnwise doctor` says what fits), or end what else uses this GPU (nvidia-smi lists it)"
+    )
 
 
 def model_family(config: Any) -> Any:
