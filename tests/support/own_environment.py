@@ -14,16 +14,25 @@ import pytest
 ENVIRONMENTS = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engines")).expanduser()
 
 
-def interpreter(name: str, requirement: str, module: str) -> str:
-    """The Python of a package's environment, which is made if it does not exist, or if making it was once interrupted. Skips the
-    test if it cannot be made."""
+def python_3_12() -> str:
+    """An interpreter for packages that need Python 3.12. Skips the test if there is none."""
+    kept = sorted(Path("~/.pyenv/versions").expanduser().glob("3.12.*/bin/python"))
+    found = shutil.which("python3.12") or (str(kept[-1]) if kept else None)
+    if found is None:
+        pytest.skip("there is no Python 3.12 on this machine")
+    return found
+
+
+def interpreter(name: str, requirement: str, module: str, *, base: str = sys.executable) -> str:
+    """The Python of a package's environment, which is made with the interpreter `base` if it does not exist, or if making it was
+    once interrupted. Skips the test if it cannot be made."""
     folder = ENVIRONMENTS / name
     python = folder / "bin" / "python"
     if python.exists() and _problem(python, module) is not None:
         shutil.rmtree(folder, ignore_errors=True)
     if not python.exists():
         for command in (
-            [sys.executable, "-m", "venv", str(folder)],
+            [base, "-m", "venv", str(folder)],
             [str(python), "-m", "pip", "install", "-q", "--no-compile", requirement],
         ):
             made = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)

@@ -102,7 +102,7 @@ def test_a_gymnasium_environment_is_played_by_its_id() -> None:
             "textarna:Nim-v0",
             r"no provider and no module 'textarna'; did you mean 'textarena'\?; the providers are: reasoning_gym",
         ),
-        ("nemo_gym:x", "there is no provider nemo_gym: its package needs Python 3.12"),
+        ("nemo_gym:x", "nemo_gym:x is no URL. Name a running resources server"),
         ("alfworld:x", "there is no provider alfworld: its games are those of TextWorld"),
     ],
 )

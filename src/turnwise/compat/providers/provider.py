@@ -162,6 +162,11 @@ PROVIDERS: dict[str, Provider] = {
             extra="inspect",
         ),
         Provider(
+            name="nemo_gym",
+            source="turnwise.compat.providers.nemo_gym:NemoGym",
+            brings="the URL of a resources server, or its name and the Python that has nemo-gym",
+        ),
+        Provider(
             name="harbor",
             source="turnwise.compat.providers.harbor:Harbor",
             brings="a folder of tasks in Harbor's format (Terminal-Bench 2)",
@@ -173,7 +178,6 @@ PROVIDERS: dict[str, Provider] = {
 
 
 _ELSEWHERE = {
-    "nemo_gym": "its package needs Python 3.12 and servers of its own: run its agents on the recipe's server (docs/agents.md)",
     "alfworld": "its games are those of TextWorld, and must be downloaded (alfworld-download): write an environment with its "
     "package (docs/environments.md)",
 }
