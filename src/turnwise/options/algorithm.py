@@ -142,7 +142,7 @@ class Spo(CreditSection):
 
     name: Literal["spo"] = "spo"
     initial: float = 0.5
-    """Value of a row that was not trained on yet."""
+    """Value of a new row."""
     initial_weight: NotNegative = 1.0
     """How many conversations `initial` counts as."""
     half_life: Factor = 0.06
@@ -436,27 +436,27 @@ class LossSection(NamedSection):
     """The options that have no effect where this ratio is 1: with one optimizer step for each batch."""
     normalizer: Normalizer = "token"
     constant_length: Positive | None = None
-    """Number of tokens for `constant`, such as the longest conversation."""
+    """Tokens for `constant`, such as the longest conversation's."""
     kl_coef: NotNegative = 0.0
-    """Weight of the KL divergence from the reference model. 0: no such model is loaded."""
+    """Weight of the KL divergence from the reference model."""
     kl_estimator: Literal["k1", "k2", "k3", "k3_corrected"] = "k3"
     """`k1`, `k2`, `k3` or `k3_corrected` (docs/losses.md#kl-divergence)."""
     entropy_coef: float = 0.0
     """Weight of the entropy, which keeps sampling diverse."""
     router_aux_loss_coef: NotNegative = 0.0
-    """Weight of the loss that balances a mixture of experts; common: 0.001 to 0.01."""
+    """Weight of the loss that balances experts; common: 0.001 to 0.01."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of the tokens, those of largest entropy, that have a policy loss. 1: all."""
     clip_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Clip-Cov: share of tokens without policy loss, at random among covariances between the bounds."""
     clip_cov_low: float = 1.0
-    """Lower bound of the covariance for `loss.clip_cov_ratio`."""
+    """Lower bound of the covariance."""
     clip_cov_high: float = 5.0
-    """Upper bound of the covariance for `loss.clip_cov_ratio`."""
+    """Upper bound of the covariance."""
     kl_cov_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """KL-Cov: share of tokens, those of largest covariance, whose loss has a divergence."""
     kl_cov_coef: Annotated[float, Field(gt=0)] = 1.0
-    """Weight of the divergence for `loss.kl_cov_ratio`."""
+    """Weight of this divergence."""
 
     @property
     def selects_by_covariance(self) -> bool:
@@ -586,7 +586,7 @@ class RejectionSection(Section):
     """A rule that removes tokens or sequences from the loss and from its average."""
 
     level: Literal["token", "sequence", "geometric", "max"] | None = None
-    """A divergence of each `token`, its sum over a `sequence`, its mean (`geometric`) or largest value (`max`). Null: no rule."""
+    """A divergence of each `token`, its sum over a `sequence`, its mean (`geometric`) or largest value (`max`)."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """`k1`: the ratio's logarithm, bounds are ratios. `k2`, `k3`: only `high` applies."""
     low: Bound | None = None
@@ -675,7 +675,7 @@ class ReferenceSection(Section):
     source: Literal["auto", "copy", "adapter_off"] = "auto"
     """The model before training is a frozen `copy`, or with `model.lora` the model without its adapter (`adapter_off`)."""
     sync_every: Positive | None = None
-    """Steps after which it moves towards the trained model. Null: never."""
+    """Steps after which it moves towards the trained model."""
     sync_weight: Annotated[float, Field(gt=0, le=1)] = 0.6
     """How far: 1 copies the trained model."""
 
@@ -758,7 +758,7 @@ class OptimizationSection(Section):
     """Decay rates of AdamW's averages."""
     optimizer: OptimizerSection = OptimizerSection()
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    """Largest norm of the gradient; a larger one is scaled down."""
+    """Norm to which a larger gradient is scaled down."""
     micro_batch_tokens: Positive | None = None
     """Most tokens of a forward pass: memory and speed, not the result. Null: 16384 on a GPU, or what fits; 2048 or 3072 on a
     CPU."""
@@ -777,7 +777,7 @@ class OptimizationSection(Section):
 
 
 class TrainSection(OptimizationSection):
-    """Options of reinforcement learning with `turnwise train`."""
+    """Reinforcement learning with `turnwise train`."""
 
     steps: Positive | None = None
     """Training steps. Null: set by `train.epochs`, else 100."""
@@ -790,7 +790,7 @@ class TrainSection(OptimizationSection):
     minibatches: Positive = 1
     """Parts of a step's trajectories, each with an optimizer step."""
     ppo_epochs: Positive = 1
-    """Passes over a step's trajectories, each with all `train.minibatches`."""
+    """Passes over a step's trajectories."""
     dynamic_sampling: Annotated[int, Field(ge=0)] = 0
     """How often in a step groups without reward differences are replaced by next rows' (DAPO)."""
     overlong_filter: bool = False
@@ -821,7 +821,7 @@ class TrainSection(OptimizationSection):
 
 
 class SftSection(OptimizationSection):
-    """Supervised fine-tuning with `turnwise sft` (docs/sft.md)."""
+    """Fine-tuning with `turnwise sft` (docs/sft.md)."""
 
     steps: Positive | None = None
     """Optimizer steps. Null: set by `sft.epochs`."""
@@ -840,6 +840,6 @@ class SftSection(OptimizationSection):
     eval_every: Annotated[int, Field(ge=0)] = 0
     """Steps between held-out losses. 0: only before and after training."""
     max_eval_rows: Positive | None = None
-    """Held-out conversations, from the first. Null: all."""
+    """Most held-out conversations."""
     max_recorded_rows: Annotated[int, Field(ge=0)] = 32
     """Conversations that `trajectories.jsonl` gets, from the first."""

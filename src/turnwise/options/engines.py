@@ -117,19 +117,19 @@ class OpenAIEngineSection(EngineSection):
     model: NonEmpty | None = None
     """The model's name there. Null: `model.path`."""
     api_key_env: NonEmpty | None = None
-    """The environment variable with the API key."""
+    """Environment variable with the API key."""
     request: dict[str, Any] = {}
     """More fields of a request, such as `{top_k: 20}`; null removes one (`{seed: null}`)."""
     max_tokens_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
     """The field that limits a turn's tokens; OpenAI's reasoning models need `max_completion_tokens`."""
     timeout: Seconds = 120.0
-    """Time limit of a request, in seconds."""
+    """Seconds of a request."""
     retries: Annotated[int, Field(ge=0)] = 8
     """Further attempts without an answer or after status 429 or 5xx."""
     requests_per_minute: Annotated[float, Field(gt=0)] | None = None
     """Most requests in a minute."""
     tokens_per_minute: Annotated[float, Field(gt=0)] | None = None
-    """Most tokens in a minute, of prompts and answers."""
+    """Most tokens in a minute, with prompts."""
     samples_tokens: ClassVar[bool] = False
     has_weights: ClassVar[bool] = False
 
@@ -153,11 +153,11 @@ class ServerEngineSection(EngineSection):
     url: NonEmpty | list[NonEmpty] | None = None
     """Running servers of `model.path`: an address or a list. Null: turnwise starts servers."""
     api_key_env: NonEmpty | None = None
-    """The environment variable with the token of these servers."""
+    """Environment variable with their token."""
     python: PathText | None = None
     """The interpreter of the engine's environment. Null: turnwise's own."""
     replicas: Positive = 1
-    """Servers to start. A conversation stays on one."""
+    """Servers to start."""
     tensor_parallel: Positive = 1
     """GPUs over which each started server divides the model."""
     data_parallel: Positive = 1
@@ -173,7 +173,7 @@ class ServerEngineSection(EngineSection):
     """How new weights arrive: `files`, `collective` (broadcast), `ipc` (read in the trainer's GPU; docs/engines.md). Null:
     `ipc` on one GPU, if all weights are trained; else `files`."""
     weight_folder: PathText | None = None
-    """Directory for new weights, the same path for servers. Null: `/dev/shm`, or the temporary directory."""
+    """Directory for new weights, also of the servers. Null: `/dev/shm`, or the temporary directory."""
     check_weights_every: Annotated[int, Field(ge=0)] = 10
     """After the first three updates and every so many (0: none), log-probabilities are compared with the trainer's."""
     sleep: bool = False
@@ -269,9 +269,9 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Sample from the most likely tokens up to this total probability. 1: all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample from so many of the most likely tokens. 0: all."""
+    """Sample from so many of the most likely tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sample from tokens with at least this share of the most likely one's probability. 0: all."""
+    """Sample from tokens with at least this share of the most likely one's probability."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end a turn, besides the template's stop tokens."""
     response_format: dict[str, Any] | None = None
@@ -324,13 +324,13 @@ class RolloutServerSection(Section):
     """A rollout server (`turnwise serve`) that runs the conversations of a training run (docs/server.md)."""
 
     url: NonEmpty | None = None
-    """Its address, such as `http://127.0.0.1:8000`. Null: conversations run in the trainer's process."""
+    """Its address, such as `http://127.0.0.1:8000`."""
     token_env: NonEmpty = "TURNWISE_SERVER_TOKEN"
-    """The environment variable with its bearer token."""
+    """Environment variable with its bearer token."""
     timeout: Seconds = 120.0
     """Seconds without data after which the server is lost, and for which a lost one is awaited."""
     weights_directory: PathText | None = None
-    """A shared directory for new weights, such as `/dev/shm`. Null: they are sent in requests."""
+    """A shared directory for new weights, such as `/dev/shm`. Null: sent in requests."""
 
 
 # cluster
@@ -365,11 +365,11 @@ class MeshSection(Section):
     shard: Positive | None = None
     """Ranks of a group, such as a machine's GPUs. Null: ranks / (`replicate` x `context` x `tensor`)."""
     context: Positive = 1
-    """Context parallelism: ranks with a part of the tokens each."""
+    """Context parallelism: ranks that divide the tokens."""
     tensor: Positive = 1
-    """Tensor parallelism: ranks with a part of each layer."""
+    """Tensor parallelism: ranks that divide each layer."""
     expert: Positive = 1
-    """Neighbouring ranks of a group that divide the experts, and send each other tokens. Not with `tensor`."""
+    """Neighbouring ranks that divide the experts. Not with `tensor`."""
 
     @property
     def together(self) -> int:
@@ -419,7 +419,7 @@ class WorkersSection(Section):
     environments and tools (docs/cluster.md)."""
 
     count: Positive = 1
-    """Number of rollout workers."""
+    """Rollout workers."""
     num_cpus: NotNegative = 1.0
     """CPUs that Ray reserves for each."""
     num_gpus: NotNegative = 0.0
@@ -451,7 +451,7 @@ class RanksSection(Section):
 
 
 class ClusterSection(Section):
-    """Several processes, on one or several machines (docs/cluster.md)."""
+    """Several processes (docs/cluster.md)."""
 
     launcher: Literal["none", "local", "torchrun", "ray"] = "none"
     """`none`: one process. `local`: ranks on this machine. `torchrun`: it starts the command on each machine. `ray`:
@@ -468,7 +468,7 @@ class ClusterSection(Section):
     timeout: Seconds = 1800.0
     """Most seconds of a communication."""
     heartbeat: Seconds = 60.0
-    """Seconds without a sign of life, after which a rank or worker is lost."""
+    """Seconds without a sign of life after which a rank or worker is lost."""
     restarts: Annotated[int, Field(ge=0)] = 0
     """How often `local` and `ray` start all ranks again after a loss."""
     fsdp: FsdpSection = FsdpSection()

@@ -131,19 +131,19 @@ class CurriculumSection(Section):
     high: float | None = None
     """Rows with at least this pass rate are skipped as too easy."""
     keep: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """Probability that such a row is used nevertheless."""
+    """Probability that such a row is used."""
     column: NonEmpty | None = None
     """Column with pass rates before training. Null: unknown until a row's first group."""
 
 
 class DataSection(Section):
-    """The data of a run. Each conversation starts from a row of the data."""
+    """Each conversation starts from a row of the data."""
 
     train: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] = "environment"
     """Training rows: a .jsonl or .parquet file, a directory of `datasets`, a hub name, or a list; `environment`,
     `environment:64`: the environment's rows; `empty:64`: 64 empty rows."""
     eval: NonEmpty | Annotated[list[NonEmpty], Field(min_length=1)] | None = None
-    """Held-out rows, in the same forms. Null: no evaluations."""
+    """Held-out rows, in the same forms."""
     split: NonEmpty = "train"
     """The split of `data.train`."""
     eval_split: NonEmpty = "test"
@@ -153,14 +153,14 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """`{prompt: question}` uses the data's column `question` as `prompt`."""
     system_prompt: str | None = None
-    """System message of prompts that have none. Null: none."""
+    """System message of prompts without one."""
     weights: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] | None = None
-    """Weights of a list of data sets: `[2, 1]` takes two rows of the first for each of the second. Null: one data set."""
+    """Weights of a list of data sets: `[2, 1]` takes two rows of the first for each of the second."""
     curriculum: CurriculumSection = CurriculumSection()
     shuffle: bool = True
     """A new random order in each pass. False: the order of the data."""
     max_rows: Positive | None = None
-    """Rows of `data.train` and `data.eval`, from the first."""
+    """Most rows of `data.train` and of `data.eval`."""
     max_prompt_tokens: Positive | None = None
     """Rows with longer prompts (without tool schemas) are not used."""
     return_multi_modal_inputs: bool | None = None
@@ -188,7 +188,7 @@ class ToolUse(Section):
     arguments: dict[str, Any] = {}
     """Keyword arguments of the class's constructor, called for each conversation."""
     timeout: Seconds | None = None
-    """Seconds of an attempt of a call. Null: the tool's own, or 30."""
+    """Seconds of an attempt. Null: the tool's own, or 30."""
     retries: Annotated[int, Field(ge=0)] | None = None
     """Further attempts after an exception but ValueError. Null: the tool's own, or 0."""
     retry_timeouts: bool | None = None
@@ -200,20 +200,20 @@ class ToolUse(Section):
 
 
 class McpSection(Section):
-    """Tools of MCP servers."""
+    """MCP servers."""
 
     servers: PathText | None = None
-    """A JSON file with `mcpServers`. Null: none."""
+    """A JSON file with `mcpServers`."""
     select: list[str] | None = None
-    """Names of the tools to offer. Null: all."""
+    """Names of the tools to offer."""
     also: list[Literal["resources", "prompts"]] = []
     """What becomes tools, too: `resources`, `prompts`."""
     use: NonEmpty = "turnwise.environments.mcp:McpServers"
     """The class that calls the servers."""
     timeout: Seconds = 30.0
-    """Seconds of each attempt of a call."""
+    """Seconds of an attempt."""
     retries: Annotated[int, Field(ge=0)] = 0
-    """Further attempts if the connection is lost during a call."""
+    """Further attempts after a lost connection."""
     retry_timeouts: bool = False
     """Also after a timeout."""
     start_timeout: Seconds = 30.0
@@ -227,7 +227,7 @@ class McpSection(Section):
 
 
 class ToolCallsSection(Section):
-    """Options that hold for all tools. How the model writes its calls is `tool_format`."""
+    """Options of all tools. How the model writes its calls is `tool_format`."""
 
     describe: Literal["template", "system"] = "template"
     """Who shows tools to the model: the chat `template`, or where it does not the `system` message."""
@@ -238,7 +238,7 @@ class ToolCallsSection(Section):
     max_parallel_calls: Positive | None = None
     """Most calls run in a turn; further ones get an error."""
     max_tool_response_length: Positive | None = None
-    """Longest result; the rest is cut. Null: a million characters."""
+    """Longest result. Null: a million characters."""
     tool_response_truncate_side: Literal["left", "right", "middle"] = "middle"
     """The side that is cut."""
     tool_response_unit: Literal["characters", "tokens"] = "characters"
@@ -265,11 +265,11 @@ class KlRewardSection(Section):
     estimators. The metrics of rewards do not contain it."""
 
     coef: NotNegative = 0.0
-    """Weight of the divergence. 0: none."""
+    """Weight of the divergence."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """`k1`, `k2` or `k3` (docs/losses.md#kl-divergence)."""
     target: Annotated[float, Field(gt=0)] | None = None
-    """Divergence per token, in nats, that an adaptive coefficient aims at. Null: constant."""
+    """Divergence per token, in nats, that an adaptive coefficient aims at."""
     horizon: Positive = 10000
     """Conversations in which it changes by at most 20 %."""
 
@@ -327,7 +327,7 @@ class LoggerSection(Section):
     run: NonEmpty | None = None
     """Name of the run. Null: that of the directory `output`."""
     conversations: Annotated[int, Field(ge=0)] = 8
-    """Conversations of each step and evaluation that are sent."""
+    """Conversations sent of each step and evaluation."""
     arguments: dict[str, Any] = {}
     """More arguments of its start function: `wandb.init`, `trackio.init`, `swanlab.init`, `MlflowClient` (such as
     `tracking_uri`), `SummaryWriter`."""
@@ -374,7 +374,7 @@ Monitor = Literal[
 
 
 class HealthSection(Section):
-    """Monitors of a run (docs/health.md). Null switches one off."""
+    """Monitors (docs/health.md). Null: off."""
 
     window: Positive = 10
     """Steps over which the mean is taken."""
@@ -445,10 +445,10 @@ LOSS_MASKS = ("all", "last_turn", "after_last_user", "last_round", "without_fail
 
 
 class EvaluationSection(Section):
-    """Evaluations on the rows of `data.eval`, in `turnwise train` and `turnwise eval`."""
+    """Evaluations, in `turnwise train` and `turnwise eval`."""
 
     max_rows: Positive | None = None
-    """Held-out rows, from the first. Null: all."""
+    """Most held-out rows."""
     samples_per_row: Positive = 1
     """Conversations per row."""
     every: Annotated[int, Field(ge=0)] = 0
@@ -461,21 +461,21 @@ class EvaluationSection(Section):
 
 
 class RolloutSection(Section):
-    """What `turnwise rollout` does: conversations without training."""
+    """`turnwise rollout`: conversations without training."""
 
     max_rows: Positive | None = None
-    """Rows, from the first. Null: all."""
+    """Most rows."""
     samples_per_row: Positive = 1
     """Conversations per row."""
 
 
 class CheckpointSection(Section):
-    """Checkpoints, from which a stopped run can be resumed."""
+    """Checkpoints, from which a run is resumed."""
 
     every: Positive | None = None
     """Steps between checkpoints. Null: at most 3 % of the time (docs/record.md)."""
     keep: Positive = 2
-    """Checkpoints kept; older ones are removed."""
+    """Checkpoints kept."""
     background: bool = False
     """Write while training goes on, from copies in the CPU's memory."""
     best: NonEmpty | None = None

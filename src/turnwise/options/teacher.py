@@ -65,7 +65,7 @@ class TeacherSection(Section):
     may stand in this section."""
 
     models: list[TeacherModel] = []
-    """The teachers. Empty: none."""
+    """The teachers."""
     signal: Literal["sampled", "divergence"] = "sampled"
     """`sampled`: the difference of log-probabilities is a token's advantage. `divergence`: a loss between both next-token
     distributions."""
@@ -84,7 +84,7 @@ class TeacherSection(Section):
     """`divergence`: over the teacher's most likely tokens, and the others as one class; servers and `context` need it. Null:
     the vocabulary."""
     column: NonEmpty | None = None
-    """Column with the name of the row's teacher. Null: all score all."""
+    """Column with the name of the row's teacher."""
     timeout: Seconds = 300.0
     """Seconds for a step's scores from a server."""
 

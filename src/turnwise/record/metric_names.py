@@ -55,7 +55,7 @@ METRICS = (
     ),
     Metric(
         "reward/none", "reward", "finished conversations",
-        "Share without a reward: in no mean, without advantage.",
+        "Share without a reward, in no mean.",
     ),
     Metric(
         "reward/q10", "reward", "finished conversations",
@@ -96,11 +96,11 @@ METRICS = (
     ),
     Metric(
         "groups/duplicates", "share", "conversations that did not fail, in groups of several",
-        "Those with the answers of another of the group.",
+        "With the answers of another of the group.",
     ),
     Metric(
         "groups/zero_std", "share", "groups",
-        "Groups of equal rewards: their advantages are 0.",
+        "Groups of equal rewards (advantages of 0).",
         same=("frac_reward_zero_std", "groups/all_equal"),
     ),
     Metric(
@@ -121,10 +121,10 @@ METRICS = (
     Metric("workers/lost", "count", "", "Rollout workers (`cluster=ray`) lost since the last step.", lines=_TRAIN),
     Metric("workers/restarted_conversations", "count", "", "Conversations that ran again after that.", lines=_TRAIN),
     Metric(
-        "groups/timed_out", "count", "", "Groups with conversations that `train.group_timeout` ended.", lines=_TRAIN,
+        "groups/timed_out", "count", "", "Groups that `train.group_timeout` ended.", lines=_TRAIN,
     ),
     Metric(
-        "rows/skipped", "count", "", "Rows that `data.curriculum` skipped as too hard or too easy.", lines=_TRAIN,
+        "rows/skipped", "count", "", "Rows that `data.curriculum` skipped.", lines=_TRAIN,
     ),
     Metric(
         "reward/source/<name>", "reward", _FINISHED,
@@ -136,7 +136,7 @@ METRICS = (
     ),
     Metric(
         "agents/<name>/conversations", "count", _ALL,
-        "Conversations of agents of this name, for each conversation of a row.",
+        "Conversations of this agent, for each of a row.",
     ),
     Metric(
         "agents/<name>/reward/mean", "reward", _FINISHED, "Their reward.",
@@ -172,7 +172,7 @@ METRICS = (
     ),
     Metric(
         "stop/<reason>", "share", _ALL,
-        "Ended for this reason ([record](record.md#conversations)).",
+        "Ended so ([record](record.md#conversations)).",
     ),
     Metric(
         "stop/length", "share", _ALL, "Cut by `limits.tokens_per_turn`.",
@@ -219,7 +219,7 @@ METRICS = (
     Metric("ranks/slowest_rank", "", "", "The number of this rank.", lines="train, sft"),
     Metric(
         "micro_batches/out_of_memory", "count", "",
-        "How often memory ran out and smaller micro-batches followed.",
+        "How often memory ran out.",
         lines=_BOTH,
     ),
     Metric(
@@ -272,7 +272,7 @@ METRICS = (
     ),
     Metric(
         "experts/rerouted", "share", "tokens whose experts were recorded",
-        "Tokens for which the trainer would have chosen other experts.", lines=_TRAIN,
+        "Tokens for which the trainer would choose other experts.", lines=_TRAIN,
     ),
     Metric(
         "ratio/clip_fraction", "share", "trained tokens", "Tokens whose probability ratio is outside the clip bounds.",
@@ -290,7 +290,7 @@ METRICS = (
     ),
     Metric(
         "correction/k1/turn_<n>", "nats", "trained tokens of the turns with this index",
-        "The same for turns with this index, from 0.", lines=_TRAIN,
+        "The same for turns with this index.", lines=_TRAIN,
     ),
     Metric(
         "correction/k3/turn_<n>", "nats", "trained tokens of the turns with this index",
@@ -342,7 +342,7 @@ METRICS = (
     ),
     Metric(
         "selection/covariance", "", "mean over trained tokens",
-        "Covariance of log-probability and advantage, which lowers the entropy.", lines=_TRAIN,
+        "Covariance of log-probability and advantage.", lines=_TRAIN,
     ),
     Metric(
         "selection/with_divergence", "share", "trained tokens", "Tokens with the divergence of `loss.kl_cov_ratio`.",
@@ -411,7 +411,7 @@ METRICS = (
     ),
     Metric(
         "staleness/mean", "steps", "trained groups' sampled tokens",
-        "Steps from the weights that sampled a token to the step that trains on it.",
+        "Steps from a token's weights to the step that trains on it.",
         lines=_TRAIN,
     ),
     Metric(
@@ -423,7 +423,7 @@ METRICS = (
     ),
     Metric(
         "seconds/rollout", "seconds", "",
-        "From the first conversation's start to the last one's end, with rewards.",
+        "From the first start to the last end, with rewards.",
         near=("timing_s/gen",),
     ),
     Metric(
