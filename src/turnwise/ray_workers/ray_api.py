@@ -27,7 +27,7 @@ from typing import Any
 from turnwise.engines.remote.servers import ProbeAnswer, ProbePrompt
 from turnwise.errors import ConfigError, EngineError, TurnwiseError
 from turnwise.options.engines import RanksSection, WorkersSection
-from turnwise.ray_workers.rollout_worker import PackedWeights, RolloutWorker, WorkerInfo
+from turnwise.ray_workers.rollout_worker import RolloutWorker, SentWeights, WorkerInfo
 from turnwise.types import Completion, Request, Sampling
 
 # in the process of a rollout worker
@@ -82,9 +82,16 @@ class WorkerActor:
         """See `RolloutWorker.generate`."""
         return await self._started.generate(request)
 
-    async def load_weights(self, weights: PackedWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
-        """See `RolloutWorker.load_weights`."""
-        return await self._started.load_weights(weights, probe)
+    async def load_weights(self, weights: SentWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+        """See `RolloutWorker.load_weights` and `load_adapter`. Conversations go on while the machine receives the weights, and
+        nothing has changed if they do not arrive."""
+        worker = self._started
+        sent = weights.parts if weights.adapter is None else [weights.adapter]
+        with _arriving(f"weights of version {weights.version}"):
+            found = await asyncio.gather(*sent)
+        if weights.adapter is not None:
+            return await worker.load_adapter(weights.version, found[0], probe)
+        return await worker.load_weights(weights.version, found, probe)
 
     async def ping(self) -> None:
         """Answers if the event loop of the conversations is not blocked."""
@@ -100,6 +107,17 @@ class WorkerActor:
         if self._worker is None:
             raise EngineError("the rollout worker was not started")
         return self._worker
+
+
+@contextlib.contextmanager
+def _arriving(what: str) -> Iterator[None]:
+    """A context that raises EngineError if objects of the store cannot be had: the machine that has them is lost."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except RayError as error:
+        raise EngineError(f"{what} did not arrive: {_first_line(error)}") from error
 
 
 def enter_directory(directory: str, process: str, option: str) -> None:
@@ -543,10 +561,17 @@ def kill(actor: Any) -> None:
 
 
 def put(value: Any) -> Any:
-    """Put a value into the object store. Returns its reference, which keeps it there."""
+    """Put a value into the object store. Returns its reference, which keeps it there. Raises EngineError if there is no space."""
     import ray
+    from ray.exceptions import RayError
 
-    return ray.put(value)
+    try:
+        return ray.put(value)
+    except RayError as error:
+        raise EngineError(
+            f"Ray's object store cannot take the weights: {_first_line(error)}. Start Ray with a larger --object-store-memory, "
+            f"for two copies of them on each machine"
+        ) from error
 
 
 def free_resources() -> str:

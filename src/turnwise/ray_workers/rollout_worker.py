@@ -1,19 +1,20 @@
 """A rollout worker: runs conversations for a trainer in another process, with its own engine and environments.
 
-Weights travel as bytes in numpy arrays, which Ray's object store keeps and which workers on a machine read without a copy. The
-worker gets the files of a row's images with the row. It sends back the images that the conversation has shown, without
-tensors: the trainer computes these again with its own image processor, which is the same, and equal images share them. This
-module knows the rollout loop and nothing of Ray.
+Weights travel in parts, as bytes in numpy arrays, which Ray's object store keeps and which workers on a machine read without a
+copy: neither the trainer nor a worker has a whole model in memory of its own on the way. The worker gets the files of a row's
+images with the row. It sends back the images that the conversation has shown, without tensors: the trainer computes these again
+with its own image processor, which is the same, and equal images share them. This module knows the rollout loop and not Ray.
 """
 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +46,46 @@ class PackedTensor:
     shape: tuple[int, ...]
 
 
+Part = Mapping[str, PackedTensor]
+"""Some of all weights, by the names of the state dict."""
+
+PART_BYTES = 256 << 20
+"""The size of a part, unless one tensor is larger."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWeights:
-    """All weights, or an adapter."""
+class SentWeights:
+    """All weights in parts, or an adapter. A worker changes nothing before it has them all."""
 
     version: int
-    tensors: Mapping[str, PackedTensor] | None = None
-    """All weights by the names of the state dict, without tied copies; None for an adapter."""
-    adapter: Mapping[str, bytes] = field(default_factory=dict)
-    """The files of an adapter in peft's format, by their names; empty for all weights."""
+    parts: Sequence[Any] = ()
+    """What leads a worker to each `Part` of all weights; empty for an adapter. Tied copies are in none."""
+    adapter: Any = None
+    """What leads it to the files of an adapter in peft's format, by their names; None for all weights."""
 
 
-def pack(version: int, weights: Mapping[str, Any] | Callable[[Path], None]) -> PackedWeights:
-    """Pack a state dict, or an adapter (a function that writes its files into a directory). Tensors on the CPU are not copied."""
-    if not callable(weights):
-        return PackedWeights(version=version, tensors={name: _packed(tensor) for name, tensor in weights.items()})
+def parts_of(weights: Mapping[str, Any], size: int = PART_BYTES) -> Iterator[Part]:
+    """A state dict in parts of at most `size` bytes, unless one tensor is larger. Only the present part is in memory if the
+    tensors are computed when they are read (`StreamedWeights`), or are on a GPU; tensors on the CPU are not copied."""
+    part: dict[str, PackedTensor] = {}
+    used = 0
+    for name in weights:
+        tensor = _packed(weights[name])
+        if part and used + tensor.data.nbytes > size:
+            yield part
+            part, used = {}, 0
+        part[name] = tensor
+        used += tensor.data.nbytes
+    if part:
+        yield part
+
+
+def adapter_files(write: Callable[[Path], None]) -> dict[str, bytes]:
+    """The files that `write` writes into a directory, by their names."""
     with tempfile.TemporaryDirectory(prefix="turnwise-adapter-") as name:
         folder = Path(name)
-        weights(folder)
-        return PackedWeights(
-            version=version,
-            adapter={file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()},
-        )
+        write(folder)
+        return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
 
 
 def _packed(tensor: Any) -> PackedTensor:
@@ -77,14 +96,14 @@ def _packed(tensor: Any) -> PackedTensor:
     return PackedTensor(flat, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
-def unpack_tensors(packed: Mapping[str, PackedTensor]) -> dict[str, Any]:
-    """The tensors of a state dict. They share the memory of the packed tensors, and must not be changed."""
+def unpack_tensors(parts: Sequence[Part]) -> dict[str, Any]:
+    """The tensors of a state dict from all its parts. They share the memory of the packed tensors, and must not be changed."""
     import torch
 
     tensors: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        for name, tensor in packed.items():
+        for name, tensor in itertools.chain.from_iterable(part.items() for part in parts):
             flat = torch.from_numpy(tensor.data).view(getattr(torch, tensor.dtype))
             tensors[name] = flat.reshape(tensor.shape)
     return tensors
@@ -222,26 +241,31 @@ class RolloutWorker:
         finally:
             self.engine.release(request.conversation)
 
-    async def load_weights(self, weights: PackedWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+    async def load_weights(
+        self, version: int, parts: Sequence[Part], probe: ProbePrompt | None = None
+    ) -> list[ProbeAnswer]:
         """Sample with these weights from now on. Conversations that run go on with them. With `probe`, returns the answers of the
-        engine's servers. Raises EngineError or ConfigError."""
-        if weights.tensors is not None:
-            await self.engine.load_weights(weights.version, unpack_tensors(weights.tensors))
-        else:
-            await self._load_packed_adapter(weights)
+        engine's servers. Raises EngineError."""
+        await self.engine.load_weights(version, unpack_tensors(parts))
+        return await self._answers(probe)
+
+    async def load_adapter(
+        self, version: int, files: Mapping[str, bytes], probe: ProbePrompt | None = None
+    ) -> list[ProbeAnswer]:
+        """The same with the files of an adapter. Raises EngineError or ConfigError."""
+        if self._load_adapter is None:
+            raise EngineError("the trainer has sent an adapter, and the worker's recipe has none (model.lora)")
+        with tempfile.TemporaryDirectory(prefix="turnwise-adapter-") as name:
+            for file, content in files.items():
+                (Path(name) / file).write_bytes(content)
+            await self._load_adapter(version, Path(name))
+        return await self._answers(probe)
+
+    async def _answers(self, probe: ProbePrompt | None) -> list[ProbeAnswer]:
         if probe is None:
             return []
         assert isinstance(self.engine, RemoteEngine)  # an embedded engine is not probed
         return await self.engine.answer_probe(probe)
-
-    async def _load_packed_adapter(self, weights: PackedWeights) -> None:
-        """Raises EngineError or ConfigError."""
-        if self._load_adapter is None:
-            raise EngineError("the trainer has sent an adapter, and the worker's recipe has none (model.lora)")
-        with tempfile.TemporaryDirectory(prefix="turnwise-adapter-") as name:
-            for file, content in weights.adapter.items():
-                (Path(name) / file).write_bytes(content)
-            await self._load_adapter(weights.version, Path(name))
 
 
 def _pickled(trajectory: Trajectory) -> bytes:

@@ -26,7 +26,15 @@ from turnwise.errors import ConfigError, EngineError, Failed, boundary
 from turnwise.options.engines import ClusterSection
 from turnwise.ray_workers import ray_api
 from turnwise.ray_workers.ray_api import MakeWorker, WorkerLost, answer
-from turnwise.ray_workers.rollout_worker import WorkerInfo, add_tensors, pack, unpickled, with_files
+from turnwise.ray_workers.rollout_worker import (
+    SentWeights,
+    WorkerInfo,
+    adapter_files,
+    add_tensors,
+    parts_of,
+    unpickled,
+    with_files,
+)
 from turnwise.rollout.context import ConversationContext, Runner
 from turnwise.rollout_server.wire import take_over
 from turnwise.types import Completion, Failure, Request, Sampling, Trajectory
@@ -108,8 +116,8 @@ class WorkerPool:
         """How many workers were lost."""
         self._make = make
         self._check = check
-        self._weights: Any = None
-        """The reference of the present weights in the object store; None before the first weights."""
+        self._weights: SentWeights | None = None
+        """The present weights, by their references in the object store, which keep them there; None before the first weights."""
         self._groups: dict[str, tuple[Worker, int]] = {}
         """For each group with running conversations: the worker of the last one, and their number."""
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -159,9 +167,12 @@ class WorkerPool:
         ray_api.kill(actor)
 
     async def publish(
-        self, weights: Any, probe: ProbePrompt | None = None, check: Callable[[ProbeAnswer], object] | None = None
+        self,
+        weights: SentWeights,
+        probe: ProbePrompt | None = None,
+        check: Callable[[ProbeAnswer], object] | None = None,
     ) -> None:
-        """Give all workers other weights, by their reference in the object store.
+        """Give all workers other weights, by their references in the object store.
 
         With `probe`, `check` is called with the answer of each server of the workers. If a worker refuses the weights, or `check`
         raises EngineError, all workers get the previous weights again, and EngineError is raised. A worker that is lost meanwhile
@@ -197,7 +208,7 @@ class WorkerPool:
             if worker.actor is not None:
                 ray_api.kill(worker.actor)
 
-    async def _load_all(self, weights: Any, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
+    async def _load_all(self, weights: SentWeights, probe: ProbePrompt | None = None) -> list[ProbeAnswer]:
         """The answers to a probe. Raises EngineError if a worker refuses the weights."""
         ready = [worker for worker in self.workers if worker.ready]
         loads = (self._load(worker, weights, probe) for worker in ready)
@@ -208,7 +219,7 @@ class WorkerPool:
             answers += result
         return answers
 
-    async def _load(self, worker: Worker, weights: Any, probe: ProbePrompt | None) -> list[ProbeAnswer]:
+    async def _load(self, worker: Worker, weights: SentWeights, probe: ProbePrompt | None) -> list[ProbeAnswer]:
         actor = worker.actor
         try:
             return await answer(actor.load_weights.remote(weights, probe))
@@ -417,8 +428,12 @@ class RayRollouts:
         """
         if weights is None:
             raise EngineError("rollout workers have their own copies of the weights: give the weights")
-        # serialized here and not in a thread: the trainer changes its weights in place
-        stored = ray_api.put(pack(version, weights))
+        if callable(weights):  # an adapter is small, and its trainer may belong to this thread
+            stored = SentWeights(version=version, adapter=ray_api.put(adapter_files(weights)))
+        else:
+            # conversations go on meanwhile; the trainer does not change its weights before this method returns
+            parts = await asyncio.to_thread(_stored, weights)
+            stored = SentWeights(version=version, parts=parts)
         if probe is None:
             await self.pool.publish(stored)
         else:
@@ -546,6 +561,11 @@ class RayRollouts:
                 "a rollout worker has other weights in model.path than the trainer, and only the adapter (model.lora) is sent: "
                 "give all machines the same model"
             )
+
+
+def _stored(weights: Mapping[str, Any]) -> list[Any]:
+    """The references of the parts of all weights. No name keeps a part while the next one is made."""
+    return list(map(ray_api.put, parts_of(weights)))
 
 
 def _packed(trajectory: Trajectory) -> bytes:
