@@ -23,12 +23,12 @@ from PIL import Image
 from cluster import judging_rewards
 from cluster.ray_clusters import ENVIRONMENT, add_node, cluster
 from support.image_recipe import save_image_recipe
+from support.ports import free_port
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from support.training import save_short_recipe, train_run
 from support.vision import image_part, picture
 from turnwise.data.images import load_image
-from turnwise.engines.remote.server_process import free_port
 from turnwise.errors import ConfigError, EngineError
 from turnwise.options.engines import WorkersSection
 from turnwise.ray_workers import ray_api, rollouts

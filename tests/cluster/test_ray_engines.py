@@ -24,12 +24,12 @@ from transformers import AutoModelForCausalLM
 from cluster.ray_clusters import cluster
 from cluster.test_ray import trained
 from engines.conformance.subjects import change
+from support.ports import free_port
 from support.recipes import save_recipe
 from support.tiny import save_rows
 from turnwise import assembly
 from turnwise.config.recipe import load
 from turnwise.engines.remote import guard
-from turnwise.engines.remote.server_process import free_port
 from turnwise.engines.remote.servers import Probe
 from turnwise.engines.vllm.launch import server_environment
 from turnwise.errors import EngineError

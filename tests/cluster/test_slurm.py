@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from support.ports import free_port
 from support.recipes import save_recipe
 
 PROGRAMS = ("sbatch", "scancel", "scontrol", "srun", "slurmctld", "slurmd", "munged")
@@ -47,12 +48,6 @@ NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} Gres=gpu:2
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
 """Of a cluster of this machine, which seems to have two GPUs."""
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def wait_until(holds: Callable[[], bool], seconds: float, problem: Callable[[], str]) -> None:

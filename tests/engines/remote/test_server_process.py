@@ -3,33 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.ports import free_port
 from turnwise import assembly
 from turnwise.assembly.engines import trainer_gpus
 from turnwise.config.recipe import checked
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.http import HttpServer
+from turnwise.engines.remote.launch import replicas_of
 from turnwise.engines.remote.server_process import (
+    HeldPort,
+    PortTaken,
     ServerCommand,
     ServerProcess,
     devices_of_servers,
-    free_port,
     install_advice,
     python_path,
 )
+from turnwise.engines.remote.servers import Replica, Replicas
 from turnwise.errors import ConfigError, EngineError
 from turnwise.models.model_config import cpu_memory_gb, kv_token_bytes
+from turnwise.options.engines import VllmEngineSection
 
 # Server processes that turnwise starts: log, time limit, death, and their end with turnwise.
 
@@ -64,14 +71,107 @@ def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
 
 
 def process(tmp_path: Path, script: str = SERVER, *, timeout: float = 20.0) -> tuple[ServerProcess, int]:
-    port = free_port()
-    command = ServerCommand(
+    port = HeldPort()
+    return ServerProcess(_command(tmp_path, script, port.number, timeout=timeout), port), port.number
+
+
+def _command(tmp_path: Path, script: str, port: int, *, timeout: float = 20.0) -> ServerCommand:
+    return ServerCommand(
         name="test server",
         arguments=[sys.executable, "-c", script, str(port), str(tmp_path / "pids")],
         log=tmp_path / "logs" / "server.log",
         start_timeout=timeout,
     )
-    return ServerProcess(command), port
+
+
+# another server that takes the port of one that is starting, and answers in its place
+FOREIGN = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+import sys
+http.server.HTTPServer((sys.argv[2], int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@contextlib.contextmanager
+def foreign(port: int, host: str = "127.0.0.1") -> Iterator[None]:
+    other = subprocess.Popen([sys.executable, "-c", FOREIGN, str(port), host])
+    try:
+        wait_for(lambda: _answers(port))
+        yield
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+def test_a_port_is_given_to_no_other_program_before_the_server_listens() -> None:
+    port = HeldPort()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port.number))
+    chosen: set[int] = set()
+    with contextlib.ExitStack() as sockets:  # what programs get that ask for any port
+        for _ in range(500):
+            one = sockets.enter_context(socket.socket())
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("127.0.0.1", 0))
+            chosen.add(one.getsockname()[1])
+    assert port.number not in chosen
+    number = port.number
+    socket.create_server(("127.0.0.1", number)).close()  # a server's own socket
+    del port
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", number))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_a_server_of_another_program_on_the_port_is_not_taken_for_the_own_one(tmp_path: Path, host: str) -> None:
+    async def main() -> None:
+        port = HeldPort()
+        server = HttpServer(f"http://127.0.0.1:{port.number}")
+        slow = f"import time; time.sleep(300)\n{SERVER}"  # it would find the port in use
+        own = ServerProcess(_command(tmp_path, slow, port.number), port)
+        with foreign(port.number, host):
+            own.start()
+            with pytest.raises(PortTaken, match=rf"has not got the port {port.number} of 127.0.0.1: another program"):
+                await own.wait_until(lambda: server.healthy("/"))
+        assert not own.running
+        await own.stop()
+        await server.close()
+
+    asyncio.run(main())
+
+
+def test_a_server_whose_port_was_taken_starts_on_another_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    ports: list[int] = []
+
+    def command(number: int, port: int, token: str) -> ServerCommand:
+        ports.append(port)
+        return _command(tmp_path, SERVER, port)
+
+    async def main() -> None:
+        async def prepared(replica: Replica) -> None:
+            assert await replica.server.healthy("/")
+
+        (replica,) = replicas_of(VllmEngineSection(name="vllm"), "/", command)
+        replicas = Replicas([replica], prepare=prepared, patience=1.0)
+        with foreign(ports[0]):
+            await replicas.start()
+            assert replica.ready
+            assert replica.server.url == f"http://127.0.0.1:{ports[1]}"
+        await replicas.close()
+
+    asyncio.run(main())
+    assert len(set(ports)) == 2
+    assert "It is started on another port" in caplog.text
 
 
 def pids(tmp_path: Path) -> list[int]:

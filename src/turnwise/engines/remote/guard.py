@@ -11,6 +11,7 @@ has 420 MB in /dev/shm. Therefore a group is ended with `end_group`, which lets 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -100,6 +101,19 @@ def _members(group: int) -> tuple[list[int], list[int]]:
         except (OSError, ValueError):  # it has ended
             continue
     return trackers, others
+
+
+def sockets_of(group: int) -> set[str]:
+    """The inodes of all sockets that processes of a group have open. Needs /proc."""
+    found: set[str] = set()
+    for process in itertools.chain(*_members(group)):
+        with contextlib.suppress(OSError):  # it has ended
+            for name in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    kind, _, inode = os.readlink(f"/proc/{process}/fd/{name}").partition(":[")
+                    if kind == "socket":
+                        found.add(inode.rstrip("]"))
+    return found
 
 
 def _kill(process: int, number: int) -> None:

@@ -10,12 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from turnwise.engines.remote.experts import ExpertLayers
 from turnwise.engines.remote.http import HttpLimits, HttpServer
-from turnwise.engines.remote.server_process import ServerCommand, ServerProcess, free_port, new_token
+from turnwise.engines.remote.server_process import HeldPort, ServerCommand, ServerProcess, new_token
 from turnwise.engines.remote.servers import Owner, Replica, ServerApi
 from turnwise.engines.remote.weights import BY_GLOO, Sending
 from turnwise.errors import ConfigError
@@ -102,12 +103,16 @@ def replicas_of(options: ServerEngineSection, health_path: str, commands: Comman
     if options.url is not None:
         token = _given_token(options.api_key_env)
         return [Replica(HttpServer(url, token=token, limits=limits), health_path) for url in options.urls]
-    replicas: list[Replica] = []
-    for number in range(options.replicas):
-        port, token = free_port(), new_token()
-        server = HttpServer(f"http://127.0.0.1:{port}", token=token, limits=limits)
-        replicas.append(Replica(server, health_path, ServerProcess(commands(number, port, token))))
-    return replicas
+
+    def make(number: int) -> tuple[HttpServer, ServerProcess]:
+        port, token = HeldPort(), new_token()
+        server = HttpServer(f"http://127.0.0.1:{port.number}", token=token, limits=limits)
+        return server, ServerProcess(commands(number, port.number, token), port)
+
+    return [
+        Replica(server, health_path, process, elsewhere=partial(make, number))
+        for number, (server, process) in enumerate(map(make, range(options.replicas)))
+    ]
 
 
 def _given_token(variable: str | None) -> str | None:

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,11 +70,45 @@ def install_advice(text: str) -> str:
     return build_advice(text) or (f". {_NO_ENGINE}" if "No module named" in text else "")
 
 
-def free_port() -> int:
-    """A TCP port of this machine that is free now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+class PortTaken(EngineError):
+    """Another program listens on the port of a server that was started."""
+
+
+class HeldPort:
+    """A TCP port of this machine that is free, and that the system gives to no other program while this object exists: a socket
+    is bound to it that never listens. A server can still listen there if its socket has SO_REUSEADDR, as HTTP servers' have."""
+
+    def __init__(self) -> None:
+        with socket.socket() as holder:
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            self.number: int = holder.getsockname()[1]
+            if sys.platform == "linux":  # elsewhere, no second socket can have the address
+                weakref.finalize(self, os.close, holder.detach())
+
+
+def listens_elsewhere(port: int, group: int) -> bool:
+    """Whether a program outside of a process group listens on a port of 127.0.0.1. False where the system does not say it."""
+    sockets = _listening(Path("/proc/net/tcp"), port, {"0100007F", "00000000"})
+    # a socket of IPv6 has the address only if none of IPv4 has it
+    sockets = sockets or _listening(Path("/proc/net/tcp6"), port, {"0" * 32})
+    return bool(sockets) and not sockets <= guard.sockets_of(group)
+
+
+def _listening(table: Path, port: int, addresses: Collection[str]) -> set[str]:
+    """The inodes of the sockets in a table of the kernel that listen on a port of one of these addresses."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in table.read_text(encoding="ascii").splitlines()[1:]:
+            fields = line.split()
+            address, _, number = fields[1].partition(":")
+            if fields[3] == _LISTEN and int(number, 16) == port and address in addresses:
+                found.add(fields[9])
+    return found
+
+
+_LISTEN = "0A"
+"""The state of a listening socket in the kernel's tables."""
 
 
 def new_token() -> str:
@@ -118,8 +153,10 @@ def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
 class ServerProcess:
     """One server process. `start` may be called again after the process has died."""
 
-    def __init__(self, command: ServerCommand) -> None:
+    def __init__(self, command: ServerCommand, port: HeldPort | None = None) -> None:
+        """`port` is that on which the server listens, if it is to be told from another server there."""
         self.command = command
+        self._port = port
         self.starts = 0
         """How often the process was started."""
         self._process: subprocess.Popen[bytes] | None = None
@@ -169,7 +206,8 @@ class ServerProcess:
     async def wait_until(self, ready: Callable[[], Awaitable[bool]]) -> None:
         """Wait until `ready` returns true. A message every 15 seconds reports the time that has passed.
 
-        Raises EngineError, with the end of the log, if the process ends or `start_timeout` is over.
+        Raises EngineError, with the end of the log, if the process ends or `start_timeout` is over, PortTaken if another program
+        is ready in its place.
         """
         command, reported = self.command, 0.0
         while not await ready():
@@ -187,6 +225,11 @@ class ServerProcess:
                 reported = seconds
                 _log.warning("%s: starting, %.0f s (log: %s)", command.name, seconds, command.log)
             await asyncio.sleep(_POLL)
+        if self._port is not None and listens_elsewhere(self._port.number, self.pid or 0):
+            self.kill()
+            raise PortTaken(
+                f"{command.name} has not got the port {self._port.number} of 127.0.0.1: another program listens there"
+            )
 
     def log_tail(self) -> str:
         """The end of an error message: the last lines of the log, after the errors above them, which may be the cause."""

@@ -26,7 +26,7 @@ from typing import Literal, Protocol
 
 from turnwise.engines.remote.experts import joined
 from turnwise.engines.remote.http import HttpServer, ServerLost
-from turnwise.engines.remote.server_process import ServerProcess
+from turnwise.engines.remote.server_process import PortTaken, ServerProcess
 from turnwise.engines.remote.weights import WeightUpdate
 from turnwise.errors import EngineError
 from turnwise.models.grammar import PROBE
@@ -50,6 +50,8 @@ class Replica:
     health_path: str
     process: ServerProcess | None = None
     """None for a server that turnwise did not start."""
+    elsewhere: Callable[[], tuple[HttpServer, ServerProcess]] | None = None
+    """Makes the same server on another port; None for a server that turnwise did not start."""
     ready: bool = False
     """Whether it serves the engine's present weights. False before the start and after a loss."""
     running: int = 0
@@ -233,7 +235,15 @@ class Replicas:
             process.kill()  # what is left of the last start
             await asyncio.to_thread(process.wait_for_end)  # its port and its memory are free then
             process.start()
-        await process.wait_until(lambda: replica.server.healthy(replica.health_path))
+        try:
+            await process.wait_until(lambda: replica.server.healthy(replica.health_path))
+        except PortTaken as error:
+            if replica.elsewhere is None:
+                raise
+            _log.warning("%s. It is started on another port", error)
+            await replica.server.close()
+            replica.server, replica.process = replica.elsewhere()
+            await self._start_process(replica, replica.process)
 
     async def _wait_for(self, replica: Replica) -> None:
         deadline = time.monotonic() + self._patience

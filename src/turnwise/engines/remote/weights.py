@@ -465,17 +465,25 @@ class GroupAddress:
     """The version of the trainer's NCCL; empty with gloo."""
 
 
-def join(where: GroupAddress, rank: int, *, seconds: float = _JOIN_SECONDS) -> Any:
+def join(
+    where: GroupAddress, rank: int, *, seconds: float = _JOIN_SECONDS, listening: socket.socket | None = None
+) -> Any:
     """Become a member of a group: a `torch.distributed.ProcessGroup`. Returns when all members have joined.
+
+    Rank 0 gives the socket that is `listening` at the address, and that belongs to the group then: a port that was free is not
+    lost to another program.
 
     Raises torch.distributed.DistError, RuntimeError or ValueError if that takes longer than `seconds`.
     """
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
     from torch.distributed import distributed_c10d as c10d
     from torch.distributed.rendezvous import rendezvous
 
     limit = timedelta(seconds=seconds)
-    method = f"tcp://{where.address}:{where.port}"
-    store, _, _ = next(rendezvous(method, rank, where.size, timeout=limit))
+    if listening is not None:
+        store = TCPStore(where.address, where.port, where.size, True, limit, master_listen_fd=listening.detach())
+    else:
+        store, _, _ = next(rendezvous(f"tcp://{where.address}:{where.port}", rank, where.size, timeout=limit))
     store.set_timeout(limit)
     group, _ = c10d._new_process_group_helper(
         where.size,
@@ -527,15 +535,16 @@ class TrainerGroup:
         cls, server: str, workers: int, sending: Sending, invite: Callable[[GroupAddress], Awaitable[Any]]
     ) -> TrainerGroup:
         """Make a group with the `workers` of a server at the URL `server`. `invite` lets the workers join, and returns then."""
+        listening = socket.create_server(("", 0))
         where = GroupAddress(
             address=_own_address(server),
-            port=_free_port(),
+            port=listening.getsockname()[1],
             name=f"turnwise-{secrets.token_hex(4)}",
             size=1 + workers,
             backend=sending.backend,
             nccl=nccl_version() if sending.backend == "nccl" else "",
         )
-        joining = _in_thread(lambda: join(where, 0))
+        joining = _in_thread(lambda: join(where, 0, listening=listening))
         try:
             await invite(where)
         except BaseException:
@@ -608,12 +617,6 @@ def _own_address(server: str) -> str:
         except OSError:  # a name without an address, such as that of the engine in this process
             return "127.0.0.1"
         return probe.getsockname()[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
 
 
 class TrainerGroups:
