@@ -23,14 +23,16 @@ from support.recipes import save_recipe
 from support.tiny import BLOCKS_OF_4_BITS, save_model, tiny_model
 from support.vision import picture, save_vision_model
 from training.test_batch import conversations
+from turnwise.doctor import fit
 from turnwise.engines.local import LocalEngine
-from turnwise.errors import ConfigError
-from turnwise.models import loading
+from turnwise.errors import ConfigError, RunError
+from turnwise.models import device, loading
 from turnwise.models.device import GpuMemory
 from turnwise.models.loading import ModelSource, load_model
 from turnwise.models.quantization import linear_layers
 from turnwise.options.algorithm import Gmpo, Gspo, LoraSection, LossSection, OptimizationSection, PpoClip
 from turnwise.options.schema import QuantizationSection
+from turnwise.runs.training_run import TrainingRun
 from turnwise.training.batch import pack
 from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
@@ -212,6 +214,32 @@ def test_a_run_of_a_cpu_goes_on_on_the_device(recipe: Path) -> None:
         metrics = trained(recipe, "train.steps=2", "checkpoint.every=1", "resume=auto")
     assert [one["step"] for one in metrics] == [1, 2]
     assert not traffic.mixed
+
+
+def test_a_run_goes_on_on_another_card(recipe: Path, traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed for the first card is computed anew; its data type is part of the run."""
+    card, capability = GpuMemory("NVIDIA H100", 80 * 2**30, 80 * 2**30), (9, 0)
+    monkeypatch.setattr(fit, "sees_gpu", lambda: True)
+    monkeypatch.setattr(fit, "gpu_memory", lambda device: card)
+    monkeypatch.setattr(device, "sees_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: capability)
+    made: list[TrainingRun] = []
+    plain = test_train.run
+    monkeypatch.setattr(test_train, "run", lambda *given: made.append(plain(*given)) or made[-1])
+    options = ["model.dtype=auto", "checkpoint.every=1"]
+    trained(recipe, *options)
+    card, capability = GpuMemory("Tesla T4", 2**30, 2**30), (7, 5)
+    with pytest.raises(RunError, match=r"model\.dtype=auto is bfloat16 on GPUs .* write model\.dtype=bfloat16"):
+        trained(recipe, *options, "train.steps=2", "resume=auto")
+    options[0] = "model.dtype=bfloat16"
+    assert [one["step"] for one in trained(recipe, *options, "train.steps=2", "resume=auto")] == [1, 2]
+    first, second = (one.config for one in made)
+    assert (first.model.dtype, second.model.dtype) == ("bfloat16", "bfloat16")
+    assert first.engine.embedded is not None
+    assert second.engine.embedded is not None
+    assert second.engine.embedded.memory_gb < first.engine.embedded.memory_gb
+    assert first.train.micro_batch_tokens == 16384
+    assert second.train.micro_batch_tokens is not None
 
 
 def test_images_on_the_device(tmp_path: Path, traffic: Traffic) -> None:

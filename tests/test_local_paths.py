@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,8 @@ from turnwise.config.recipe import load
 from turnwise.data.rows import read_rows
 from turnwise.errors import ConfigError, DataError, TemplateError
 from turnwise.local_paths import looks_like_path
+from turnwise.models.loading import ModelSource, load_model
+from turnwise.options.schema import QuantizationSection
 from turnwise.user_code.references import resolve
 
 
@@ -113,21 +118,66 @@ def test_the_command_line_prints_no_traceback_for_a_run_directory(capsys: pytest
     assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize("command", [["doctor", "org/gated"], ["init", "new", "--model", "org/gated", "--gpu", "24"]])
-def test_a_gated_model_is_told_with_what_to_do(
-    command: list[str], places: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+HUB = {
+    "gated": (403, "GatedRepo", "ask for access at https://huggingface.co/org/model, and log in with `hf auth login`"),
+    "gated, no login": (
+        401,
+        "GatedRepo",
+        "ask for access at https://huggingface.co/org/model, and log in with `hf auth",
+    ),
+    "absent or private": (
+        401,
+        "RepoNotFound",
+        "Correct model.path (a model directory or a hub id), or log in with `hf",
+    ),
+    "disabled": (403, "Other", "The hub answers with status 403: try again later"),
+    "no network": (0, "", "and the cache (HF_HOME) has no such model: run `hf download org/model --local-dir DIR`"),
+}
+"""What the hub answers, and what turnwise says then."""
+
+
+@pytest.mark.parametrize(("status", "code", "message"), HUB.values(), ids=HUB)
+def test_what_the_hub_answers_is_told_with_what_to_do(
+    status: int,
+    code: str,
+    message: str,
+    places: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import httpx
-    import transformers
-    from huggingface_hub.errors import GatedRepoError
+    """The libraries are real, and read the answers of a hub that is not there."""
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HTTPError
 
-    def refused(*_: object, **__: object) -> None:
-        response = httpx.Response(403, request=httpx.Request("HEAD", "https://huggingface.co/org/gated"))
-        raise OSError("You are trying to access a gated repo.") from GatedRepoError("403", response=response)
+    http: Any = importlib.import_module(HTTPError.__module__.partition(".")[0])  # httpx or its successor
 
-    for library in (transformers.AutoConfig, transformers.AutoTokenizer):
-        monkeypatch.setattr(library, "from_pretrained", refused)
-    assert main(command) == 1
-    said = " ".join("".join(capsys.readouterr()).split())
-    assert "ask for access at https://huggingface.co/org/gated, and log in with `hf auth login`" in said
-    assert "model.path must be" not in said
+    def answer(request: Any) -> Any:
+        if not status:
+            raise http.ConnectError("Temporary failure in name resolution", request=request)
+        return http.Response(status, headers={"X-Error-Code": code}, request=request)
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(places / "cache"))
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    huggingface_hub.set_client_factory(lambda: http.Client(transport=http.MockTransport(answer)))
+    try:
+        loaded = ModelSource(path="org/model", device="cpu")
+        for source in (loaded, loaded.model_copy(update={"quantization": QuantizationSection(bits=4)})):
+            with pytest.raises(ConfigError, match=re.escape(message)):
+                load_model(source)
+        for command in (["doctor", "org/model"], ["init", "new", "--model", "org/model", "--gpu", "24"]):
+            assert main(command) == 1
+            assert message in " ".join("".join(capsys.readouterr()).split())
+    finally:
+        huggingface_hub.set_client_factory(huggingface_hub.utils._http.default_client_factory)
+
+
+def test_a_model_that_is_not_in_the_cache_of_a_hub_that_must_not_be_asked(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(places / "cache"))
+    with pytest.raises(ConfigError, match=r"run `hf download org/model --local-dir DIR` where there is a network"):
+        load_model(ModelSource(path="org/model", device="cpu"))

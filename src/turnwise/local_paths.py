@@ -129,17 +129,35 @@ def refuse_weights_in_parts(model: str | Path, *, error: type[TurnwiseError]) ->
 
 
 def model_advice(path: str | Path, failed: Failed) -> str:
-    """What to do about a model that could not be read: a gated one on the hub needs an agreement and a login."""
-    from huggingface_hub.errors import GatedRepoError
+    """What to do about a model that could not be read. The libraries' own messages about the hub name calls of Python."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
-    error: BaseException | None = failed
-    while error is not None:
-        if isinstance(error, GatedRepoError):
-            return (
-                f"The model is gated: ask for access at https://huggingface.co/{path}, and log in with `hf auth login` or the "
-                f"environment variable HF_TOKEN"
-            )
-        error = error.__cause__
+    causes: list[BaseException] = [failed]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+
+    def found(*kinds: type[BaseException]) -> BaseException | None:
+        return next((error for error in causes if isinstance(error, kinds)), None)
+
+    login = "log in with `hf auth login` or the environment variable HF_TOKEN"
+    if found(GatedRepoError):
+        return f"The model is gated: ask for access at https://huggingface.co/{path}, and {login}"
+    if found(RepositoryNotFoundError):
+        return f"Correct model.path (a model directory or a hub id), or {login}, if the model is private"
+    if isinstance(answered := found(HfHubHTTPError), HfHubHTTPError):
+        status = answered.response.status_code
+        return f"The hub answers with status {status}: try again later, or set model.path to a model directory"
+    if found(LocalEntryNotFoundError, OfflineModeIsEnabled):
+        return (
+            f"The hub is not reached, and the cache (HF_HOME) has no such model: run `hf download {path} --local-dir DIR` where "
+            f"there is a network, and set model.path to DIR"
+        )
     return "model.path must be a model directory or a hub id"
 
 

@@ -116,11 +116,11 @@ def _also_on_device(kind: type) -> type:
     return type(kind)(f"{kind.__name__}OnDevice", (kind, _OnDevice), {})
 
 
-def _make_subclass_there(kind: Any, values: torch.Tensor, *options: Any) -> torch.Tensor:
+def _make_subclass_there(kind: Any, values: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
     """`Tensor._make_subclass`, with which classes such as bitsandbytes' `Params4bit` make their tensors."""
     if isinstance(values, _OnDevice) and not issubclass(kind, _OnDevice):
         kind, values = _also_on_device(kind), _values(values)
-    return _make_subclass(kind, values, *options)
+    return _make_subclass(kind, values, *options, **named)
 
 
 def _note(name: str, args: tuple[Any, ...], host: list[torch.Tensor]) -> None:

@@ -217,7 +217,10 @@ def check_options(
         also = f"; to change them for the next steps, set {named_changes(names)}" if names else ""
         never = f"; {', '.join(fixed)} cannot change" if fixed else ""
         if "model.dtype" in fixed:
-            never += f" (model.dtype=auto is bfloat16 on a GPU and float32 on a CPU: write model.dtype={before['model.dtype']})"
+            never += (
+                f" (model.dtype=auto is bfloat16 on GPUs that compute in it, and float32 elsewhere: write "
+                f"model.dtype={before['model.dtype']})"
+            )
         raise RunError(
             f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the values of the run{also}{never}. Or "
             f"start another run from its weights: output=runs/<name> model.path={checkpoint}"

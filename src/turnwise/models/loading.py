@@ -191,18 +191,15 @@ def _load_base(source: ModelSource) -> Any:
         text = reason or f"{' '.join(str(error).split()).rstrip('.')}. {advice}"
         raise ConfigError(f"model.device={device} cannot be used: {text}") from error
     quantized: dict[str, Any] = {}
+    with _loading(source, name):
+        config = AutoConfig.from_pretrained(path)
     if source.quantization.bits is not None:
         quantization = transformers_config(source.quantization, source.dtype, model_without_weights(path))
         quantized = {"quantization_config": quantization, "device_map": {"": name}}
-    try:
-        with boundary("model"):  # truncated weight files raise exceptions of many kinds
-            config = AutoConfig.from_pretrained(path)
-            model, found = model_family(config).from_pretrained(
-                path, config=config, dtype=getattr(torch, source.dtype), output_loading_info=True, **quantized
-            )
-    except Failed as failed:
-        problem = f"no model could be loaded from {path!r}: {failed.failure.message.rstrip('.')}. {model_advice(path, failed)}"
-        raise ConfigError(_does_not_fit(source, name, failed) or problem) from failed
+    with _loading(source, name):
+        model, found = model_family(config).from_pretrained(
+            path, config=config, dtype=getattr(torch, source.dtype), output_loading_info=True, **quantized
+        )
     _refuse_other_weights(path, model, missing=found["missing_keys"], unexpected=found["unexpected_keys"])
     try:
         with boundary("model"):
@@ -213,6 +210,18 @@ def _load_base(source: ModelSource) -> Any:
     model.eval()  # with dropout, the learner would compute another distribution than the engine samples from
     use_complete_attention(model)
     return model
+
+
+@contextlib.contextmanager
+def _loading(source: ModelSource, device: str) -> Iterator[None]:
+    """What is raised inside becomes a ConfigError that says what to do: damaged weight files raise exceptions of many kinds."""
+    try:
+        with boundary("model"):
+            yield
+    except Failed as failed:
+        message = failed.failure.message.rstrip(".")
+        problem = f"no model could be loaded from {source.path!r}: {message}. {model_advice(source.path, failed)}"
+        raise ConfigError(_does_not_fit(source, device, failed) or problem) from failed
 
 
 _WHILE_QUANTIZING = "during automatic conversion of the weights"
