@@ -203,7 +203,7 @@ class Faults(vf.MultiTurnEnv):
 def faulty(fault):
     def good(completion):
         return None if fault == "reward" else 1.0
-    data = Dataset.from_list([{"question": "Go", "answer": "1"}])
+    data = Dataset.from_list([{"task": 0, "question": "Go", "answer": "1"}])
     return Faults(fault, dataset=data, rubric=vf.Rubric(funcs=[good]), max_turns=2)
 """
 INSPECT = """
@@ -236,6 +236,89 @@ def good(fault):
 def faulty(fault):
     return Task(dataset=[Sample(input="Go", target="1")], solver=faults(fault), scorer=good(fault))
 """
+TEXTWORLD = """
+import time
+import textworld
+from textworld.challenges import CHALLENGES
+
+ABOUT, MAKE, PARSER = CHALLENGES["tw-coin_collector"]
+START = textworld.start
+FAULTS = {}
+
+class Faulty(textworld.core.Wrapper):
+    def __init__(self, game, fault):
+        super().__init__(game)
+        self.fault = fault
+
+    def reset(self):
+        if self.fault == "hangs":
+            time.sleep(SLEEP)
+        return 7 if self.fault == "reset" else super().reset()
+
+    def step(self, command):
+        if self.fault == "raises":
+            raise RuntimeError("the board is broken")
+        state, score, done = super().step(command)
+        return 7 if self.fault == "step" else (state, None if self.fault == "reward" else score, done)
+
+def parser():
+    made = PARSER()
+    made.add_argument("--fault")
+    return made
+
+def make(settings, options=None):
+    FAULTS[options.path] = settings["fault"]
+    return MAKE(settings, options)
+
+def start(file, **more):
+    game = START(file, **more)
+    return Faulty(game, FAULTS[file]) if file in FAULTS else game
+
+CHALLENGES["tw-faulty"] = (ABOUT, make, parser)
+textworld.start = start
+"""
+VERIFIERS_V1 = """
+import asyncio
+import openai
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import ProgramResult
+
+class Data(vf.TaskData):
+    fault: str
+
+class Task(vf.Task[Data]):
+    @vf.reward
+    async def good(self, trace):
+        return None if self.data.fault == "reward" else 1.0
+
+class Config(vf.TasksetConfig):
+    fault: str = ""
+
+class Faulty(vf.Taskset[Task, Config]):
+    def load(self):
+        return [Task(Data(prompt="Go", fault=self.config.fault))]
+
+class Harness(vf.Harness[vf.HarnessConfig]):
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def setup(self, runtime):
+        pass
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
+        if data.fault == "hangs":
+            await asyncio.sleep(SLEEP)
+        if data.fault == "reset":
+            return 7
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
+            messages = [{"role": "user", "content": "Go"}]
+            await client.chat.completions.create(model=ctx.model, messages=messages)
+        if data.fault == "raises":
+            raise RuntimeError("the board is broken")
+        return 7 if data.fault == "step" else ProgramResult(0, "", "")
+
+__all__ = ["Faulty", "Harness"]
+"""
 # provider: the library's module, the file, the name, the argument that has the fault, and what the model's turn is
 LIBRARIES: dict[str, tuple[str, str, str, str]] = {
     "gymnasium": ("gymnasium", GYMNASIUM, "{file}:Faulty", "arguments"),
@@ -246,7 +329,11 @@ LIBRARIES: dict[str, tuple[str, str, str, str]] = {
     "openenv": ("openenv.core", OPENENV, "{file}:Faulty", "arguments"),
     "verifiers": ("verifiers.legacy", VERIFIERS, "{file}:faulty", "arguments"),
     "inspect": ("inspect_ai", INSPECT, "{file}@faulty", "arguments"),
+    "textworld": ("textworld", TEXTWORLD, "tw-faulty", "arguments"),
+    "verifiers_v1": ("verifiers.v1", VERIFIERS_V1, "{file}", "arguments"),
 }
+MORE: dict[str, dict[str, Any]] = {"textworld": {"level": 1}}
+"""What else the argument must have."""
 FAULTS: dict[str, dict[str, str]] = {
     "raises": dict.fromkeys(LIBRARIES, "the board is broken"),
     "hangs": dict.fromkeys(LIBRARIES, "the first prompt took longer than limits.seconds_per_turn=1.5|took longer than"),
@@ -259,6 +346,8 @@ FAULTS: dict[str, dict[str, str]] = {
         "openenv": "Faulty returned a int; it must be an OpenEnv Observation",
         "verifiers": "'int' object",
         "inspect": "faulty failed",
+        "verifiers_v1": "'int' object has no attribute 'exit_code'",
+        "textworld": "tw-faulty.reset returned 7; it must be a GameState with a feedback",
     },
     "step": {
         "gymnasium": r"Faulty.step returned .*; it must return \(observation, reward",
@@ -269,11 +358,14 @@ FAULTS: dict[str, dict[str, str]] = {
         "openenv": "Faulty returned a int; it must be an OpenEnv Observation",
         "verifiers": "'int' object",
         "inspect": "faulty failed",
+        "verifiers_v1": "'int' object has no attribute 'exit_code'",
+        "textworld": r"tw-faulty.step returned 7; it must return \(state, score, done\)",
     },
     "reward": {
         **dict.fromkeys(LIBRARIES, "gave the reward None; it must be a finite number"),
         "verifiers": "the reward function good: .* gave the reward None; it must be a finite number",
         "inspect": "the scorer good gave .*None.*, which is no number",
+        "verifiers_v1": "TaskError: task Task scoring: TypeError: .*not 'NoneType'",
     },
 }
 NO_FAULT = {("openenv", "reward")}  # None is allowed: a step without a reward
@@ -307,7 +399,9 @@ def played(provider: str, fault: str, folder: Path, **arguments: Any) -> Traject
         assert made is not None
         sys.modules[file.stem] = module = importlib.util.module_from_spec(made)
         made.loader.exec_module(module)
-    config = recipe(f"{provider}:{name.format(file=file)}", **{argument: {"fault": fault}}, **arguments)
+    config = recipe(
+        f"{provider}:{name.format(file=file)}", **{argument: {**MORE.get(provider, {}), "fault": fault}}, **arguments
+    )
     row = assembly.rows(checked({"model": "m", "data": {"train": str(rows_of(folder))}}, source="r"))[0]
     limits = Limits(turns=3, tokens_per_turn=99, seconds_per_turn=1.5 if fault in ("hangs", "blocks") else 60.0)
     return hold(Says("1", "1", "1"), assembly.environment_factory(config), row=row, limits=limits)
@@ -315,7 +409,9 @@ def played(provider: str, fault: str, folder: Path, **arguments: Any) -> Traject
 
 def rows_of(folder: Path) -> Path:
     path = folder / "rows.jsonl"
-    path.write_text('{"prompt": "Go", "seed": 3, "sample": 0, "question": "Go", "answer": "1"}\n', encoding="utf-8")
+    path.write_text(
+        '{"prompt": "Go", "seed": 3, "sample": 0, "task": 0, "question": "Go", "answer": "1"}\n', encoding="utf-8"
+    )
     return path
 
 
@@ -354,6 +450,9 @@ UNKNOWN = [
     ("aviary", "dumy", r"did you mean 'dummy'\?; `turnwise envs aviary` lists"),
     ("skyrl_gym", "gsm8", r"did you mean 'gsm8k'\?; `turnwise envs skyrl_gym` lists"),
     ("textworld", "tw-coin_colector", r"did you mean 'tw-coin_collector'\?; `turnwise envs textworld` lists"),
+    ("alfworld", "valid_sen", "did you mean 'valid_seen'"),
+    ("nemo_gym", "blackjack", "is no URL. Name a running resources server"),
+    ("verifiers_v1", "nowhere.py", "nowhere.py"),
     ("harbor", "nowhere", "nowhere is not a folder"),
     ("openenv", "nowhere.py:Game", "nowhere.py"),
     ("trl", "nowhere.py:Game", "nowhere.py"),

@@ -103,7 +103,6 @@ def test_a_gymnasium_environment_is_played_by_its_id() -> None:
             r"no provider and no module 'textarna'; did you mean 'textarena'\?; the providers are: reasoning_gym",
         ),
         ("nemo_gym:x", "nemo_gym:x is no URL. Name a running resources server"),
-        ("alfworld:x", "there is no provider alfworld: its games are those of TextWorld"),
     ],
 )
 def test_a_name_that_is_not_there_is_told(use: str, message: str) -> None:
@@ -149,6 +148,9 @@ def test_envs_lists_libraries_names_and_what_an_environment_brings(capsys: pytes
         ("inspect", "inspect_ai==0.3.285", "inspect_ai", "test_bad_input.py"),
         ("openenv", "openenv-core==0.3.0", "openenv.core", "test_bad_input.py"),
         ("textworld", "textworld==1.7.0", "textworld", "test_textworld.py"),
+        ("alfworld", "alfworld==0.4.2", "alfworld.agents.environment.alfred_tw_env", "test_alfworld.py"),
+        ("alfworld", "alfworld==0.4.2", "textworld", "test_bad_input.py"),
+        ("verifiers", "verifiers==0.4.0", "verifiers.v1", "test_bad_input.py"),
     ],
 )
 def test_a_library_is_tested_in_an_environment_of_its_own(

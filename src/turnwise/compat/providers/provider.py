@@ -154,6 +154,14 @@ PROVIDERS: dict[str, Provider] = {
             extra="textworld",
         ),
         Provider(
+            name="alfworld",
+            source="turnwise.compat.providers.alfworld:Alfworld",
+            brings="a part of its data, such as train, or a folder of games",
+            module="alfworld",
+            package="alfworld",
+            extra="alfworld",
+        ),
+        Provider(
             name="inspect",
             source="turnwise.compat.providers.inspect_ai:InspectTask",
             brings="a task of Inspect: file.py@task, or a registered name",
@@ -175,13 +183,6 @@ PROVIDERS: dict[str, Provider] = {
     )
 }
 """The providers by name."""
-
-
-_ELSEWHERE = {
-    "alfworld": "its games are those of TextWorld, and must be downloaded (alfworld-download): write an environment with its "
-    "package (docs/environments.md)",
-}
-"""Libraries without a provider, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,12 +215,9 @@ class HasNames(Protocol):
 
 
 def provider_of(reference: str) -> tuple[Provider, str] | None:
-    """The provider that a reference names, and the name behind the colon; None for other references. Raises ConfigError for a
-    library that is known and has no provider."""
+    """The provider that a reference names, and the name behind the colon; None for other references."""
     place, colon, name = reference.partition(":")
     provider = PROVIDERS.get(place) if colon else None
-    if colon and place in _ELSEWHERE:
-        raise ConfigError(f"environment: there is no provider {place}: {_ELSEWHERE[place]}")
     return None if provider is None else (provider, name)
 
 

@@ -15,12 +15,12 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from turnwise.compat.object_factory import opened
+from turnwise.compat.object_factory import number, opened
 from turnwise.compat.providers.provider import About, LibraryEnvironments, refuse_unknown_name
 from turnwise.data.rows import ProvidedRows, seed_rows
 from turnwise.environments.environment import Environment
@@ -30,9 +30,11 @@ from turnwise.user_code.threads import ThreadedObject
 
 _ENDINGS = (".z1", ".z2", ".z3", ".z4", ".z5", ".z6", ".z7", ".z8", ".ulx")
 """How the names of game files end."""
-_INSTRUCTION = "Answer with your next command only, such as: go east"
+INSTRUCTION = "Answer with your next command only, such as: go east"
 _PROMPT = re.compile(r"\n>[^\n]*\s*$")
 """The game's prompt, and its status line."""
+LOADING = threading.Lock()
+"""Held while a game is loaded: the library has one parser in a process."""
 _LOGO = re.compile(r"^[\s$\\_/|]+$")
 
 
@@ -58,11 +60,11 @@ class TextWorld(LibraryEnvironments):
         arguments: Mapping[str, Any] | None = None,
         eval_games: str | None = None,
         admissible_commands: bool = False,
-        instruction: str = _INSTRUCTION,
+        instruction: str = INSTRUCTION,
     ) -> None:
         # jericho says so of each game that is not one of its own; textworld reads the score itself
         warnings.filterwarnings("ignore", message="Game .* is not fully supported")
-        self.name = name
+        self.name = f"textworld:{name}"
         self.admissible_commands, self.instruction = admissible_commands, instruction
         self._challenge: _Challenge | None = None
         self._files: dict[bool, list[str]] = {}
@@ -95,17 +97,14 @@ class TextWorld(LibraryEnvironments):
             return seed_rows(count, held_out=held_out)
         if held_out and not self._files[True]:
             raise ConfigError(
-                f"textworld:{self.name} has no held-out games: set environment.arguments.eval_games, or name a file in data.eval"
+                f"{self.name} has no held-out games: set environment.arguments.eval_games, or name a file in data.eval"
             )
         return ProvidedRows(records=({"game": game} for game in self._files[held_out][:count]))
 
     def game_file(self, row: Row) -> str:
         """The file of a row's game. Raises ValueError for a row that names none."""
         if self._challenge is None:
-            game = row["game"]
-            if not isinstance(game, str) or not Path(game).is_file():
-                raise ValueError(f"row {row.id!r} has game={game!r:.200}; it must be the path of a game file")
-            return game
+            return game_of(row)
         seed = row["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 32:
             raise ValueError(f"row {row.id!r} has seed={seed!r:.80}; it must be an integer from 0 to {(1 << 32) - 1}")
@@ -113,13 +112,16 @@ class TextWorld(LibraryEnvironments):
 
     def start(self, row: Row) -> Any:
         """The game of a row."""
-        library = importlib.import_module("textworld")
-        wanted = ("feedback", "objective", "description", "score", "max_score", "won", "lost", "moves")
-        infos = library.EnvInfos(**dict.fromkeys(wanted, True), admissible_commands=self.admissible_commands)
-        return library.start(self.game_file(row), request_infos=infos)
+        file, library = self.game_file(row), importlib.import_module("textworld")
+        with LOADING:
+            return library.start(file, request_infos=request_infos(self.admissible_commands))
+
+    def call(self, method: Callable[[], Any]) -> Any:
+        """The result of a method of a game, which runs in an interpreter of its own."""
+        return method()
 
     def __call__(self) -> Environment:
-        return _PlayedGame(self)
+        return PlayedGame(self)
 
     async def aclose(self) -> None:
         """Remove the games that were made."""
@@ -173,25 +175,54 @@ def _game_files(name: str) -> list[str]:
     return games
 
 
-class _PlayedGame:
+def game_of(row: Row) -> str:
+    """The file of a row's game. Raises ValueError for a row that names none."""
+    game = row["game"]
+    if not isinstance(game, str) or not Path(game).is_file():
+        raise ValueError(f"row {row.id!r} has game={game!r:.200}; it must be the path of a game file")
+    return game
+
+
+def request_infos(admissible_commands: bool) -> Any:
+    """What a game is asked for."""
+    wanted = ("feedback", "objective", "description", "score", "max_score", "won", "lost", "moves")
+    library = importlib.import_module("textworld")
+    return library.EnvInfos(**dict.fromkeys(wanted, True), admissible_commands=admissible_commands)
+
+
+class Games(Protocol):
+    """What starts the games of TextWorld that conversations play."""
+
+    name: str
+    admissible_commands: bool
+    instruction: str
+
+    def start(self, row: Row) -> Any:
+        """The game of a row."""
+        ...
+
+    def call(self, method: Callable[[], Any]) -> Any:
+        """The result of a method of a game."""
+        ...
+
+
+class PlayedGame:
     """One conversation: one game."""
 
-    def __init__(self, source: TextWorld) -> None:
+    def __init__(self, source: Games) -> None:
         self._source = source
         self._row: Row | None = None
         self._score = 0.0
-        self._foreign: ThreadedObject[Any] = ThreadedObject(
-            self._start, lambda game: game.close(), name=f"textworld:{source.name}"
-        )
+        self._foreign: ThreadedObject[Any] = ThreadedObject(self._start, lambda game: game.close(), name=source.name)
 
     async def begin(self, row: Row) -> Opening:
         self._row = row
         game = await self._foreign.make()
-        state = await self._foreign.ask(game.reset)
-        self._game, self._highest = game, float(state["max_score"] or 1)
+        state = self._checked(await self._foreign.ask(partial(self._source.call, game.reset)), "reset")
+        self._game, self._highest = game, float(state.get("max_score") or 1)
         text = "\n\n".join(
             part.strip()
-            for part in (state["objective"], state["description"])
+            for part in (state.get("objective"), state.get("description"))
             if isinstance(part, str) and part.strip()
         )
         shown = self._shown(state, text or _cleaned(state["feedback"]))
@@ -199,8 +230,11 @@ class _PlayedGame:
 
     async def step(self, turn: Turn) -> Reply:
         command = " ".join(str(turn.message.get("content") or "").split())
-        state, score, done = await self._foreign.ask(partial(self._game.step, command))
-        added, self._score = float(score) - self._score, float(score)
+        answered = await self._foreign.ask(partial(self._source.call, partial(self._game.step, command)))
+        if not isinstance(answered, tuple) or len(answered) != 3:
+            raise TypeError(f"{self._source.name}.step returned {answered!r:.200}; it must return (state, score, done)")
+        state, score, done = self._checked(answered[0], "step"), number(answered[1], self._source.name), answered[2]
+        added, self._score = score - self._score, score
         info = {name: state[name] for name in ("won", "lost", "moves") if state.get(name) is not None}
         shown = self._shown(state, _cleaned(state["feedback"]))
         return Reply(
@@ -216,6 +250,14 @@ class _PlayedGame:
     def _start(self) -> Any:
         assert self._row is not None
         return self._source.start(self._row)
+
+    def _checked(self, state: Any, method: str) -> Mapping[str, Any]:
+        """Raises TypeError unless it is a state of a game."""
+        if not isinstance(state, Mapping) or not isinstance(state.get("feedback"), str):
+            raise TypeError(
+                f"{self._source.name}.{method} returned {state!r:.200}; it must be a GameState with a feedback"
+            )
+        return state
 
     def _shown(self, state: Any, text: str) -> str:
         """A text of the game, with the commands if they are listed."""
