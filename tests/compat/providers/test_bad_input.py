@@ -397,6 +397,7 @@ def played(provider: str, fault: str, folder: Path, **arguments: Any) -> Traject
     if "{file}" not in name and file.stem not in sys.modules:  # registers a name
         made = importlib.util.spec_from_file_location(file.stem, file)
         assert made is not None
+        assert made.loader is not None
         sys.modules[file.stem] = module = importlib.util.module_from_spec(made)
         made.loader.exec_module(module)
     config = recipe(
