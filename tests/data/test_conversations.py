@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from support.conversations import call, hold
@@ -82,6 +81,8 @@ def test_the_parts_of_a_text_are_one_text_where_the_model_says_it(tmp_path: Path
 
 
 def test_messages_from_parquet_have_only_their_own_keys(tmp_path: Path) -> None:
+    import datasets
+
     datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
     path = tmp_path / "rows.parquet"
     thought = {"role": "assistant", "content": "2", "reasoning_content": "Easy.", "weight": 0.5}

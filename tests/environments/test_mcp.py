@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mcp.types import TextContent
-from PIL import Image
 
 from support.conversations import Says, call, hold, hold_all
 from turnwise import assembly
@@ -153,6 +151,8 @@ def test_calls_are_answered_over_one_session_from_whichever_event_loop(stdio: li
 def test_images_arrive_as_images(stdio: list[Tool]) -> None:
     answer = ask(stdio, "image", count=2)
     assert [part["type"] for part in answer.content] == ["image", "image", "text"]  # type: ignore[index]
+    from PIL import Image
+
     image = answer.content[0]["image"]  # type: ignore[index]
     assert isinstance(image, Image.Image)
     assert (image.size, image.getpixel((0, 0))) == ((3, 2), (255, 0, 0))
@@ -218,7 +218,7 @@ def test_what_a_result_means_can_be_overridden() -> None:
 
 
 def test_content_of_other_kinds_is_named() -> None:
-    from mcp.types import AudioContent, EmbeddedResource, ResourceLink, TextResourceContents
+    from mcp.types import AudioContent, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 
     with servers(tests=STDIO) as made:
         response = made.parse_result(

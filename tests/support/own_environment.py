@@ -7,11 +7,17 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 ENVIRONMENTS = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engines")).expanduser()
+
+
+def needs(library: str) -> pytest.MarkDecorator:
+    """Skips the tests of a file without a library. Only those that use it import it: each process collects all files."""
+    return pytest.mark.skipif(find_spec(library) is None, reason=f"needs pip install 'turnwise[{library}]'")
 
 
 def python_3_12() -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from support.recipes import save_recipe
@@ -49,6 +48,8 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_a_run_trains_the_adapter_samples_from_it_saves_it_and_resumes_exactly(
     recipe: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from peft import PeftModel  # torch.distributed and more: a second of each process that collects this file
+
     made = run(recipe, *LORA, f"output={tmp_path / 'straight'}")
     metrics = lines(tmp_path / "straight" / "metrics.jsonl")
     assert max(line["ratio/max_deviation"] for line in metrics) < 1e-4

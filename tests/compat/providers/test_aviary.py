@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, hold
+from support.own_environment import needs
 from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
@@ -16,7 +17,7 @@ from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
-aviary = pytest.importorskip("aviary.core", reason="needs pip install 'turnwise[aviary]'")
+pytestmark = needs("aviary")
 
 LIMITS = Limits(turns=6, tokens_per_turn=400)
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
@@ -105,6 +106,8 @@ def guess(number: int) -> str:
 
 async def own_rewards(environment: Any, *calls: tuple[str, dict[str, Any]]) -> list[float]:
     """The rewards of the library's own steps."""
+    import aviary.core as aviary
+
     await environment.reset()
     rewards = []
     for name, arguments in calls:
@@ -117,6 +120,8 @@ async def own_rewards(environment: Any, *calls: tuple[str, dict[str, Any]]) -> l
 
 
 def test_the_librarys_environment_has_the_rewards_of_its_own_steps() -> None:
+    import aviary.core as aviary
+
     trajectory = played(recipe("aviary:dummy"), CALL.format("print_story", '{"story": "A b c d e"}'))
     assert trajectory.error is None, trajectory.error
     own = asyncio.run(own_rewards(aviary.DummyEnv(), ("print_story", {"story": "A b c d e"})))
@@ -125,6 +130,8 @@ def test_the_librarys_environment_has_the_rewards_of_its_own_steps() -> None:
 
 
 def test_a_task_data_set_has_a_row_for_each_task_and_plays_it(file: Path) -> None:
+    import aviary.core as aviary
+
     arguments = {"targets": [3, 8]}
     config = recipe(
         f"aviary:{file}:Numbers", {"eval": "environment"}, arguments=arguments, eval_arguments={"targets": [5]}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, hold
+from support.own_environment import needs
 from turnwise import assembly
 from turnwise.compat.providers.reasoning_gym import _EVALUATES, ReasoningGym
 from turnwise.config.recipe import checked
@@ -16,8 +17,10 @@ from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Row, Trajectory
 
-reasoning_gym = pytest.importorskip("reasoning_gym", reason="needs pip install 'turnwise[reasoning_gym]'")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
+pytestmark = [
+    needs("reasoning_gym"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning"),
+]
 
 LIMITS = Limits(turns=8, tokens_per_turn=4000)
 TEN = ("basic_arithmetic", "chain_sum", "countdown", "family_relationships", "gcd", "leg_counting", "n_queens", "spell_backward",
@@ -37,6 +40,8 @@ def played(config: Config, row: Row, *answers: str) -> Trajectory:
 
 @pytest.mark.parametrize("name", TEN)
 def test_an_entry_and_its_rewards_are_those_of_the_library(name: str) -> None:
+    import reasoning_gym
+
     config = recipe(name, seed=5)
     row = assembly.rows(config, limit=4)[3]
     own = reasoning_gym.create_dataset(name, seed=5, size=500)
@@ -50,6 +55,8 @@ def test_an_entry_and_its_rewards_are_those_of_the_library(name: str) -> None:
 
 
 def test_wrong_answers_are_told_and_the_last_one_counts() -> None:
+    import reasoning_gym
+
     config = recipe("gcd", tries=3, retry_factor=0.5)
     (row,) = assembly.rows(config, limit=1)
     right = reasoning_gym.create_dataset("gcd", seed=0, size=1)[0]["answer"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, hold
+from support.own_environment import needs
 from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
@@ -15,7 +16,7 @@ from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Row, Trajectory
 
-skyrl_gym = pytest.importorskip("skyrl_gym", reason="needs pip install 'turnwise[skyrl_gym]'")
+pytestmark = needs("skyrl_gym")
 
 LIMITS = Limits(turns=8, tokens_per_turn=400)
 SPEC = {"reward_spec": {"ground_truth": "5"}, "reward_model": {"ground_truth": "5"}, "extra_info": {"max_turns": 3}}
@@ -89,6 +90,7 @@ def played(config: Config, columns: dict[str, Any], texts: list[str]) -> Traject
 
 def own_steps(name: str, columns: dict[str, Any], texts: list[str]) -> tuple[list[float], list[str]]:
     """The rewards and observations of the library's own steps."""
+    import skyrl_gym
     from omegaconf import OmegaConf
 
     config = OmegaConf.create(

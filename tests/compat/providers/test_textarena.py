@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from support.conversations import Says, hold
+from support.own_environment import needs
 from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
@@ -17,8 +18,10 @@ from turnwise.options.schema import Config
 from turnwise.rollout.context import Limits
 from turnwise.types import Trajectory
 
-textarena = pytest.importorskip("textarena", reason="needs pip install 'turnwise[textarena]'")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning")
+pytestmark = [
+    needs("textarena"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::SyntaxWarning"),
+]
 
 LIMITS = Limits(turns=40, tokens_per_turn=400)
 ALONE = {
@@ -58,6 +61,8 @@ def played(config: Config, moves: list[str], *, row: int = 0) -> Trajectory:
 
 def own_reward(name: str, seed: int, players: int, moves: list[str], opponent: Any = None) -> float:
     """The reward of player 0 in the library's own loop."""
+    import textarena
+
     python, numpy = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
@@ -141,6 +146,8 @@ def test_wrong_arguments_are_refused_before_the_run(name: str, arguments: dict[s
 def test_a_move_that_is_no_text_and_a_reward_that_is_none_fail_the_conversation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import textarena
+
     path = tmp_path / "opponent.py"
     path.write_text(OPPONENT, encoding="utf-8")
     trajectory = played(recipe("TicTacToe-v0", opponent=f"{path}:none", seat=0), ["[4]"])

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import openai
 import pytest
 from test_agent_clients import held, held_all, led
 
@@ -381,6 +380,8 @@ def test_a_client_that_hangs_up_fails_its_conversation_and_the_agent_is_ended() 
 @pytest.mark.parametrize("with_tools", [False, True])
 def test_a_client_that_hangs_up_cancels_the_turn_at_once(with_tools: bool) -> None:
     """The engine's request is cancelled, its cache is released, and the agent and its environment end, long before the turn."""
+    import openai
+
     ended: list[float] = []
 
     async def agent(row: Any, base_url: str, api_key: str) -> None:
