@@ -334,8 +334,8 @@ def tokens(engine: LocalEngine, count: int, requests: int = 4) -> int:
 
 
 MODELS: dict[str, tuple[Callable[[Path], Any], float]] = {
-    "fused pass": (lambda folder: tiny_model().to("cuda"), 5.5),  # rows that grow are indexed once more
-    "4 bits, generic pass": (in_4_bits, 11.5),
+    "fused pass": (lambda folder: tiny_model().to("cuda"), 3.5),  # rows that grow are indexed once more
+    "4 bits, generic pass": (in_4_bits, 2.5),
 }
 
 

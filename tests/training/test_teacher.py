@@ -14,6 +14,7 @@ import torch
 
 from support.tiny import tiny_model
 from training.test_batch import conversations, group
+from turnwise.models.transfer import read
 from turnwise.options.algorithm import Reinforce
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.batch import pack
@@ -22,7 +23,6 @@ from turnwise.training.forward import Forward
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
 from turnwise.training.teacher import LearnerTeacher, Scores, Teacher, TeacherStep
-from turnwise.training.transfer import read
 from turnwise.training.update import policy_loss
 from turnwise.types import Group, LogprobKind, Row, Sampling, Trajectory
 

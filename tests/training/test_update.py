@@ -26,6 +26,7 @@ from turnwise.config.sft_checks import refuse_sft_without_effect
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.errors import ConfigError
 from turnwise.models.loading import ModelSource, load_model
+from turnwise.models.transfer import Measured, copied
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection, PpoClip, Spo
 from turnwise.rewards.credit.tracker import ValueTracker
 from turnwise.train import _update
@@ -34,7 +35,6 @@ from turnwise.training.local_critic import LocalCritic
 from turnwise.training.local_learner import LocalLearner
 from turnwise.training.losses import make_loss
 from turnwise.training.optimizer import Optimizer, _rounded_at_random, _Undivided
-from turnwise.training.transfer import Measured, copied
 from turnwise.training.tree import _TreeMask
 from turnwise.training.update import StopFlag, run_cancellable, run_to_completion
 from turnwise.training.value_batch import ValuePacking, pack_value_targets

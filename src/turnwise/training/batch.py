@@ -34,9 +34,9 @@ import torch
 from turnwise.errors import GrammarError
 from turnwise.models.distribution import AllowedTokens
 from turnwise.models.grammar import AllowedColumn, TokenMasks
+from turnwise.models.transfer import Movable, Move, to_device
 from turnwise.options.algorithm import LossSection
 from turnwise.training.losses import Targets
-from turnwise.training.transfer import Movable, Move, to_device
 from turnwise.training.tree import FlatRow, Tree, shared_prefix
 from turnwise.types import Constraint, Failure, LogprobKind, Media, Segment, Trajectory, Turn
 

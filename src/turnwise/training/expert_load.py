@@ -26,9 +26,9 @@ import torch
 
 from turnwise.errors import ConfigError
 from turnwise.models.experts import Choice, Routers
+from turnwise.models.transfer import Measured, numbers
 from turnwise.training.batch import MicroBatch
 from turnwise.training.losses import Loss
-from turnwise.training.transfer import Measured, numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from turnwise.models.device import sees_gpu
-from turnwise.training.transfer import copied
+from turnwise.models.transfer import copied
 
 _log = logging.getLogger(__name__)
 

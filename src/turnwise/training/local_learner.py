@@ -28,6 +28,7 @@ from turnwise.models.loading import (
 from turnwise.models.lora import has_adapter, without_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import log_overflow
+from turnwise.models.transfer import Measured
 from turnwise.options.algorithm import OptimizationSection, PpoClip, ReferenceSection
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.checkpoint import copied_to_cpu
@@ -38,7 +39,6 @@ from turnwise.training.losses import Loss, Targets, make_loss
 from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.reference import Reference
-from turnwise.training.transfer import Measured
 from turnwise.training.update import Gradients, LearnerBase, StopFlag, UpdateSums, measure_load, policy_loss
 from turnwise.types import Sampling
 

@@ -22,6 +22,7 @@ from typing import Any, Literal, Self
 import torch
 
 from turnwise.errors import ConfigError, Failed, boundary
+from turnwise.models.transfer import Move
 from turnwise.options.algorithm import (
     Cispo,
     CorrectionSection,
@@ -36,7 +37,6 @@ from turnwise.options.algorithm import (
 )
 from turnwise.options.teacher import TeacherSection
 from turnwise.training.divergence import Distributions, Rows, ScoredTokens, TeacherComparison
-from turnwise.training.transfer import Move
 from turnwise.user_code.algorithms import Needs, declared_needs, own_function
 
 # Input and output of a loss

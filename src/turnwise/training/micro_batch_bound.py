@@ -20,8 +20,8 @@ from typing import Any, Self, TypeVar, cast
 import torch
 
 from turnwise.errors import RunError
+from turnwise.models.transfer import Move
 from turnwise.training.batch import MicroBatch, pack_again
-from turnwise.training.transfer import Move
 
 M = TypeVar("M", bound=MicroBatch[Any])
 S = TypeVar("S")

@@ -21,8 +21,8 @@ from torch import _foreach_copy_, _foreach_mul_, _foreach_norm  # pyright: ignor
 from turnwise.errors import ConfigError
 from turnwise.library_messages import silence_libraries
 from turnwise.models.allocator import long_lived
+from turnwise.models.transfer import copied, to_host
 from turnwise.options.algorithm import OptimizationSection, OptimizerSection
-from turnwise.training.transfer import copied, to_host
 
 __all__ = ["MOMENTS", "Optimizer", "Parts", "moments_of", "norms_of"]
 

@@ -34,9 +34,9 @@ from turnwise.models.precision import (
     set_text_attention,
     unsupported,
 )
+from turnwise.models.transfer import Move, to_device
 from turnwise.training import flash_tree
 from turnwise.training.flash_tree import JoinPlan
-from turnwise.training.transfer import Move, to_device
 
 _NAME = "turnwise_tree"
 _CALL_PAIRS = 16_384

@@ -34,6 +34,7 @@ import torch
 
 from turnwise.models.allocator import LARGE_MODEL, gradients_first, trim_kept
 from turnwise.models.cpu import TorchThreads
+from turnwise.models.transfer import Measured, numbers, read, to_host
 from turnwise.options.algorithm import Nll
 from turnwise.training.batch import Batch, Columns, MicroBatch
 from turnwise.training.correction import Corrected, CorrectionSums, correct
@@ -46,7 +47,6 @@ from turnwise.training.micro_batch_bound import MicroBatchBound
 from turnwise.training.optimizer import Optimizer
 from turnwise.training.pace import Pace, SlowestRank
 from turnwise.training.selection import MeasuredTokens, select_tokens
-from turnwise.training.transfer import Measured, numbers, read, to_host
 from turnwise.training.value_batch import StateBatch
 
 # Sums: loss and metrics of optimizer steps, added up over micro-batches

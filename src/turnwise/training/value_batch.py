@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from turnwise.models.grammar import AllowedColumn
+from turnwise.models.transfer import Move, to_host
 from turnwise.training.batch import Columns, MicroBatch, pack_sequences, routes_of
-from turnwise.training.transfer import Move, to_host
 from turnwise.types import Media, Trajectory
 
 __all__ = [

@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.precision import autocast
+from turnwise.models.transfer import Measured
 from turnwise.training.batch import MicroBatch
 from turnwise.training.forward import ModelInputs
 from turnwise.training.learner import CriticStats
-from turnwise.training.transfer import Measured
 from turnwise.training.update import StopFlag, UpdateLoop, run_cancellable
 from turnwise.training.value_batch import StateBatch, StatePlaces, ValueBatch, ValueTargets
 

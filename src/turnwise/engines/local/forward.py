@@ -54,6 +54,7 @@ from turnwise.models.precision import (
 )
 from turnwise.models.precision import autocast as bfloat16_autocast
 from turnwise.models.selective_scan import continue_selective_scans
+from turnwise.models.transfer import from_arrays
 from turnwise.models.vision import VisionAdapter
 from turnwise.types import Media
 
@@ -373,49 +374,58 @@ class GenericForward:
         length = int((starts_N + lengths_N).max())
         valid_NT = steps_T < lengths_N[:, None]
         contiguous = np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0])
+        # padding is computed and not used, but its position must be within the model's tables
+        positions = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
+        valid = np.nonzero(valid_NT)
+        arrays = [rows_N, rows_N[valid[0]], index_NT[valid_NT], *valid, np.flatnonzero(valid_NT), positions, index_NT]
+        arrays.append(tokens_NT.astype(np.int64))
+        visible = self._visible(index_NT, length) if kv.tensors else {}
+        tensors = from_arrays([*arrays, *visible.values()], self._device)
+        rows, write_rows_M, write_index_M, *valid_M, places_M, position_ids, index, tokens = tensors[: len(arrays)]
         view = RowView(
-            rows_N=self._tensor(rows_N),
+            rows_N=rows,
             rows=slice(int(rows_N[0]), int(rows_N[-1]) + 1) if contiguous else None,
-            write_rows_M=self._tensor(rows_N[np.nonzero(valid_NT)[0]]),
-            write_index_M=self._tensor(index_NT[valid_NT]),
-            valid=tuple(self._tensor(part) for part in np.nonzero(valid_NT)),
+            write_rows_M=write_rows_M,
+            write_index_M=write_index_M,
+            valid=tuple(valid_M),
             length=length,
         )
-        # padding is computed and not used, but its position must be within the model's tables
-        position_ids = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
         if model_inputs is None:
-            model_inputs = {"input_ids": self._tensor(tokens_NT.astype(np.int64))}
+            model_inputs = {"input_ids": tokens}
         cache = RowCache(kv, self._layers, view, joined=self.joined)
+        masks = dict(zip(visible, tensors[len(arrays) :], strict=True))
         arguments: dict[str, Any] = {
-            "position_ids": self._tensor(position_ids),
-            "attention_mask": self._mask(index_NT, length) if kv.tensors else None,
+            "position_ids": position_ids,
+            "attention_mask": self._masks(masks) if masks else None,
             "past_key_values": cache,
             "cache_params": cache,  # of models without attention
         }
         arguments = {name: value for name, value in arguments.items() if name in self._arguments}
-        tuned = _tuned_by_index(self._tuned, self._tensor(index_NT))
-        places_M = self._tensor(np.flatnonzero(valid_NT))
+        tuned = _tuned_by_index(self._tuned, index)
         with routed(kv, view.write_rows_M, view.write_index_M, tokens_NT.size, places_M), tuned:
             output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
         cache.write_back()
         return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
 
-    def _mask(self, index_NT: np.ndarray, length: int) -> torch.Tensor | dict[str, torch.Tensor | None]:
-        """The additive mask [N, 1, T, L]; a mask for each layer type if the model has several."""
+    def _visible(self, index_NT: np.ndarray, length: int) -> dict[str, np.ndarray]:
+        """Which of L keys each token sees [N, T, L], for each kind of attention in the model."""
         keys_L = np.arange(length)
         causal_NTL = keys_L <= index_NT[:, :, None]
+        visible = dict.fromkeys(self._attention_types, causal_NTL)
+        if "sliding_attention" in visible:
+            visible["sliding_attention"] = causal_NTL & (keys_L > index_NT[:, :, None] - self._config.sliding_window)
+        if "chunked_attention" in visible:
+            chunk = self._config.attention_chunk_size
+            visible["chunked_attention"] = causal_NTL & (keys_L // chunk == index_NT[:, :, None] // chunk)
+        return visible
+
+    def _masks(self, visible: Mapping[str, torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor | None]:
+        """The additive mask [N, 1, T, L]; a mask for each layer type if the model has several."""
         masks: dict[str, torch.Tensor] = {}
-        for layer_type in self._attention_types:
-            visible_NTL = causal_NTL
-            if layer_type == "sliding_attention":
-                visible_NTL = causal_NTL & (keys_L > index_NT[:, :, None] - self._config.sliding_window)
-            if layer_type == "chunked_attention":
-                chunk = self._config.attention_chunk_size
-                visible_NTL = causal_NTL & (keys_L // chunk == index_NT[:, :, None] // chunk)
-            visible = self._tensor(visible_NTL).unsqueeze(1)
+        for name, visible_NTL in visible.items():
             # the lowest number and not -inf: padding may see no key in its window, and a softmax over -inf alone is NaN
-            zeros = torch.zeros(visible.shape, dtype=self._dtype, device=self._device)
-            masks[layer_type] = zeros.masked_fill_(~visible, torch.finfo(self._dtype).min)
+            zeros = torch.zeros(visible_NTL.shape, dtype=self._dtype, device=self._device)
+            masks[name] = zeros.masked_fill_(~visible_NTL, torch.finfo(self._dtype).min).unsqueeze(1)
         by_type = set(getattr(self._config, "layer_types", None) or ())
         if not {_ATTENDS.get(name, name) for name in by_type} & {"sliding_attention", "chunked_attention"}:
             return masks[self._attention_types[0]]

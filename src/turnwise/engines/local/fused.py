@@ -66,6 +66,7 @@ from turnwise.models.lora import linear_adapter, shares_base
 from turnwise.models.model_config import STATIC_ROPE
 from turnwise.models.precision import Bfloat16Linears, additive_mask, in_evaluation
 from turnwise.models.precision import autocast as bfloat16_autocast
+from turnwise.models.transfer import from_arrays
 
 # Attention: one token of each row, or a chunk of a prompt
 
@@ -88,7 +89,11 @@ class AttentionDims:
 
     def tensor(self, values: np.ndarray) -> torch.Tensor:
         """The array on the model's device."""
-        return torch.from_numpy(values).to(self.device)
+        return self.tensors(values)[0]
+
+    def tensors(self, *values: np.ndarray) -> list[torch.Tensor]:
+        """Arrays on the model's device, in one copy."""
+        return from_arrays(values, self.device)
 
     def mask(self, hidden: np.ndarray) -> torch.Tensor:
         """An additive mask: -inf where `hidden` is true, 0 elsewhere."""
@@ -746,16 +751,19 @@ class FusedForward:
         offset_M = np.arange(len(sequence_M)) - np.repeat(lengths_N.cumsum() - lengths_N, lengths_N)
         rows_M, positions_M = rows_N[sequence_M], starts_N[sequence_M] + offset_M
         self._base.rows = None if models_N is None else self.of_models(models_N[sequence_M])
-        index_J = self._flat_index(kv, rows_M, positions_M).view(-1)
+        angles_M = positions_M if angles_M is None else angles_M
+        index_MJ, angle_M, ids_M = self._dims.tensors(
+            self._flat_index(kv, rows_M, positions_M), angles_M, np.concatenate(tokens_N).astype(np.int64)
+        )
         now = _Pass(
             attention=PrefillAttention(self._dims, rows_N, starts_N, lengths_N),
             tokens=ManyTokens(rows_N, lengths_N, self._dims.device) if kv.states else None,
-            index_J=index_J,
-            rotary=self._rotary(kv.capacity, positions_M if angles_M is None else angles_M),
+            index_J=index_MJ.view(-1),
+            rotary=self._rotary(angle_M, max(kv.capacity, int(angles_M.max()) + 1)),
             tensors=iter(kv.tensors),
             states=iter(kv.states),
         )
-        hidden_MD = self._embedded(np.concatenate(tokens_N))
+        hidden_MD = self._embedded(ids_M)
         blocks = self._parameters.blocks
         # of the last block that keeps something, what it keeps is enough, unless experts are recorded
         last = self._parameters.last_keeping if kv.routes is None else len(blocks)
@@ -779,16 +787,19 @@ class FusedForward:
         # steps with the same batch pass the same array of rows
         cached, shape = self._decode_index, tuple(kv.tensors[0].shape)
         if cached is None or cached[0] is not rows_B or cached[1] != shape:
-            cached = self._decode_index = (rows_B, shape, self._flat_index(kv, rows_B, np.zeros_like(rows_B)))
+            flat = self._dims.tensor(self._flat_index(kv, rows_B, np.zeros_like(rows_B)))
+            cached = self._decode_index = (rows_B, shape, flat)
+        angles_B = positions_B if angles_B is None else angles_B
+        index_B, angle_B, ids_B = self._dims.tensors(positions_B, angles_B, tokens_B.astype(np.int64))
         now = _Pass(
             attention=DecodeAttention(self._dims, rows_B, positions_B, shared),
             tokens=OneToken(rows_B, self._dims.device) if kv.states else None,
-            index_J=(cached[2] + self._dims.tensor(positions_B).unsqueeze(1)).view(-1),
-            rotary=self._rotary(kv.capacity, positions_B if angles_B is None else angles_B),
+            index_J=(cached[2] + index_B.unsqueeze(1)).view(-1),
+            rotary=self._rotary(angle_B, max(kv.capacity, int(angles_B.max()) + 1)),
             tensors=iter(kv.tensors),
             states=iter(kv.states),
         )
-        hidden_BD = self._embedded(tokens_B)
+        hidden_BD = self._embedded(ids_B)
         with self._routed(kv, rows_B, positions_B):
             for block in self._parameters.blocks:
                 hidden_BD = self._add(block, hidden_BD, now)
@@ -797,8 +808,7 @@ class FusedForward:
         logits_BV = head(normed_BD.to(head.weight_IO.dtype)).float()
         return logits_BV if self._scales.logits == 1.0 else logits_BV.div_(self._scales.logits)
 
-    def _embedded(self, token_ids_M: np.ndarray) -> torch.Tensor:
-        ids_M = self._dims.tensor(token_ids_M.astype(np.int64))
+    def _embedded(self, ids_M: torch.Tensor) -> torch.Tensor:
         hidden_MD = self._parameters.embedding.index_select(0, ids_M)
         return hidden_MD if self._scales.embedding == 1.0 else hidden_MD.mul_(self._scales.embedding)
 
@@ -872,19 +882,19 @@ class FusedForward:
         """Write keys and values to the cache tensor of a layer, seen as flat vectors [.., D]."""
         tensor.view(-1, self._dims.head_dim).index_copy_(0, index_J, torch.cat((k_MKD, v_MKD), 1).flatten(0, 1))
 
-    def _flat_index(self, kv: KVCache, rows_M: np.ndarray, positions_M: np.ndarray) -> torch.Tensor:
+    def _flat_index(self, kv: KVCache, rows_M: np.ndarray, positions_M: np.ndarray) -> np.ndarray:
         """Indices [M, 2K] of the keys and values of each token among the flat vectors of a cache tensor."""
         heads, capacity = self._dims.kv_heads, kv.capacity
         part_J = np.repeat(np.arange(2) * kv.num_rows * heads, heads) + np.tile(np.arange(heads), 2)
-        return self._dims.tensor((rows_M[:, None] * heads + part_J) * capacity + positions_M[:, None])
+        return (rows_M[:, None] * heads + part_J) * capacity + positions_M[:, None]
 
-    def _rotary(self, capacity: int, positions_M: np.ndarray) -> _Rotary | None:
-        """Cosine and sine [M, 1, D] of the model's own rotary embedding at these positions; None if it has none."""
+    def _rotary(self, positions_M: torch.Tensor, needed: int) -> _Rotary | None:
+        """Cosine and sine [M, 1, D] of the model's own rotary embedding at these positions, which are below `needed`; None if it
+        has none. `needed` may be beyond the capacity of the cache: positions after a video may be beyond the index in the
+        sequence."""
         embed = self._parameters.rotary
         if embed is None:
             return None
-        # positions after a video may be beyond the index in the sequence
-        needed = max(capacity, int(positions_M.max()) + 1)
         if len(self._rotary_table[0]) < needed:
             embedding = self._parameters.embedding
             all_positions = torch.arange(needed, device=embedding.device).unsqueeze(0)
@@ -892,8 +902,7 @@ class FusedForward:
             # rotate_half is [-x2, x1]: with the minus sign in the sine, a roll of x is enough (`_rotate`)
             sin_1CD[..., : sin_1CD.shape[-1] // 2].neg_()
             self._rotary_table = cos_1CD[0].unsqueeze(1), sin_1CD[0].unsqueeze(1)
-        positions = self._dims.tensor(positions_M)
-        return self._rotary_table[0].index_select(0, positions), self._rotary_table[1].index_select(0, positions)
+        return self._rotary_table[0].index_select(0, positions_M), self._rotary_table[1].index_select(0, positions_M)
 
 
 def _rotate(values_MHD: torch.Tensor, cos_M1D: torch.Tensor, sin_M1D: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,7 @@ from turnwise.models.loading import ModelSource, largest_logit, of_tensors, toke
 from turnwise.models.lora import adapter_weights, has_adapter
 from turnwise.models.model_config import context_length
 from turnwise.models.precision import use_deterministic_algorithms
+from turnwise.models.transfer import Measured, read, to_host
 from turnwise.training.batch import MicroBatch, default_micro_batch_tokens
 from turnwise.training.checkpoint import copied_to_cpu
 from turnwise.training.divergence import TeacherComparison
@@ -55,7 +56,6 @@ from turnwise.training.reference import reference_model, vocabulary_of
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import DividedParts, ShardedModel, complete, divided_as, like, load_sharded
 from turnwise.training.sharded.together import own_part
-from turnwise.training.transfer import Measured, read, to_host
 from turnwise.training.update import StopFlag, UpdateSums, load_of, policy_loss
 from turnwise.training.value_batch import StatePlaces, ValueTargets
 from turnwise.training.value_model import (

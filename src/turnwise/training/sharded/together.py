@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from turnwise.models.transfer import Move
 from turnwise.training.batch import MicroBatch
 from turnwise.training.sharded.ranks import Mesh
-from turnwise.training.transfer import Move
 from turnwise.training.tree import FlatRun, Tree
 
 # Targets: each is computed by one rank

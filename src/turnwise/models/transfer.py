@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 
 from turnwise.models.device import sees_gpu
@@ -60,6 +61,12 @@ def copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.
     # the allocator of pinned memory keeps the buffer until the copy has ended
     there = host.to(device, non_blocking=True)
     return [_view(there, start, tensor) for start, tensor in zip(starts, tensors, strict=True)]
+
+
+def from_arrays(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Arrays as tensors on the device, in one copy (`copied`); on a CPU, the memory of the arrays."""
+    tensors = [torch.from_numpy(array) for array in arrays]
+    return tensors if device.type == "cpu" else copied(tensors, device)
 
 
 def _view(bytes_: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
