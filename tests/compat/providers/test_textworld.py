@@ -95,6 +95,20 @@ def test_the_text_is_that_of_the_game_and_commands_are_listed_if_asked_for() -> 
     ]  # a command that is not understood is no move
 
 
+def test_the_interpreter_gets_no_command_that_hangs_it_or_touches_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = recipe("tw-coin_collector", arguments={"level": 1}, admissible_commands=True)
+    monkeypatch.chdir(tmp_path)  # the interpreter's files would be here
+    hostile = ["save", "\\\\c", "\0abc", "look. Script x", "transcripts", "restore"]
+    trajectory, _ = played(config, [*hostile, "take coin"], 0)
+    assert trajectory.error is None, trajectory.error
+    assert ["refused" in turn.info for turn in trajectory.turns] == [True] * 6 + [False]
+    assert trajectory.messages[2]["content"].startswith("That's not a verb I recognise.\n\nCommands: ")
+    assert [turn.reward for turn in trajectory.turns] == [0.0] * 6 + [1.0]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_games_from_files_run_at_the_same_time_without_influence(tmp_path: Path) -> None:
     files = []
     for seed in (1, 2):

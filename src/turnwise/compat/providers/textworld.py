@@ -35,6 +35,9 @@ _PROMPT = re.compile(r"\n>[^\n]*\s*$")
 """The game's prompt, and its status line."""
 LOADING = threading.Lock()
 """Held while a game is loaded: the library has one parser in a process."""
+_FILE_COMMANDS = frozenset({"save", "restore", "script", "transcrip", "noscript", "unscript"})
+"""Commands that read or write files, whose names are the model's text. A game compares the first nine letters of a word."""
+_NO_COMMAND = "That's not a verb I recognise."
 _LOGO = re.compile(r"^[\s$\\_/|]+$")
 
 
@@ -219,7 +222,7 @@ class PlayedGame:
         self._row = row
         game = await self._foreign.make()
         state = self._checked(await self._foreign.ask(partial(self._source.call, game.reset)), "reset")
-        self._game, self._highest = game, float(state.get("max_score") or 1)
+        self._game, self._state, self._highest = game, state, float(state.get("max_score") or 1)
         text = "\n\n".join(
             part.strip()
             for part in (state.get("objective"), state.get("description"))
@@ -230,11 +233,16 @@ class PlayedGame:
 
     async def step(self, turn: Turn) -> Reply:
         command = " ".join(str(turn.message.get("content") or "").split())
+        if reason := _refused(command):
+            return Reply(
+                messages=[{"role": "user", "content": self._shown(self._state, _NO_COMMAND)}],
+                info={"score": self._score, "refused": reason},
+            )
         answered = await self._foreign.ask(partial(self._source.call, partial(self._game.step, command)))
         if not isinstance(answered, tuple) or len(answered) != 3:
             raise TypeError(f"{self._source.name}.step returned {answered!r:.200}; it must return (state, score, done)")
         state, score, done = self._checked(answered[0], "step"), number(answered[1], self._source.name), answered[2]
-        added, self._score = score - self._score, score
+        added, self._score, self._state = score - self._score, score, state
         info = {name: state[name] for name in ("won", "lost", "moves") if state.get(name) is not None}
         shown = self._shown(state, _cleaned(state["feedback"]))
         return Reply(
@@ -263,6 +271,20 @@ class PlayedGame:
         """A text of the game, with the commands if they are listed."""
         commands = state.get("admissible_commands") if self._source.admissible_commands else None
         return f"{text}\n\nCommands: {', '.join(sorted(commands))}" if commands else text
+
+
+def _refused(command: str) -> str | None:
+    """Why a command is not given to the game's interpreter, which runs in this process; None if it may be.
+
+    Example: `look`: None; `look. save`: "save" reads or writes files.
+    """
+    if "\\" in command or not command.isprintable():
+        return (
+            "a backslash or a control character, which the interpreter takes as its own command, and can wait forever"
+        )
+    words = re.findall(r"[a-z]+", command.lower())
+    word = next((word for word in words if word[:9] in _FILE_COMMANDS), None)
+    return None if word is None else f'"{word}" reads or writes files'
 
 
 def _cleaned(feedback: Any) -> str:
