@@ -14,6 +14,7 @@ import torch
 import yaml
 from transformers import Qwen3Config
 
+from support.hybrids import save_hybrid
 from support.mixtures import CONFIGS, mixture
 from support.tiny import save_rows, tiny_model
 from turnwise import assembly
@@ -28,6 +29,7 @@ from turnwise.doctor.memory import (
     longest_prompt,
     machine_gib,
     predict,
+    read_model_config,
     refuse_too_large,
     traced_pass,
     workload_of,
@@ -35,7 +37,7 @@ from turnwise.doctor.memory import (
 from turnwise.engines.local.engine import LARGE_CACHE
 from turnwise.errors import ConfigError
 from turnwise.models import cpu
-from turnwise.models.loading import ModelSource
+from turnwise.models.loading import ModelSource, load_model
 from turnwise.options.schema import Config
 from turnwise.runs.run_state import read_inputs
 
@@ -406,3 +408,27 @@ def test_prompts_that_an_environment_may_change_are_not_measured(tmp_path: Path,
     recipe = config(model={"path": str(model)}, data={"train": str(rows)}, environment="place.py:told")
     renderer = assembly.renderer(recipe, str(model))
     assert longest_prompt(recipe, assembly.rows(recipe), renderer) is None
+
+
+def test_what_the_scan_of_mamba_keeps_is_predicted(tmp_path: Path) -> None:
+    """Without the kernel of mamba-ssm, it keeps several numbers for each token, channel and number of a channel's state."""
+    path = save_hybrid(tmp_path / "model", "jamba")
+    source, tokens = ModelSource(path=str(path), device="cpu"), 64
+    options = PassOptions(
+        source=source,
+        workload=Workload(conversations=1, tokens=tokens, prompt_tokens=0),
+        micro_batch_tokens=tokens,
+        mixed=False,
+        on_gpu=False,
+        on_ranks=False,
+    )
+    model = load_model(source)
+    live = memory._LiveBytes(model.parameters())
+    with live:
+        before = live.live
+        hidden = model.model(input_ids=torch.full((1, tokens), 5), use_cache=False)[0]
+        kept = live.live - before
+    channels, states = model.model.layers[0].mamba.A_log.shape
+    assert kept > 2 * 4 * 4 * tokens * channels * states  # two such layers, four float32 tensors in each
+    assert traced_pass(options, read_model_config(str(path))).activations == pytest.approx(kept, rel=0.01)
+    del hidden

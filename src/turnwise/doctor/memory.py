@@ -170,8 +170,8 @@ _DEPTHS = (1, 2)
 
 def _trace(options: PassOptions, model_config: Any) -> TracedPass:
     model = empty_model(options.source, model_config)
-    dequantized = _quantized_bytes(model, options.source)[1]
-    without_pass = _without_pass_of(model, options.source)  # before a pass, which may change the model's layers
+    saved, dequantized = _quantized_bytes(model, options.source)
+    without_pass = _without_pass_of(model, options.source, saved)  # before a pass, which may change the model's layers
     large = model.num_parameters() > LARGE_MODEL and not options.on_ranks
     layers = _layers_alike(model, model_config)
     shallow = [empty_model(options.source, _with_layers(model_config, depth)) for depth in _DEPTHS if layers > depth]
@@ -294,8 +294,11 @@ def _even_experts(
 
 def weight_bytes(model: Any, source: ModelSource) -> float:
     """The bytes of all weights of a model without contents."""
-    saved, _ = _quantized_bytes(model, source)
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) - saved
+    return _full_bytes(model) - _quantized_bytes(model, source)[0]
+
+
+def _full_bytes(model: Any) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
 def _quantized_bytes(model: Any, source: ModelSource) -> tuple[float, int]:
@@ -310,13 +313,13 @@ def _quantized_bytes(model: Any, source: ModelSource) -> tuple[float, int]:
     )
 
 
-def _without_pass_of(model: Any, source: ModelSource) -> TracedPass:
-    """What is in memory before and after each pass."""
+def _without_pass_of(model: Any, source: ModelSource, saved: float | None = None) -> TracedPass:
+    """What is in memory before and after each pass. `saved`: what quantized weights take less, if that is known."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     quantized = source.quantization.bits is not None
     return TracedPass(
-        weights=int(weight_bytes(model, source)),
+        weights=int(_full_bytes(model) - (_quantized_bytes(model, source)[0] if saved is None else saved)),
         copied=0,
         trained=gradients,
         trained_count=sum(parameter.numel() for parameter in trained),
