@@ -206,16 +206,22 @@ def test_rewards_with_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("test", "message"),
     [
-        ("#!/bin/bash\necho broken; exit 3\n", "its tests gave no reward: broken\n[exit status 3]"),
+        ("#!/bin/bash\necho broken; exit 3\n", "the tests wrote neither reward.json nor reward.txt"),
+        ("#!/bin/bash\n: > /logs/verifier/reward.txt\n", "wrote '' to reward.txt, which is no reward"),
+        ("#!/bin/bash\necho null > /logs/verifier/reward.json\n", "the reward reward=None; it must be a finite number"),
         ("#!/bin/bash\necho yes > /logs/verifier/reward.txt\n", "wrote 'yes' to reward.txt, which is no reward"),
         ("#!/bin/bash\necho NaN > /logs/verifier/reward.txt\n", "the reward reward=nan; it must be a finite number"),
     ],
 )
-def test_tests_without_a_reward_fail_the_conversation(test: str, message: str, tmp_path: Path) -> None:
+def test_tests_without_a_reward_give_0_and_the_reason_is_recorded(test: str, message: str, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path, "hello-world", test=test, task_toml="[verifier]\ntimeout_sec = 2\n")
     trajectory = played(recipe(folder), "Done.")
-    assert trajectory.error is not None
-    assert message in trajectory.error.message
+    assert trajectory.error is None, trajectory.error
+    (turn,) = trajectory.turns
+    assert turn.rewards == {"environment": 0.0}
+    assert message in turn.info["no_reward"]
+    assert turn.info["tests"].startswith("broken") == ("broken" in test)
+    assert trajectory.metrics["harbor/no_reward"] == 1.0
 
 
 def test_an_image_that_cannot_be_made_fails_its_conversations_with_the_line(tmp_path: Path) -> None:

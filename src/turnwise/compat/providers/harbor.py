@@ -358,7 +358,11 @@ class _Conversation:
     # rewards
 
     async def _tested(self) -> Reply:
-        """Run the tests, and read their rewards. Raises HarborError if they give none."""
+        """Run the tests, and read their rewards: 0 if they give none, for a reason that is recorded. It may be the model's work.
+        Raises HarborError if they cannot be run, or their file cannot be read.
+
+        Harbor counts such trials as 0 during a job, and up to its version 0.20 also at the end; 0.26 leaves them out there.
+        """
         task, machine = self._task, self._machine
         assert task is not None
         if not self._source.keep_processes:
@@ -379,19 +383,28 @@ class _Conversation:
         shown = ran.text_for_model()
         killed = found.status == _NO_REWARD and ran.status == 128 + signal.SIGKILL  # a container above its memory
         limited = ran.stopped or ran.notes or killed
-        if limited and found.status in (0, _NO_REWARD):  # as in Harbor; the model's work decides what they take
-            rewards = dict.fromkeys(self._source.weights or ["reward"], 0.0)
-        elif limited or found.status or found.stopped:
-            raise HarborError(f"task {task.name}: its tests gave no reward: {shown[-1000:]}")
-        else:
-            rewards = read_rewards(found.output, task.name)
+        why = "a limit stopped the tests" if limited else "the tests wrote neither reward.json nor reward.txt"
+        rewards = dict.fromkeys(self._source.weights or ["reward"], 0.0)
+        if found.stopped or found.status not in (0, _NO_REWARD):
+            raise HarborError(f"task {task.name}: the reward of its tests cannot be read: {shown[-1000:]}")
+        if found.status == 0 and not limited:
+            try:
+                rewards, why = read_rewards(found.output, task.name), ""
+            except HarborError as error:
+                why = str(error)
         parts = self._parts(rewards, task.name)
         single = parts.pop("reward", None) if set(parts) == {"reward"} else None
         return Reply(
             done=True,
             reward=single,
             rewards=parts,
-            info={"task": task.name, "rewards": rewards, "tests": shown[-_SHOWN:]},
+            info={
+                "task": task.name,
+                "rewards": rewards,
+                "tests": shown[-_SHOWN:],
+                **({"no_reward": why} if why else {}),
+            },
+            metrics={"harbor/no_reward": float(bool(why))},
         )
 
     def _parts(self, rewards: Mapping[str, float], task: str) -> dict[str, float]:
