@@ -23,6 +23,7 @@ from turnwise.assembly.conversations import constrained
 from turnwise.chat.constraints import Constrained
 from turnwise.chat.renderer import Renderer
 from turnwise.cli import main
+from turnwise.config.engine_checks import no_grammar
 from turnwise.config.recipe import with_overrides
 from turnwise.doctor.credit import conserved
 from turnwise.engines.local import LocalEngine
@@ -360,11 +361,28 @@ def test_the_options_of_the_recipe_reach_the_turns(tmp_path: Path) -> None:
             ("engine.name=scripted", "engine.script=s.jsonl"),
             "engine.name=scripted samples no turn under a grammar: use engine.name=local",
         ),
-        (("reward.kl.coef=0.1",), "use loss.kl_coef, which applies the masks"),
+        (("reward.kl.coef=0.1",), r"reward\.kl\.coef=0\.1 compares .* set loss\.kl_coef instead, which applies them"),
+        (
+            ("teacher.path=t",),
+            "the teacher scores tokens without the masks of a grammar, .*: remove teacher, or the form",
+        ),
+        (("teacher.url=http://127.0.0.1:1",), "the teacher scores tokens without the masks of a grammar"),
         (("sampling.response_format={type: xml}",), "is no form of an answer"),
     ):
         with pytest.raises(ConfigError, match=message):
             constraint("tool_calls.constrain=true", *wrong)
+
+
+@pytest.mark.parametrize("option", ["teacher.path=t", "reward.kl.coef=0.1"])
+def test_forms_that_environments_ask_for_are_refused_where_tokens_are_scored_without_masks(
+    option: str, tmp_path: Path
+) -> None:
+    base = {"model": {"path": str(tmp_path)}, "data": {"train": "rows.jsonl"}}
+    refused, masked = (
+        no_grammar(with_overrides(base, [one], source="here")[0]) for one in (option, "loss.kl_coef=0.1")
+    )
+    assert option.partition(".")[0] in refused
+    assert masked == ""
 
 
 def test_turns_under_a_grammar_of_servers_are_trained_on_if_the_recipe_says_so(tmp_path: Path) -> None:

@@ -399,9 +399,14 @@ def no_grammar(config: Config) -> str:
             + ("set engine.grammars" if config.engine.servers is not None else "use engine.name=local"),
         ),
         (
-            config.teacher.on or config.reward.kl.coef > 0,
-            "the teacher and reward.kl score tokens without the masks of a grammar, so the distributions have other supports: "
-            "remove them, or use loss.kl_coef, which applies the masks",
+            config.teacher.on,
+            "the teacher scores tokens without the masks of a grammar, so its distribution has more tokens than were allowed: "
+            "remove teacher, or the form",
+        ),
+        (
+            config.reward.kl.coef > 0,
+            f"reward.kl.coef={config.reward.kl.coef:g} compares with a reference model without the masks of a grammar: set "
+            f"loss.kl_coef instead, which applies them, or remove the form",
         ),
     ]
     return next((message for holds, message in problems if holds), "")
