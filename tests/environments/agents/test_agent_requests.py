@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import tracemalloc
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from support.agent_clients import anthropic_client, imported, openai_client, rel
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
-from turnwise.environments.agents.requests import Refused, ReportedRewards
+from turnwise.environments.agents.requests import AgentAnswer, AgentConversation, ChatRequest, Refused, ReportedRewards
 from turnwise.errors import GrammarError
 from turnwise.rollout.context import Limits
 from turnwise.rollout.prompts import EndpointPrompts, RenderedPrompts
@@ -618,3 +619,38 @@ def test_a_reward_that_is_sent_again_counts_once() -> None:
     assert trajectory.error is None, trajectory.error
     assert seen == [200, 200, 409, 200, 200, 200, 400, 200, 200, 410]
     assert trajectory.turns[0].reward == 0.5 + 0.25 + 0.25 + 1
+
+
+def test_requests_that_repeat_a_growing_conversation_are_kept_once() -> None:
+    tools = [{"type": "function", "function": {**ADD, "description": "a" * 5000}}]
+
+    async def lead() -> tuple[int, int, AgentConversation, list[Any]]:
+        conversation = AgentConversation("{}", check_size=lambda _: None, count=lambda _: asyncio.sleep(0, 0))
+        history: list[Any] = []
+        tracemalloc.start()
+        try:
+            for turn in range(100):
+                history.append({"role": "user", "content": f"{turn} {'u' * 2000}"})
+                sent = json.loads(json.dumps({"messages": history, "tools": tools}))  # as a server reads it
+                asking = asyncio.create_task(
+                    conversation.ask(ChatRequest(messages=sent["messages"], tools=sent["tools"]))
+                )
+                pending = await conversation.next_request()
+                message = {"role": "assistant", "content": f"{turn} {'a' * 2000}"}
+                answer = AgentAnswer(
+                    id=f"{turn}", created=0, model="m", message=message, prompt_tokens=0, completion_tokens=0
+                )
+                conversation.answer(pending, answer, turn)
+                history.append((await asking).message)
+                del sent, pending, asking
+            return tracemalloc.get_traced_memory()[0], len(json.dumps(history)), conversation, history
+        finally:
+            tracemalloc.stop()
+
+    kept, text, conversation, history = asyncio.run(lead())
+    assert kept < 4 * text, (kept, text)  # each request with messages of its own: 50 times
+    for turn in (0, 57, 99):
+        request, answer = conversation.answered(f"{turn}")
+        assert request.messages == history[: 2 * turn + 1]
+        assert answer.message == history[2 * turn + 1]
+        assert request.tools == tools

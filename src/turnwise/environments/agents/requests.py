@@ -16,12 +16,13 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import hashlib
 import json
 import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -593,6 +594,46 @@ class ReportedRewards:
         return reward, {turn: value for turn, value in waiting.items() if turn is not None}
 
 
+class KeptRequests:
+    """Answered requests and their answers. Clients send the complete conversation with each request: equal messages are kept
+    once, so that what is kept grows with the conversation, and not with its square."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, tuple[ChatRequest, AgentAnswer]] = {}
+        self._messages: dict[bytes, Message] = {}
+        """Each message once, by the digest of its JSON."""
+        self._last: ChatRequest | None = None
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._by_id
+
+    def __getitem__(self, id: str) -> tuple[ChatRequest, AgentAnswer]:
+        return self._by_id[id]
+
+    def __iter__(self) -> Iterator[tuple[ChatRequest, AgentAnswer]]:
+        return iter(self._by_id.values())
+
+    def add(self, request: ChatRequest, answer: AgentAnswer) -> None:
+        """Keep a request, without a prompt of the client's own, which nothing continues by its id."""
+        last = self._last
+        tools = last.tools if last is not None and last.tools == request.tools else request.tools
+        echo = last.echo if last is not None and last.echo == request.echo else request.echo
+        messages = self._once(request.messages, () if last is None else last.messages)
+        self._last = kept = replace(request, messages=messages, tools=tools, echo=echo, prompt=None)
+        self._by_id[answer.id] = kept, answer
+
+    def _once(self, messages: Sequence[Message], before: Sequence[Message]) -> list[Message]:
+        """The messages, each as it was kept first. Most begin as those of the request before, which is quick to see."""
+        same = 0
+        while same < min(len(messages), len(before)) and messages[same] == before[same]:
+            same += 1
+        return [*before[:same], *(self._messages.setdefault(_digest(one), one) for one in messages[same:])]
+
+
+def _digest(message: Message) -> bytes:
+    return hashlib.blake2b(json.dumps(message, sort_keys=True, default=repr).encode(), digest_size=16).digest()
+
+
 class AgentConversation:
     """The requests, the rewards and the key of one conversation."""
 
@@ -620,8 +661,8 @@ class AgentConversation:
         self._arrived = asyncio.Event()
         self._end: str | None = None
         """Why there are no further answers; None while the conversation goes on."""
-        self._answered: dict[str, tuple[ChatRequest, AgentAnswer]] = {}
-        """The requests, with the messages that they continue, and their answers, by the id of the answer."""
+        self._answered = KeptRequests()
+        """The requests, with the messages that they continue, and their answers."""
         self._turns: dict[str, int] = {}
         """The index of the turn of each answer, by the id of the answer."""
         self.last_answered: int | None = None
@@ -679,7 +720,7 @@ class AgentConversation:
     def answer(self, pending: AgentRequest, answer: AgentAnswer, turn: int) -> None:
         """Answer a request with the turn of this index."""
         self._current = None
-        self._answered[answer.id] = pending.request, answer
+        self._answered.add(pending.request, answer)
         self._turns[answer.id] = self.last_answered = turn
         pending.answer.set_result(answer)
 
@@ -702,7 +743,7 @@ class AgentConversation:
 
         Clients send both back as two messages, or as one.
         """
-        begun = {(request.prefill, answer.text) for request, answer in self._answered.values() if request.prefill}
+        begun = {(request.prefill, answer.text) for request, answer in self._answered if request.prefill}
         joined: list[Message] = []
         for message in messages:
             before = joined[-1] if joined else message
