@@ -223,6 +223,28 @@ def test_the_memory_of_a_reader_that_was_killed_is_given_back(
     assert events == [*[(b"counter", 5)] * (3 * lost), "ipc_collect", "empty_cache"]
 
 
+def test_a_reader_that_had_counted_itself_out_before_it_was_lost_keeps_no_memory(
+    cuda_ipc: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"a": on_device(torch.ones(4))}
+    (part,) = parts_of(given, checked_values(given))
+    buffer = SharedBuffer(buffer_size([part]), "cuda")
+    buffer.fill(part, given)
+    buffer._counters = [(b"counters", place) for place in (4, 5, 6)]
+    counters = dict.fromkeys((3, 4, 5, 6), 1)  # as torch makes them, one for each handle
+    counters[5] -= 1  # by its reader
+
+    def released(name: bytes, place: int, *, device: int | None) -> None:
+        counters[place] -= 1
+
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", released)
+    for name in ("ipc_collect", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for _ in range(2):
+        buffer.close(lost=True)
+        assert counters == {3: 1, 4: 0, 5: -1, 6: 0}  # torch keeps what is above 0
+
+
 def test_a_pickle_for_sglang_names_the_gpu(cuda_ipc: dict[str, Any]) -> None:
     """SGLang's scheduler finds its own number of the GPU by the name. Nothing in the pickle is a value of a weight."""
     given = {"a": on_device(torch.full((300,), 7.0))}

@@ -14,7 +14,7 @@ from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.loading import ModelSource, load_model, save_model
 from turnwise.models.lora import adapter_base
 from turnwise.models.quantization import saved_quantization
-from turnwise.record.run_directory import is_being_written
+from turnwise.record.run_directory import RunLock
 
 # the command
 
@@ -81,11 +81,9 @@ def write_complete(model: Path, out: Path | None, *, run: Path) -> Path:
 
     folder = model.resolve()
     if out is None:
-        if is_being_written(folder.parents[2]):
-            raise ConfigError(
-                f"a process is writing the run {folder.parents[2]}: name another directory with --out DIR"
-            )
-        complete_weights(folder.parent)
+        with _held(folder.parents[2]):
+            if (folder / WEIGHTS_IN_PARTS).is_file():  # not if a run wrote them, until it was stopped
+                complete_weights(folder.parent)
         return model
     with _new_directory(out, run):
         write_weights(folder, out)
@@ -93,6 +91,25 @@ def write_complete(model: Path, out: Path | None, *, run: Path) -> Path:
             if file.is_file() and file.name != WEIGHTS_IN_PARTS:
                 shutil.copy2(file, out / file.name)
     return out
+
+
+@contextlib.contextmanager
+def _held(run: Path) -> Iterator[None]:
+    """A context in which no other process writes or resumes a run; nothing is held if `run` is not the directory of one. Raises
+    ConfigError if a process writes it."""
+    if not (run / "run.json").is_file():
+        yield
+        return
+    try:
+        lock = RunLock(run)
+    except OSError as error:
+        raise ConfigError(f"the run {run} cannot be written: {error}; name another directory with --out DIR") from None
+    except RunError:
+        raise ConfigError(f"a process is writing the run {run}: name another directory with --out DIR") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 # the model directory

@@ -160,7 +160,12 @@ class SharedBuffer:
 
     def close(self, *, lost: bool = False) -> None:
         """Give the memory back to the device, after the servers have closed it: a server that wakes up needs it. torch keeps it
-        until each reader has counted itself out; with `lost`, for readers that have ended and cannot."""
+        until each reader has counted itself out; with `lost`, for readers that have ended and cannot.
+
+        A reader that ends after that is counted out twice, without effect: each handle has a counter of its own, which begins
+        with 1 and is no other's while the memory is held, and torch frees memory whose counters are not above 0
+        (`CudaIPCSentDataLimbo` in torch/csrc/CudaIPCTypes.cpp).
+        """
         import torch
 
         if lost:
