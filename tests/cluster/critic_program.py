@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,11 +138,14 @@ def resumed(learner: ShardedLearner, folder: Path, lora: LoraSection) -> dict[st
         (folder / name).mkdir(parents=True)
     critic.save_shards(folder / "shards/critic")
     critic.save(folder / "model")
-    if lora.rank is None:
-        write_weights(folder / "model", folder / "model")
-        (folder / "model" / WEIGHTS_IN_PARTS).unlink()
     expected = losses(critic, 2)
-    one = local(saved_in(folder, lora))
+    saved = saved_in(folder, lora)
+    if lora.rank is None:
+        copy = shutil.copytree(folder / "model", folder / "complete")
+        write_weights(folder / "model", copy)
+        (copy / WEIGHTS_IN_PARTS).unlink()
+        saved = replace(saved, model=saved.model.model_copy(update={"path": str(copy)}), head=copy)
+    one = local(saved)
     one.load_state({}, folder / "shards/critic")
     again = ShardedCritic(learner.leader, saved_in(folder, lora))
     again.load_state(one.state())

@@ -340,10 +340,12 @@ def batches_of(case: Case, learner: Any) -> list[Batch]:
     ]
 
 
-def write_here(model: Path) -> None:
-    """Write the weights of a directory beside the parts of the ranks."""
-    write_weights(model, model)
-    (model / WEIGHTS_IN_PARTS).unlink()
+def complete_copy(model: Path) -> Path:
+    """A copy of a model directory in parts with the weights as files, for one process."""
+    copy = shutil.copytree(model, model.with_name("complete"))
+    write_weights(model, copy)
+    (copy / WEIGHTS_IN_PARTS).unlink()
+    return copy
 
 
 def scores_of(targets: Targets) -> list[float]:
@@ -431,11 +433,12 @@ def resumed(ranks: Ranks, folder: Path, case: Case) -> dict[str, Any]:
     assert sums == {file.name: of_file(file) for file in (folder / "shards").iterdir()}
     assert len(sums) == ranks.size + 1  # one of each rank, and the list of the parts
     learner.save(folder / "model")
-    write_here(folder / "model")
+    assert not list((folder / "model").glob("*.safetensors"))
     expected = steps(learner, 2)
     saved = options_of(case).model.model_copy(update={"path": str(folder / "model")})
+    complete = saved.model_copy(update={"path": str(complete_copy(folder / "model"))})
     one = LocalLearner.from_pretrained(
-        saved, sampling=Sampling(), loss=make_loss(case.loss), optimizer=case.optimizer, threads=1
+        complete, sampling=Sampling(), loss=make_loss(case.loss), optimizer=case.optimizer, threads=1
     )
     one.load_state({}, folder / "shards")
     state = one.state()

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from support.recipes import save_recipe
 from turnwise.cli import main
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 
 pytestmark = pytest.mark.cluster
 
@@ -37,10 +38,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     )
 
 
-def start(recipe: Path, *words: str, torchrun: bool = False, restarts: int = 0) -> subprocess.Popen[str]:
+def start(
+    recipe: Path, *words: str, torchrun: bool = False, restarts: int = 0, name: str = "train"
+) -> subprocess.Popen[str]:
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
     launcher = several if torchrun else []
-    command = [sys.executable, *launcher, "-m", "turnwise", "train", str(recipe), *words]
+    command = [sys.executable, *launcher, "-m", "turnwise", name, str(recipe), *words]
     environment = {**os.environ, "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent / 'tests'}", "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -201,6 +204,48 @@ def test_torchrun_gives_the_metrics_of_one_process_and_starts_ranks_again_after_
     assert (folder / "checkpoint" / "model.safetensors").is_file()
     assert len(metrics(folder)) == 8
     assert compared(folder, 8) == pytest.approx(compared(in_one_process, 8), abs=1e-5, rel=1e-4)
+
+
+def test_ranks_go_on_from_parts_and_the_best_and_the_newest_model_are_complete_at_the_end(
+    tmp_path: Path, model: Path
+) -> None:
+    """Fine-tuning: no process needs a complete model."""
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": messages}) + "\n")
+    recipe = save_recipe(
+        tmp_path,
+        model,
+        environment="turnwise.environments.environment:SingleTurn",
+        data={"train": str(rows), "eval": str(rows)},
+        sft={"steps": 5000, "batch_size": 1, "lr": 1e-3, "eval_every": 1},
+        checkpoint={"every": 1, "keep": 2, "best": "loss"},
+    )
+    folder, words = tmp_path / "run", ["cluster=local", "cluster.trainers=2"]
+    process = start(recipe, f"output={folder}", *words, name="sft")
+    wait_for_steps(folder, 2, process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 143, output
+    before = (folder / "checkpoint").resolve()
+    assert (before / WEIGHTS_IN_PARTS).is_file()
+    done = len(metrics(folder))
+    # the loss becomes worse: the best checkpoint is the one before
+    more = ["resume=auto", f"sft.steps={done + 1}", "sft.lr=100", "resume_changes=[sft.lr]"]
+    process = start(recipe, f"output={folder}", *words, *more, name="sft")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert f"resuming after step {done}" in output
+    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert evaluations[-1]["loss"] > evaluations[-2]["loss"]
+    newest, best = (folder / "checkpoint").resolve(), (folder / "best").resolve()
+    assert (newest.parent.name, best) == (f"step-{done + 1:06d}", before)
+    for place in (newest, best):
+        assert not (place / WEIGHTS_IN_PARTS).exists()
+        assert AutoModelForCausalLM.from_pretrained(place) is not None
+    # not when the run was resumed
+    written, saved = best / "model.safetensors", newest.parent / "shards" / ".metadata"
+    assert written.stat().st_mtime_ns > saved.stat().st_mtime_ns
 
 
 def test_a_rank_that_hangs_ends_the_run_in_time(recipe: Path, tmp_path: Path) -> None:

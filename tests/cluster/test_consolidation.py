@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from turnwise.cli import main
 from turnwise.errors import RunError
 from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.loading import ModelSource, conversion_names, load_model
+from turnwise.record.run_directory import is_being_written
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.sharded import consolidation
 from turnwise.training.sharded.consolidation import complete_weights
@@ -158,3 +161,31 @@ def test_merge_into_a_full_disk_says_so_and_leaves_nothing(
         assert "the checkpoint is what it was" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(words) == 0
+
+
+def test_merge_in_place_and_a_run_that_is_resumed_exclude_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    checkpoint_in_parts(run, mixture("qwen3_moe"))
+    (run / "run.json").write_text("{}")
+    script = "import sys, pathlib; from turnwise.record.run_directory import RunLock; "
+    script += f"lock = RunLock(pathlib.Path({str(run)!r})); print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"held\n"
+        assert main(["merge", str(run)]) == 1
+        assert f"a process is writing the run {run}: name another directory with --out" in capsys.readouterr().err
+        assert main(["merge", str(run), "--out", str(tmp_path / "out")]) == 0  # changes nothing of the run
+        other.communicate()
+    seen: list[bool] = []
+    complete = consolidation.complete_weights
+
+    def noted(folder: Path) -> None:
+        seen.append(is_being_written(run))
+        complete(folder)
+
+    monkeypatch.setattr(consolidation, "complete_weights", noted)
+    assert main(["merge", str(run)]) == 0
+    assert seen == [True]
+    assert not is_being_written(run)

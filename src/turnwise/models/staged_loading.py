@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,8 +28,27 @@ class IncompleteWeights(Exception):
     """The weights cannot be read part by part. `load_model` must load the model, or says what is wrong with the checkpoint."""
 
 
-def open_staged(source: ModelSource) -> StagedModel | None:
-    """The model of `source` without its weights, on the CPU; `source.device` is not used.
+class Reader(Protocol):
+    """Where the weights of a model are."""
+
+    @property
+    def conversions(self) -> Any:
+        """The conversions between them and the files of the model, which `save_pretrained` reverts."""
+        ...
+
+    def read(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The values of the tensors of these names, of divided ones this process's part. Tied tensors are one object. Raises
+        IncompleteWeights if one is missing."""
+        ...
+
+    def unused(self) -> list[str]:
+        """Names of weights for which the model has no place."""
+        ...
+
+
+def open_staged(source: ModelSource, reader: Callable[[Any], Reader] | None = None) -> StagedModel | None:
+    """The model of `source` without its weights, on the CPU; `source.device` is not used. `reader` makes what reads them,
+    from the model on the meta device; None: they are in safetensors files.
 
     None if the model cannot be loaded part by part: the directory holds an adapter whose weights must be merged, there are no
     safetensors files, or the model has buffers whose values are computed from other weights. Raises ConfigError if the model
@@ -40,17 +59,21 @@ def open_staged(source: ModelSource) -> StagedModel | None:
     try:
         with boundary("model"):  # damaged files raise exceptions of many kinds
             base = _without_weights(source.path, getattr(torch, source.dtype))
+            if base is None:
+                return None
+            if reader is not None:
+                return StagedModel(base, reader(base), source)
             files = _weight_files(source.path)
-            reader = None if base is None or not files else _WeightReader(base, files)
+            found = _WeightReader(base, files) if files else None
     except Failed:
         return None
-    return None if base is None or reader is None else StagedModel(base, reader, source)
+    return None if found is None else StagedModel(base, found, source)
 
 
 class StagedModel:
     """A model whose weights are read module by module. `model` has the adapter and the gradient checkpointing of the source."""
 
-    def __init__(self, base: Any, reader: _WeightReader, source: ModelSource) -> None:
+    def __init__(self, base: Any, reader: Reader, source: ModelSource) -> None:
         self._reader = reader
         self.new_magnitudes = source.lora.rank is not None and source.lora.dora and source.adapter is None
         """Whether the adapter has magnitudes that must be computed from the weights (`initialize_magnitudes`)."""
@@ -155,8 +178,7 @@ class _WeightReader:
         return [entry for entry in self._mapping if entry.was_used()]
 
     def read(self, wanted: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of these names, of divided ones this process's part. Tied tensors are one object. Raises IncompleteWeights
-        if one is missing."""
+        """See `Reader.read`."""
         from safetensors import safe_open
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.distributed.utils import is_dtensor

@@ -9,25 +9,23 @@ Needs no process group. Does not know runs, or when the files are written.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
 from turnwise.errors import RunError
-from turnwise.json_yaml import parse_json, read_text
 from turnwise.local_paths import WEIGHTS_IN_PARTS
-from turnwise.models.loading import conversion_names, file_weights, model_without_weights, save_model, with_conversions
+from turnwise.models.loading import conversion_names, file_weights, model_without_weights, save_model
 from turnwise.training.checkpoint import CRITIC, MODEL, UNWRITABLE, replace_sums
 from turnwise.training.fingerprint import flush, sync_file
-from turnwise.training.sharded.shards import KINDS_OF_WEIGHTS, Shard, body_prefix, read_parts, saved_parts
+from turnwise.training.sharded.parts import ModelParts, read_parts
+from turnwise.training.sharded.shards import Shard, body_prefix
 
 _TEMPORARY = "writing-weights"
 FILE_BYTES = 5 * 10**9
@@ -78,47 +76,16 @@ def write_weights(source: Path, out: Path) -> None:
 
     Raises RunError if a part cannot be read or does not fit the model, OSError if a file cannot be written.
     """
-    file = source / WEIGHTS_IN_PARTS
-    about: Any = parse_json(read_text(file, error=RunError), where=str(file), error=RunError)
-    parts = source / about["parts"]
-    model = with_conversions(model_without_weights(str(source)), about["conversions"], str(source))
-    stored = _stored(parts, about["prefixes"])
-    _refuse_missing(model, stored, parts)
+    parts = ModelParts(source)
+    model = parts.converted(model_without_weights(str(source)))
+    parts.refuse_missing(model)
+    stored = parts.stored
     files, dropped = _Files(out), set(model._keys_to_ignore_on_save or ())
     for group in of_layers(name for name in stored if name not in dropped):
-        tensors = {stored[name][0]: torch.empty(stored[name][1], dtype=stored[name][2]) for name in group}
-        read_parts(tensors, parts, alone=True)
-        files.add(file_weights(model, {name: tensors[stored[name][0]] for name in group}))
+        tensors = {stored[name].key: torch.empty(stored[name].shape, dtype=stored[name].dtype) for name in group}
+        read_parts(tensors, parts.folder, alone=True)
+        files.add(file_weights(model, {name: tensors[stored[name].key] for name in group}))
     files.finish()
-
-
-_Stored = Mapping[str, tuple[str, tuple[int, ...], torch.dtype]]
-"""By the names in the model: the key among the parts, the shape and the type."""
-
-
-def _stored(parts: Path, prefixes: Mapping[str, str]) -> _Stored:
-    found: dict[str, tuple[str, tuple[int, ...], torch.dtype]] = {}
-    for key, entry in saved_parts(parts).items():
-        kind, _, name = key.partition("/")
-        if kind not in KINDS_OF_WEIGHTS:
-            continue
-        for prefix, own in prefixes.items() if kind == KINDS_OF_WEIGHTS[0] else ():
-            if not name.startswith(prefix):
-                break  # beside the model: the value head
-            name = own + name.removeprefix(prefix)
-        else:
-            found[name] = (key, tuple(entry.size), entry.properties.dtype)
-    return found
-
-
-def _refuse_missing(model: Any, stored: _Stored, parts: Path) -> None:
-    kept = model.state_dict().keys()
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    missing = sorted({name for name, _ in tensors if name in kept} - stored.keys())
-    if missing:
-        raise RunError(
-            f"{parts} has no {missing[0]}" + (f", and lacks {len(missing) - 1} other weights" if missing[1:] else "")
-        )
 
 
 def of_layers(names: Iterable[str]) -> list[list[str]]:

@@ -11,11 +11,13 @@ compute them. Knows modules and ranks. Does not know batches, losses or commands
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from turnwise.errors import ConfigError
+from turnwise.errors import ConfigError, RunError
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelSource, load_model, of_model, of_tensors, use_complete_attention
 from turnwise.models.lora import initialize_magnitudes, without_adapter
@@ -34,6 +37,7 @@ from turnwise.options.engines import FsdpSection
 from turnwise.training.optimizer import norms_of
 from turnwise.training.pace import LayerClock
 from turnwise.training.sharded.expert_parallel import ExpertParallel
+from turnwise.training.sharded.parts import ModelParts, PartsReader
 from turnwise.training.sharded.ranks import Mesh
 from turnwise.training.sharded.tensor_parallel import TensorParallel
 
@@ -262,18 +266,20 @@ def load_sharded(
     prepare: Callable[[Any], torch.nn.Module | None] = lambda model: None,
     fingerprint: bool = False,
 ) -> LoadedModel:
-    """Load a model and divide it. Each rank reads its part of each weight, and no more, from safetensors files.
+    """Load a model and divide it. Each rank reads its part of each weight, and no more, from safetensors files, or from the parts
+    that other ranks have written.
 
     `prepare` receives the model before it is divided, perhaps without weights yet; it may freeze weights, and may return a layer
     beside the model (`head` of `ShardedModel`). `fingerprint` asks for the fingerprint of the weights without the adapter. The
     device of the source is not used: it is that of `mesh`.
 
     All ranks must ask for the same. A model that cannot be read like this is first loaded completely, into the CPU's memory of
-    each rank. Raises ConfigError as `load_model`.
+    each rank. Raises ConfigError as `load_model`, and RunError if the parts of other ranks cannot be read.
     """
     source = source.model_copy(update={"device": "cpu"})
     fingerprint = fingerprint and source.lora.rank is not None
-    staged = open_staged(source)
+    parts = ModelParts(Path(source.path)) if (Path(source.path) / WEIGHTS_IN_PARTS).is_file() else None
+    staged = open_staged(source, None if parts is None else functools.partial(PartsReader, parts))
     if staged is None or staged.model.num_parameters() > LARGE_MODEL:
         return_freed_blocks()  # buffers of gathered weights; gloo has them in the CPU's memory
     if staged is not None:
@@ -281,6 +287,11 @@ def load_sharded(
             return _by_parts(staged, mesh, sharding, prepare, fingerprint=fingerprint)
         except IncompleteWeights:
             pass  # what is wrong with the weights is found and reported by `load_model`
+    if parts is not None:
+        raise RunError(
+            f"the weights of {source.path}, which ranks have written in parts, cannot be read by other ranks: `turnwise merge "
+            f"{source.path}` writes them as files, or says what is wrong; then start the same command again"
+        )
     model = load_model(source)
     _log.warning("%s cannot be loaded in parts: each rank has loaded the complete model", source.path)
     base = of_model(without_adapter(model)) if fingerprint else None

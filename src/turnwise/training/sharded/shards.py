@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -24,12 +23,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint import state_dict_loader as dcp_load
 from torch.distributed.checkpoint import state_dict_saver as dcp_save
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from turnwise.errors import ConfigError, RunError
+from turnwise.errors import ConfigError
 from turnwise.models.experts import Choice
 from turnwise.models.loading import ModelSource, largest_logit, of_tensors, token_logprobs
 from turnwise.models.lora import adapter_weights, has_adapter
@@ -53,6 +51,7 @@ from turnwise.training.optimizer import MOMENTS, Optimizer, moments_of
 from turnwise.training.options import CriticOptions, ShardOptions
 from turnwise.training.pace import Pace
 from turnwise.training.reference import reference_model, vocabulary_of
+from turnwise.training.sharded.parts import KINDS_OF_WEIGHTS, UNCHANGED, read_parts, saved_parts
 from turnwise.training.sharded.ranks import Ranks
 from turnwise.training.sharded.sharded_model import DividedParts, ShardedModel, complete, divided_as, like, load_sharded
 from turnwise.training.sharded.together import own_part
@@ -603,9 +602,6 @@ class CriticShard:
 
 Shard = ModelShard | CriticShard
 
-KINDS_OF_WEIGHTS = ("model", _UNCHANGED := "unchanged")
-"""What the names of weights begin with: those that are trained, and the others of a model that is saved completely."""
-
 
 @dataclass(frozen=True, slots=True)
 class WrittenParts:
@@ -687,7 +683,7 @@ def load(shard: Shard, folder: Path) -> None:
     for name in new_masters:
         del tensors[f"master/{name}"]
     for name in _unchanged(shard):
-        tensors.pop(f"{_UNCHANGED}/{name}")  # loaded with the model
+        tensors.pop(f"{UNCHANGED}/{name}")  # loaded with the model
     read_parts(tensors, folder)
     tensors.update({f"master/{name}": tensors[f"model/{name}"] for name in new_masters})
     _load_optimizer(shard.optimizer, list(shard.parameters), tensors)
@@ -744,33 +740,6 @@ def complete_state(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def saved_parts(folder: Path) -> Mapping[str, Any]:
-    """What `folder` has: the shape and type of each tensor by its name. Raises RunError if it cannot be read."""
-    try:
-        return FileSystemReader(folder).read_metadata().state_dict_metadata
-    except (OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise RunError(_unreadable(folder, error)) from error
-
-
-def read_parts(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool = False) -> None:
-    """Give `tensors` the values that `folder` has of them; without `alone`, with all ranks. Raises RunError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            warnings.simplefilter("ignore", FutureWarning)
-            dcp_load.load(tensors, storage_reader=FileSystemReader(folder), no_dist=alone)
-    except CheckpointException as failed:  # not an Exception; all ranks have it
-        error, _ = next(iter(failed.failures.values()))
-        raise RunError(_unreadable(folder, error)) from failed
-
-
-def _unreadable(folder: Path, error: BaseException) -> str:
-    return (
-        f"the state of the optimizer in {folder} cannot be read ({type(error).__name__}: {error}): restore the directory, or "
-        f"start another run from the weights of the checkpoint (model.path)"
-    )
-
-
 def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
     """The state of this rank by names. Where the optimizer has none yet, zeros, which is its state before the first step."""
     optimizer = shard.optimizer
@@ -785,7 +754,7 @@ def _tensors(shard: Shard) -> dict[str, torch.Tensor]:
             tensors[f"master/{name}"] = divided_as(master.detach(), parameter)
     for (name, parameter), error in zip(shard.parameters.items(), optimizer.errors, strict=False):
         tensors[f"error/{name}"] = divided_as(error, parameter)
-    tensors |= {f"{_UNCHANGED}/{name}": tensor for name, tensor in _unchanged(shard).items()}
+    tensors |= {f"{UNCHANGED}/{name}": tensor for name, tensor in _unchanged(shard).items()}
     reference = shard.reference
     if reference is not None and reference.model is not None and reference.mixed:
         for name, parameter in reference.model.model.named_parameters():
