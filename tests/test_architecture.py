@@ -549,6 +549,7 @@ def test_only_the_learner_and_the_embedded_engine_touch_the_trained_model() -> N
         "training/reference.py",
         "training/sharded/shards.py",
         "training/sharded/consolidation.py",
+        "training/sharded/parts.py",
         "engines/local/engine.py",
     }
 

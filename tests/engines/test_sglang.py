@@ -129,7 +129,7 @@ def test_a_server_falls_asleep_when_all_its_requests_have_ended(monkeypatch: pyt
 
 def test_another_trainer_is_refused_until_its_lease_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     api, now = make_api(), 1_795_349_217
-    monkeypatch.setattr("turnwise.engines.sglang.api.time.time", lambda: float(now))
+    monkeypatch.setattr(SERVER, "now", lambda: float(now))  # the server's clock, which all trainers read
 
     def claim(label: str) -> None:
         async def answer(path: str, *, timeout: float | None = None) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -172,6 +174,38 @@ def test_a_server_whose_port_was_taken_starts_on_another_one(tmp_path: Path, cap
     asyncio.run(main())
     assert len(set(ports)) == 2
     assert "It is started on another port" in caplog.text
+
+
+def test_the_time_is_that_of_the_server_whose_clock_is_another() -> None:
+    day = 86_400
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def date_time_string(self, timestamp: float | None = None) -> str:
+            return "soon" if self.path == "/none" else super().date_time_string(int(time.time()) + day)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    async def main() -> None:
+        server = HttpServer(f"http://127.0.0.1:{listening.server_port}")
+        assert abs(server.now() - time.time()) < 5
+        await server.get("/none")
+        assert abs(server.now() - time.time()) < 5
+        await server.get("/")
+        assert abs(server.now() - time.time() - day) < 5
+        await server.close()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        serving = threading.Thread(target=listening.serve_forever)
+        serving.start()
+        asyncio.run(main())
+        listening.shutdown()
+        serving.join()
 
 
 def pids(tmp_path: Path) -> list[int]:

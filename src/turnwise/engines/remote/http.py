@@ -9,8 +9,9 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -134,6 +135,17 @@ class HttpServer:
         self._session: tuple[asyncio.AbstractEventLoop, aiohttp.ClientSession] | None = None
         self._progress = time.monotonic()
         """When the server last sent an event of a stream."""
+        self._ahead = 0.0
+        """Seconds by which the server's clock is ahead of this machine's."""
+
+    def now(self) -> float:
+        """The time by the server's clock, to the second, as its last answer had it; before that, or if its answers name no time,
+        by that of this machine. Programs on several machines can compare such times, however their clocks differ."""
+        return time.time() + self._ahead
+
+    def _note_clock(self, date: str | None) -> None:
+        with suppress(ValueError, TypeError):  # no time, or none that can be read
+            self._ahead = parsedate_to_datetime(date or "").timestamp() - time.time()
 
     async def get(self, path: str, *, timeout: float | None = None) -> Any:
         """The JSON answer of a GET request; None if the answer is empty. Raises EngineError."""
@@ -330,6 +342,7 @@ class HttpServer:
                 async with (await self._open_session()).request(
                     method, f"{self.url}{path}", params=dict(query), **content
                 ) as response:
+                    self._note_clock(response.headers.get("Date"))
                     yield response
         except aiohttp.ClientConnectorError as error:
             raise _NotConnected(f"there is no connection to {self.url}: {_text(error)}") from error

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import secrets
 import shutil
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -163,7 +162,7 @@ class SglangApi:
 
     async def claim(self, server: HttpServer) -> None:
         name, claimed = await self._labelled(server)
-        remaining = _LEASE - (time.time() - int(claimed)) if claimed.isdigit() else 0.0
+        remaining = _LEASE - (server.now() - int(claimed)) if claimed.isdigit() else 0.0
         if name != self._owner.name and remaining > 0:
             raise EngineError(
                 f"another trainer ({name}) owns {server.url}. Two trainers would overwrite each other's weights: use another "
@@ -193,7 +192,7 @@ class SglangApi:
             await self.label(server, update.version)
 
     async def label(self, server: HttpServer, version: int) -> None:
-        await self._set_label(server, f"{self._owner.name}#{self._owner.process}:{int(time.time())}:{version}")
+        await self._set_label(server, f"{self._owner.name}#{self._owner.process}:{int(server.now())}:{version}")
 
     async def resume(self, server: HttpServer) -> None:
         await server.post("/continue_generation", {"torch_empty_cache": False})
