@@ -19,6 +19,7 @@ from torch.multiprocessing import reductions
 
 from engines.conformance.subjects import MODEL, change, load_model, state_of
 from support.fake_cuda import fake_cuda, on_device
+from support.shared_reader import read
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine
@@ -109,26 +110,13 @@ def test_values_that_are_not_finite_are_refused(value: float) -> None:
 # The buffer between two processes
 
 
-def _read(handle: dict[str, Any], places: list[dict[str, Any]], filled: Any, answer: Any) -> None:
-    buffer = open_buffer(handle)
-    part = [Place(**place) for place in places]
-    tensors = {place.name: place.of(buffer) for place in part}
-    while filled.get():
-        try:
-            check_part(part, tensors)
-        except ValueError as error:
-            answer.put(str(error))
-        else:
-            answer.put({name: tensor.clone().tolist() for name, tensor in tensors.items()})
-
-
 def test_another_process_reads_a_part_and_finds_a_wrong_value() -> None:
     given = weights()
     (part,) = parts_of(given, checked_values(given))
     buffer = SharedBuffer(buffer_size([part]), "cpu")
     context = multiprocessing.get_context("spawn")
     filled, answer = context.SimpleQueue(), context.SimpleQueue()
-    process = context.Process(target=_read, args=(buffer.handle(), [asdict(place) for place in part], filled, answer))
+    process = context.Process(target=read, args=(buffer.handle(), [asdict(place) for place in part], filled, answer))
     process.start()
     buffer.fill(part, given)
     filled.put(True)

@@ -71,25 +71,40 @@ def test_a_model_whose_heads_are_not_divided_is_refused(recipe: Path) -> None:
         refuse_impossible(config, 4, read_model_config(config.model.path))
 
 
-def test_both_ranks_of_a_pair_have_the_linear_attention_of_a_hybrid(tmp_path: Path) -> None:
-    hybrid = save_hybrid(tmp_path / "hybrid", "qwen3_next")
-    recipe = save_recipe(tmp_path, hybrid, train={"steps": 2, "batch_size": 2, "group_size": 4})
-    plain, pair = parts(recipe, 4), parts(recipe, 4, "cluster.mesh.tensor=2")
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_hybrid(tmp_path_factory.mktemp("hybrid"), "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def hybrid_recipe(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With few tokens: tracing the linear attention of many takes long, and changes no weights."""
+    train = {"steps": 2, "batch_size": 2, "group_size": 4, "micro_batch_tokens": 512}
+    return save_recipe(tmp_path_factory.mktemp("recipe"), hybrid, limits={"context": 512}, train=train)
+
+
+@pytest.fixture(scope="module")
+def plain(hybrid_recipe: Path) -> dict[str, float]:
+    return parts(hybrid_recipe, 4)
+
+
+def test_both_ranks_of_a_pair_have_the_linear_attention_of_a_hybrid(
+    hybrid: Path, hybrid_recipe: Path, plain: dict[str, float]
+) -> None:
+    pair = parts(hybrid_recipe, 4, "cluster.mesh.tensor=2")
     model = AutoModelForCausalLM.from_pretrained(hybrid)
     linear = sum(part.numel() for name, part in model.named_parameters() if "linear_attn" in name)
     assert pair["weights"] - plain["weights"] == pytest.approx(4 * linear / 4, rel=0.1)
 
 
-def test_ranks_that_divide_the_experts_gather_less(tmp_path: Path) -> None:
-    hybrid = save_hybrid(tmp_path / "hybrid", "qwen3_next")
-    recipe = save_recipe(tmp_path, hybrid, train={"steps": 2, "batch_size": 2, "group_size": 4})
-    plain, divided = parts(recipe, 4), parts(recipe, 4, "cluster.mesh.expert=2")
+def test_ranks_that_divide_the_experts_gather_less(hybrid: Path, hybrid_recipe: Path, plain: dict[str, float]) -> None:
+    divided = parts(hybrid_recipe, 4, "cluster.mesh.expert=2")
     assert divided["weights"] == plain["weights"]
     model = AutoModelForCausalLM.from_pretrained(hybrid)
     experts = sum(part.numel() for name, part in model.named_parameters() if ".experts." in name)
     # two layers are gathered, each with half of its experts
     assert plain["gathered layers"] - divided["gathered layers"] == pytest.approx(4 * experts / 4, rel=0.1)
-    config, _ = load(recipe, ["cluster=torchrun", "cluster.mesh.expert=3"])
+    config, _ = load(hybrid_recipe, ["cluster=torchrun", "cluster.mesh.expert=3"])
     with pytest.raises(ConfigError, match=r"cluster\.mesh\.expert=3: .* has 4 experts, which 3 ranks cannot divide"):
         refuse_impossible(config, 6, read_model_config(config.model.path))
 

@@ -117,7 +117,7 @@ def test_a_server_samples_under_grammars_and_the_trainer_computes_their_masks(re
     assert together[1][0]["ratio/max_deviation"] < 1e-6
 
 
-@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("directory", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_only_the_adapter_is_sent_and_the_run_is_that_in_one_process(
     recipe: Path, tmp_path: Path, directory: bool
 ) -> None:

@@ -366,7 +366,7 @@ def test_a_large_coefficient_keeps_the_policy_at_the_reference(recipe: Path, tmp
             *("reference.sync_every=2", "reference.sync_weight=0.5"),
             *("train.ppo_epochs=2", "loss.kl_coef=0.05"),
         ),
-        ("model.lora.rank=4",),
+        pytest.param(("model.lora.rank=4",), marks=pytest.mark.slow),
     ],
     ids=["adaptive, sync, loss too", "lora"],
 )

@@ -217,12 +217,12 @@ FULL = ("model.lora.rank=null", "train.minibatches=2")
 """The main model is trained with all its weights, and updated in two optimizer steps."""
 
 
-@pytest.mark.parametrize("engine", ["", "memory_gb: 0.1, "])
+@pytest.mark.parametrize("engine", ["", pytest.param("memory_gb: 0.1, ", marks=pytest.mark.slow)])
 def test_adapters_on_a_model_that_is_trained_with_all_its_weights(
     recipe: Path, model: Path, tmp_path: Path, engine: str
 ) -> None:
     """They are on the weights that the main model has in each step, and each checkpoint has both."""
-    options = [*FULL, f"policies={{second: {{{engine}train: true, lr: 0.02, lora: {{rank: 2}}}}}}"]
+    options = [*FULL, f"policies={{second: {{{engine}train: true, lr: 0.02, lora: {{rank: 2}}}}}}", "data.eval=null"]
     trajectories, metrics, run = train_run(recipe, tmp_path / "whole", *options)
     (_, second) = run.policies
     assert isinstance(run.learner, LocalLearner)
@@ -314,7 +314,7 @@ def test_options_of_a_policy_change_what_it_learns_and_nothing_else_in_the_first
 ) -> None:
     def first_step(out: str, options: str) -> tuple[dict[str, Any], list[dict[str, Any]], Path]:
         overrides = [f"policies={{second: {{train: true{options}}}}}", "train.steps=1", "train.minibatches=2"]
-        trajectories, metrics, _ = train_run(recipe, tmp_path / out, *overrides)
+        trajectories, metrics, _ = train_run(recipe, tmp_path / out, "data.eval=null", *overrides)
         return metrics[0], trajectories, tmp_path / out
 
     plain, trajectories, whole = first_step("plain", "")

@@ -251,22 +251,27 @@ def test_the_line_says_what_trainer_and_conversations_waited_for() -> None:
 # During a run, the garbage collector skips what existed at the start, and runs more rarely.
 
 
-async def inside() -> tuple[tuple[int, int, int], int]:
+async def inside(read: Callable[[], Any]) -> Any:
     async with frozen_start_objects():
-        return gc.get_threshold(), gc.get_freeze_count()
+        return read()
 
 
 @pytest.mark.parametrize(("before", "expected"), [(700, 100_000), (200_000, 200_000), (0, 0)])
 def test_the_collector_is_changed_for_the_run_only(before: int, expected: int) -> None:
-    original, frozen_before = gc.get_threshold(), gc.get_freeze_count()
+    original = gc.get_threshold()
     gc.set_threshold(before, 7, 5)
     try:
-        thresholds, frozen = asyncio.run(inside())
-        assert thresholds == (expected, 7, 5)
-        assert frozen > frozen_before
+        assert asyncio.run(inside(gc.get_threshold)) == (expected, 7, 5)
         assert gc.get_threshold() == (before, 7, 5)
     finally:
         gc.set_threshold(*original)
+
+
+def test_what_exists_at_the_start_is_frozen_and_what_the_program_has_frozen_stays_so() -> None:
+    before = gc.get_freeze_count()
+    assert before > 10_000  # tests/conftest.py freezes what the tests import
+    assert asyncio.run(inside(gc.get_freeze_count)) > before
+    assert gc.get_freeze_count() > before
 
 
 # `engine.name: openai` in a recipe: conversations without a model in the process, and what is refused.
