@@ -21,17 +21,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from learning_tasks.fine_tuning import fine_tune
 from learning_tasks.start_model import make_model, make_tokenizer
 
 from turnwise.record.reader import read_lines
 from turnwise.record.summary import held_out_change
 from turnwise.terminal.runs import change_line
+from turnwise.terminal.tables import interval, p_value
 
 HERE = Path(__file__).resolve().parent
 FILES = "benchmarks/environment_tasks"
 ENGINES = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engines")).expanduser()
 CONTEXT = 1536
 """Tokens (bytes) of the longest conversation."""
+COPYING = {"digits"}
+"""Start models that copy from the message, which takes longer than to write a form."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,44 +46,58 @@ class Task:
     title: str
     options: dict[str, Any]
     """Of the recipe."""
-    answer: Callable[[random.Random], str]
-    """A legal answer of the start model."""
     question: Callable[[random.Random], str]
     """A message like the environment's, for the fine-tuning."""
+    answer: Callable[[random.Random, str], str]
+    """A legal answer of the start model to a message."""
+    asked: int = 1
+    """Messages in a conversation of the fine-tuning."""
+    chance: float | None = None
+    """The expected reward of random legal answers, where it is known."""
     own: str | None = None
     """The name of an environment of its own."""
-    steps: int = 100
+    start: str = ""
+    """The start model, if tasks share one."""
+    base: str = ""
+    """The start model from which that of this task is fine-tuned; else it has random weights."""
     rows: dict[str, Callable[[random.Random], dict[str, Any]]] = field(default_factory=dict)
 
 
 def number(draws: random.Random) -> str:
-    """A question of the parity tasks."""
+    """A question of the tasks with digits."""
     return f"{draws.randrange(1000):03}"
 
 
-def word(draws: random.Random) -> str:
-    """An answer of the parity tasks."""
-    return draws.choice(["even", "odd", "zero"])
+def digit(draws: random.Random, number: str) -> str:
+    """An answer of the tasks with digits: one of the number's."""
+    return draws.choice(number[:3])
 
 
-def graded(low: int, high: int) -> Callable[[random.Random], dict[str, Any]]:
-    """A row for SkyRL-Gym's gsm8k: the remainder of a number and 2."""
-
-    def row(draws: random.Random) -> dict[str, Any]:
-        n = draws.choice(NUMBERS[low:high])
-        return {"prompt": f"{n:03} #", "reward_spec": {"ground_truth": str(n % 2)}}
-
-    return row
+def largest(n: int) -> str:
+    """The right answer."""
+    return max(f"{n:03}")
 
 
-def parity(name: str, title: str, environment: str | dict[str, Any], *, own: str) -> Task:
-    """Even or odd, in an environment of `environment_tasks/`."""
-    options = {"environment": environment, "limits": {"turns": 1, "tokens_per_turn": 8}}
-    return Task(name, title, options, answer=word, question=number, own=own)
+def chosen(row: Callable[[int], dict[str, Any]], first: int, last: int) -> Callable[[random.Random], dict[str, Any]]:
+    """A row of one of the numbers from the place `first` to before `last`."""
+    return lambda draws: row(draws.choice(NUMBERS[first:last]))
+
+
+def both(row: Callable[[int], dict[str, Any]]) -> dict[str, Callable[[random.Random], dict[str, Any]]]:
+    """The rows to train on, and those that are held out."""
+    return {"train": chosen(row, 0, 800), "eval": chosen(row, 800, 1000)}
+
+
+def digits(name: str, title: str, environment: str | dict[str, Any], *, own: str) -> Task:
+    """The largest digit, in an environment of `environment_tasks/`."""
+    options = {"environment": environment, "limits": {"turns": 1, "tokens_per_turn": 4}, "train": {"steps": 40}}
+    return Task(name, title, options, answer=digit, question=number, own=own, start="digits", chance=ONE_OF_THREE)
 
 
 NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
+ONE_OF_THREE = 0.385
+"""The chance that one of three random digits is the largest."""
 LAKE = {"desc": ["SFF", "FHF", "FFG"], "is_slippery": False}
 TASKS = (
     Task(
@@ -88,10 +106,12 @@ TASKS = (
         {
             "environment": {"use": "gymnasium:FrozenLake-v1", "arguments": {"arguments": LAKE}},
             "limits": {"turns": 8, "tokens_per_turn": 4},
+            "train": {"steps": 80},
         },
-        answer=lambda draws: str(draws.randrange(4)),
+        answer=lambda draws, _: str(draws.randrange(4)),
+        asked=3,
         question=lambda draws: str(draws.randrange(9)),
-        steps=80,
+        chance=0.058,
     ),
     Task(
         "reasoning_gym",
@@ -102,46 +122,65 @@ TASKS = (
                 "arguments": {"config": {"max_value": 20}, "tag": None},
             },
             "limits": {"turns": 1, "tokens_per_turn": 6},
+            "train": {"steps": 120},
         },
-        answer=lambda draws: str(draws.randrange(1, 11)),
+        answer=lambda draws, _: str(draws.randrange(1, 11)),
         question=lambda draws: (
             "Find the Greatest Common Divisor (GCD) of these numbers: "
             f"{draws.randrange(1, 21)}, {draws.randrange(1, 21)}. Give only the GCD as your final answer."
         ),
-        steps=120,
     ),
     Task(
         "textarena",
         "GuessTheNumber-v0",
-        {"environment": "textarena:GuessTheNumber-v0", "limits": {"turns": 10, "tokens_per_turn": 8}},
-        answer=lambda draws: f"[{draws.randrange(1, 21)}]",
+        {
+            "environment": "textarena:GuessTheNumber-v0",
+            "limits": {"turns": 10, "tokens_per_turn": 8},
+            "train": {"steps": 14},
+        },
+        answer=lambda draws, _: f"[{draws.randrange(1, 21)}]",
+        asked=3,
         question=lambda draws: f"[GAME] The target number is {draws.choice(['higher', 'lower'])}.",
-        steps=14,
     ),
     Task(
         "skyrl_gym",
-        "gsm8k, with remainders as rows",
-        {"environment": "skyrl_gym:gsm8k", "limits": {"turns": 1, "tokens_per_turn": 12}},
-        answer=lambda draws: f"#### {draws.randrange(3)}",
+        "gsm8k, largest digit",
+        {
+            "environment": "skyrl_gym:gsm8k",
+            "limits": {"turns": 1, "tokens_per_turn": 12},
+            "train": {"steps": 40},
+        },
+        answer=lambda draws, asked: f"#### {digit(draws, asked)}",
         question=lambda draws: f"{number(draws)} #",
-        rows={"train": graded(0, 800), "eval": graded(800, 1000)},
+        base="digits",
+        chance=ONE_OF_THREE,
+        rows=both(lambda n: {"prompt": f"{n:03} #", "reward_spec": {"ground_truth": largest(n)}}),
     ),
-    parity(
+    digits(
         "verifiers",
-        "SingleTurnEnv, even or odd",
-        f"verifiers:{FILES}/parity_verifiers.py:load_environment",
+        "SingleTurnEnv, largest digit",
+        f"verifiers:{FILES}/digits_verifiers.py:load_environment",
         own="verifiers_classic",
     ),
-    parity(
+    digits(
         "inspect",
-        "generate and exact, even or odd",
+        "generate and exact, largest digit",
         {
-            "use": f"inspect:{FILES}/parity_inspect.py@parity",
+            "use": f"inspect:{FILES}/digits_inspect.py@digits",
             "arguments": {"eval_arguments": {"first": 800, "last": 1000}},
         },
         own="inspect",
     ),
-    parity("openenv", "a class, even or odd", f"openenv:{FILES}/parity_openenv.py:Parity", own="openenv"),
+    digits(
+        "verifiers_v1",
+        "taskset and harness, largest digit",
+        {
+            "use": f"verifiers_v1:{FILES}/digits_verifiers_v1.py",
+            "arguments": {"eval_arguments": {"first": 800, "last": 1000}},
+        },
+        own="verifiers",
+    ),
+    digits("openenv", "a class, largest digit", f"openenv:{FILES}/digits_openenv.py:Digits", own="openenv"),
 )
 
 
@@ -150,56 +189,70 @@ def recipe(task: Task, out: Path, seed: int) -> dict[str, Any]:
     data = {"train": "environment", "eval": "environment:96"}
     if task.rows:
         data = {name: str(out / f"{task.name}_{name}.jsonl") for name in task.rows}
+    options = dict(task.options)
+    train = {"steps": 100, "batch_size": 8, "group_size": 8, "lr": 2e-3, **options.pop("train", {})}
     return {
-        "model": {"path": str(out / "start" / "checkpoint"), "device": "cpu"},
+        "model": {"path": str(start_folder(task, out) / "start" / "checkpoint"), "device": "cpu"},
         "data": data,
-        "train": {"steps": task.steps, "batch_size": 8, "group_size": 8, "lr": 2e-3},
-        "eval": {"every": max(1, task.steps // 4)},
+        "train": train,
+        "eval": {"every": max(1, train["steps"] // 4)},
         "checkpoint": {"every": 1000},
         "output": str(out / "runs" / f"{task.name}-{seed}"),
         "seed": seed,
         "replace": True,
-        **task.options,
+        **options,
     }
 
 
-def prepare(out: Path, steps: int) -> None:
-    """Write rows, and the start model to `out/start/checkpoint` unless it is there."""
-    out.mkdir(parents=True, exist_ok=True)
+def start_name(task: Task) -> str:
+    """The name of a task's start model."""
+    return task.start or task.name
+
+
+def start_folder(task: Task, out: Path) -> Path:
+    """Where the start model of a task is made."""
+    return out / "start" / start_name(task)
+
+
+def prepare(task: Task, out: Path) -> None:
+    """Write the rows of a task, and its start model unless it is there."""
+    folder = start_folder(task, out)
+    folder.mkdir(parents=True, exist_ok=True)
     draws = random.Random(0)
-    for task in TASKS:
-        for name, row in task.rows.items():
-            lines = [json.dumps(row(draws)) for _ in range(1024 if name == "train" else 96)]
-            (out / f"{task.name}_{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    if (out / "ready").exists():
+    for name, row in task.rows.items():
+        lines = [json.dumps(row(draws)) for _ in range(1024 if name == "train" else 96)]
+        (out / f"{task.name}_{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if (folder / "ready").exists():
         return
-    conversations = []
-    for count in range(4096):
-        task = TASKS[count % len(TASKS)]
-        turns = 1 if task.options["limits"]["turns"] == 1 else 3
-        messages = []
-        for _ in range(turns):
-            messages += [
-                {"role": "user", "content": task.question(draws)},
-                {"role": "assistant", "content": task.answer(draws)},
-            ]
-        conversations.append(json.dumps({"messages": messages}))
-    (out / "conversations.jsonl").write_text("\n".join(conversations) + "\n", encoding="utf-8")
-    tokenizer = make_tokenizer()
-    model = make_model(tokenizer)
-    model.config.max_position_embeddings = CONTEXT
-    model.save_pretrained(out / "random")
-    tokenizer.save_pretrained(out / "random")
-    options = {"steps": steps, "batch_size": 48, "lr": 3e-3, "warmup_steps": 10, "max_recorded_rows": 0}
-    tree = {
-        "model": {"path": str(out / "random")},
-        "data": {"train": str(out / "conversations.jsonl")},
-        "sft": options,
-        "output": str(out / "start"),
-        "replace": True,
-    }
-    turnwise("sft", tree, out / "sft.yaml", sys.executable)
-    (out / "ready").touch()
+    if task.base:
+        prepare(next(other for other in TASKS if start_name(other) == task.base), out)
+    sharing = [other for other in TASKS if start_name(other) == start_name(task)]
+    lines = [json.dumps(conversation(sharing[count % len(sharing)], draws)) for count in range(4096)]
+    (folder / "conversations.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    options: dict[str, Any] = {"steps": 200, "batch_size": 48, "lr": 3e-3, "warmup_steps": 10}
+    if task.base:
+        model_path = out / "start" / task.base / "start" / "checkpoint"
+        options |= {"steps": 300, "batch_size": 24, "lr_schedule": "cosine"}
+    else:
+        model_path = folder / "random"
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer)
+        model.config.max_position_embeddings = CONTEXT
+        model.save_pretrained(model_path)
+        tokenizer.save_pretrained(model_path)
+    if start_name(task) in COPYING:
+        options["steps"] = 600
+    named = {f"sft.{name}": value for name, value in options.items()}
+    fine_tune(folder, {"model.path": model_path, **named})
+
+
+def conversation(task: Task, draws: random.Random) -> dict[str, Any]:
+    """A conversation with legal, random answers."""
+    messages = []
+    for _ in range(task.asked):
+        asked = task.question(draws)
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": task.answer(draws, asked)}]
+    return {"messages": messages}
 
 
 def interpreter(task: Task) -> str:
@@ -228,16 +281,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / ".environments")
     parser.add_argument("--tasks", nargs="+", choices=[task.name for task in TASKS])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sft-steps", type=int, default=200)
     options = parser.parse_args()
     out = options.out.resolve()
-    prepare(out, options.sft_steps)
     for task in TASKS:
         if options.tasks and task.name not in options.tasks:
             continue
         if not Path(interpreter(task)).exists():
             print(f"{task.name}: no environment {task.own}; its slow test makes it", flush=True)
             continue
+        prepare(task, out)
         started = time.perf_counter()
         tree = recipe(task, out, options.seed)
         turnwise("train", tree, out / f"{task.name}.yaml", interpreter(task))
@@ -248,6 +300,22 @@ def main() -> None:
             flush=True,
         )
     draw(out)
+    print(table(out))
+
+
+def table(out: Path) -> str:
+    """The rows of the table in README.md: reward on held-out rows before and after each finished run."""
+    lines = []
+    for task in TASKS:
+        for seed, run in enumerate(sorted((out / "runs").glob(f"{task.name}-[0-9]"))):
+            change = held_out_change(run)
+            if change is None:
+                continue
+            chance = "" if task.chance is None else f"{task.chance:.2f}"
+            cells = [f"`{task.name}`", task.title, chance, str(change.last_step)] if seed == 0 else [""] * 4
+            cells += [interval(change.before), interval(change.after), p_value(change.test.p_t)]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def draw(out: Path) -> None:
@@ -273,6 +341,8 @@ def draw(out: Path) -> None:
                 color=f"C{number}",
                 marker=".",
             )
+        if task.chance is not None:
+            axis.axhline(task.chance, color="grey", linestyle=":")
         axis.set_title(f"{task.name}\n{task.title}", fontsize=9)
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.25)

@@ -1,15 +1,15 @@
-"""Even or odd, as a class of OpenEnv."""
+"""The largest digit of a number, as a class of OpenEnv."""
 
 import random
 
 from openenv.core.env_server import Action, Environment, Observation, State
 
-__all__ = ["Parity"]
+__all__ = ["Digits"]
 
 ORDER = random.Random(0).sample(range(1000), 1000)
 
 
-class Word(Action):
+class Digit(Action):
     """The answer."""
 
     text: str
@@ -21,7 +21,7 @@ class Number(Observation):
     text: str = ""
 
 
-class Parity(Environment):
+class Digits(Environment):
     """A number below 1000 by seed; 200 are held out, for seeds from 1,000,000,000."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
@@ -32,9 +32,9 @@ class Parity(Environment):
         self.number = ORDER[800 + seed % 200 if seed >= 10**9 else seed % 800]
         return Number(text=f"{self.number:03}")
 
-    def step(self, action: Word, timeout_s=None, **kwargs):
+    def step(self, action: Digit, timeout_s=None, **kwargs):
         """1 if the answer is right."""
-        right = action.text.strip() == ("even" if self.number % 2 == 0 else "odd")
+        right = action.text.strip() == max(f"{self.number:03}")
         return Number(done=True, reward=float(right))
 
     @property

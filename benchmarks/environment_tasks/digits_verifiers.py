@@ -1,4 +1,4 @@
-"""Even or odd, as an environment of verifiers."""
+"""The largest digit of a number, as an environment of verifiers."""
 
 import random
 
@@ -15,10 +15,7 @@ def right(completion, answer):
 
 def load_environment():
     """800 of the numbers below 1000 to train on, the others held out."""
-    rows = [
-        {"question": f"{n:03}", "answer": "even" if n % 2 == 0 else "odd"}
-        for n in random.Random(0).sample(range(1000), 1000)
-    ]
+    rows = [{"question": f"{n:03}", "answer": max(f"{n:03}")} for n in random.Random(0).sample(range(1000), 1000)]
     return vf.SingleTurnEnv(
         dataset=Dataset.from_list(rows[:800]),
         eval_dataset=Dataset.from_list(rows[800:]),
