@@ -373,27 +373,13 @@ class GenericForward:
         index_NT = starts_N[:, None] + steps_T
         length = int((starts_N + lengths_N).max())
         valid_NT = steps_T < lengths_N[:, None]
-        contiguous = np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0])
         # padding is computed and not used, but its position must be within the model's tables
         positions = np.minimum(index_NT, length - 1) if position_3NT is None else position_3NT
-        valid = np.nonzero(valid_NT)
-        arrays = [rows_N, rows_N[valid[0]], index_NT[valid_NT], *valid, np.flatnonzero(valid_NT), positions, index_NT]
-        arrays.append(tokens_NT.astype(np.int64))
-        visible = self._visible(index_NT, length) if kv.tensors else {}
-        tensors = from_arrays([*arrays, *visible.values()], self._device)
-        rows, write_rows_M, write_index_M, *valid_M, places_M, position_ids, index, tokens = tensors[: len(arrays)]
-        view = RowView(
-            rows_N=rows,
-            rows=slice(int(rows_N[0]), int(rows_N[-1]) + 1) if contiguous else None,
-            write_rows_M=write_rows_M,
-            write_index_M=write_index_M,
-            valid=tuple(valid_M),
-            length=length,
-        )
+        others = [np.flatnonzero(valid_NT), positions, index_NT, tokens_NT.astype(np.int64)]
+        view, masks, (places_M, position_ids, index, tokens) = self._sent(rows_N, index_NT, valid_NT, length, others)
         if model_inputs is None:
             model_inputs = {"input_ids": tokens}
         cache = RowCache(kv, self._layers, view, joined=self.joined)
-        masks = dict(zip(visible, tensors[len(arrays) :], strict=True))
         arguments: dict[str, Any] = {
             "position_ids": position_ids,
             "attention_mask": self._masks(masks) if masks else None,
@@ -406,6 +392,27 @@ class GenericForward:
             output = self._model(**model_inputs, **arguments, use_cache=True, logits_to_keep=logits_to_keep)
         cache.write_back()
         return (output.logits if isinstance(logits_to_keep, torch.Tensor) else output.logits[:, -1]).float()
+
+    def _sent(
+        self, rows_N: np.ndarray, index_NT: np.ndarray, valid_NT: np.ndarray, length: int, others: Sequence[np.ndarray]
+    ) -> tuple[RowView, dict[str, torch.Tensor], list[torch.Tensor]]:
+        """Where a pass writes and reads, what its tokens see (`_visible`), and other arrays: all in one copy to the device."""
+        valid = np.nonzero(valid_NT)
+        visible = self._visible(index_NT, length) if self.kv_shapes else {}
+        arrays = [rows_N, rows_N[valid[0]], index_NT[valid_NT], *valid, *visible.values(), *others]
+        rows, write_rows_M, write_index_M, *rest = from_arrays(arrays, self._device)
+        masks_at = len(valid)
+        contiguous = np.array_equal(rows_N, np.arange(len(rows_N)) + rows_N[0])
+        view = RowView(
+            rows_N=rows,
+            rows=slice(int(rows_N[0]), int(rows_N[-1]) + 1) if contiguous else None,
+            write_rows_M=write_rows_M,
+            write_index_M=write_index_M,
+            valid=tuple(rest[:masks_at]),
+            length=length,
+        )
+        others_at = masks_at + len(visible)
+        return view, dict(zip(visible, rest[masks_at:others_at], strict=True)), rest[others_at:]
 
     def _visible(self, index_NT: np.ndarray, length: int) -> dict[str, np.ndarray]:
         """Which of L keys each token sees [N, T, L], for each kind of attention in the model."""
