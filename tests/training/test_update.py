@@ -494,7 +494,7 @@ CONFIG = OptimizationSection(weight_decay=0.1, max_grad_norm=5.0)
 def test_float32_weights_get_the_steps_of_torchs_adamw_bit_by_bit() -> None:
     own = stepped(Optimizer(parameters(torch.float32), CONFIG), range(3))
     plain = parameters(torch.float32)
-    reference = torch.optim.AdamW(plain, lr=1e-3, weight_decay=0.1)
+    reference = torch.optim.AdamW(plain, lr=1e-3, weight_decay=0.1, fused=True)
     for step in range(3):
         for parameter, gradient in zip(plain, gradients(step), strict=True):
             parameter.grad = gradient.float()
