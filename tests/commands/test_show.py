@@ -14,16 +14,17 @@ from rich.console import Console
 from support import byte_tokenizer
 from support.conversations import Says, a_row, call, hold, hold_all
 from turnwise import current_episode
-from turnwise.commands.show import Selection, show
+from turnwise.commands.show import Selection, show, show_metrics
 from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.environments.users import ScriptedUser
 from turnwise.errors import RunError
-from turnwise.record.metrics import conversation_metrics
-from turnwise.record.reader import RecordedTrajectories, read, read_lines
+from turnwise.record.metrics import conversation_metrics, reward_parts
+from turnwise.record.reader import RecordedTrajectories, read, read_lines, trajectories_frame
 from turnwise.record.run_directory import RunDirectory
 from turnwise.record.trajectory_json import decode_trajectory, trajectory_record
 from turnwise.record.writer import write_trajectories
+from turnwise.rewards.functions import TrajectoryReward, plan_call
 from turnwise.rewards.scorer import Scorer
 from turnwise.terminal.conversation import conversation
 from turnwise.terminal.report import places
@@ -387,13 +388,11 @@ def test_a_damaged_part_of_a_compressed_record_is_left_out_and_named(run: Path, 
 
 
 def test_a_damaged_line_of_metrics_is_left_out_and_named(run: Path) -> None:
-    from turnwise.commands.show import show_metric
-
     path = run / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo\n{"step": 3, "loss": 0.25}\n')
     console = Console(width=160, no_color=True)
     with console.capture() as captured:
-        show_metric(console, run, "loss")
+        show_metrics(console, run, ["loss"])
     assert f"left out: {path}:2" in captured.get()
     assert [line.split() for line in captured.get().splitlines()[-2:]] == [["1", "0.5"], ["3", "0.25"]]
 
@@ -414,11 +413,63 @@ def test_a_conversation_names_its_agents_and_the_parts_of_its_reward(run: Path) 
     write_trajectories(run / "trajectories.jsonl", [one], step=1)
     told = shown(run, id=one.id)
     assert f"agents  critic ({one.id}/critic), critic ({one.id}/critic/2)" in told
-    assert "rewards  turns 1.125, right 1.000, short 0.125" in told
+    assert "rewards  right 1.000, short 0.125" in told
     assert "reward 1.12 (right 1, short 0.125)" in told
     summary = shown(run)
     assert "\n5 conversations; " in summary  # without those of agents
     assert "and of agents: critic 2" in summary
     metrics = conversation_metrics([Group(id="talk", row=one.row, trajectories=[one])])
     assert (metrics["rewards/right/mean"], metrics["rewards/short/mean"]) == (1.0, 0.125)
-    assert "rewards/environment/mean" not in metrics
+    assert not {"rewards/environment/mean", "rewards/turns/mean"} & metrics.keys()  # all of it has a name
+
+
+@environment
+async def with_and_without_a_name(row: Any) -> Any:
+    turn = yield Opening(messages=row.messages)
+    yield Reply(reward=0.5, rewards={"deal": 1.0} if turn.text == "deal" else {}, done=True)
+
+
+def test_the_parts_that_are_shown_add_up_to_the_reward_and_each_has_a_metric(run: Path) -> None:
+    ones = [hold(Says(text), with_and_without_a_name, row=a_row(id=text)) for text in ("deal", "no", "none")]
+    groups = [Group(id=one.id, row=one.row, trajectories=[one]) for one in ones]
+
+    def length(trajectory: Any) -> float | None:
+        return 2.0 if trajectory.answer != "none" else None
+
+    asyncio.run(
+        Scorer(
+            trajectory=[
+                TrajectoryReward("length", length, weight=-0.1, plan=plan_call(length, "trajectory", name="length"))
+            ]
+        ).score(groups)
+    )
+    assert [one.reward for one in ones] == pytest.approx([1.3, 0.3, 0.5])
+    assert reward_parts(ones[0]) == pytest.approx({"turns": 0.5, "length": -0.2, "deal": 1.0})
+    assert [sum(reward_parts(one).values()) for one in ones] == pytest.approx([one.reward for one in ones])
+    metrics = conversation_metrics(groups)
+    assert metrics["rewards/turns/mean"] == 0.5
+    assert metrics["rewards/deal/mean"] == pytest.approx(1 / 3)  # 0 in the conversations without
+    assert metrics["rewards/length/mean"] == pytest.approx(-0.2)  # None is not 0
+    write_trajectories(run / "trajectories.jsonl", ones, step=1)
+    assert "rewards  turns 0.500, length -0.200, deal 1.000" in shown(run, id=ones[0].id)
+    assert list(trajectories_frame(run)["rewards/turns"].dropna())[-3:] == [0.5, 0.5, 0.5]
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, **metrics}) + "\n")
+    assert "rewards of step 1: deal 0.333, length -0.200, turns 0.500" in shown(run)
+
+
+def test_metrics_that_are_not_there_are_named_after_those_that_are(run: Path) -> None:
+    console = Console(width=160, no_color=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25, "rewards/long/mean": 1.0}\n')
+    with console.capture() as captured, pytest.raises(RunError) as raised:
+        show_metrics(console, run, ["rewards/deal/mean", "rewards/lang/mean", "reward/mean"])
+    assert captured.get().splitlines()[-1].split() == ["1", "0.25"]
+    assert "; no conversation had a part deal of the reward. rewards/lang/mean is not" in str(raised.value)
+    assert "; did you mean rewards/long/mean. The metrics are: " in str(raised.value)
+
+
+def test_of_equal_rewards_the_latest_conversation_is_shown(run: Path) -> None:
+    for step in range(3, 6):
+        write_trajectories(
+            run / "trajectories.jsonl", [scored(hold(Says("x"), row=a_row(id=str(step))), -5.0)], step=step
+        )
+    assert [one.step for one in Selection(worst=2).of(run / "trajectories.jsonl", [])] == [5, 4]

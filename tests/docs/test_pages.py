@@ -511,3 +511,16 @@ def test_the_table_of_trl_has_every_field_of_grpo_config_and_options_that_exist(
     options = {option for cell in second for option in re.findall(r"`([a-z_]+(?:\[\])?\.[a-z_.\[\]]+)", cell)}
     known = {part for option in RULES for part in (option, option.rpartition(".")[0])}
     assert options - known == set()
+
+
+def test_a_shop_shares_state_with_its_tool_and_adds_rewards_to_the_replies_of_tools() -> None:
+    said = (call("price", '{"item": "pear"}'), call("price", '{"item": "apple"}'), "I BUY it.")
+    row = a_row(item="apple", price=3, budget=4)
+    trajectory = hold(Says(*said), code("# shop.py")["shop"], row=row)
+    assert [turn.rewards for turn in trajectory.turns] == [
+        {"asked": 0.0}, {"asked": 0.1}, {"deal": 1.0},
+    ]  # fmt: skip
+    outcomes = [outcome for turn in trajectory.turns for outcome in turn.outcomes]
+    assert [outcome.content for outcome in outcomes] == ["We have no pear.", "apple: 3"]
+    assert [outcome.error is None for outcome in outcomes] == [False, True]
+    assert hold(Says("I BUY it."), code("# shop.py")["shop"], row=row).turns[0].rewards == {"deal": 0.0}

@@ -18,7 +18,7 @@ from scipy import stats
 from support.conversations import Says, a_row, a_table, call, scripted
 from support.tiny import save_model, save_rows
 from turnwise.cli import main
-from turnwise.commands.show import show_metric
+from turnwise.commands.show import show_metrics
 from turnwise.environments.tools.toolbox import Tools
 from turnwise.errors import RunError
 from turnwise.record.evaluation import (
@@ -220,7 +220,7 @@ def test_a_name_of_trl_verl_or_an_earlier_version_leads_to_the_name_here() -> No
     assert metric_hint("frac_reward_zero_std") == "; its name here is groups/zero_std"
     assert metric_hint("reward/judge") == "; its name here is rewards/judge/mean"
     assert metric_hint("completions/mean_length") == "; the nearest metric here is tokens/sampled"
-    assert metric_hint("grad_nrm") == "; did you mean grad_norm?"
+    assert metric_hint("grad_nrm") == "; did you mean grad_norm"
     assert metric_hint("qqq") == ""
     lower = (
         "loss",
@@ -235,7 +235,7 @@ def test_a_name_of_trl_verl_or_an_earlier_version_leads_to_the_name_here() -> No
     assert all(lower_is_better(name) for name in (*lower, "eval/loss"))
     assert not any(lower_is_better(name) for name in ("reward/mean", "stop/done", "pass_rate", "entropy"))
     assert (
-        metric_hint("reward/meen", ["step", "reward/mean"]) == "; did you mean reward/mean?"
+        metric_hint("reward/meen", ["step", "reward/mean"]) == "; did you mean reward/mean"
     )  # no reward function `meen`
 
 
@@ -251,14 +251,14 @@ def test_show_prints_one_metric_and_refuses_an_unknown_one_with_the_name_it_has_
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n{"step": 2, "reward/mean": null}\n')
-    show_metric(Console(), tmp_path, "reward/mean")
+    show_metrics(Console(), tmp_path, ["reward/mean"])
     assert capsys.readouterr().out.splitlines()[-2:] == ["     1  0.5", "     2  null"]
     with pytest.raises(
         RunError, match=r"^reward is not a metric in .*; its name here is reward/mean\. .*: step, reward/mean"
     ):
-        show_metric(Console(), tmp_path, "reward")
+        show_metrics(Console(), tmp_path, ["reward"])
     with pytest.raises(RunError, match=r"evaluations.jsonl has no metrics: it is missing or empty"):
-        show_metric(Console(), tmp_path, "reward/mean", evaluation=True)
+        show_metrics(Console(), tmp_path, ["reward/mean"], evaluation=True)
     assert main(["show", str(tmp_path), "--metric", "reward/mean", "--worst", "3"]) == 1
     assert "--metric prints metrics and --worst prints conversations: give one of them" in capsys.readouterr().err
 

@@ -9,10 +9,12 @@ import argparse
 import contextlib
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -42,7 +44,7 @@ from turnwise.terminal.runs import (
     state_line,
     warning_lines,
 )
-from turnwise.terminal.tables import evaluations_table, sparkline, steps_table
+from turnwise.terminal.tables import evaluations_table, number, sparkline, steps_table
 from turnwise.types import Trajectory
 
 # `turnwise show`
@@ -81,10 +83,18 @@ def register_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--id", metavar="ID", help="the conversation with this id")
     parser.add_argument("--step", type=step_number, metavar="N", help="the conversations of step N")
     parser.add_argument(
-        "--worst", type=count, default=0, metavar="N", help="the N conversations with the lowest reward"
+        "--worst",
+        type=count,
+        default=0,
+        metavar="N",
+        help="the N conversations with the lowest reward; of equal ones the latest",
     )
     parser.add_argument(
-        "--best", type=count, default=0, metavar="N", help="the N conversations with the highest reward"
+        "--best",
+        type=count,
+        default=0,
+        metavar="N",
+        help="the N conversations with the highest reward; of equal ones the latest",
     )
     parser.add_argument("--last", type=count, default=0, metavar="N", help="the N latest conversations")
     parser.add_argument(
@@ -105,7 +115,9 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         "table, also eval/NAME on held-out rows; may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--sort", metavar="COLUMN", help="sort the table of runs by a metric, from its best value, or by an option"
+        "--sort",
+        metavar="COLUMN",
+        help="sort the table of runs, best first, by the last value of a metric (NAME.best: by its best value), or by an option",
     )
     parser.add_argument("--json", action="store_true", help="print the table of runs as JSON")
     parser.add_argument("--csv", action="store_true", help="print the table of runs as CSV")
@@ -130,8 +142,7 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     if options.metric:
         if selectors:
             raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
-        for name in options.metric:
-            show_metric(context.console, run, name, evaluation=options.evaluation)
+        show_metrics(context.console, run, options.metric, evaluation=options.evaluation)
         return 0
     selection = Selection(
         id=options.id,
@@ -203,6 +214,8 @@ class Selection:
         ]
         if self.worst or self.best:
             scored = [(trajectory.reward, trajectory) for trajectory in matching if trajectory.reward is not None]
+            # of equal rewards the latest first: it says what still goes wrong
+            scored.reverse()
             scored.sort(key=lambda pair: pair[0], reverse=bool(self.best))
             return [trajectory for _, trajectory in scored[: self.worst or self.best]]
         return matching[-self.last :] if self.last else matching
@@ -293,10 +306,11 @@ def _show_evaluation(console: Console, run: Path, models: Sequence[Path], select
     return True
 
 
-def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = False) -> None:
-    """Print a metric's meaning, its curve, and its value in every step. `evaluation` reads evaluations.jsonl instead.
+def show_metrics(console: Console, run: Path, names: Sequence[str], *, evaluation: bool = False) -> None:
+    """Print of each metric its meaning, its curve, and its value in every step. `evaluation` reads evaluations.jsonl instead.
 
-    Raises RunError if there are no metrics, or none of this name; the error names what the metric is called here.
+    Raises RunError if there are no metrics; or, when all others are printed, none of a name: the error says what the metric is
+    called here.
     """
     path = run / ("evaluations.jsonl" if evaluation else "metrics.jsonl")
     damaged: list[str] = []
@@ -305,10 +319,16 @@ def show_metric(console: Console, run: Path, name: str, *, evaluation: bool = Fa
     if not lines:
         raise RunError(f"{path.absolute()} has no metrics: it is missing or empty")
     known = list(dict.fromkeys(key for line in lines for key in line))
-    if name not in known:
-        raise RunError(
-            f"{name} is not a metric in {path}{metric_hint(name, known)}. The metrics are: {', '.join(known)}"
-        )
+    for name in names:
+        if name in known:
+            _show_metric(console, lines, name)
+    if missing := [
+        f"{name} is not a metric in {path}{metric_hint(name, known)}" for name in names if name not in known
+    ]:
+        raise RunError(f"{'. '.join(missing)}. The metrics are: {', '.join(known)}")
+
+
+def _show_metric(console: Console, lines: Sequence[Mapping[str, Any]], name: str) -> None:
     metric = metric_of(name)
     if metric is not None:
         console.print(f"{name}: {metric.meaning}", highlight=False, markup=False, soft_wrap=True)
@@ -338,6 +358,10 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
             f"{len(metrics)} {'step' if len(metrics) == 1 else 'steps'}, {curve.partition('/')[0]} {sparkline(values)}"
         )
         yield steps_table(metrics, _COLUMNS if curve != "loss" else _SFT_COLUMNS)
+        if parts := _mean_parts(metrics[-1]):
+            yield Text(
+                f"rewards of step {metrics[-1].get('step', '-')}: {parts} (turnwise show RUN --metric rewards/NAME/mean)"
+            )
     evaluations = list(read_lines(run / "evaluations.jsonl", damaged=damaged))
     if evaluations:
         yield evaluations_table(evaluations)
@@ -353,6 +377,17 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
     else:  # it failed before its first step ended
         yield Text("no conversations are recorded")
         yield from (Text(f"  {note}", style="yellow") for note in damage_notes(damaged))
+
+
+def _mean_parts(line: Mapping[str, Any]) -> str:
+    """The means of the parts of the reward in a step; empty where it has one part only."""
+    parts = {
+        name.split("/", 1)[1].removesuffix("/mean"): value for name, value in line.items() if _PART.fullmatch(name)
+    }
+    return ", ".join(f"{name} {number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
+
+
+_PART = re.compile(r"rewards/.+/mean")
 
 
 def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:

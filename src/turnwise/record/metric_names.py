@@ -74,13 +74,15 @@ METRICS = (
         "Standard deviation of all rewards.", near=("reward_std",),
     ),
     Metric(
-        "rewards/<function>/mean", "reward", "where it applies",
-        "A reward function's result times its weight, or a part named in `Reply.rewards`.",
-        same=("rewards/<function>", "reward/<function>"),
+        "rewards/<part>/mean", "reward", _FINISHED,
+        "A part of the reward, from the first step with it on: a reward function times its weight (a conversation for which it "
+        "returned None is not counted), what the environment named in `Reply.rewards`, and as `turns` what environment and tools "
+        "gave without a name (0 where it gave none). The parts add up to `reward/mean` unless a function returned None.",
+        same=("rewards/<part>", "reward/<part>"),
     ),
     Metric(
-        "rewards/<function>/std", "reward", "where it applies",
-        "Their standard deviation.",
+        "rewards/<part>/std", "reward", "as its mean",
+        "Its standard deviation.",
     ),
     Metric(
         "metrics/<name>", "any", "those that reported it",
@@ -468,8 +470,15 @@ def metric_hint(name: str, known: Sequence[str] = ()) -> str:
     for text, our_name in _counterparts(name):
         if not known or our_name in known:
             return f"; {text} {our_name}"
+    if part := _PART.fullmatch(name):
+        parts = {match[1]: one for one in known if (match := _PART.fullmatch(one)) and match[2] == part[2]}
+        near = difflib.get_close_matches(part[1], parts, n=1, cutoff=0.75)  # another part is not what was meant
+        return f"; did you mean {parts[near[0]]}" if near else f"; no conversation had a part {part[1]} of the reward"
     close = difflib.get_close_matches(name, known or [metric.name for metric in METRICS], n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return f"; did you mean {close[0]}" if close else ""
+
+
+_PART = re.compile(r"(?:eval/)?rewards/(.+)/(mean|std)")
 
 
 def _counterparts(name: str) -> Iterator[tuple[str, str]]:

@@ -7,9 +7,10 @@ and parts of the reward that disagree. Names, units and meanings are in `metric_
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from turnwise.types import NOT_SAMPLED, Group, LogprobKind, Stop, Trajectory
 from turnwise.user_code.reward_number import equal_rewards
@@ -94,10 +95,11 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
     }
     metrics["version/oldest"] = min(versions, default=None)
     metrics["version/newest"] = max(versions, default=None)
-    parts = [reward_parts(trajectory) for trajectory in finished]
+    parts = [reward_parts(trajectory) for trajectory in scored]
+    functions = {name for trajectory in scored for name in trajectory.rewards} - {UNNAMED_PART}
     for name in sorted({name for of_one in parts for name in of_one}):
-        # of those that the function applies to
-        values = [of_one[name] for of_one in parts if name in of_one]
+        # a function that returned None does not apply; a part that the environment did not give is 0
+        values = [of_one.get(name, 0.0) for of_one in parts if name in of_one or name not in functions]
         metrics[f"rewards/{name}/mean"] = mean(values)
         metrics[f"rewards/{name}/std"] = _deviation(values)
     for name in sorted({name for trajectory in finished for name in trajectory.metrics}):
@@ -113,15 +115,33 @@ def conversation_metrics(groups: Sequence[Group]) -> dict[str, float | int | Non
 
 
 def reward_parts(trajectory: Trajectory) -> dict[str, float]:
-    """The named parts of a reward: those of reward functions, and those that the environment named (`Reply.rewards`), summed over
-    the turns. The rest of the environment's reward has no name."""
-    parts = {name: value for name, value in trajectory.rewards.items() if name != "turns"}
-    for turn in trajectory.turns:
-        for name, value in turn.rewards.items():
-            if name not in trajectory.rewards and name not in _UNNAMED:
-                parts[name] = parts.get(name, 0.0) + value
-    return parts
+    """The parts of a reward, which add up to it: those of reward functions, those that the environment named (`Reply.rewards`),
+    summed over the turns, and as `turns` what environment and tools gave without a name, if they gave any."""
+    return split_parts(trajectory.rewards, [turn.rewards for turn in trajectory.turns])
 
+
+def split_parts(rewards: Mapping[str, float], of_turns: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """`reward_parts` of the values of a record: `rewards` of a conversation, whose `turns` is the sum over the turns with all
+    that the environment named, and `rewards` of each of its turns."""
+    named: dict[str, float] = {}
+    unnamed: list[float] = []
+    for of_turn in of_turns:
+        for name, value in of_turn.items():
+            if name in (*_UNNAMED, UNNAMED_PART):
+                unnamed.append(value)
+            elif name not in rewards:
+                named[name] = named.get(name, 0.0) + value
+    functions = {name: value for name, value in rewards.items() if name != UNNAMED_PART}
+    rest = rewards.get(UNNAMED_PART, 0.0) - math.fsum(named.values())
+    # other than the sum of what has no name: the environment used the name of a function, or an old record has no parts of turns
+    known = math.fsum(unnamed)
+    if UNNAMED_PART in rewards and abs(rest - known) > 1e-9 * max((1.0, *map(abs, unnamed), *map(abs, named.values()))):
+        return {UNNAMED_PART: rest, **functions, **named}
+    return {**({UNNAMED_PART: known} if unnamed else {}), **functions, **named}
+
+
+UNNAMED_PART = "turns"
+"""The part of a reward that environment and tools gave without a name."""
 
 _UNNAMED = ("environment", "final_reward")
 """The sources of rewards of turns that were given without a name."""

@@ -18,6 +18,7 @@ from turnwise.errors import ConfigError, Failed, RunError, boundary
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
 from turnwise.options.environment_values import insert_values
 from turnwise.record.lines import LineFile, existing_file, open_lines
+from turnwise.record.metrics import reward_parts
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import Trajectory, Turn
 
@@ -376,7 +377,7 @@ def _values(trajectory: Trajectory) -> dict[str, Any]:
         "seconds": trajectory.seconds,
         "answer": trajectory.answer,
         "messages": trajectory.messages,
-        **{f"rewards/{name}": value for name, value in trajectory.rewards.items()},
+        **{f"rewards/{name}": value for name, value in reward_parts(trajectory).items()},
         **{f"row/{name}": value for name, value in trajectory.row.fields.items()},
     }
 

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from turnwise.errors import counted
-from turnwise.record.metrics import reward_parts
+from turnwise.record.metrics import UNNAMED_PART, reward_parts
 from turnwise.record.reader import turns_of_messages
 from turnwise.terminal.report import printable
 from turnwise.terminal.tables import number
@@ -73,9 +73,9 @@ def _about(trajectory: Trajectory) -> Iterator[RenderableType]:
     if trajectory.agents:
         agents = ", ".join(f"{agent.agent} ({agent.id})" for agent in trajectory.agents)
         yield Text(f"agents  {agents}", style="dim")
-    if named := reward_parts(trajectory):
-        rest = {"turns": trajectory.rewards["turns"]} if "turns" in trajectory.rewards else {}
-        shown = ", ".join(f"{name} {number(value)}" for name, value in {**rest, **named}.items())
+    parts = reward_parts(trajectory)
+    if parts.keys() - {UNNAMED_PART}:
+        shown = ", ".join(f"{name} {number(value)}" for name, value in parts.items())
         yield Text(f"rewards  {shown}", style="dim")
 
 
@@ -264,7 +264,7 @@ def end_story(trajectory: Trajectory) -> Iterator[str]:
     )
     if lengths:
         yield f"mask: {trained} of {counted(sum(lengths), 'token')} in {counted(len(lengths), 'segment')} are trained on"
-    parts = "".join(f", {name} {value:g}" for name, value in trajectory.rewards.items())
+    parts = "".join(f", {name} {value:g}" for name, value in reward_parts(trajectory).items())
     yield f"reward: {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{parts}"
     if trajectory.error is not None:
         yield f"error ({trajectory.error.kind}): {trajectory.error.message}"

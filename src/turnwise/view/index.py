@@ -20,9 +20,10 @@ from pydantic_core import from_json
 
 from turnwise.errors import RunError
 from turnwise.record.lines import LineFile, existing_file, line_checksum
+from turnwise.record.metrics import split_parts
 from turnwise.record.summary import message_pattern
 
-_FORMAT = 4
+_FORMAT = 5
 COLUMNS = (
     "id",
     "group",
@@ -438,17 +439,23 @@ def _excerpts(record: Mapping[str, Any]) -> tuple[str | None, ...]:
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     question = next((m for m in reversed(messages[:first]) if m.get("role") != "system"), None)
     answer = next((m for m in reversed(messages) if m.get("role") == "assistant"), None)
-    rewards = record.get("rewards")
-    parts = rewards if isinstance(rewards, dict) else {}
+    parts = split_parts(_parts(record), [_parts(turn) for turn in _objects(record.get("turns"))])
     failure = str(error.get("message")) if isinstance(error, dict) else None
     texts = [None if m is None else " ".join(_strings(m.get("content"))) or None for m in (question, answer)]
     if texts[1] is None and answer is not None:
         texts[1] = " ".join(_strings(answer.get("tool_calls"))) or None
     return (
         *map(_excerpt, texts),
-        json.dumps({str(name): _number(value) for name, value in parts.items()}),
+        json.dumps(parts),
         _excerpt(failure),
     )
+
+
+def _parts(record: Mapping[str, Any]) -> dict[str, float]:
+    """The `rewards` of a conversation or of a turn that are numbers."""
+    rewards = record.get("rewards")
+    items = rewards.items() if isinstance(rewards, dict) else ()
+    return {str(name): number for name, value in items if (number := _number(value)) is not None}
 
 
 def _turn_rewards(record: Mapping[str, Any]) -> str:
