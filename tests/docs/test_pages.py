@@ -521,6 +521,6 @@ def test_a_shop_shares_state_with_its_tool_and_adds_rewards_to_the_replies_of_to
         {"asked": 0.0}, {"asked": 0.1}, {"deal": 1.0},
     ]  # fmt: skip
     outcomes = [outcome for turn in trajectory.turns for outcome in turn.outcomes]
-    assert [outcome.content for outcome in outcomes] == ["We have no pear.", "apple: 3"]
+    assert [outcome.content for outcome in outcomes] == ["Error: We have no pear.", "apple: 3"]
     assert [outcome.error is None for outcome in outcomes] == [False, True]
     assert hold(Says("I BUY it."), code("# shop.py")["shop"], row=row).turns[0].rewards == {"deal": 0.0}
