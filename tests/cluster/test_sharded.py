@@ -572,7 +572,7 @@ def test_each_rank_reads_and_has_its_part_of_the_model_only_and_gives_it_to_serv
             # norms are on both ranks of a pair; gloo has parts of the layer that is gathered beside the complete layer
             assert size / ranks <= read < 1.01 * size / ranks
             assert peak < size / ranks + 5 * layer
-            assert peak < 0.75 * complete
+            assert peak < 0.8 * complete
 
 
 # The predicted memory of a rank is what each of two ranks needs, with and without the embedded engine.

@@ -142,8 +142,9 @@ def test_a_job_trains_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(
     command("scancel", "--batch", "--signal=USR1", first)  # as Slurm does before the time limit (#SBATCH --signal)
     wait_until(lambda: state(first) not in ("RUNNING", "COMPLETING"), 600, output.read_text)
     done = steps()
-    assert (run / "checkpoint" / "model.safetensors").exists(), output.read_text()
+    assert (run / "checkpoint" / "weights_in_parts.json").exists(), output.read_text()  # complete at the end
     second = submit(f"train.steps={len(done) + 1}")
     wait_until(lambda: state(second) not in ("PENDING", "RUNNING", "COMPLETING"), 600, output.read_text)
     assert state(second) == "COMPLETED", output.read_text()
     assert steps() == list(range(1, len(done) + 2))
+    assert (run / "checkpoint" / "model.safetensors").exists()

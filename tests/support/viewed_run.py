@@ -19,6 +19,7 @@ def conversation(number: int, *, step: int = 1, reward: float | None = 0.5, text
     calls = [{**call, "error": None, "reward": 0.0, "attempts": 1, "seconds": 0.1}]
     common = {"info": {}, "finish_reason": "stop", "seconds": {"engine": 0.5, "environment": 0.25}}
     first = {"text": "<tool_call>", "reward": 0.0, "advantage": -0.5, "weight": 1.0, "tool_calls": calls}
+    first["rewards"] = {"environment": 0.0}  # a part without a name: `turns`
     second = {"text": text, "reward": reward, "advantage": [0.1, -0.2, 0.3], "weight": 0.0, "tool_calls": []}
     function = {"name": "calculator", "arguments": {"expression": "2+2"}}
     messages = [
