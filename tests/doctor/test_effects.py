@@ -477,7 +477,7 @@ def test_the_checkpoint_with_the_best_evaluation_is_kept(
     assert not link.is_symlink()
     run(recipe, ["checkpoint.best=reward/meen", "replace=true"], out)
     assert (
-        "checkpoint.best=reward/meen: the evaluation has no value of reward/meen; did you mean reward/mean?"
+        "checkpoint.best=reward/meen: the evaluation has no value of reward/meen; did you mean reward/mean"
         in caplog.text
     )
     assert not (out / "best").exists()

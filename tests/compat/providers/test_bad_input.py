@@ -6,6 +6,7 @@ with the Python of the environments that have it."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import sys
 import time
@@ -330,7 +331,7 @@ LIBRARIES: dict[str, tuple[str, str, str, str]] = {
     "verifiers": ("verifiers.legacy", VERIFIERS, "{file}:faulty", "arguments"),
     "inspect": ("inspect_ai", INSPECT, "{file}@faulty", "arguments"),
     "textworld": ("textworld", TEXTWORLD, "tw-faulty", "arguments"),
-    "verifiers_v1": ("verifiers.v1", VERIFIERS_V1, "{file}", "arguments"),
+    "verifiers_v1": ("verifiers.v1.semantic", VERIFIERS_V1, "{file}", "arguments"),
 }
 MORE: dict[str, dict[str, Any]] = {"textworld": {"level": 1}}
 """What else the argument must have."""
@@ -403,16 +404,17 @@ def played(provider: str, fault: str, folder: Path, **arguments: Any) -> Traject
     config = recipe(
         f"{provider}:{name.format(file=file)}", **{argument: {**MORE.get(provider, {}), "fault": fault}}, **arguments
     )
-    row = assembly.rows(checked({"model": "m", "data": {"train": str(rows_of(folder))}}, source="r"))[0]
+    row = assembly.rows(checked({"model": "m", "data": {"train": str(rows_of(folder, provider))}}, source="r"))[0]
     limits = Limits(turns=3, tokens_per_turn=99, seconds_per_turn=1.5 if fault in ("hangs", "blocks") else 60.0)
     return hold(Says("1", "1", "1"), assembly.environment_factory(config), row=row, limits=limits)
 
 
-def rows_of(folder: Path) -> Path:
+def rows_of(folder: Path, provider: str) -> Path:
     path = folder / "rows.jsonl"
-    path.write_text(
-        '{"prompt": "Go", "seed": 3, "sample": 0, "task": 0, "question": "Go", "answer": "1"}\n', encoding="utf-8"
-    )
+    row: dict[str, Any] = {"prompt": "Go", "seed": 3, "sample": 0, "question": "Go", "answer": "1"}
+    if provider == "verifiers_v1":  # in classic environments, a task is a mapping
+        row["task"] = 0
+    path.write_text(f"{json.dumps(row)}\n", encoding="utf-8")
     return path
 
 
