@@ -23,6 +23,8 @@ import time
 import urllib.request
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 from urllib.error import URLError
@@ -34,10 +36,10 @@ from turnwise.data.rows import ProvidedRows
 from turnwise.environments.agents.requests import AgentAnswer, ChatRequest, Refused, answer_message, template_messages
 from turnwise.environments.agents.responses import Responses
 from turnwise.environments.environment import Environment
-from turnwise.environments.tools.result import failed
+from turnwise.environments.tools.result import Answer, failed
 from turnwise.errors import ConfigError, Failed, nearest
 from turnwise.json_yaml import parse_json
-from turnwise.types import Failure, Message, Opening, Reply, Row, ToolOutcome, Turn
+from turnwise.types import Failure, Message, Opening, Reply, Row, ToolCall, ToolOutcome, Turn
 from turnwise.user_code.threads import run_in_thread
 
 _PROGRAM = Path(__file__).with_name("nemo_gym_server.py")
@@ -111,18 +113,18 @@ class NemoGym(LibraryEnvironments):
 
     def about(self) -> About:
         """What the server brings."""
-        brought = "" if self._server is None else f", or the {len(self._server.examples())} examples of the server"
+        brought = "" if self._server is None else f", or the {len(self._server.examples)} examples of the server"
         return About(rows=f"those of data.train, lines of NeMo Gym's data{brought}")
 
     def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
         """The examples of a server that is started here."""
-        if held_out or self._server is None or not self._server.examples():
+        if held_out or self._server is None or not self._server.examples:
             raise ConfigError(
                 f"nemo_gym:{self.name} brings no {'held-out ' if held_out else ''}rows: set "
                 f"{'data.eval' if held_out else 'data.train'} to a file or data set of NeMo Gym's lines, which have "
                 f"`responses_create_params`"
             )
-        return ProvidedRows(records=self._server.examples()[:count])
+        return ProvidedRows(records=self._server.examples[:count])
 
     async def place(self) -> tuple[str, str]:
         """The URL of the server, and `verify` or `step`. Starts it, if that is to be done here. Raises Failed."""
@@ -178,6 +180,7 @@ class _Server:
             )
         self._folder = Path(names[name])
 
+    @cached_property
     def examples(self) -> list[dict[str, Any]]:
         """The lines of its `data/example.jsonl`."""
         file = self._folder / "data" / "example.jsonl"
@@ -344,32 +347,14 @@ class _GymSession:
         self._add(turn)
         if not turn.calls or not self._source.execute_calls:
             return await self._verified(turn)
-        messages, outcomes = list[Message](), list[ToolOutcome]()
         offered = [tool["function"]["name"] for tool in turn.tools]
+        answers = list[Answer]()
         for call in turn.calls:
-            if call.error is not None or call.name not in offered:
-                problem = call.error or f"there is no tool {call.name!r:.80}; the tools are {', '.join(offered)}"
-                answer = failed(call, "malformed" if call.error else "unknown_tool", problem)
-                message, outcome = answer.message, answer.outcome
-            else:
-                started = time.monotonic()
-                status, content = await self._post(quote(call.name, safe=""), dict(call.arguments))
-                message = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
-                outcome = ToolOutcome(
-                    id=call.id,
-                    name=call.name,
-                    arguments=call.arguments,
-                    content=content,
-                    error=None if status < 400 else "arguments" if status == 422 else "raised",
-                    seconds=time.monotonic() - started,
-                )
+            answers.append(await self._called(call, offered))
             if call.error is None:
-                self._output.append(
-                    {"type": "function_call_output", "call_id": call.id, "output": str(message["content"])}
-                )
-            messages.append(message)
-            outcomes.append(outcome)
-        return Reply(messages=messages, outcomes=tuple(outcomes))
+                said = str(answers[-1].content)
+                self._output.append({"type": "function_call_output", "call_id": call.id, "output": said})
+        return _told(answers)
 
     async def final_reply(self, turn: Turn) -> Reply:
         """The end after a limit: a turn that the server has not seen is sent, and `/verify` scores what there is."""
@@ -384,6 +369,18 @@ class _GymSession:
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
+
+    async def _called(self, call: ToolCall, offered: Sequence[str]) -> Answer:
+        """What the server answers to a call."""
+        if call.error is not None:
+            return failed(call, "malformed", call.error)
+        if call.name not in offered:
+            problem = f"there is no tool {call.name!r:.80}; the tools are {', '.join(offered)}"
+            return failed(call, "unknown_tool", problem)
+        started = time.monotonic()
+        status, content = await self._post(quote(call.name, safe=""), dict(call.arguments))
+        error = None if status < 400 else "arguments" if status == 422 else "raised"
+        return _answer_of(call, content, error=error, seconds=time.monotonic() - started)
 
     def _items(self, turn: Turn) -> list[dict[str, Any]]:
         """A turn as items of the Responses API."""
@@ -414,20 +411,18 @@ class _GymSession:
         told = await self._json("step", {**self._row, "response": self._response(turn, self._items(turn))})
         info = told.get("info") or {}
         results = {one["call_id"]: str(one["output"]) for one in info.get("tool_outputs") or ()}
-        messages, outcomes = list[Message](), list[ToolOutcome]()
+        answers = list[Answer]()
         for call in turn.calls:
-            if call.error is not None or call.id not in results:
-                problem = call.error or "the environment gave this call no result"
-                answer = failed(call, "malformed" if call.error else "raised", problem)
-                messages.append(answer.message)
-                outcomes.append(answer.outcome)
-                continue
-            content = results[call.id]
-            messages.append({"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content})
-            outcomes.append(ToolOutcome(id=call.id, name=call.name, arguments=call.arguments, content=content))
-        return Reply(
-            messages=[*messages, *_observed(told.get("observation"))],
-            outcomes=tuple(outcomes),
+            if call.error is not None:
+                answers.append(failed(call, "malformed", call.error))
+            elif call.id not in results:
+                answers.append(failed(call, "raised", "the environment gave this call no result"))
+            else:
+                answers.append(_answer_of(call, results[call.id]))
+        reply = _told(answers)
+        return replace(
+            reply,
+            messages=[*reply.messages, *_observed(told.get("observation"))],
             reward=number(told.get("reward"), f"{self._name}/step"),
             done=bool(told.get("terminated") or told.get("truncated")),
             info=plain({key: value for key, value in info.items() if key != "tool_outputs"}),
@@ -473,6 +468,18 @@ class _GymSession:
             except aiohttp.ClientError as error:
                 raise ValueError(f"{self._name}/{route}: the connection broke: {error!r:.200}") from None
         raise AssertionError
+
+
+def _answer_of(call: ToolCall, content: str, *, error: str | None = None, seconds: float = 0.0) -> Answer:
+    """The answer to a call with the text of the server, also if that is the text of an error."""
+    outcome = ToolOutcome(
+        id=call.id, name=call.name, arguments=call.arguments, content=content, error=error, seconds=seconds
+    )
+    return Answer(outcome=outcome, content=content)
+
+
+def _told(answers: Sequence[Answer]) -> Reply:
+    return Reply(messages=[answer.message for answer in answers], outcomes=tuple(answer.outcome for answer in answers))
 
 
 def _request(asked: Mapping[str, Any], row: Row) -> ChatRequest:
