@@ -439,19 +439,23 @@ def _excerpts(record: Mapping[str, Any]) -> tuple[str | None, ...]:
     first = roles.index("assistant") if "assistant" in roles else len(messages)
     question = next((m for m in reversed(messages[:first]) if m.get("role") != "system"), None)
     answer = next((m for m in reversed(messages) if m.get("role") == "assistant"), None)
-    parts = split_parts(_parts(record), [_parts(turn) for turn in _objects(record.get("turns"))])
     failure = str(error.get("message")) if isinstance(error, dict) else None
     texts = [None if m is None else " ".join(_strings(m.get("content"))) or None for m in (question, answer)]
     if texts[1] is None and answer is not None:
         texts[1] = " ".join(_strings(answer.get("tool_calls"))) or None
     return (
         *map(_excerpt, texts),
-        json.dumps(parts),
+        json.dumps(recorded_parts(record)),
         _excerpt(failure),
     )
 
 
-def _parts(record: Mapping[str, Any]) -> dict[str, float]:
+def recorded_parts(record: Mapping[str, Any]) -> dict[str, float]:
+    """The parts of the reward of a recorded conversation, which add up to it."""
+    return split_parts(_rewards(record), [_rewards(turn) for turn in _objects(record.get("turns"))])
+
+
+def _rewards(record: Mapping[str, Any]) -> dict[str, float]:
     """The `rewards` of a conversation or of a turn that are numbers."""
     rewards = record.get("rewards")
     items = rewards.items() if isinstance(rewards, dict) else ()

@@ -35,7 +35,7 @@ from turnwise.record.summary import (
 )
 from turnwise.record.trajectory_json import decode_trajectory
 from turnwise.types import LogprobKind, Sampling
-from turnwise.view.index import ConversationIndex
+from turnwise.view.index import ConversationIndex, recorded_parts
 from turnwise.view.statistics import statistics
 
 # runs
@@ -207,7 +207,8 @@ class ViewedRun:
         return self._change[1]
 
     def conversation(self, kind: str, number: int) -> dict[str, Any]:
-        """A conversation as it was recorded, with the text of each token (`token_texts`, one list for each segment).
+        """A conversation as it was recorded, with the text of each token (`token_texts`, one list for each segment), and with the
+        parts that its reward is the sum of (`reward_parts`).
 
         `exact_logprobs` is whether the engine's log-probabilities are those of the sampled distribution, as the trainer's are.
         Raises RunError if there is none of this number, or its line is damaged or has a newer schema.
@@ -219,7 +220,7 @@ class ViewedRun:
         # the page does not show experts, which are most of a recorded segment
         segments = [{key: column for key, column in one.items() if key != "routes"} for one in record["segments"]]
         more = {"number": number, "checksum": line_checksum(line), "token_texts": texts, "exact_logprobs": exact}
-        return {**record, "segments": segments, **more}
+        return {**record, "segments": segments, "reward_parts": recorded_parts(record), **more}
 
     def labels(self) -> list[dict[str, Any]]:
         """The labels and notes of conversations. `replaced`: the record has another conversation of this id and step now, as

@@ -17,20 +17,8 @@ function Fact({ name, value, bad }) {
   return value === null || value === undefined || value === "" ? null : html`<span class=${bad ? "bad" : ""}>${name} <b>${value}</b></span>`;
 }
 
-/** The parts of a reward, which add up to it (record.metrics.split_parts): the record's `turns` has all that the environment gave. */
-function rewardParts({ rewards = {}, turns }) {
-  const named = {}, { turns: all = 0, ...functions } = rewards || {};
-  let unnamed = false;
-  for (const turn of turns) for (const [name, value] of Object.entries(turn.rewards || {})) {
-    if (["environment", "final_reward", "turns"].includes(name)) unnamed = true;
-    else if (!(name in functions)) named[name] = (named[name] || 0) + value;
-  }
-  const rest = all - Object.values(named).reduce((a, b) => a + b, 0);
-  return { ...(unnamed || Math.abs(rest) > 1e-9 ? { turns: rest } : {}), ...functions, ...named };
-}
-
 function Facts({ conversation }) {
-  const parts = Object.entries(rewardParts(conversation));
+  const parts = Object.entries(conversation.reward_parts);
   const columns = [...Object.entries(conversation.row || {}).filter(([name]) => name !== "id"), ...Object.entries(conversation.row_columns || {})];
   const short = (value) => { const text = typeof value === "string" ? value : JSON.stringify(value); return text.length > 160 ? `${text.slice(0, 160)}…` : text; };
   return html`<div class="facts">
