@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from rich.text import Text
 from turnwise.commands.command import Context, count, damage_notes, port, print_lines, step_number
 from turnwise.errors import ConfigError, RunError, counted
 from turnwise.record.lines import existing_file
-from turnwise.record.metric_names import metric_hint, metric_of
+from turnwise.record.metric_names import metric_hint, metric_of, reward_part
 from turnwise.record.reader import RecordedTrajectories, evaluated_runs, read, read_lines, token_texts
 from turnwise.record.summary import (
     FailureGroup,
@@ -381,13 +380,8 @@ def _summary(run: Path, path: Path) -> Iterator[RenderableType]:
 
 def _mean_parts(line: Mapping[str, Any]) -> str:
     """The means of the parts of the reward in a step; empty where it has one part only."""
-    parts = {
-        name.split("/", 1)[1].removesuffix("/mean"): value for name, value in line.items() if _PART.fullmatch(name)
-    }
+    parts = {of[0]: value for name, value in line.items() if (of := reward_part(name)) and of[1] == "mean"}
     return ", ".join(f"{name} {number(value)}" for name, value in parts.items()) if len(parts) > 1 else ""
-
-
-_PART = re.compile(r"rewards/.+/mean")
 
 
 def _conversations(run: Path, path: Path, damaged: list[str]) -> Iterator[Text]:

@@ -470,12 +470,21 @@ def metric_hint(name: str, known: Sequence[str] = ()) -> str:
     for text, our_name in _counterparts(name):
         if not known or our_name in known:
             return f"; {text} {our_name}"
-    if part := _PART.fullmatch(name):
-        parts = {match[1]: one for one in known if (match := _PART.fullmatch(one)) and match[2] == part[2]}
-        near = difflib.get_close_matches(part[1], parts, n=1, cutoff=0.75)  # another part is not what was meant
-        return f"; did you mean {parts[near[0]]}" if near else f"; no conversation had a part {part[1]} of the reward"
+    if asked := reward_part(name):
+        parts = {of[0]: one for one in known if (of := reward_part(one)) and of[1] == asked[1]}
+        near = difflib.get_close_matches(asked[0], parts, n=1, cutoff=0.75)  # another part is not what was meant
+        return f"; did you mean {parts[near[0]]}" if near else f"; no conversation had a part {asked[0]} of the reward"
     close = difflib.get_close_matches(name, known or [metric.name for metric in METRICS], n=1)
     return f"; did you mean {close[0]}" if close else ""
+
+
+def reward_part(name: str) -> tuple[str, str] | None:
+    """The part of the reward that a metric is of, and `mean` or `std`; None for another metric.
+
+    Example: `rewards/answer/mean`: `("answer", "mean")`.
+    """
+    found = _PART.fullmatch(name)
+    return None if found is None else (found[1], found[2])
 
 
 _PART = re.compile(r"(?:eval/)?rewards/(.+)/(mean|std)")
