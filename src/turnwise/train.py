@@ -230,7 +230,7 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
     batches = [batch for of_policy in packed.values() for batch in of_policy]
     if not batches:
         raise RolloutError(_nothing_to_train_on(run, groups))
-    updates, critic = dict[str, UpdateStats](), None
+    updates, critic, mixed = dict[str, UpdateStats](), None, False
     if critic_step is None or critic_step.trains_policy(run.step):
         updates = await _update(run, packed, groups)
         if run.config.record.trainer_logprobs:
@@ -239,16 +239,13 @@ async def _learn(run: TrainingRun, groups: Sequence[Group]) -> _StepResult:
                     own = [t for group in policy.own(groups) for t in group.trajectories]
                     set_trainer_logprobs(own, packed[policy.name], update.logprobs)
         reference = run.config.reference
-        if reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0:
+        mixed = reference.sync_every is not None and (run.step + 1) % reference.sync_every == 0
+        if mixed:
             run.learner.mix_reference(reference.sync_weight)
-            for of_agents in run.context.policies.values():
-                if of_agents.is_reference:
-                    await of_agents.weights_changed()
-    if run.config.deterministic:
+    for of_agents in run.context.policies.values():
         # a resumed run has no prefixes of earlier steps, and a recurrent state that is continued has other last bits
-        for of_agents in run.context.policies.values():
-            if not of_agents.trained:
-                await of_agents.weights_changed()
+        if (mixed and of_agents.is_reference) or (run.config.deterministic and not of_agents.trained):
+            await of_agents.weights_changed()
     if critic_step is not None and any(policy.publisher.asleep for policy in run.policies):
         critic = await _update_critic(run, critic_step, main, cancellable=not updates)
     # at once, so that no further token is sampled from the old weights
