@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -158,7 +159,8 @@ def test_what_the_hub_answers_is_told_with_what_to_do(
         return http.Response(status, headers={"X-Error-Code": code}, request=request)
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(places / "cache"))
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    no_wait = SimpleNamespace(sleep=lambda seconds: None)
+    monkeypatch.setattr("huggingface_hub.utils._http.time", no_wait)  # not of every thread of this process
     huggingface_hub.set_client_factory(lambda: http.Client(transport=http.MockTransport(answer)))
     try:
         loaded = ModelSource(path="org/model", device="cpu")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from turnwise.types import Trajectory
+
+_clients: list[Any] = []
+"""The clients that a test has made and that are still open."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -16,16 +20,28 @@ def imported() -> None:
     import openai  # noqa: F401
 
 
+@pytest.fixture(autouse=True)
+def clients_are_closed() -> Iterator[None]:
+    """An agent leaves its client to the garbage collector, which warns of an open socket during some later test."""
+    yield
+    while _clients:
+        _clients.pop().close()
+
+
 def openai_client(base_url: str, api_key: str) -> Any:
     import openai
 
-    return openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    _clients.append(client)
+    return client
 
 
 def anthropic_client(base_url: str, api_key: str) -> Any:
     import anthropic
 
-    return anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+    client = anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+    _clients.append(client)
+    return client
 
 
 def relations(trajectory: Trajectory) -> tuple[float, ...]:

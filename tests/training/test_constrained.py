@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from support import CHATML, byte_tokenizer
+from support.agent_clients import clients_are_closed, openai_client  # noqa: F401
 from support.conversations import Says, a_table, hold_all
 from support.tiny import tiny_model
 from turnwise import assembly
@@ -221,7 +222,6 @@ _SUB = {"type": "function", "function": {"name": "sub", "parameters": {"type": "
 
 def test_the_requests_of_an_agent_ask_for_forms() -> None:
     """Each turn has its own grammar, which the record has; the trainer's distribution is that of the engine."""
-    import openai
 
     tools: Any = [_ADD, _SUB]
     asked: list[dict[str, Any]] = [
@@ -232,7 +232,7 @@ def test_the_requests_of_an_agent_ask_for_forms() -> None:
     seen: list[Any] = []
 
     def agent(row: Any, base_url: str, api_key: str) -> None:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        client = openai_client(base_url, api_key)
         for body in asked:
             answer = client.chat.completions.create(model="m", messages=row.messages, max_tokens=200, **body)
             seen.append(answer.choices[0].message)
@@ -261,7 +261,7 @@ def test_a_beginning_that_the_recipes_form_does_not_allow_is_the_requests_error(
     seen: list[str] = []
 
     def agent(row: Any, base_url: str, api_key: str) -> None:
-        client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+        client = openai_client(base_url, api_key)
         with pytest.raises(openai.BadRequestError, match="does not allow it: begin it otherwise"):
             client.chat.completions.create(model="m", messages=[*row.messages, says("No")])
         seen.append(str(client.chat.completions.create(model="m", messages=[*row.messages, says("1")]).choices[0]))

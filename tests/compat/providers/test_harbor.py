@@ -466,13 +466,14 @@ def test_tasks_share_the_threads_of_their_containers_and_an_image_that_fails_is_
     names = ["hello-world", "mean", "column"]
     folder = write_tasks(tmp_path / "tasks", *names)
     config = recipe(folder, backend="docker", max_concurrent=6)
+    before = set(threading.enumerate())  # those of earlier tests may still be here
     environments = assembly.environment_factory(config)
     (folder / "mean" / "environment" / "broken").touch()
     for row in assembly.rows(config):
         errors = [one.error for one in hold_all(Says("Done."), environments, row=row, size=6, limits=LIMITS)]
         assert [error is not None for error in errors] == [row["task"] == "mean"] * 6
     assert len(docker_calls(docker, "build")) == 3
-    threads = [one for one in threading.enumerate() if one.name.startswith("turnwise-containers")]
+    threads = [one for one in set(threading.enumerate()) - before if one.name.startswith("turnwise-containers")]
     assert 0 < len(threads) <= 8
     asyncio.run(environments.aclose())
     assert not list(docker.glob("turnwise-*"))

@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 from support import byte_tokenizer
-from support.agent_clients import anthropic_client, imported, openai_client, relations  # noqa: F401
+from support.agent_clients import (  # noqa: F401
+    anthropic_client,
+    clients_are_closed,
+    imported,
+    openai_client,
+    relations,
+)
 from support.conversations import CUE, RENDERER, Says, a_row, call, hold_all, spoken
 from support.own_environment import interpreter
 from support.templates import SWITCHES, THINKS

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from support import byte_tokenizer
-from support.agent_clients import anthropic_client, imported, openai_client, relations  # noqa: F401
+from support.agent_clients import (  # noqa: F401
+    anthropic_client,
+    clients_are_closed,
+    imported,
+    openai_client,
+    relations,
+)
 from support.conversations import CUE, Says, a_row, a_table, call, hold_all, spoken
 from turnwise.chat.renderer import Renderer
 from turnwise.environments.agents import AgentFunction
