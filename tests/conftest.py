@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -22,8 +23,8 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Python's own threshold of 700 new objects takes a twentieth of the time of the tests, and more while they are collected
-gc.set_threshold(50_000, *gc.get_threshold()[1:])
+# until the tests begin, all new objects stay
+gc.disable()
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -33,9 +34,18 @@ settings.load_profile("turnwise")
 
 
 def pytest_collection_finish() -> None:
-    """Libraries and tests are a million objects: each run of a test that collects garbage at its start would visit them."""
+    """Libraries and tests are a million objects: each run of a test that collects garbage at its start would visit them.
+
+    pytest adds its handlers six times in each test to each logger that does not pass messages on, which torch has 51 of.
+    """
     gc.collect()
     gc.freeze()
+    # Python's own threshold of 700 new objects takes a twentieth of the time of the tests
+    gc.set_threshold(50_000, *gc.get_threshold()[1:])
+    gc.enable()
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.split(".")[0] == "torch" and isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from PIL import Image
 
@@ -120,6 +119,8 @@ def test_parts_of_messages_are_told_apart() -> None:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Iterator[None]:
+    import datasets
+
     before = datasets.config.HF_DATASETS_CACHE
     datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
     yield
@@ -244,6 +245,8 @@ def test_videos_are_lists_of_frames_or_files(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("many", [True, False])
 def test_images_in_parquet_are_bytes_until_they_are_looked_at(tmp_path: Path, many: bool) -> None:
+    import datasets
+
     buffer = io.BytesIO()
     picture(8, 16, seed=4).save(buffer, "PNG")
     value: Any = {"bytes": buffer.getvalue(), "path": None}
@@ -263,6 +266,8 @@ def test_images_in_parquet_are_bytes_until_they_are_looked_at(tmp_path: Path, ma
 
 @pytest.mark.usefixtures("cache")
 def test_parts_in_parquet_have_only_their_own_keys(tmp_path: Path) -> None:
+    import datasets
+
     picture(8, 8).save(tmp_path / "0.png")
     content = [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]
     record = {"prompt": [{"role": "user", "content": content}], "images": ["0.png"]}

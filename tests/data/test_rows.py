@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -37,6 +36,8 @@ def jsonl(path: Path, *records: Any, name: str = "rows.jsonl") -> str:
 
 @pytest.fixture
 def _caches(tmp_path: Path) -> None:
+    import datasets
+
     # `datasets` keeps an arrow copy of every parquet file
     datasets.config.HF_DATASETS_CACHE = tmp_path / "cache"
 
@@ -74,6 +75,8 @@ def test_jsonl_with_characters_that_look_like_line_breaks(tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("_caches")
 def test_parquet(tmp_path: Path) -> None:
+    import datasets
+
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list(THREE).to_parquet(str(path))
     rows = read_rows(str(path))
@@ -86,6 +89,8 @@ def test_parquet(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_caches")
 def test_parquet_messages_have_only_their_own_keys(tmp_path: Path) -> None:
+    import datasets
+
     path = tmp_path / "rows.parquet"
     prompt = [
         {"role": "user", "content": "Hi"},
@@ -97,6 +102,8 @@ def test_parquet_messages_have_only_their_own_keys(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_caches")
 def test_a_directory_saved_by_datasets_with_and_without_splits(tmp_path: Path) -> None:
+    import datasets
+
     one, two = tmp_path / "one", tmp_path / "two"
     table = datasets.Dataset.from_list(THREE)
     table.save_to_disk(str(one))
@@ -313,6 +320,8 @@ def parquet(path: Path, *rows: Mapping[str, Any]) -> str:
 
 
 def on_disk(path: Path, *rows: Mapping[str, Any]) -> str:
+    import datasets
+
     datasets.Dataset.from_list(list(rows)).save_to_disk(str(path / "rows"))
     return str(path / "rows")
 
@@ -349,6 +358,8 @@ def test_the_history_of_a_prompt_has_the_arguments_that_were_written(tmp_path: P
 
 
 def test_a_data_set_in_memory_is_arrow_too_and_a_list_of_rows_is_not() -> None:
+    import datasets
+
     written = [OSLO, {"city": "Rome", "unit": None}]
     rows = [{"prompt": called(one)[:3]} for one in written]
     table = reference_to(datasets.Dataset.from_list(rows), name="arrow_rows")

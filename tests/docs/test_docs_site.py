@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 from docs_site import MOVED, ROOT, notebook_page, outside_fences, problems, redirect, site_pages, stage
-from run_notebook import NOTEBOOK, run
-from run_notebook import ROOT as NOTEBOOK_ROOT
 
 # The script that builds the documentation site: its links, and what it refuses.
 
@@ -125,7 +123,9 @@ def test_the_site_is_built_and_a_missing_anchor_is_an_error(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # of jupyter's packages
 def test_the_notebook_runs_and_the_model_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [str(NOTEBOOK_ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    from run_notebook import NOTEBOOK, run
+
+    paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))  # this tree, whatever else is installed
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     # a third of its steps, after which much is learnt already; that the demo learns all of it is shown in test_recipes.py

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
-from scipy import stats
 
 from support.conversations import Says, a_row, a_table, call, scripted
 from support.tiny import save_model, save_rows
@@ -268,6 +267,8 @@ def test_show_prints_one_metric_and_refuses_an_unknown_one_with_the_name_it_has_
 
 @pytest.mark.parametrize("degrees", [1, 2, 3, 7, 29, 255, 4999])
 def test_students_t_is_that_of_scipy(degrees: int) -> None:
+    from scipy import stats
+
     for t in (-30.0, -2.5, -0.1, 0.0, 0.01, 0.7, 1.96, 5.0, 40.0):
         assert t_cdf(t, degrees) == pytest.approx(stats.t.cdf(t, degrees), rel=1e-10, abs=1e-13)
     for p in (0.001, 0.025, 0.4, 0.5, 0.9, 0.975, 0.9995):
@@ -276,6 +277,8 @@ def test_students_t_is_that_of_scipy(degrees: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 3, 10, 100])
 def test_the_interval_is_that_of_scipy(rows: int) -> None:
+    from scipy import stats
+
     generator = random.Random(rows)
     values = [generator.gauss(0.3, 2.0) for _ in range(rows)]
     low, high = stats.t.interval(0.95, rows - 1, loc=sum(values) / rows, scale=stats.sem(values))
@@ -343,6 +346,8 @@ def test_k_is_at_most_the_number_of_samples(n: int, passed: int, k: int) -> None
 
 @pytest.mark.parametrize("rows", [2, 5, 12, 60])
 def test_the_paired_test_is_that_of_scipy(rows: int) -> None:
+    from scipy import stats
+
     generator = random.Random(rows)
     first = [generator.random() for _ in range(rows)]
     second = [value + generator.gauss(-0.1, 0.3) for value in first]
@@ -356,6 +361,8 @@ def test_the_paired_test_is_that_of_scipy(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [2, 4, 10])
 def test_the_sign_flip_test_is_the_exact_permutation_test_of_scipy(rows: int) -> None:
+    from scipy import stats
+
     generator = random.Random(rows)
     differences = [generator.choice([-1.0, -0.5, 0.0, 0.5, 1.0, 1.5]) for _ in range(rows)]
     expected = stats.permutation_test(
@@ -365,6 +372,8 @@ def test_the_sign_flip_test_is_the_exact_permutation_test_of_scipy(rows: int) ->
 
 
 def test_the_sign_flip_test_of_many_rows_is_sampled() -> None:
+    from scipy import stats
+
     generator = random.Random(7)
     differences = [generator.gauss(0.3, 1.0) for _ in range(40)]
     exact = stats.ttest_1samp(differences, 0.0).pvalue  # close to the permutation test for normal differences
@@ -374,6 +383,8 @@ def test_the_sign_flip_test_of_many_rows_is_sampled() -> None:
 
 
 def test_a_small_p_value_is_not_rounded_to_0() -> None:
+    from scipy import stats
+
     assert t_tail(50.0, 30) == pytest.approx(stats.t.sf(50.0, 30), rel=1e-9)
     assert t_tail(10.6, 255) == pytest.approx(stats.t.sf(10.6, 255), rel=1e-9)  # many rows, and t below their root
     assert t_tail(0.25, 255) == pytest.approx(stats.t.sf(0.25, 255), rel=1e-9)
