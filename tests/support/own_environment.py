@@ -53,7 +53,7 @@ def interpreter(name: str, requirement: str, module: str, *, base: str = sys.exe
 def _problem(python: Path, module: str) -> str | None:
     """Why a module cannot be imported; None if it can."""
     tried = [str(python), "-c", f"import {module}"]
-    found = subprocess.run(tried, capture_output=True, text=True, timeout=120, check=False)
+    found = subprocess.run(tried, capture_output=True, text=True, timeout=600, check=False)
     return found.stderr[-500:] if found.returncode else None
 
 
