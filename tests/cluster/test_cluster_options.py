@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 from rich.console import Console
 
 from support.recipes import PLACES, save_recipe
@@ -506,6 +508,10 @@ def manifest() -> Any:
 
 def test_the_manifest_is_a_job_of_kuberay_whose_pods_share_a_volume() -> None:
     job = manifest()
+    schema = Draft202012Validator(json.loads((Path(__file__).parent / "rayjob_schema.json").read_text()))
+    assert [f"{list(error.path)}: {error.message}" for error in schema.iter_errors(job)] == []
+    wrong = {**job, "spec": {**job["spec"], "backofLimit": 3, "ttlSecondsAfterFinished": "600"}}
+    assert len(list(schema.iter_errors(wrong))) == 2
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
     assert set(cluster) <= {"headGroupSpec", "workerGroupSpecs", "rayVersion"}
