@@ -27,6 +27,7 @@ from turnwise.record.run_directory import is_being_written
 from turnwise.training.checkpoint import Checkpoints
 from turnwise.training.sharded import consolidation
 from turnwise.training.sharded.consolidation import complete_weights
+from turnwise.training.sharded.parts import load_in_parts
 
 
 def checkpoint_in_parts(run: Path, model: Any, *, without: str | None = None) -> Path:
@@ -94,6 +95,18 @@ def test_weights_in_parts_become_the_files_that_one_process_writes(
     assert f"model/{WEIGHTS_IN_PARTS}" not in names
 
 
+def test_an_engine_gets_its_model_from_parts(tmp_path: Path) -> None:
+    mixture("qwen3_moe").save_pretrained(tmp_path / "model")
+    source = ModelSource(path=str(tmp_path / "model"), device="cpu")
+    model = load_model(source)
+    folder = checkpoint_in_parts(tmp_path / "run", model)
+    copied = load_in_parts(source.model_copy(update={"path": str(folder / "model")}))
+    assert not list((folder / "model").glob("*.safetensors"))
+    prompt = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.no_grad():
+        assert torch.equal(copied(prompt).logits, model(prompt).logits)
+
+
 def test_a_process_that_is_killed_leaves_a_checkpoint_that_becomes_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +128,8 @@ def test_parts_that_lack_a_weight_are_refused(tmp_path: Path) -> None:
     folder = checkpoint_in_parts(tmp_path, mixture("qwen3_moe"), without="model.layers.1.self_attn.q_proj.weight")
     with pytest.raises(RunError, match=r"shards has no model\.layers\.1\.self_attn\.q_proj\.weight"):
         complete_weights(folder)
+    with pytest.raises(RunError, match=r"cannot be read by other processes: `turnwise merge .*/model` writes them"):
+        load_in_parts(ModelSource(path=str(folder / "model"), device="cpu"))
     assert Checkpoints(tmp_path).find() is not None
 
 

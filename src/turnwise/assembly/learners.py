@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from turnwise.assembly.conversations import sampling
 from turnwise.config.train_checks import needs_reference
+from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.device import known_dtype
 from turnwise.options.algorithm import (
     CorrectionSection,
@@ -296,7 +297,12 @@ def sampled_model(config: Config, learner: Learner, source: str | Path) -> Any |
         return None
     from turnwise.models.loading import load_model  # torch
 
-    return load_model(model_source(config, source).model_copy(update={"gradient_checkpointing": False}))
+    copied = model_source(config, source).model_copy(update={"gradient_checkpointing": False})
+    if (Path(copied.path) / WEIGHTS_IN_PARTS).is_file():
+        from turnwise.training.sharded.parts import load_in_parts  # torch.distributed
+
+        return load_in_parts(copied)
+    return load_model(copied)
 
 
 def reference_model(config: Config, learner: Learner) -> Any | None:

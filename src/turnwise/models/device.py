@@ -40,6 +40,11 @@ def uses_gpu(device: str) -> bool:
     return device.startswith("cuda") or (device == "auto" and sees_gpu())
 
 
+def device_name(device: str) -> str:
+    """The device of torch for `model.device`."""
+    return ("cuda" if sees_gpu() else "cpu") if device == "auto" else device
+
+
 def default_dtype(device: str) -> Literal["float32", "bfloat16"]:
     """The data type of parameters on a device: bfloat16 on a GPU that computes products in it, else float32."""
     if not uses_gpu(device):

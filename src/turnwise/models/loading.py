@@ -35,7 +35,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import model_advice, refuse_other_than_model
 from turnwise.models.cpu import with_fast_layers
-from turnwise.models.device import gpu_memory, uses_gpu, why_no_gpu
+from turnwise.models.device import device_name, gpu_memory, why_no_gpu
 from turnwise.models.lora import (
     adapter_base,
     adapter_weights,
@@ -180,7 +180,7 @@ def _load_base(source: ModelSource) -> Any:
     transformers_logging.disable_progress_bar()
     path, device = source.path, source.device
     refuse_other_than_model(path, error=ConfigError)
-    name = ("cuda" if uses_gpu(device) else "cpu") if device == "auto" else device
+    name = device_name(device)
     if name == "cpu" and device == "auto" and (reason := why_no_gpu()) is not None:
         _log.warning("model.device=auto: the model is on the CPU, although this machine has a GPU's driver: %s", reason)
     try:

@@ -263,17 +263,9 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
         where=config.output,
         checkpoint=str(checkpoints.newest),
     )
-    if in_parts(saved.folder) and not _reads_parts(config, kind):
+    if in_parts(saved.folder) and not config.cluster.distributed:  # ranks read parts
         write_models([saved.folder])
     return opened
-
-
-def _reads_parts(config: Config, kind: Literal["train", "sft"]) -> bool:
-    """Whether only ranks load the weights of the checkpoint: they read what is in parts."""
-    if not config.cluster.distributed:
-        return False
-    sampled = kind == "train" and config.engine.embedded is not None and not config.runs_conversations_elsewhere
-    return not sampled  # else rank 0 loads the complete model for its engine
 
 
 def write_models(checkpoints: Sequence[Path]) -> None:

@@ -4,6 +4,7 @@ for. Any number of processes reads what any number has written, each no more tha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 import warnings
@@ -21,8 +22,9 @@ from torch.distributed.tensor import DTensor
 from turnwise.errors import RunError
 from turnwise.json_yaml import parse_json, read_text
 from turnwise.local_paths import WEIGHTS_IN_PARTS
-from turnwise.models.loading import with_conversions
-from turnwise.models.staged_loading import IncompleteWeights
+from turnwise.models.device import device_name
+from turnwise.models.loading import ModelSource, use_complete_attention, with_conversions
+from turnwise.models.staged_loading import IncompleteWeights, open_staged
 
 KINDS_OF_WEIGHTS = ("model", UNCHANGED := "unchanged")
 """What the names of weights begin with: those that are trained, and the others of a model that is saved completely."""
@@ -50,8 +52,8 @@ def read_parts(tensors: dict[str, torch.Tensor], folder: Path, *, alone: bool = 
 
 def _unreadable(folder: Path, error: BaseException) -> str:
     return (
-        f"the state of the optimizer in {folder} cannot be read ({type(error).__name__}: {error}): restore the directory, or "
-        f"start another run from the weights of the checkpoint (model.path)"
+        f"the parts of weights and optimizer in {folder} cannot be read ({type(error).__name__}: {error}): restore the "
+        f"directory, or start another run from another checkpoint (model.path)"
     )
 
 
@@ -133,6 +135,28 @@ class PartsReader:
     def unused(self) -> list[str]:
         """See `Reader.unused`."""
         return sorted(self._unused)
+
+
+def load_in_parts(source: ModelSource) -> Any:
+    """`load_model` of a complete model whose weights ranks have written in parts. Raises RunError if they cannot be read."""
+    staged = open_staged(source, functools.partial(PartsReader, ModelParts(Path(source.path))))
+    try:
+        if staged is None:
+            raise IncompleteWeights
+        staged.fill(staged.model)
+        staged.check()
+    except IncompleteWeights:
+        raise unusable_parts(source.path) from None
+    use_complete_attention(staged.model)
+    return staged.model.to(device_name(source.device))
+
+
+def unusable_parts(path: str) -> RunError:
+    """Of weights that do not fit the model, or that it cannot read in parts."""
+    return RunError(
+        f"the weights of {path}, which ranks have written in parts, cannot be read by other processes: `turnwise merge {path}` "
+        f"writes them as files, or says what is wrong; then start the same command again"
+    )
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

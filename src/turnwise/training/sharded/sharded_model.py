@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from turnwise.errors import ConfigError, RunError
+from turnwise.errors import ConfigError
 from turnwise.local_paths import WEIGHTS_IN_PARTS
 from turnwise.models.allocator import LARGE_MODEL, return_freed_blocks
 from turnwise.models.loading import ModelSource, load_model, of_model, of_tensors, use_complete_attention
@@ -37,7 +37,7 @@ from turnwise.options.engines import FsdpSection
 from turnwise.training.optimizer import norms_of
 from turnwise.training.pace import LayerClock
 from turnwise.training.sharded.expert_parallel import ExpertParallel
-from turnwise.training.sharded.parts import ModelParts, PartsReader
+from turnwise.training.sharded.parts import ModelParts, PartsReader, unusable_parts
 from turnwise.training.sharded.ranks import Mesh
 from turnwise.training.sharded.tensor_parallel import TensorParallel
 
@@ -288,10 +288,7 @@ def load_sharded(
         except IncompleteWeights:
             pass  # what is wrong with the weights is found and reported by `load_model`
     if parts is not None:
-        raise RunError(
-            f"the weights of {source.path}, which ranks have written in parts, cannot be read by other ranks: `turnwise merge "
-            f"{source.path}` writes them as files, or says what is wrong; then start the same command again"
-        )
+        raise unusable_parts(source.path)
     model = load_model(source)
     _log.warning("%s cannot be loaded in parts: each rank has loaded the complete model", source.path)
     base = of_model(without_adapter(model)) if fingerprint else None
