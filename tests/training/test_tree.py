@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -431,6 +432,51 @@ def test_sinks_have_the_same_results_and_gradients_on_an_accelerator_and_a_cpu(w
     score = (query[0, 0] @ key[0, 0]) * 8**-0.5
     share = torch.sigmoid(score - sink[0])
     torch.testing.assert_close(found[0][0][0, 0], share * value[0, 0])
+
+
+@pytest.mark.parametrize("accelerated", [False, True])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (6, False), (6, True)])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "soft cap"])
+def test_large_masks_are_made_in_pieces_with_the_keys_that_are_seen(
+    kind: str, window: int | None, chunked: bool, accelerated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of 40, 23 and 9 tokens, two of which continue a part of the first."""
+    first = np.arange(40)
+    row = FlatRow.of([first, np.concatenate([first[:17], 100 + np.arange(23)]), np.concatenate([first[:30], [7] * 9])])
+    whole = Tree.of(row.runs)
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(heads: int) -> torch.Tensor:
+        return torch.randn(heads, len(row.token_ids), 8, generator=generator, dtype=torch.float64).requires_grad_()
+
+    query, key, value = drawn(4), drawn(2), drawn(2)
+    sink = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_() if kind == "sinks" else None
+    inputs = [one for one in (query, key, value, sink) if one is not None]
+    weight = torch.randn(len(row.token_ids), 4, 8, generator=generator, dtype=torch.float64)
+    masked: list[int] = []
+    made = _TreeMask._made
+
+    def noted(self: _TreeMask, bucket: Any, dtype: torch.dtype) -> torch.Tensor | None:
+        mask = made(self, bucket, dtype)
+        masked.append(0 if mask is None else mask.numel())
+        return mask
+
+    monkeypatch.setattr(_TreeMask, "_made", noted)
+
+    def computed(on_accelerator: bool) -> list[torch.Tensor]:
+        masked.clear()
+        mask = _TreeMask(replace(whole, accelerated=on_accelerator), window, chunked)
+        result = mask.attend(query, key, value, None, sink, 5.0 if kind == "soft cap" else None)
+        return [result, *torch.autograd.grad((result * weight).sum(), inputs)]
+
+    expected = computed(True)
+    assert max(masked) > 256
+    monkeypatch.setattr(turnwise.training.tree, "_MOST_MASKED_PAIRS", 256)
+    actual = computed(accelerated)
+    assert max(masked) <= 256
+    near = 1e-6 if kind == "soft cap" else 1e-10  # which is computed in float32
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=near, rtol=near)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 20, 35, 1000])

@@ -13,6 +13,7 @@ D head dimension.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -146,6 +148,10 @@ class _Bucket:
     because a token that sees no key would give NaN."""
     roots: bool
     """Whether no run has a context."""
+    range_R: Sequence[tuple[int, int]]
+    """The lowest and the highest position of each column of tokens. Not on the device, which nothing has to wait for."""
+    first: int = 0
+    """The position of the first of `key_NK`."""
 
     @classmethod
     def of(cls, runs: Sequence[FlatRun], first_key: int) -> _Bucket:
@@ -161,22 +167,41 @@ class _Bucket:
         offset_R = np.arange(query_NR.shape[1])
         position_NR = contexts[:, None] + np.where(offset_R < lengths[:, None], offset_R, 0)
         return cls(
-            torch.from_numpy(query_NR), torch.from_numpy(key_NK), torch.from_numpy(position_NR), not contexts.any()
+            torch.from_numpy(query_NR),
+            torch.from_numpy(key_NK),
+            torch.from_numpy(position_NR),
+            not contexts.any(),
+            list(zip(position_NR.min(axis=0).tolist(), position_NR.max(axis=0).tolist(), strict=True)),
         )
 
     def moved(self, move: Move) -> _Bucket:
         """The same with other tensors (`Movable.moved`)."""
-        return _Bucket(move(self.query_NR), move(self.key_NK), move(self.position_NR), self.roots)
+        moved = (move(self.query_NR), move(self.key_NK), move(self.position_NR))
+        return _Bucket(*moved, self.roots, self.range_R, self.first)
 
-    def pieces(self, pairs: int) -> Iterator[_Bucket]:
-        """The bucket in pieces with some of the tokens of each run, of at most `pairs` pairs of a query and a key if a piece has
-        more than one token of a run. Their results follow one another along R."""
-        runs, longest = self.query_NR.shape
-        step = max(1, min(longest, pairs // (runs * self.key_NK.shape[1])))
+    def pieces(self, pairs: int, window: int | None = None, *, chunked: bool = False) -> Iterator[_Bucket]:
+        """The bucket in pieces with some of the tokens of each run, and the keys that they see, of at most `pairs` pairs of a
+        query and a key if a piece has more than one token of a run. Their results follow one another along R. `window` and
+        `chunked` as in `mask`."""
+        (runs, longest), keys = self.query_NR.shape, self.key_NK.shape[1]
+        most = pairs // runs
+        step = most // keys
+        if window is not None:  # a piece of s columns has at most s + width keys
+            width = window + max(high - low for low, high in self.range_R)
+            step = max(step, (math.isqrt(width * width + 4 * most) - width) // 2)
+        step = max(1, min(longest, step))
         for start in range(0, longest, step):
-            position_NR = self.position_NR[:, start : start + step]
-            seen = self.key_NK[:, : int(position_NR.max()) + 1]
-            yield _Bucket(self.query_NR[:, start : start + step], seen, position_NR, roots=False)
+            range_R = self.range_R[start : start + step]
+            low, high = min(low for low, _ in range_R), max(high for _, high in range_R)
+            first = 0 if window is None else (low // window * window if chunked else max(0, low - window + 1))
+            yield _Bucket(
+                self.query_NR[:, start : start + step],
+                self.key_NK[:, first : high + 1],
+                self.position_NR[:, start : start + step],
+                False,
+                range_R,
+                first,
+            )
 
     def mask(self, window: int | None, *, chunked: bool = False) -> torch.Tensor | None:
         """Which keys a token sees, [N, 1, R, K]; None if causal attention without a mask gives the same.
@@ -186,7 +211,8 @@ class _Bucket:
         keys = self.key_NK.shape[1]
         if self.roots and (window is None or keys <= window):
             return None
-        key_K, position_NR1 = torch.arange(keys, device=self.key_NK.device), self.position_NR.unsqueeze(-1)
+        key_K = torch.arange(self.first, self.first + keys, device=self.key_NK.device)
+        position_NR1 = self.position_NR.unsqueeze(-1)
         seen_NRK = key_K <= position_NR1
         if window is not None and chunked:
             seen_NRK &= key_K // window == position_NR1 // window
@@ -327,11 +353,8 @@ class _TreeMask:
     _kept: dict[tuple[torch.dtype, int], torch.Tensor | None] = field(default_factory=dict)
     """The masks as summands of the scores, by dtype and number of the bucket: all layers use the same in both passes."""
 
-    def additive(self, dtype: torch.dtype) -> Sequence[torch.Tensor | None]:
-        """The mask of each bucket as a summand of the scores: -inf where a token does not see a key, else 0."""
-        return [self._additive(number, dtype) for number in range(len(self.tree.buckets))]
-
     def _additive(self, number: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """The mask of a bucket as a summand of the scores: -inf where a token does not see a key, else 0."""
         if (dtype, number) not in self._kept:
             self._kept[dtype, number] = self._made(self.tree.buckets[number], dtype)
         return self._kept[dtype, number]
@@ -344,11 +367,16 @@ class _TreeMask:
         """For each bucket, its pieces with their masks. Large masks are not kept: a rank with a quarter of 32,768 tokens would
         have masks of 1 GiB, which take little time to make beside the attention."""
         for number, bucket in enumerate(self.tree.buckets):
-            masked = not bucket.roots or (self.window is not None and bucket.key_NK.shape[1] > self.window)
-            if masked and bucket.query_NR.numel() * bucket.key_NK.shape[1] > _MOST_MASKED_PAIRS:
-                yield ((piece, self._made(piece, dtype)) for piece in bucket.pieces(_MOST_MASKED_PAIRS))
+            if self._is_large(bucket):
+                pieces = bucket.pieces(_MOST_MASKED_PAIRS, self.window, chunked=self.chunked)
+                yield ((piece, self._made(piece, dtype)) for piece in pieces)
             else:
                 yield iter([(bucket, self._additive(number, dtype))])
+
+    def _is_large(self, bucket: _Bucket) -> bool:
+        """Whether a bucket has a mask that is not made as a whole."""
+        masked = not bucket.roots or (self.window is not None and bucket.key_NK.shape[1] > self.window)
+        return masked and bucket.query_NR.numel() * bucket.key_NK.shape[1] > _MOST_MASKED_PAIRS
 
     def keys_of_all(self, *heads_TJD: torch.Tensor) -> Sequence[torch.Tensor]:
         """Keys and values, with those of other processes if there are any. Without a gradient."""
@@ -395,12 +423,38 @@ class _TreeMask:
                 )
         if self.tree.exchange is not None:
             key_THD, value_THD = (_Gathered.apply(heads, self.tree.exchange) for heads in (key_THD, value_THD))
-        results = [
-            bucket.attend(query_THD, key_THD, value_THD, mask_N1RK, scaling, sink_H, softcap)
-            # one tensor for all layers: of a mask of booleans, each layer would make such a summand and keep it
-            for bucket, mask_N1RK in zip(self.tree.buckets, self.additive(product_dtype(query_THD)), strict=True)
-        ]
+        dtype = product_dtype(query_THD)
+        heads = query_THD, key_THD, value_THD
+        results: list[torch.Tensor] = []
+        for number, bucket in enumerate(self.tree.buckets):
+            if self._is_large(bucket):
+                results.append(self._attend_in_pieces(bucket, dtype, *heads, scaling, sink_H, softcap))
+            else:  # one tensor for all layers: of a mask of booleans, each layer would make such a summand and keep it
+                results.append(bucket.attend(*heads, self._additive(number, dtype), scaling, sink_H, softcap))
         return torch.cat(results)[self.tree.place_T]
+
+    def _attend_in_pieces(
+        self,
+        bucket: _Bucket,
+        dtype: torch.dtype,
+        query_THD: torch.Tensor,
+        key_THD: torch.Tensor,
+        value_THD: torch.Tensor,
+        *options: Any,
+    ) -> torch.Tensor:
+        """`_Bucket.attend` of a bucket with a large mask. Each piece is computed again for the backward pass: the layers together
+        would keep the masks of all pieces."""
+
+        def attend(piece: _Bucket, *heads_THD: torch.Tensor) -> torch.Tensor:
+            query_THD, key_THD, value_THD = heads_THD
+            results = piece.attend(query_THD, key_THD, value_THD, self._made(piece, dtype), *options)
+            return results.unflatten(0, piece.query_NR.shape)
+
+        parts = [
+            checkpoint(attend, piece, query_THD, key_THD, value_THD, use_reentrant=False, preserve_rng_state=False)
+            for piece in bucket.pieces(_MOST_MASKED_PAIRS, self.window, chunked=self.chunked)
+        ]
+        return torch.cat(parts, dim=1).flatten(0, 1)
 
 
 class _GatheredAttention(torch.autograd.Function):
