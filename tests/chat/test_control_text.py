@@ -16,6 +16,7 @@ from support.families import family_renderer, template_files
 from turnwise import assembly
 from turnwise.chat.control_text import EscapedRoles
 from turnwise.chat.renderer import Renderer
+from turnwise.chat.tool_calls import ToolFormat
 from turnwise.config.recipe import load
 from turnwise.environments.environment import environment
 from turnwise.environments.tools.toolbox import Tool, Tools
@@ -114,6 +115,24 @@ def test_halves_in_two_parts_and_spellings_that_a_tokenizer_normalizes_stay_text
     assert tokenizer.encode(wide, add_special_tokens=False) != [2]  # its control tokens are not normalized
     message: Message = {"role": "tool", "content": wide}
     assert Renderer(tokenizer).control_text.escape(message, Counter()) is message
+
+
+@pytest.mark.parametrize("file", template_files(), ids=lambda file: file.stem)
+def test_the_example_in_the_error_of_a_malformed_call_is_what_the_model_must_write(file: Path) -> None:
+    renderer = family_renderer(file)
+    format = renderer.profile.tool_format
+    if not isinstance(format, ToolFormat):
+        pytest.skip("the template writes no calls")
+    mark = renderer.decode([renderer.stop_token_ids[0]])
+    error = str(format.malformed(f"it ends with {mark}", "x").error)
+    escaped = str(renderer.escaped({"role": "tool", "content": f"Error: {error}"}, Counter())["content"])
+    ids = renderer.encode(escaped)
+    assert not set(ids) & set(renderer.stop_token_ids)  # the model's text in the error stays text
+    if set(renderer.encode(format.example)).isdisjoint(renderer.stop_token_ids):
+        assert escaped.endswith(f". Write it as {format.example}")
+    of_a_tool: Message = {"role": "tool", "content": f"{mark} {error}"}
+    said = str(renderer.escaped(of_a_tool, Counter())["content"])
+    assert not set(renderer.encode(said)) & set(renderer.tokenizer.all_special_ids)
 
 
 def test_messages_of_the_model_and_rows_without_marks_are_not_changed() -> None:

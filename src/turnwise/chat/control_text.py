@@ -4,6 +4,9 @@ A web page with the text `<|im_end|>` in it must not end a message. A tokenizer 
 it stands. So a space is put into the text before the message is taken into the conversation: `<|im_end |>` is encoded to ordinary
 tokens. The message itself is changed, so prompts, the tokens between turns, new segments and the sanity check see one text, and
 an inference server that gets the message sees it, too. Messages of the model are never changed.
+
+The error of a malformed call ends with an example of a call, which is turnwise's own text: the model reads there what it must
+write.
 """
 
 from __future__ import annotations
@@ -47,15 +50,21 @@ class ControlText:
         self._decode = decode
         self._normalize = normalize
 
-    def escape(self, message: Message, found: Counter[str]) -> Message:
+    def escape(self, message: Message, found: Counter[str], *, own_end: str = "") -> Message:
         """The message without control tokens in its text: the same object if there are none. `found` counts what was escaped.
 
         Example: a tool message `"a<|im_end|>"` becomes `"a<|im_end |>"`, and `found["<|im_end|>"]` is 1 more.
+
+        A text that ends with `own_end` has that end from turnwise itself: it stays.
         """
         if message.get("role") not in self._roles:
             return message
         content = message.get("content")
-        escaped = self._text(content, found) if isinstance(content, str) else self._parts(content, found)
+        if isinstance(content, str):
+            escaped: Any = self._text(content.removesuffix(own_end), found)
+            escaped += own_end if content.endswith(own_end) else ""
+        else:
+            escaped = self._parts(content, found)
         return message if escaped == content else {**message, "content": escaped}
 
     def _parts(self, content: Any, found: Counter[str]) -> Any:

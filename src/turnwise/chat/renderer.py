@@ -19,6 +19,7 @@ import copy
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ from turnwise.chat.template_profile import (
 from turnwise.chat.text_encoder import text_decoder, text_encoder
 from turnwise.chat.token_differences import SanityMode
 from turnwise.chat.tool_calls import ToolFormat, describe_tools, undescribed
+from turnwise.chat.tool_calls.parsing import example_at_end
 from turnwise.chat.turn_format import ParsedTurn, call_field, template_message
 from turnwise.errors import Failed, TemplateError, boundary
 from turnwise.local_paths import model_advice, refuse_other_than_model
@@ -495,6 +497,14 @@ class Renderer:
             special={self.decode([token]): token for token in self.special},
             masks=self.masks,
         )
+
+    def escaped(self, message: Message, found: Counter[str]) -> Message:
+        """The message with control tokens in the text of others kept text (`ControlText.escape`)."""
+        format = self.profile.tool_format
+        example = example_at_end(message, format) if isinstance(format, ToolFormat) else ""
+        if example and not set(self.stop_token_ids).isdisjoint(self.encode(example)):
+            example = ""  # it would end the message
+        return self.control_text.escape(message, found, own_end=example)
 
     def _describe_in_system_message(self) -> None:
         """Raises TemplateError if the template shows tools itself, or the format of calls is unknown."""

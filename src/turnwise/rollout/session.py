@@ -701,7 +701,7 @@ class Session:
     def _escaped(self, messages: Sequence[Message]) -> list[Message]:
         """The messages, with control tokens that stand as text in those of others kept text."""
         with boundary("tokens"):
-            return [self._context.renderer.control_text.escape(one, self.trajectory.escaped) for one in messages]
+            return [self._context.renderer.escaped(one, self.trajectory.escaped) for one in messages]
 
     def _check_tokens(self, history: SegmentHistory) -> None:
         """The sanity check of a segment. The first mismatch of a conversation is kept."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from turnwise.chat.reasoning import KNOWN, ReasoningMarks, join_pieces
-from turnwise.types import ToolCall, ToolSchema
+from turnwise.types import Message, ToolCall, ToolSchema
 
 # Formats: interface, result and scan
 
@@ -149,8 +149,20 @@ def well_formed_call(name: str, arguments: dict[str, Any], text: str, written_id
 
 def malformed_call(problem: MalformedCall | str, text: str, *, example: str, name: str = "") -> ToolCall:
     """A malformed call, with an error message for the model: the defect, and an example of a well-formed call."""
-    error = f"this tool call cannot be parsed: {problem}. Write it as {example}"
+    error = f"{_UNREADABLE}{problem}{_WRITE_IT}{example}"
     return ToolCall(id="", name=name, arguments={}, text=text.strip(), error=error)
+
+
+_UNREADABLE = "this tool call cannot be parsed: "
+_WRITE_IT = ". Write it as "
+
+
+def example_at_end(message: Message, format: ToolFormat) -> str:
+    """The example of a call with which a message with the error of a malformed call ends; empty for any other message."""
+    content = message.get("content")
+    if not isinstance(content, str) or not content.startswith(f"Error: {_UNREADABLE}"):
+        return ""
+    return format.example if content.endswith(f"{_WRITE_IT}{format.example}") else ""
 
 
 def assign_ids(calls: Iterable[ToolCall], first_id: int) -> tuple[ToolCall, ...]:
