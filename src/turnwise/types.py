@@ -488,6 +488,10 @@ class Row:
                 where = f"the column {name!r} is row[{name!r}]" if name in self.fields else "columns are row['<name>']"
             raise AttributeError(f"a row has no attribute {name!r}: {where}")
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """The column `name`, or `default` if the row has none."""
+        return self.fields.get(name, default)
+
     def __getitem__(self, name: str) -> Any:
         try:
             return self.fields[name]

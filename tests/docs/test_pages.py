@@ -513,14 +513,17 @@ def test_the_table_of_trl_has_every_field_of_grpo_config_and_options_that_exist(
     assert options - known == set()
 
 
-def test_a_shop_shares_state_with_its_tool_and_adds_rewards_to_the_replies_of_tools() -> None:
-    said = (call("price", '{"item": "pear"}'), call("price", '{"item": "apple"}'), "I BUY it.")
-    row = a_row(item="apple", price=3, budget=4)
-    trajectory = hold(Says(*said), code("# shop.py")["shop"], row=row)
-    assert [turn.rewards for turn in trajectory.turns] == [
-        {"asked": 0.0}, {"asked": 0.1}, {"deal": 1.0},
-    ]  # fmt: skip
+def test_an_account_is_read_by_its_environment_and_rewards_are_added_to_the_replies_of_tools() -> None:
+    def calls(*amounts: int) -> list[str]:
+        return [call("withdraw", json.dumps({"amount": amount})) for amount in amounts]
+
+    row = a_row(goal=10)
+    trajectory = hold(Says(*calls(200, 90), "Done."), code("# bank.py")["bank"], row=row)
+    assert [turn.rewards for turn in trajectory.turns] == [{"calls": -0.01}, {"calls": -0.01}, {"right": 1.0}]
     outcomes = [outcome for turn in trajectory.turns for outcome in turn.outcomes]
-    assert [outcome.content for outcome in outcomes] == ["Error: We have no pear.", "apple: 3"]
+    assert [outcome.content for outcome in outcomes] == ["Error: There are only 100.", "10 are left."]
     assert [outcome.error is None for outcome in outcomes] == [False, True]
-    assert hold(Says("I BUY it."), code("# shop.py")["shop"], row=row).turns[0].rewards == {"deal": 0.0}
+    many = hold(Says(*calls(1, 1, 1, 1, 1, 1)), code("# bank.py")["bank"], row=row)
+    assert [turn.rewards for turn in many.turns] == 4 * [{"calls": -0.01}] + [{"right": 0.0}]
+    poor = hold(Says("Hm."), code("# bank.py")["bank"], row=a_row(goal=7, amount=7))
+    assert poor.turns[0].rewards == {"right": 1.0}

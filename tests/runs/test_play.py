@@ -149,13 +149,16 @@ def test_the_model_takes_a_turn_when_it_is_asked(
         ("/save\n", "name the file: /save FILE"),
         ("/save x.jsonl\n", "there is no turn yet"),
         ("7\n", "the input is over, and the conversation is in turn 1"),
+        ("42\n/call calculator 1\n", "the conversation has ended: /undo, /again, /save, /script or /quit"),
     ],
 )
 def test_what_cannot_be_done_is_told(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str, told: str
 ) -> None:
     assert play(place, monkeypatch, typed) == 0
-    assert told in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert told in shown
+    assert "/call is no command" not in shown
 
 
 def test_a_broken_environment_is_shown_with_its_line_and_status_1(

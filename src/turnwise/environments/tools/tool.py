@@ -84,6 +84,8 @@ class Tool:
 
         Raises ConfigError if a parameter has no type, or a type that a model cannot write, or if a check of `requires` fails.
         """
+        if not callable(function):
+            raise ConfigError(f"a tool is made from a function, not from {function!r:.200}")
         if isinstance(function, FunctionType) and (check := _requirements.get(function)) is not None:
             check()
         schema, arguments = schema_of(function)
@@ -275,6 +277,21 @@ class Toolbox:
             tools=tools,
             closes=closes,
         )
+
+    @classmethod
+    def around(cls, instance: object) -> Toolbox:
+        """Make tools from the public methods of an object, which whoever made it can read, and closes.
+
+        Raises ConfigError if it has none, or if a method cannot be a tool.
+        """
+        kind = type(instance)
+        methods = {name: method for name, method in _public_methods(kind).items() if name != "close"}
+        if not methods:
+            raise ConfigError(
+                f"a tool is a function, a class or an object with public methods, a Tool or a Toolbox, not {instance!r:.200}"
+            )
+        tools = tuple(Tool.of(method) for method in methods.values())
+        return cls(make=lambda: instance, name=kind.__name__, tools=tools)
 
 
 def _public_methods(kind: type) -> dict[str, Callable[..., Any]]:

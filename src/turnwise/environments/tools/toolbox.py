@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 class Tools:
     """Answers turns that call tools; all other turns are answered by the environment `then`.
 
-    A tool is a function, a class whose public methods are tools, a `Tool` or a `Toolbox`.
+    A tool is a function, a class whose public methods are tools (or an object of one: its state can be read from outside), a
+    `Tool` or a `Toolbox`.
 
     Example, a calculator and a user who checks the answer::
 
@@ -42,7 +43,7 @@ class Tools:
 
     def __init__(
         self,
-        tools: Sequence[Tool | Toolbox | Callable[..., Any]],
+        tools: Sequence[Tool | Toolbox | Callable[..., Any] | object],
         *,
         then: Environment | None = None,
         max_parallel_calls: int | None = None,
@@ -277,11 +278,11 @@ def _names_of(tools: Sequence[ToolSchema]) -> Set[str]:
     return {str(tool["function"]["name"]) for tool in tools}
 
 
-def _ready(tool: Tool | Toolbox | Callable[..., Any], truncation: Truncation | None) -> Tool | Toolbox:
+def _ready(tool: Tool | Toolbox | Callable[..., Any] | object, truncation: Truncation | None) -> Tool | Toolbox:
     if isinstance(tool, type):
         tool = Toolbox.of(tool)
     elif not isinstance(tool, Tool | Toolbox):
-        tool = Tool.of(tool)
+        tool = Tool.of(tool) if callable(tool) else Toolbox.around(tool)
     if truncation is None:
         return tool
     if isinstance(tool, Toolbox):
