@@ -303,7 +303,7 @@ def test_classes_that_cannot_be_tools_are_refused() -> None:
         match="the class Empty has no public methods; each public method becomes a tool, so add at least one",
     ):
         Tools([Empty])
-    with pytest.raises(ConfigError, match="a tool is a function, a class or an object with public methods, .* not <"):
+    with pytest.raises(ConfigError, match=r"a tool is a function, a class or an object with public methods, .* not <"):
         Tools([Empty()])
     with pytest.raises(ConfigError, match="a tool is made from a function, not from 3"):
         Tool.of(3)  # type: ignore[arg-type]
