@@ -108,6 +108,21 @@ def test_json_and_csv_name_what_is_left_out_on_stderr(runs: Path, capsys: pytest
         assert f"left out: {runs / 'notes'} is not a run" in err
 
 
+def test_json_and_csv_of_a_metric_of_one_run_have_a_row_for_each_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['{"step": 1, "loss": 0.5}', "{", '{"step": 2, "loss": 0.25, "reward/mean": 1.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    words = ["show", str(tmp_path), "--metric", "loss", "--metric", "reward/mean"]
+    assert main([*words, "--csv"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "step,loss,reward/mean\n1,0.5,\n2,0.25,1.0\n"
+    assert "left out" in err
+    assert main([*words, "--json"]) == 0
+    rows = [{"step": 1, "loss": 0.5, "reward/mean": None}, {"step": 2, "loss": 0.25, "reward/mean": 1.0}]
+    assert json.loads(capsys.readouterr().out) == rows
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -118,8 +118,9 @@ def register_show(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help="sort the table of runs, best first, by the last value of a metric (NAME.best: by its best value), or by an option",
     )
-    parser.add_argument("--json", action="store_true", help="print the table of runs as JSON")
-    parser.add_argument("--csv", action="store_true", help="print the table of runs as CSV")
+    printed = "the table of runs, or with --metric the steps of one run, as"
+    parser.add_argument("--json", action="store_true", help=f"print {printed} JSON")
+    parser.add_argument("--csv", action="store_true", help=f"print {printed} CSV")
     parser.set_defaults(command=_run_show)
 
 
@@ -131,17 +132,18 @@ def _run_show(options: argparse.Namespace, context: Context) -> int:
     selectors = [name for name in selectors if name != "--step" or options.step is not None]
     run: Path = options.runs[0]
     one = len(options.runs) == 1 and (_is_one(run) or not run.is_dir())
-    if not one or options.sort or options.json or options.csv:
-        if selectors:
-            raise ConfigError(f"{selectors[0]} prints conversations of one run: give the directory of one run")
-        if options.json and options.csv:
-            raise ConfigError("--json and --csv are both given: give one of them")
-        show_runs(context.console, options)
-        return 0
-    if options.metric:
+    if options.json and options.csv:
+        raise ConfigError("--json and --csv are both given: give one of them")
+    form = "json" if options.json else "csv" if options.csv else "text"
+    if one and options.metric and not options.sort:
         if selectors:
             raise ConfigError(f"--metric prints metrics and {selectors[0]} prints conversations: give one of them")
-        show_metrics(context.console, run, options.metric, evaluation=options.evaluation)
+        show_metrics(context.console, run, options.metric, evaluation=options.evaluation, form=form)
+        return 0
+    if not one or options.sort or form != "text":
+        if selectors:
+            raise ConfigError(f"{selectors[0]} prints conversations of one run: give the directory of one run")
+        show_runs(context.console, options)
         return 0
     selection = Selection(
         id=options.id,
@@ -171,12 +173,16 @@ def show_runs(console: Console, options: argparse.Namespace) -> None:
     ]
     records = run_records(runs, metrics=metrics, by=options.sort)
     if options.json or options.csv:
-        text = json.dumps(records, indent=1, default=str) if options.json else records_as_csv(records).rstrip("\n")
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        _print_records(console, records, "json" if options.json else "csv")
         print_left_out(Console(stderr=True), problems)
         return
     print_runs(console, records)
     print_left_out(console, problems)
+
+
+def _print_records(console: Console, records: Sequence[Mapping[str, Any]], form: str) -> None:
+    text = json.dumps(records, indent=1, default=str) if form == "json" else records_as_csv(records).rstrip("\n")
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,8 +311,11 @@ def _show_evaluation(console: Console, run: Path, models: Sequence[Path], select
     return True
 
 
-def show_metrics(console: Console, run: Path, names: Sequence[str], *, evaluation: bool = False) -> None:
-    """Print of each metric its meaning, its curve, and its value in every step. `evaluation` reads evaluations.jsonl instead.
+def show_metrics(
+    console: Console, run: Path, names: Sequence[str], *, evaluation: bool = False, form: str = "text"
+) -> None:
+    """Print of each metric its meaning, its curve, and its value in every step; in the form `json` or `csv` a row for each step.
+    `evaluation` reads evaluations.jsonl instead.
 
     Raises RunError if there are no metrics; or, when all others are printed, none of a name: the error says what the metric is
     called here.
@@ -314,12 +323,16 @@ def show_metrics(console: Console, run: Path, names: Sequence[str], *, evaluatio
     path = run / ("evaluations.jsonl" if evaluation else "metrics.jsonl")
     damaged: list[str] = []
     lines = list(read_lines(path, damaged=damaged))
-    print_lines(console, damage_notes(damaged), style="yellow")
+    print_lines(console if form == "text" else Console(stderr=True), damage_notes(damaged), style="yellow")
     if not lines:
         raise RunError(f"{path.absolute()} has no metrics: it is missing or empty")
     known = list(dict.fromkeys(key for line in lines for key in line))
-    for name in names:
-        if name in known:
+    present = [name for name in names if name in known]
+    if present and form != "text":
+        columns = dict.fromkeys(("step", *present))
+        _print_records(console, [{name: line.get(name) for name in columns} for line in lines], form)
+    elif present:
+        for name in present:
             _show_metric(console, lines, name)
     if missing := [
         f"{name} is not a metric in {path}{metric_hint(name, known)}" for name in names if name not in known
