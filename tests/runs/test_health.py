@@ -470,6 +470,9 @@ def test_a_run_of_fewer_steps_is_told_at_its_end() -> None:
     (told,) = problems(watch, 1, step((1.0, 1.0)))
     assert "Every reward of the last step was 1. Either the task is too hard or too easy" in told
     assert "call the reward functions (my.py:f) on an answer" in told
+    converted = {"batch": [{"use": "turnwise.compat.trl:TrlReward", "arguments": {"function": "train.py:correct"}}]}
+    (told,) = problems(LearningWatch(watch_made(train={"steps": 1}, reward=converted)), 1, step((1.0, 1.0)))
+    assert "call the reward functions (train.py:correct) on an answer" in told
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from turnwise.options.schema import Config
+from turnwise.options.section import Use
 from turnwise.record.metrics import cut_answers, lowest_correlation
 from turnwise.rewards.turn_weights import was_cut
 from turnwise.rollout.pipeline import has_reward_differences
@@ -475,7 +476,7 @@ class LearningWatch:
 
     def _reward_functions(self) -> list[str]:
         reward = self.config.reward
-        return [use.use for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
+        return [_function_of(use) for use in (*reward.trajectory, *reward.turns, *reward.group, *reward.batch)]
 
     def _without_gradient(self, metrics: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> str | None:
         """The gradient is 0 although there are advantages. `metrics` are those of the policy, without its name."""
@@ -534,6 +535,12 @@ def _error(failure: Failure) -> str:
     own = [frame for frame in frames if "site-packages" not in frame[0] and "/lib/python" not in frame[0]]
     place = [f"in {os.path.basename(file)}:{line}" for file, line in (own or frames)[-1:]]
     return " ".join([name[0] if name else failure.kind, *place])
+
+
+def _function_of(use: Use) -> str:
+    """The reference to a reward function; of one of another library, to that and not to what converts it."""
+    wrapped = use.arguments.get("function", use.arguments.get("use"))  # TRL's, ms-swift's
+    return wrapped if isinstance(wrapped, str) and use.use.startswith("turnwise.compat.") else use.use
 
 
 def _finished(group: Group) -> Group:
