@@ -34,8 +34,20 @@ FILES = "benchmarks/environment_tasks"
 ENGINES = Path(os.environ.get("TURNWISE_ENGINES", "~/.cache/turnwise/engines")).expanduser()
 CONTEXT = 1536
 """Tokens (bytes) of the longest conversation."""
+CALLS = {
+    "tool_format": {"opening": "[[", "separator": ":", "closing": "]"},
+    "tool_calls": {"constrain": True, "choice": "required"},
+}
+"""How calls are written: short, because a byte is a token, and under a grammar, because so small a model misspells names."""
 COPYING = {"digits"}
 """Start models that copy from the message, which takes longer than to write a form."""
+TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}"
+    "({{ tool.function.parameters.properties | join(',') }}){% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content or '' }}{% for call in message.tool_calls or [] %}"
+    "[[{{ call.function.name }}:{{ call.function.arguments | tojson }}]"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +72,11 @@ class Task:
     """The start model, if tasks share one."""
     base: str = ""
     """The start model from which that of this task is fine-tuned; else it has random weights."""
+    tools: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """The names of the environment's tools, and of their parameters."""
     rows: dict[str, Callable[[random.Random], dict[str, Any]]] = field(default_factory=dict)
+    files: Callable[[Path], None] | None = None
+    """Writes what the environment reads to a folder, of which `{files}` in `options` is the path."""
 
 
 def number(draws: random.Random) -> str:
@@ -78,6 +94,11 @@ def largest(n: int) -> str:
     return max(f"{n:03}")
 
 
+def called(tool: str, **arguments: str) -> str:
+    """A turn that calls a tool."""
+    return f"[[{tool}:{json.dumps(arguments)}]"
+
+
 def chosen(row: Callable[[int], dict[str, Any]], first: int, last: int) -> Callable[[random.Random], dict[str, Any]]:
     """A row of one of the numbers from the place `first` to before `last`."""
     return lambda draws: row(draws.choice(NUMBERS[first:last]))
@@ -88,6 +109,73 @@ def both(row: Callable[[int], dict[str, Any]]) -> dict[str, Callable[[random.Ran
     return {"train": chosen(row, 0, 800), "eval": chosen(row, 800, 1000)}
 
 
+def write_harbor_tasks(folder: Path) -> None:
+    """Tasks in Harbor's format: the numbers to train on, and 48 of those held out."""
+    for name, numbers in (("train", NUMBERS[:800]), ("eval", NUMBERS[800:848])):
+        for n in numbers:
+            test = f"grep -qx {largest(n)} /app/digit && echo 1 > $REWARD || echo 0 > $REWARD"
+            texts = {
+                "task.toml": 'schema_version = "1.4"\n[verifier]\ntimeout_sec = 30.0\n[environment]\n',
+                "instruction.md": INSTRUCTION.format(f"{n:03}") + "\n",
+                "environment/Dockerfile": "FROM ubuntu:24.04\nWORKDIR /app\n",
+                "tests/test.sh": f"#!/bin/sh\nREWARD=/logs/verifier/reward.txt\n{test}\n",
+            }
+            for place, text in texts.items():
+                path = folder / name / f"{n:03}" / place
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+
+
+def games(own: str, script: str, held_out: int) -> Callable[[Path], None]:
+    """Writes games with the package of an environment of its own: 40 to train on, and held-out ones."""
+
+    def write(folder: Path) -> None:
+        for name, count, first in (("train", 40, 0), ("eval", held_out, 1000)):
+            command = [ENGINES / own / "bin/python", HERE / "environment_tasks" / script, folder / name]
+            subprocess.run([*map(str, command), str(count), str(first)], check=True)
+
+    return write
+
+
+def room(draws: random.Random) -> str:
+    """A message like TextWorld's: a room with an exit, half of them with a coin."""
+    way = draws.choice(["north", "south", "east", "west"])
+    text: list[str] = [*draws.choices(WORDS, k=draws.randrange(2, 8))]
+    commands = [f"go {way}", "inventory", "look"]
+    if draws.random() < 0.5:
+        text.insert(0, "There is a coin on the floor.")
+        commands = ["examine coin", *commands, "take coin"]
+    return f"-= Room =-\n{' '.join(text)} An exit to the {way}.\n\nCommands: {', '.join(commands)}"
+
+
+def household(draws: random.Random) -> str:
+    """A message like ALFWorld's: the begin, a place with the thing or without it, or the thing that was taken."""
+    places = draws.sample(PLACES, 3)
+    thing, here = draws.choice(THINGS), places[0]
+    room = f"a {places[0]} 1, a {places[1]} 1, and a {places[2]} 1"
+    return draws.choice(
+        [
+            f"-= Welcome to TextWorld, ALFRED! =-\n\nYou are in the middle of a room. Looking quickly around you, you see {room}."
+            f"\n\nYour task is to: put some {thing} on {here}.",
+            f"You arrive at {here} 1. On the {here} 1, you see a {thing} 1.",
+            f"You arrive at {here} 1. On the {here} 1, you see nothing.",
+            f"You pick up the {thing} 1 from the {here} 1.",
+        ]
+    )
+
+
+def act(draws: random.Random, asked: str) -> str:
+    """A command that may answer such a message."""
+    way = f"go to {draws.choice(PLACES)} 1"
+    here = asked.partition(" at ")[2].partition(" ")[0]
+    if "see nothing" in asked:
+        return draws.choice([way, f"move {draws.choice(THINGS)} 1 to {here} 1"])
+    if here:
+        thing = asked.rpartition(" a ")[2].partition(" ")[0]
+        return draws.choice([way, f"take {thing} 1 from {here} 1"])
+    return way
+
+
 def digits(name: str, title: str, environment: str | dict[str, Any], *, own: str) -> Task:
     """The largest digit, in an environment of `environment_tasks/`."""
     options = {"environment": environment, "limits": {"turns": 1, "tokens_per_turn": 4}, "train": {"steps": 40}}
@@ -96,6 +184,10 @@ def digits(name: str, title: str, environment: str | dict[str, Any], *, own: str
 
 NUMBERS = random.Random(0).sample(range(1000), 1000)
 """800 to train on, and 200 that are held out."""
+INSTRUCTION = "{}: write its largest digit to the file digit."
+WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
+PLACES = ("countertop", "desk", "shelf", "bed", "dresser")
+THINGS = ("apple", "mug", "book", "potato")
 ONE_OF_THREE = 0.385
 """The chance that one of three random digits is the largest."""
 LAKE = {"desc": ["SFF", "FHF", "FFG"], "is_slippery": False}
@@ -115,20 +207,24 @@ TASKS = (
     ),
     Task(
         "reasoning_gym",
-        "gcd, numbers to 20",
+        "lcm, two digits",
         {
             "environment": {
-                "use": "reasoning_gym:gcd",
-                "arguments": {"config": {"max_value": 20}, "tag": None},
+                "use": "reasoning_gym:lcm",
+                "arguments": {
+                    "config": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 9},
+                    "tag": None,
+                },
             },
             "limits": {"turns": 1, "tokens_per_turn": 6},
-            "train": {"steps": 120},
+            "train": {"steps": 40},
         },
-        answer=lambda draws, _: str(draws.randrange(1, 11)),
+        answer=lambda draws, asked: draws.choice([asked[-4], asked[-1]]),
         question=lambda draws: (
-            "Find the Greatest Common Divisor (GCD) of these numbers: "
-            f"{draws.randrange(1, 21)}, {draws.randrange(1, 21)}. Give only the GCD as your final answer."
+            f"Find the Least Common Multiple (LCM) of these numbers: {draws.randrange(1, 10)}, {draws.randrange(1, 10)}"
         ),
+        base="digits",
+        chance=0.41,
     ),
     Task(
         "textarena",
@@ -155,6 +251,108 @@ TASKS = (
         base="digits",
         chance=ONE_OF_THREE,
         rows=both(lambda n: {"prompt": f"{n:03} #", "reward_spec": {"ground_truth": largest(n)}}),
+    ),
+    Task(
+        "aviary",
+        "calculator, largest digit",
+        {
+            "environment": "aviary:calculator",
+            "limits": {"turns": 1, "tokens_per_turn": 48},
+            **CALLS,
+            "train": {"steps": 40},
+        },
+        answer=lambda draws, asked: called("submit_answer", answer=digit(draws, asked)),
+        question=number,
+        tools={"calculator": ("expr",), "submit_answer": ("answer",)},
+        rows=both(lambda n: {"problem_id": str(n), "problem": f"{n:03}", "answer": int(largest(n))}),
+        own="aviary",
+        base="digits",
+        chance=ONE_OF_THREE,
+    ),
+    Task(
+        "harbor",
+        "a folder of tasks, largest digit",
+        {
+            "environment": {
+                "use": "harbor:{files}/train",
+                "arguments": {"eval_tasks": "{files}/eval", "backend": "jail"},
+            },
+            "limits": {"turns": 1, "tokens_per_turn": 48},
+            **CALLS,
+            "train": {"steps": 32, "batch_size": 4},
+            "eval": {"every": 16},
+        },
+        answer=lambda draws, asked: called("bash", command=f"echo {digit(draws, asked)} > digit"),
+        question=lambda draws: INSTRUCTION.format(number(draws)),
+        tools={
+            "bash": ("command",),
+            "str_replace_editor": (
+                *("command", "path", "file_text", "old_str", "new_str", "insert_line", "insert_text", "view_range"),
+            ),
+        },
+        base="digits",
+        chance=ONE_OF_THREE,
+        files=write_harbor_tasks,
+    ),
+    Task(
+        "textworld",
+        "coin_collector, two rooms",
+        {
+            "environment": {
+                "use": "textworld:{files}/train",
+                "arguments": {"eval_games": "{files}/eval", "admissible_commands": True, "instruction": ""},
+            },
+            "limits": {"turns": 4, "tokens_per_turn": 16},
+            "train": {"steps": 24, "batch_size": 4},
+            "eval": {"every": 12},
+        },
+        answer=lambda draws, asked: draws.choice(asked.rpartition("Commands: ")[2].split(", ")),
+        question=room,
+        chance=0.236,
+        own="textworld",
+        base="digits",
+        files=games("textworld", "coin_games.py", 32),
+    ),
+    Task(
+        "alfworld",
+        "pick_and_place_simple, three places",
+        {
+            "environment": {
+                "use": "alfworld:{files}/train",
+                "arguments": {"eval_games": "{files}/eval", "instruction": ""},
+            },
+            "limits": {"turns": 6, "tokens_per_turn": 40},
+            "train": {"steps": 24, "batch_size": 4},
+            "eval": {"every": 12},
+        },
+        answer=act,
+        asked=3,
+        question=household,
+        own="alfworld",
+        base="digits",
+        files=games("alfworld", "household_games.py", 48),
+    ),
+    Task(
+        "nemo_gym",
+        "equivalence_rule, largest digit",
+        {
+            "environment": {
+                "use": "nemo_gym:equivalence_rule",
+                "arguments": {"python": str(ENGINES / "nemo_gym/bin/python")},
+            },
+            "limits": {"turns": 1, "tokens_per_turn": 4},
+            "train": {"steps": 40},
+        },
+        answer=digit,
+        question=number,
+        rows=both(
+            lambda n: {
+                "responses_create_params": {"input": [{"role": "user", "content": f"{n:03}"}]},
+                "expected_answer": largest(n),
+            }
+        ),
+        start="digits",
+        chance=ONE_OF_THREE,
     ),
     digits(
         "verifiers",
@@ -189,7 +387,8 @@ def recipe(task: Task, out: Path, seed: int) -> dict[str, Any]:
     data = {"train": "environment", "eval": "environment:96"}
     if task.rows:
         data = {name: str(out / f"{task.name}_{name}.jsonl") for name in task.rows}
-    options = dict(task.options)
+    # options name files relative to the folder of a task
+    options = json.loads(json.dumps(task.options).replace("{files}", str(out / task.name)))
     train = {"steps": 100, "batch_size": 8, "group_size": 8, "lr": 2e-3, **options.pop("train", {})}
     return {
         "model": {"path": str(start_folder(task, out) / "start" / "checkpoint"), "device": "cpu"},
@@ -215,13 +414,15 @@ def start_folder(task: Task, out: Path) -> Path:
 
 
 def prepare(task: Task, out: Path) -> None:
-    """Write the rows of a task, and its start model unless it is there."""
+    """Write the rows and files of a task, and its start model unless it is there."""
     folder = start_folder(task, out)
     folder.mkdir(parents=True, exist_ok=True)
     draws = random.Random(0)
     for name, row in task.rows.items():
         lines = [json.dumps(row(draws)) for _ in range(1024 if name == "train" else 96)]
         (out / f"{task.name}_{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if task.files is not None:
+        task.files(out / task.name)
     if (folder / "ready").exists():
         return
     if task.base:
@@ -236,14 +437,18 @@ def prepare(task: Task, out: Path) -> None:
     else:
         model_path = folder / "random"
         tokenizer = make_tokenizer()
+        tokenizer.chat_template = TEMPLATE
         model = make_model(tokenizer)
         model.config.max_position_embeddings = CONTEXT
         model.save_pretrained(model_path)
         tokenizer.save_pretrained(model_path)
     if start_name(task) in COPYING:
         options["steps"] = 600
+    if task.tools:  # the grammar knows the form
+        options["steps"] = 150
+    tool_format = {"tool_format": json.dumps(CALLS["tool_format"])} if task.tools else {}
     named = {f"sft.{name}": value for name, value in options.items()}
-    fine_tune(folder, {"model.path": model_path, **named})
+    fine_tune(folder, {"model.path": model_path, **tool_format, **named})
 
 
 def conversation(task: Task, draws: random.Random) -> dict[str, Any]:
@@ -252,7 +457,16 @@ def conversation(task: Task, draws: random.Random) -> dict[str, Any]:
     for _ in range(task.asked):
         asked = task.question(draws)
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": task.answer(draws, asked)}]
-    return {"messages": messages}
+    if not task.tools:
+        return {"messages": messages}
+    return {"messages": messages, "tools": [schema(name, names) for name, names in task.tools.items()]}
+
+
+def schema(tool: str, parameters: tuple[str, ...]) -> dict[str, Any]:
+    """The schema of a tool, of which `TEMPLATE` writes the names."""
+    properties = {name: {"type": "string"} for name in parameters}
+    function = {"name": tool, "description": "", "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": function}
 
 
 def interpreter(task: Task) -> str:

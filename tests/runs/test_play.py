@@ -146,6 +146,7 @@ def test_the_model_takes_a_turn_when_it_is_asked(
         ("/call calculator 6*7\n", "'6*7' is no argument: write name=value for each"),
         ("/call calculator {a}\n", "the arguments of the call"),
         ("/undo\n", "there is no turn to take back"),
+        ("42\n/model\n", "end> /model the conversation has ended: /undo, /again"),
         ("/save\n", "name the file: /save FILE"),
         ("/save x.jsonl\n", "there is no turn yet"),
         ("7\n", "the input is over, and the conversation is in turn 1"),

@@ -113,8 +113,9 @@ class CallTexts:
         if found is None or not found._reads_back(format):
             raise TemplateError(
                 f"calls of the format {format.name} cannot be constrained: a grammar needs the name and the arguments of a call "
-                f"as JSON between texts that are the same in each call, and begin with a mark. Remove tool_calls.constrain, "
-                f"tool_calls.choice and tool_choice=required, or use a model with another format (docs/tool_calls.md)"
+                f"as JSON between texts that are the same in each call, and begin with a mark of two or more characters. Remove "
+                f"tool_calls.constrain, tool_calls.choice and tool_choice=required, or use a model with another format "
+                f"(docs/tool_calls.md)"
             )
         return found
 

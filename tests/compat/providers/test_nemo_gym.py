@@ -163,6 +163,19 @@ def test_what_the_server_says_of_a_call_and_of_the_end_is_recorded(servers: dict
     assert SEEN[-1][1]["secret"] == 5
 
 
+def test_without_calls_to_the_server_a_turn_with_one_is_the_last(servers: dict[str, str]) -> None:
+    SEEN.clear()
+    turns = ["I ask. " + call("boom", '{"city": 1}'), "Done."]
+    one = played(servers["verify"], task(tools=("boom",)), turns, execute_calls=False)
+    assert one.error is None, one.error
+    assert one.stop == "done"
+    assert [(turn.outcomes, turn.rewards) for turn in one.turns] == [((), {"environment": 1.0})]
+    assert [route for route, _ in SEEN] == ["seed_session", "verify"]
+    assert [item["type"] for item in SEEN[-1][1]["response"]["output"]] == ["message", "function_call"]
+    said_only = played(servers["verify"], task(tools=("boom",)), ["Done."], execute_calls=False)
+    assert (said_only.stop, len(said_only.turns)) == ("done", 1)
+
+
 def test_a_limit_ends_with_what_there_is(servers: dict[str, str]) -> None:
     record, limits = task(tools=("boom",)), Limits(turns=2, tokens_per_turn=4000)
     environments = assembly.environment_factory(recipe(servers["verify"]))
@@ -273,6 +286,18 @@ def text_of(items: list[Item]) -> str:
     )
 
 
+def own_rewards(python: str, kind: str, url: str, plays: list[tuple[Row, list[list[Item]]]]) -> list[float]:
+    """The rewards of an agent of the package, whose model says these turns."""
+    lines = "".join(json.dumps({"row": dict(row.fields), "turns": turns}) + "\n" for row, turns in plays)
+    own = subprocess.run(
+        [python, str(AGENTS), kind, url], input=lines, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert own.returncode == 0, own.stderr[-2000:]
+    rewards = [json.loads(line)["reward"] for line in own.stdout.splitlines() if line.startswith('{"reward"')]
+    assert len(rewards) == len(plays)
+    return rewards
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("server", list(dict.fromkeys(name for name, _, _ in PLAYED)))
 def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(python: str, server: str) -> None:
@@ -284,13 +309,7 @@ def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(pytho
     try:
         url, kind = asyncio.run(source.place())
         chosen = [turns for name, its, turns in PLAYED if name == server and its == kind]
-        lines = "".join(json.dumps({"row": dict(row.fields), "turns": turns}) + "\n" for turns in chosen)
-        own = subprocess.run(
-            [python, str(AGENTS), kind, url], input=lines, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert own.returncode == 0, own.stderr[-2000:]
-        expected = [json.loads(line)["reward"] for line in own.stdout.splitlines() if line.startswith('{"reward"')]
-        assert len(expected) == len(chosen)
+        expected = own_rewards(python, kind, url, [(row, turns) for turns in chosen])
         for turns, reward in zip(chosen, expected, strict=True):
             together = hold_all(Says(*map(text_of, turns)), environments, row=row, limits=LIMITS, size=3)
             for one in together:
@@ -303,6 +322,37 @@ def test_a_server_of_the_package_gives_the_rewards_that_its_own_agent_gets(pytho
     assert source._server is not None
     assert source._server._end is not None
     assert not source._server._end.alive
+
+
+WHO = {"user_id": "GROOM2024", "event_confirmation_code": "NIGHTCLUB2024"}
+ONCE = [
+    ("xlam_fc", [called("live_giveaways_by_type", type=kind) for kind in ("beta", "game")]),
+    ("xlam_fc", [called("live_giveaways_by_type", type="beta")]),
+    ("single_step_tool_use_with_argument_comparison", [called("authenticate_user", **WHO)]),
+    ("single_step_tool_use_with_argument_comparison", [said("What is your user id?")]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("server", list(dict.fromkeys(name for name, _ in ONCE)))
+def test_without_calls_the_reward_is_that_of_its_agent_that_executes_none(python: str, server: str) -> None:
+    config = recipe(server, python=python, execute_calls=False)
+    row = assembly.rows(config, limit=1)[0]
+    environments = assembly.environment_factory(config)
+    source = environments._shared[-1]
+    assert isinstance(source, NemoGym)
+    try:
+        url, _ = asyncio.run(source.place())
+        turns = [items for name, items in ONCE if name == server]
+        rewards = own_rewards(python, "once", url, [(row, [items]) for items in turns])
+        for items, reward in zip(turns, rewards, strict=True):
+            one = hold(Says(text_of(items), "?"), environments, row=row, limits=LIMITS)
+            assert one.error is None, one.error
+            assert (one.stop, len(one.turns)) == ("done", 1)
+            assert one.turns[0].reward == pytest.approx(reward), one.turns[0].info
+        assert set(rewards) == {0.0, 1.0}
+    finally:
+        asyncio.run(environments.aclose())
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.conversations import Says, hold
+from support.conversations import Says, hold, scripted
 from support.own_environment import needs
 from turnwise import assembly
 from turnwise.config.recipe import checked
@@ -100,6 +100,55 @@ def test_a_game_for_two_has_the_reward_of_the_librarys_own_loop(name: str, tmp_p
     assert sum(turn.reward for turn in trajectory.turns) == expected
 
 
+@pytest.mark.parametrize("seat", [0, 1])
+def test_both_players_are_conversations_of_the_model_with_the_rewards_of_the_librarys_own_loop(seat: int) -> None:
+    first, second = (
+        ["[4]", "[0]", "[0]", "[8]"],
+        ["[1]", "[2]", "[3]"],
+    )  # player 0 wins with 0, 4, 8 after an illegal move
+    waiting = list(second)
+    expected = own_reward("TicTacToe-v0", 0, 2, first, lambda _: waiting.pop(0))
+    config = recipe("TicTacToe-v0", opponent="self", seat=seat, reward_scale=2.0)
+    environments = assembly.environment_factory(config)
+    row = assembly.rows(config, limit=1)[0]
+    one = hold(scripted(first, second), environments, row=row, limits=LIMITS)
+    assert one.error is None, one.error
+    assert one.stop == "done"
+    (other,) = one.agents
+    assert (other.agent, other.error, other.trained) == (f"player_{1 - seat}", None, True)
+    assert [turn.reward for turn in one.turns][-1] == 2 * (expected if seat == 0 else -expected) != 0
+    assert [turn.reward for turn in other.turns][-1] == -one.turns[-1].reward
+    texts = [[m["content"] for m in both.messages if m["role"] == "user"] for both in (one, other)]
+    assert texts[0][0].startswith(f"[GAME] You are Player {seat}")
+    assert texts[1][0].startswith(f"[GAME] You are Player {1 - seat}")
+    assert not any("You are Player" in text for text in [*texts[0][1:], *texts[1][1:]])
+    mover = one if seat == 0 else other
+    assert any("attempted an invalid move" in m["content"] for m in mover.messages if m["role"] == "user")
+
+
+def test_a_game_cannot_go_on_when_a_limit_ends_the_other_player() -> None:
+    config = recipe("TicTacToe-v0", opponent="self", seat=0)
+    environments, row = assembly.environment_factory(config), assembly.rows(config, limit=1)[0]
+    cut = hold(
+        scripted(["[4]"], ["[0] " + "x" * 50]), environments, row=row, limits=Limits(turns=9, tokens_per_turn=20)
+    )
+    assert cut.error is None, cut.error
+    assert (cut.stop, cut.turns[-1].reward) == ("done", 0.0)
+    assert cut.turns[-1].info["unfinished"] == "a limit ended the conversation of player 1"
+    assert cut.agents[0].stop == "length"
+    config = recipe("TicTacToe-v0", opponent="self", seat=1)
+    environments = assembly.environment_factory(config)
+    over = hold(
+        scripted(["[4]", "[0]"], ["[1]", "[2]"]), environments, row=row, limits=Limits(turns=2, tokens_per_turn=20)
+    )
+    assert over.error is None, over.error
+    assert [both.reward for both in (over, *over.agents)] == [None, None]
+    config = recipe("TicTacToe-v0", opponent={"policy": "strong"}, seat=0)
+    none = hold(scripted(["[4]"]), assembly.environment_factory(config), row=row, limits=LIMITS)
+    assert none.error is not None
+    assert "names the policy 'strong', and the recipe has none" in none.error.message
+
+
 def test_only_what_is_new_is_shown_and_an_illegal_move_is_answered_by_the_game() -> None:
     trajectory = played(recipe("TicTacToe-v0", opponent="random", seat=0), ["[4]", "[4]"])
     first, second = [m["content"] for m in trajectory.messages if m["role"] == "user"][1:3]
@@ -132,7 +181,11 @@ def test_a_game_that_draws_when_it_is_made_depends_on_its_seed_only() -> None:
         ("TicTacToe-v0", {}, "a game of 2 players, and the model is one of them: set environment.arguments.opponent"),
         ("TicTacToe-v0", {"players": 1, "opponent": "random"}, "does not begin with 1 players: .*has to be 2"),
         ("TicTacToe-v0", {"opponent": "random", "seat": 2}, "seat is 2; with 2 players it must be 0 to 1"),
-        ("TicTacToe-v0", {"opponent": "self"}, "self-play needs several policies"),
+        (
+            "TicTacToe-v0",
+            {"opponent": {"policy": "a", "system_prompt": "b"}},
+            "`policy` names a policy .* and stands alone",
+        ),
         ("TicTacToe-v0", {"opponent": {"endpont": {}}}, "no option 'endpont'; did you mean 'endpoint'"),
         ("Nim-v0", {"opponent": "random", "arguments": {"pile": 3}}, "pile"),
         ("GuessTheNumber-v0", {"opponent": "random"}, "opponent has no effect"),

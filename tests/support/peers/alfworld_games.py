@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +30,90 @@ TASKS: dict[str, tuple[str, str, str]] = {
 THINGS = {"Apple": 2, "Potato": 1, "Mug": 2, "Book": 1, "DeskLamp": 1}
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A game."""
+
+    task: str
+    """Its kind, one of `TASKS`."""
+    target: str
+    """The type of its object."""
+    place: str
+    """The type of the receptacle where it belongs."""
+    toggle: str
+    """The type of what is switched on."""
+    places: Mapping[str, str]
+    """As `PLACES`."""
+    things: Sequence[tuple[str, int]]
+    """Each thing's type, and the number of its receptacle among the places."""
+
+
 def make_games(folder: Path, tasks: Sequence[str] = tuple(TASKS), *, seed: int = 0) -> list[Path]:
-    """Write a game for each task in the layout of ALFWorld's data, with the plan of its planner. Returns the files."""
+    """Write a game for each task in the layout of ALFWorld's data. Returns the files."""
+    return [write_game(folder, room(task, seed + number), seed + number) for number, task in enumerate(tasks)]
+
+
+def room(task: str, seed: int) -> Room:
+    """A room for a kind of task: where things are depends on the seed."""
+    target, place, toggle = TASKS[task]
+    kinds = [kind for kind, count in THINGS.items() for _ in range(count)]
+    things = list[tuple[str, int]]()
+    for number, kind in enumerate(kinds):
+        at = len(PLACES) - 1 if kind == "DeskLamp" else (seed + number) % (len(PLACES) - 1)
+        if kind == target and list(PLACES)[at] == place:
+            at = (at + 1) % (len(PLACES) - 1)
+        things.append((kind, at))
+    return Room(task, target, place, toggle, PLACES, things)
+
+
+def write_game(folder: Path, room: Room, seed: int) -> Path:
+    """Write a game in the layout of ALFWorld's data. Returns its file."""
+    from alfworld.agents.utils.misc import add_task_to_grammar  # pyright: ignore[reportMissingImports]
     from alfworld.info import ALFRED_PDDL_PATH, ALFRED_TWL2_PATH  # pyright: ignore[reportMissingImports]
 
-    domain, grammar = Path(ALFRED_PDDL_PATH).read_text(), Path(ALFRED_TWL2_PATH).read_text()
-    return [_game(folder, task, seed + number, domain, grammar) for number, task in enumerate(tasks)]
-
-
-def _game(folder: Path, task: str, seed: int, domain: str, grammar: str) -> Path:
-    from alfworld.agents.utils.misc import add_task_to_grammar  # pyright: ignore[reportMissingImports]
-
-    target, place, toggle = TASKS[task]
     parameters = {
-        "object_target": target,
-        "parent_target": place,
-        "toggle_target": toggle,
+        "object_target": room.target,
+        "parent_target": room.place,
+        "toggle_target": room.toggle,
         "mrecep_target": "",
         "object_sliced": False,
     }
-    trajectory = {"task_type": task, "pddl_params": parameters}
+    trajectory = {"task_type": room.task, "pddl_params": parameters}
     data: dict[str, Any] = {
-        "pddl_domain": domain, "grammar": add_task_to_grammar(grammar, trajectory), "pddl_problem": problem(task, seed),
+        "pddl_domain": Path(ALFRED_PDDL_PATH).read_text(),
+        "grammar": add_task_to_grammar(Path(ALFRED_TWL2_PATH).read_text(), trajectory),
+        "pddl_problem": problem(room),
         "solvable": True,
-    }  # fmt: skip
-    file = folder / f"{task}-{target}-None-{place or toggle}-{seed}" / "trial_T1" / "game.tw-pddl"
+    }
+    name = f"{room.task}-{room.target}-None-{room.place or room.toggle}-{seed}"
+    file = folder / name / "trial_T1" / "game.tw-pddl"
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps(data), encoding="utf-8")
     (file.parent / "traj_data.json").write_text(json.dumps(trajectory), encoding="utf-8")
     return file
 
 
-def problem(task: str, seed: int) -> str:
-    """The PDDL problem of a task: where things are depends on the seed."""
+def problem(room: Room) -> str:
+    """The PDDL problem of a game."""
     from alfworld.gen.goal_library import gdict  # pyright: ignore[reportMissingImports]
 
-    target, place, toggle = TASKS[task]
     goal = (
-        gdict[task]["pddl"]
-        .format(obj=target, recep=place, toggle=toggle, mrecep="")
+        gdict[room.task]["pddl"]
+        .format(obj=room.target, recep=room.place, toggle=room.toggle, mrecep="")
         .replace("#", "-")
         .rstrip()
         .removesuffix(")")
     )
-    places = [f"{kind}_bar_1" for kind in PLACES]
-    things = [f"{kind}_bar_{number}" for kind, count in THINGS.items() for number in range(count)]
+    places = [f"{kind}_bar_1" for kind in room.places]
+    kinds = dict.fromkeys(kind for kind, _ in room.things)
     lines = [f"(receptacleType {one} {one.partition('_')[0]}Type)" for one in places]
     lines += [f"(receptacleAtLocation {one} loc_{number})" for number, one in enumerate(places)]
-    lines += [f"(openable {one})" for one in places if PLACES[one.partition("_")[0]]]
-    lines += [f"(canContain {kind}Type {thing}Type)" for kind in PLACES for thing in THINGS]
-    for number, thing in enumerate(things):
-        kind = thing.partition("_")[0]
-        at = len(places) - 1 if kind == "DeskLamp" else (seed + number) % (len(places) - 1)
-        if kind == target and places[at].startswith(place or "-"):
-            at = (at + 1) % (len(places) - 1)
+    lines += [f"(openable {one})" for one in places if room.places[one.partition("_")[0]]]
+    lines += [f"(canContain {place}Type {kind}Type)" for place in room.places for kind in kinds]
+    things = list[str]()
+    for kind, at in room.things:
+        thing = f"{kind}_bar_{sum(one.startswith(f'{kind}_') for one in things)}"
+        things.append(thing)
         lines += [
             f"(objectType {thing} {kind}Type)",
             f"(inReceptacle {thing} {places[at]})",
@@ -93,9 +124,8 @@ def problem(task: str, seed: int) -> str:
             if kind == "DeskLamp"
             else [f"({able} {thing})" for able in ("pickupable", "cleanable", "heatable", "coolable")]
         )
-    types = [f"{kind}Type - rtype" for kind in PLACES] + [
-        f"{kind}Type - otype" for kind in (*THINGS, "Knife", "ButterKnife")
-    ]
+    types = [f"{kind}Type - rtype" for kind in room.places]
+    types += [f"{kind}Type - otype" for kind in (*kinds, "Knife", "ButterKnife")]
     objects = [
         "agent1 - agent",
         *types,

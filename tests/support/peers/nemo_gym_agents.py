@@ -1,6 +1,6 @@
 """Plays rows with NeMo Gym's own agents, and prints their rewards: the model is a server that says what it is told to.
 
-    python nemo_gym_agents.py verify|step URL < JSON lines {"row": ..., "turns": [[items of the Responses API], ...]}
+    python nemo_gym_agents.py verify|step|once URL < JSON lines {"row": ..., "turns": [[items of the Responses API], ...]}
 
 Runs in the environment of NeMo Gym.
 """
@@ -20,7 +20,11 @@ from fastapi import FastAPI
 from omegaconf import OmegaConf
 
 RUNNING: list[asyncio.Task] = []
-NAMES = {"verify": ("simple_agent", "SimpleAgent"), "step": ("gymnasium_agent", "GymnasiumAgent")}
+NAMES = {
+    "verify": ("simple_agent", "SimpleAgent"),
+    "step": ("gymnasium_agent", "GymnasiumAgent"),
+    "once": ("non_executing_simple_agent", "NonExecutingSimpleAgent"),
+}
 
 
 async def serve(app: FastAPI) -> int:

@@ -16,6 +16,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -24,10 +25,10 @@ import numpy as np
 from turnwise.compat.object_factory import number, opened, plain, referred
 from turnwise.compat.providers.provider import About, LibraryEnvironments, refuse_unknown_name
 from turnwise.data.rows import ProvidedRows, seed_rows
-from turnwise.environments.environment import Environment
+from turnwise.environments.environment import Environment, EpisodeAgent, current_episode
 from turnwise.errors import ConfigError, Failed, boundary, nearest
 from turnwise.services.chat import ChatModel, ask_chat_model, given_chat_model
-from turnwise.types import Opening, Reply, Row, Turn
+from turnwise.types import Message, Opening, Reply, Row, Turn
 from turnwise.user_code.threads import ThreadedObject, run_in_thread
 
 _MOST_PLAYERS = 6
@@ -36,7 +37,7 @@ _MOST_MOVES = 200
 _WAIT = 60.0  # seconds for the calls of other games
 _PLAYER = "You play a game. Read its rules, and answer with your next move in the form that they ask for."
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
-_OPPONENT_KEYS = ("endpoint", "chat_model", "system_prompt")
+_OPPONENT_KEYS = ("policy", "endpoint", "chat_model", "system_prompt")
 
 Opponent = Callable[[str, random.Random], Any]
 """The move after an observation; may be async."""
@@ -51,8 +52,9 @@ class TextArena(LibraryEnvironments):
         players: The number of players. Null: the smallest number that the game accepts.
         seat: The number of the player that the model is, from 0; `alternate` takes the seats in turn, by the seed of the row.
         opponent: Who the other players are. `random`: one of the moves in brackets that the last observation shows, drawn by the
-            seed. A reference `file.py:move` to a function from an observation to a move. A mapping with `endpoint` (a model on a
-            server) or `chat_model`, and optionally `system_prompt`: another model.
+            seed. A reference `file.py:move` to a function from an observation to a move. `self`: the model, in conversations of
+            its own. A mapping with `policy`: a policy of the recipe; with `endpoint` (a model on a server) or `chat_model`, and
+            optionally `system_prompt`: another model.
         reward_scale: The factor of the game's rewards.
 
     Raises ConfigError.
@@ -82,7 +84,7 @@ class TextArena(LibraryEnvironments):
         if self.players > 1 and opponent is None:
             raise ConfigError(
                 f"textarena:{name} is a game of {self.players} players, and the model is one of them: set "
-                f"environment.arguments.opponent to random, to a function, or to another model"
+                f"environment.arguments.opponent to self, to random, to a function, or to another model"
             )
         if self.players == 1 and opponent is not None:
             raise ConfigError(
@@ -149,13 +151,17 @@ class _TextGame:
     def __init__(self, source: TextArena) -> None:
         self._source = source
         self._foreign = ThreadedObject(self._make_game, None, name=f"textarena:{source.name}")
-        self._shown = ""
-        """What the wrappers have shown so far, if they repeat it."""
+        self._view = _View()
+        self._agents: dict[int, _AgentPlayer] = {}
+        """The players that are agents of the episode."""
+        self._unfinished = ""
+        """Why the game cannot go on, though it has not ended."""
 
     async def begin(self, row: Row) -> Opening:
         seed = row["seed"]
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ValueError(f"row {row.id!r} has seed={seed!r:.80}; it must be an integer of at least 0")
+        self._row = row
         self._random = _OwnRandom(seed)
         self._draws = random.Random(f"opponent {seed}")
         self._seat = self._source.seat(seed)
@@ -163,8 +169,9 @@ class _TextGame:
         await self._ask(partial(self._game.reset, num_players=self._source.players, seed=seed % (1 << 32)))
         done, observation, _ = await self._opponents_move()
         if done:
-            raise ValueError(f"textarena:{self._source.name} ended before the first move of player {self._seat}")
-        return Opening(messages=opened(row.messages, self._new(observation)))
+            ended = self._unfinished or f"textarena:{self._source.name} ended"
+            raise ValueError(f"{ended} before the first move of player {self._seat}")
+        return Opening(messages=opened(row.messages, self._view.new(observation)))
 
     async def step(self, turn: Turn) -> Reply:
         move = str(turn.message.get("content") or "").strip()
@@ -173,12 +180,16 @@ class _TextGame:
         if not done:
             done, observation, more = await self._opponents_move()
             info |= more
+        if self._unfinished:
+            return Reply(done=True, info={**info, "unfinished": self._unfinished})
         if done:
             rewards, game_info = await self._result()
             return Reply(reward=rewards, done=True, info={**info, **game_info})
-        return Reply(messages=[{"role": "user", "content": self._new(observation, move)}], info=info)
+        return Reply(messages=[{"role": "user", "content": self._view.new(observation, move)}], info=info)
 
     async def close(self) -> None:
+        for player in self._agents.values():
+            await player.agent.close()
         await self._foreign.close()
         if self._foreign.busy:
             self._random.leave()
@@ -192,7 +203,7 @@ class _TextGame:
         return bool(answered[0]), plain(info) if isinstance(info, Mapping) else {}
 
     async def _opponents_move(self) -> tuple[bool, str, dict[str, Any]]:
-        """Let the opponents move until it is the model's turn. Whether the game is over, and the model's observation."""
+        """Let the opponents move until it is the model's turn. Whether the game is over or cannot go on, and the observation."""
         info: dict[str, Any] = {}
         for _ in range(_MOST_MOVES):
             answered = await self._ask(self._game.get_observation)
@@ -206,7 +217,12 @@ class _TextGame:
             if player == self._seat:
                 return False, observation, info
             assert self._source.opponent is not None
-            move = await self._opponent(self._source.opponent, observation)
+            if isinstance(self._source.opponent, _OfEpisode):
+                move = await self._agents_move(player, self._source.opponent.policy, observation)
+                if self._unfinished:
+                    return True, "", info
+            else:
+                move = await self._opponent(self._source.opponent, observation)
             done, _ = await self._move(move)
             info = {"opponent": move}
             if done:
@@ -222,6 +238,30 @@ class _TextGame:
             raise TypeError(f"{name} made the move {move!r:.80}; it must be a text")
         return move
 
+    async def _agents_move(self, player: int, policy: str | None, observation: str) -> str:
+        """The move of an agent of the episode; nothing if a limit has ended its conversation."""
+        if player not in self._agents:
+            messages = opened(self._row.messages, (view := _View()).new(observation))
+            opponent = current_episode().agent(f"player_{player}", messages=messages, policy=policy)
+            self._agents[player] = _AgentPlayer(opponent, view)
+            new: str | Sequence[Message] = ()
+        else:
+            new = self._agents[player].view.new(observation, self._agents[player].move)
+        one = self._agents[player]
+        try:
+            turn = await one.agent.turn(new)
+            ended = turn.finish_reason == "length"
+        except Failed:
+            ended = one.agent.trajectory.stop is not None and one.agent.trajectory.error is None
+            if not ended:
+                raise
+            turn = one.agent.trajectory.turns[-1]
+        if ended:
+            self._unfinished = f"a limit ended the conversation of player {player}"
+            return ""
+        one.move = str(turn.message.get("content") or "").strip()
+        return one.move
+
     async def _result(self) -> tuple[float, dict[str, Any]]:
         """The model's reward, and what the game says of its player."""
         answered = await self._ask(self._game.close)
@@ -230,11 +270,35 @@ class _TextGame:
                 f"textarena:{self._source.name} ended with {answered!r:.200}; it must be (rewards by player, infos by player)"
             )
         rewards, infos = answered
-        reward = number(rewards.get(self._seat), f"textarena:{self._source.name}, player {self._seat},")
+        reward, *others = [
+            number(rewards.get(player), f"textarena:{self._source.name}, player {player},")
+            for player in (self._seat, *self._agents)
+        ]
+        for one, its in zip(self._agents.values(), others, strict=True):
+            one.agent.add_reward(its * self._source.reward_scale)
         of_player = infos.get(self._seat) if isinstance(infos, Mapping) else None
         return reward * self._source.reward_scale, plain(of_player) if isinstance(of_player, Mapping) else {}
 
-    def _new(self, observation: str, move: str | None = None) -> str:
+    def _make_game(self) -> Any:
+        with self._random.active():  # some games draw when they are made, as Countdown-v0 its numbers
+            return self._source.make_game()
+
+    async def _ask(self, function: Callable[[], Any]) -> Any:
+        def ask() -> Any:
+            with self._random.active():
+                return function()
+
+        return await self._foreign.ask(ask)
+
+
+class _View:
+    """What a player has been shown of a game."""
+
+    def __init__(self) -> None:
+        self._shown = ""
+        """What the wrappers have shown so far, if they repeat it."""
+
+    def new(self, observation: str, move: str | None = None) -> str:
         """The part of an observation that was not shown before, without the model's own move at its beginning."""
         before, self._shown = self._shown, observation
         if not before or not observation.startswith(before):
@@ -248,16 +312,15 @@ class _TextGame:
                     break
         return new.strip("\n") or "(nothing new)"
 
-    def _make_game(self) -> Any:
-        with self._random.active():  # some games draw when they are made, as Countdown-v0 its numbers
-            return self._source.make_game()
 
-    async def _ask(self, function: Callable[[], Any]) -> Any:
-        def ask() -> Any:
-            with self._random.active():
-                return function()
+@dataclass(slots=True)
+class _AgentPlayer:
+    """A player that is an agent of the episode."""
 
-        return await self._foreign.ask(ask)
+    agent: EpisodeAgent
+    view: _View
+    move: str = ""
+    """Its last one."""
 
 
 class _OwnRandom:
@@ -301,15 +364,20 @@ class _OwnRandom:
 # opponents
 
 
-def _opponent(given: str | Callable[..., Any] | Mapping[str, Any]) -> Opponent:
+@dataclass(frozen=True, slots=True)
+class _OfEpisode:
+    """Agents of the episode are the other players."""
+
+    policy: str | None
+    """Null: the model's own."""
+
+
+def _opponent(given: str | Callable[..., Any] | Mapping[str, Any]) -> Opponent | _OfEpisode:
     """What makes the moves of the other players. Raises ConfigError."""
     if given == "random":
         return _random_move
     if given == "self":
-        raise ConfigError(
-            "environment.arguments.opponent: self-play needs several policies in one run, which turnwise does not have; name the "
-            "endpoint of a server with a copy of the model: opponent: {endpoint: {url: ..., model: ...}}"
-        )
+        return _OfEpisode(None)
     if isinstance(given, Mapping):
         return _model(given)
     function = referred(given, "opponent")
@@ -335,13 +403,20 @@ def _random_move(observation: str, draws: random.Random) -> str:
     return draws.choice(lines[-1])
 
 
-def _model(given: Mapping[str, Any]) -> Opponent:
+def _model(given: Mapping[str, Any]) -> Opponent | _OfEpisode:
     unknown = next((key for key in given if key not in _OPPONENT_KEYS), None)
     if unknown is not None:
         raise ConfigError(
             f"environment.arguments.opponent has no option {unknown!r}{nearest(unknown, _OPPONENT_KEYS)}; it has "
             f"{', '.join(_OPPONENT_KEYS)}"
         )
+    if "policy" in given:
+        if len(given) > 1 or not isinstance(given["policy"], str):
+            raise ConfigError(
+                f"environment.arguments.opponent is {dict(given)!r:.200}; `policy` names a policy of the recipe, and stands "
+                f"alone"
+            )
+        return _OfEpisode(given["policy"])
     key = "environment.arguments.opponent.chat_model"
     chat: ChatModel = given_chat_model(given.get("endpoint"), given.get("chat_model"), owner="opponent", key=key)
     system = str(given.get("system_prompt", _PLAYER))
