@@ -176,8 +176,8 @@ def test_tokens_that_leave_the_templates_text_are_counted_each_step_and_told_onc
     "autocast", [pytest.param(False, id="float32"), pytest.param(True, id="autocast", marks=pytest.mark.slow)]
 )
 def test_random_weights_learn_what_is_rewarded(recipe: Path, tmp_path: Path, autocast: bool) -> None:
-    options = ["model.autocast=true"] if autocast else []
-    run(recipe, "train.steps=14", "train.batch_size=6", "train.group_size=8", "train.lr=0.02", *options)
+    options = ["model.autocast=true", "train.steps=18"] if autocast else ["train.steps=14"]
+    run(recipe, "train.batch_size=6", "train.group_size=8", "train.lr=0.02", *options)
     metrics = lines(tmp_path / "run" / "metrics.jsonl")
     rewards, deviations = ([one[name] for one in metrics] for name in ("reward/mean", "ratio/max_deviation"))
     # the engine and the trainer round to bfloat16 at different places

@@ -225,7 +225,7 @@ def operands_exist(words: list[str], options: Any) -> bool:
     """Whether the files and directories of a parsed command exist here."""
     if words[0] == "convert":
         pairs = zip(["", *words], words, strict=False)
-        named = [word for before, word in pairs if before != "--out" and re.search(r"\.(sh|yaml)$|^DIR$", word)]
+        named = [word for before, word in pairs if before != "--out" and re.search(r"\.(sh|yaml|py)$|^DIR$", word)]
         return all(Path(name).exists() for name in named)
     names = [getattr(options, name, None) for name in ("run", "recipe", "model", "runs", "script")]
     paths = [str(path) for name in names if name for path in (name if isinstance(name, list) else [name])]

@@ -62,9 +62,12 @@ def run_tests(python: str, file: Path) -> None:
 
     Raises AssertionError if a test failed or was skipped."""
     path = os.pathsep.join([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")])
+    # inspect_ai leaves streams of anyio to the garbage collector when a sample is cancelled
+    streams = "ignore:Exception ignored in. <function MemoryObject:pytest.PytestUnraisableExceptionWarning"
+    words = [str(file), "-q", "-rs", "-p", "no:cacheprovider", "-o", f"filterwarnings=error\n{streams}"]
     code = (
         f"import sys; sys.path.append({sysconfig.get_paths()['purelib']!r}); import pytest; "
-        f"sys.exit(pytest.main([{str(file)!r}, '-q', '-rs', '-p', 'no:cacheprovider']))"
+        f"sys.exit(pytest.main({words!r}))"
     )
     ran = subprocess.run(
         [python, "-c", code],
