@@ -249,7 +249,7 @@ CASES = {
     **{name: Case(model=name) for name in ("mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "minimax_m2")},
     "idle_experts": Case(model="one_sided", experts="eager"),
     **{name: Case(model=name) for name in ("llama", "mistral", "qwen2", "window", "capped")},
-    **{name: Case(model=name, loss=PpoClip(kl_coef=0.5)) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe")},
+    **{name: Case(model=name, loss=PpoClip(kl_coef=0.5)) for name in ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")},
     "qwen3_next_lora": Case(model="qwen3_next", lora=True),
     "teacher_sampled": Case(loss=Reinforce(), teacher=teacher(path="teacher", gamma=0.5), epochs=2),
     "teacher_divergence": Case(

@@ -99,9 +99,12 @@ TOGETHER = {
         "teacher_divergence",
         "window",
         "capped",
+        "qwen3_next",
+        "qwen3_5_moe",
+        "lfm2",
     ],
-    "two_parts": ["lora_copy", "experts"],
-    "parts_of_pairs": ["one_micro_batch", "experts", "teacher_divergence"],
+    "two_parts": ["lora_copy", "experts", "qwen3_next"],
+    "parts_of_pairs": ["one_micro_batch", "experts", "teacher_divergence", "qwen3_5"],
     "pair": [
         "ppo_clip_epochs",
         "sync_each",
@@ -154,7 +157,7 @@ OF_PARTS: dict[str, Any] = {
 }
 """Models whose layers see some of the tokens before a token only, or have no output layer of their own."""
 
-HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2")
 """Models with layers that keep a state, some with experts."""
 
 Mesh = dict[str, int]
@@ -388,7 +391,7 @@ def test_ranks_with_other_versions_or_another_directory_are_refused(results: dic
 
 
 def test_a_state_without_its_index_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match=r"the state of the optimizer in .* cannot be read \(FileNotFoundError"):
+    with pytest.raises(RunError, match=r"the parts of weights and optimizer in .* cannot be read \(FileNotFoundError"):
         complete_state(tmp_path, ["weight"])
 
 
@@ -398,7 +401,7 @@ def test_a_state_with_a_missing_part_is_refused(tmp_path: Path) -> None:
         dcp_save.save({"steps": torch.ones(3)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     for file in tmp_path.glob("*.distcp"):
         file.unlink()
-    with pytest.raises(RunError, match=r"the state of the optimizer in .* cannot be read \(FileNotFoundError"):
+    with pytest.raises(RunError, match=r"the parts of weights and optimizer in .* cannot be read \(FileNotFoundError"):
         complete_state(tmp_path, [])
 
 

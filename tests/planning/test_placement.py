@@ -128,16 +128,20 @@ def test_a_model_beside_the_trained_one_that_is_not_divided_is_refused(
         refuse_impossible(loaded, 4, read_model_config(loaded.model.path))
 
 
-@pytest.mark.parametrize("name", ["tensor", "context"])
-def test_a_hybrid_is_not_computed_by_several_ranks_together(recipe: Path, tmp_path: Path, name: str) -> None:
+def test_a_hybrid_without_a_plan_is_not_divided(recipe: Path, tmp_path: Path) -> None:
     CONFIGS["lfm2"]().save_pretrained(tmp_path / "hybrid")
-    loaded, _ = load(recipe, ["cluster=torchrun", f"cluster.mesh.{name}=2"])
-    message = {
-        "tensor": "the type lfm2, for which transformers has no plan",
-        "context": "layers of the type conv",
-    }
-    with pytest.raises(ConfigError, match=message[name]):
+    loaded, _ = load(recipe, ["cluster=torchrun", "cluster.mesh.tensor=2"])
+    with pytest.raises(ConfigError, match="the type lfm2, for which transformers has no plan"):
         refuse_impossible(loaded, 4, read_model_config(str(tmp_path / "hybrid")))
+
+
+def test_ranks_with_parts_of_the_tokens_have_layers_with_a_state_for_all_tokens(
+    hybrid_recipe: Path, plain: dict[str, float]
+) -> None:
+    """Half of the layers, whose activations do not fall."""
+    cut = parts(hybrid_recipe, 4, "cluster.mesh.context=2")
+    assert cut["layers with a state, of all tokens"] == 0.5 * cut["activations"]
+    assert cut["activations"] < 0.6 * plain["activations"]
 
 
 def test_ranks_with_parts_of_the_tokens_keep_parts_of_the_activations(recipe: Path) -> None:

@@ -6,13 +6,14 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig
 
-from support.hybrids import CONFIGS
+from support.hybrids import CONFIGS, hybrid
 from support.vision import vision_model
 from training.test_flash_tree import kernels
 from turnwise.errors import ConfigError
@@ -20,8 +21,10 @@ from turnwise.models.model_config import refuse_uncut
 from turnwise.models.precision import additive_mask
 from turnwise.training import flash_tree
 from turnwise.training import tree as tree_module
+from turnwise.training.forward import try_tree_attention
+from turnwise.training.recurrent_tree import has_recurrent_layers
 from turnwise.training.sharded.together import Cut
-from turnwise.training.tree import FlatRow, Tree, _TreeMask
+from turnwise.training.tree import FlatRow, Tree, _TreeMask, tree_attention
 
 __all__ = ["kernels"]
 
@@ -82,8 +85,7 @@ def test_parts_have_the_attention_of_the_whole_row(
     barrier = threading.Barrier(ranks)
 
     def part(rank: int) -> list[torch.Tensor]:
-        exchange = Threads(rank, slots, barrier)
-        tree = Tree.of(cut.runs(ROW.runs, rank), first_key=2 * cut.piece * rank, exchange=exchange)
+        tree = cut.tree(ROW.runs, rank, Threads(rank, slots, barrier))
         places = torch.from_numpy(cut.places(rank))
         return attended(replace(tree, accelerated=accelerated), [one[places] for one in padded], window)
 
@@ -127,10 +129,49 @@ def test_each_rank_has_two_pieces_of_a_row(tokens: int, ranks: int) -> None:
     assert cut.padding < 2 * ranks
 
 
-@pytest.mark.parametrize("family", [name for name in CONFIGS if name != "llama4"])
-def test_a_model_whose_tokens_need_their_neighbors_is_not_cut(family: str) -> None:
-    with pytest.raises(ConfigError, match=r"cluster\.mesh\.context=2: .* whose state goes from token to token"):
-        refuse_uncut(CONFIGS[family](), 2)
+def gradients(model: Any, tree: Tree, ids: np.ndarray, position: np.ndarray, chosen: np.ndarray) -> list[torch.Tensor]:
+    """The logits [T, V] of a tree's tokens, and the gradient of the embedding for the sum of squares of the `chosen` ones."""
+    ids_1T, position_1T = (torch.from_numpy(column[None]) for column in (ids, position))
+    embedding = model.get_input_embeddings().weight
+    with tree_attention(tree):
+        logits_TV = model(ids_1T, position_ids=position_1T, use_cache=False).logits[0]
+    return [logits_TV.detach(), *torch.autograd.grad(logits_TV[chosen].square().sum(), embedding)]
+
+
+QUICK = ("lfm2", "jamba", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS} - {"llama4"})],
+)
+def test_layers_with_a_state_compute_the_tokens_of_all_ranks(family: str) -> None:
+    ranks, model = 2, hybrid(family)
+    assert has_recurrent_layers(model)
+    if not try_tree_attention(model):
+        pytest.skip("computes each sequence by itself, and is refused")
+    ids, position = ROW.token_ids, ROW.position
+    expected = gradients(model, Tree.of(ROW.runs), ids, position, np.arange(len(ids)))
+    cut, slots = Cut(len(ids), ranks), [torch.empty(0)] * ranks
+    padded_ids, padded_position = (np.pad(column, (0, cut.padding)) for column in (ids, position))
+    barrier = threading.Barrier(ranks)
+
+    def part(rank: int) -> list[torch.Tensor]:
+        tree, places = cut.tree(ROW.runs, rank, Threads(rank, slots, barrier)), cut.places(rank)
+        return gradients(model, tree, padded_ids[places], padded_position[places], np.flatnonzero(places < len(ids)))
+
+    with ThreadPoolExecutor(ranks) as threads:
+        parts = list(threads.map(part, range(ranks)))
+    key_T = torch.from_numpy(cut.key_of(np.arange(len(ids))))
+    for actual, right in zip(
+        (
+            torch.cat([logits_TV for logits_TV, _ in parts])[key_T],
+            torch.stack([gradient for _, gradient in parts]).sum(0),
+        ),
+        expected,
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, right, atol=1e-5 * float(right.abs().max()), rtol=1e-3)
 
 
 @pytest.mark.parametrize("nested", [False, True])

@@ -118,8 +118,7 @@ def _number_of_experts(text: Any) -> int | None:
 
 def refuse_uncut(config: Any, ranks: int) -> None:
     """Raise ConfigError if ranks with parts of the tokens cannot compute a model with this configuration (of transformers)."""
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or []).intersection(RECURRENT_TYPES)
-    reason = f"layers of the type {', '.join(sorted(layers))}, whose state goes from token to token" if layers else None
+    reason = None
     if moving := _rotary_types(config.get_text_config()) - set(STATIC_ROPE):
         # each rank would see another length, and choose other frequencies
         reason = (

@@ -39,6 +39,7 @@ from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import (
     DISPATCH_STYLE,
     DIVIDED_STYLES,
+    RECURRENT_TYPES,
     context_length,
     planned_styles,
     refuse_indivisible,
@@ -152,7 +153,8 @@ def rank_memory(
     Weights, optimizer and reference model are divided. The layers that a pass needs are gathered: the present layer and the next
     one, and all weights outside of the layers. Activations and logits are those of a micro-batch, as in one process; with
     `cluster.mesh.tensor`, those of a model with as many heads, features and experts as a rank has, and with
-    `cluster.mesh.context` those of a rank's part of the tokens, beside the keys and values of all.
+    `cluster.mesh.context` those of a rank's part of the tokens, beside the keys and values of all. A layer with a state counts as
+    if a rank computed it completely for all tokens.
     """
     fsdp, parts = config.cluster.fsdp, _parts(config, model_config, workload, section)
     _, shard, context, tensor = config.cluster.mesh.shape(ranks)
@@ -170,6 +172,9 @@ def rank_memory(
         parts |= {name: passes[name] for name in _OF_PASSES}
         if context > 1:
             parts["keys and values of all tokens"] = _key_bytes(config, model_config, workload, section) / tensor
+        if context > 1 and (with_state := _part_with_state(model_config)):
+            added = (context - 1) * passes["activations"]
+            parts["layers with a state, of all tokens"] = with_state * added
     program = _RANK_PROGRAM_BYTES if rank > 0 else PROGRAM_BYTES
     parts["program"] = program + (0 if config.model.lora.rank is None else _RANK_PEFT_BYTES)
     samples = (
@@ -257,6 +262,12 @@ def _key_bytes(config: Config, model_config: Any, workload: Workload, section: s
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     exact = (config.cluster.fsdp.param_dtype or config.model.dtype) == "float32"
     return 2 * max(tokens, workload.tokens) * heads * size * ((4 if exact else 2) + 2 * 4)
+
+
+def _part_with_state(model_config: Any) -> float:
+    """The part of the layers that keep a state from token to token."""
+    types = getattr(model_config.get_text_config(), "layer_types", None) or ()
+    return sum(kind in RECURRENT_TYPES for kind in types) / max(1, len(types))
 
 
 def _of_one_rank(model_config: Any, tensor: int) -> Any:

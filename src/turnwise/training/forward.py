@@ -620,9 +620,12 @@ def try_tree_attention(model: Any) -> bool:
         return False
     # In lower precision two right ways to compute may differ by more than a wrong one: other kernels compute calls with a mask,
     # and a trained model enlarges their rounding on sequences without sense. What is tested is the architecture, so a small
-    # model of it is compared in float32, and of the model itself only that it computes a tree at all.
-    like = None if model.dtype == torch.float32 else _small_in_float32(model)
-    shares = _with_tree(model, compares=like is None or not _with_tree(like))
+    # model of it is compared in float32, and of the model itself only that it computes a tree at all. Gradients are those of the
+    # small model, too: the weights of a model that is divided among ranks are not there for two backward passes.
+    exact, recurrent = model.dtype == torch.float32, has_recurrent_layers(model)
+    like = None if exact and not recurrent else _small_in_float32(model)
+    known = like is not None and _with_tree(like, gradients=recurrent)
+    shares = _with_tree(model, compares=exact or not known, gradients=recurrent and not known)
     _log.info("%s: common prompts are computed %s", type(model).__name__, "once" if shares else "for each sequence")
     return shares
 
@@ -659,9 +662,9 @@ def _shorten(config: Any) -> None:
         setattr(config, name, None)
 
 
-def _with_tree(model: Any, *, compares: bool = True) -> bool:
+def _with_tree(model: Any, *, compares: bool = True, gradients: bool) -> bool:
     """Give a model tree attention. Returns whether it has it: if not, it is unchanged. With `compares`, only if its logits on a
-    small tree stay the same; without, if they are finite."""
+    small tree stay the same; without, if they are finite. With `gradients`, only if these do, too."""
     config = model.config.get_text_config()
     previous = config._attn_implementation
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -675,9 +678,7 @@ def _with_tree(model: Any, *, compares: bool = True) -> bool:
             if not compares:
                 if bool(_tree_logits(model, FlatRow.of([np.array(one) for one in sequences])).isfinite().all()):
                     return True
-            elif _tree_gives(model, sequences, expected) and (
-                not has_recurrent_layers(model) or _gradient_passes(model, sequences)
-            ):
+            elif _tree_gives(model, sequences, expected) and (not gradients or _gradient_passes(model, sequences)):
                 return True
         except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
             pass  # the attention takes other arguments or another mask, or cannot be replaced

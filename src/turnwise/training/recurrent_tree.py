@@ -97,10 +97,10 @@ class _Plan:
     keeping: Collection[int]
 
     @classmethod
-    def of(cls, tree: Tree) -> _Plan:
-        """The plan of a tree, made once for all layers and for both passes of gradient checkpointing."""
+    def of(cls, tree: Tree, runs: Sequence[FlatRun]) -> _Plan:
+        """The plan of a tree's `runs`, made once for all layers and for both passes of gradient checkpointing."""
         if (plan := tree.memo.get("recurrent")) is None:
-            pieces = pieces_of(tree.runs)
+            pieces = pieces_of(runs)
             keeping = _keeps_state(pieces)
             calls = [[_row(pieces, index, keeping) for index in call] for call in _calls(pieces, keeping)]
             plan = tree.memo["recurrent"] = cls(calls, keeping)
@@ -230,18 +230,24 @@ def _forward(forward: Callable[..., Any], cache: str, masks: Sequence[str], *arg
         raise TypeError("a recurrent layer has got its state and its mask by position")
     hidden_1TD = arguments[0] if arguments else options.pop("hidden_states")
     options |= dict.fromkeys(masks)  # nothing is padded on the left
-    return _compute(tree, hidden_1TD, lambda hidden_BLD, state: forward(hidden_BLD, **{**options, cache: state}))
+
+    def continued(hidden_BLD: torch.Tensor, state: _Cache) -> torch.Tensor:
+        return forward(hidden_BLD, **{**options, cache: state})
+
+    # a state is that after all tokens before, so ranks with parts of the row compute all of it
+    return tree.with_all_tokens(
+        hidden_1TD[0], lambda hidden_TD, runs: _compute(_Plan.of(tree, runs), hidden_TD, continued)
+    )[None]
 
 
 def _compute(
-    tree: Tree, hidden_1TD: torch.Tensor, forward: Callable[[torch.Tensor, _Cache], torch.Tensor]
+    plan: _Plan, hidden_TD: torch.Tensor, forward: Callable[[torch.Tensor, _Cache], torch.Tensor]
 ) -> torch.Tensor:
-    """The output of a recurrent layer for the flat row, [1, T, D]."""
-    plan = _Plan.of(tree)
+    """The output of a recurrent layer for the flat row, [T, D]."""
     outputs: dict[int, torch.Tensor] = {}
     states: dict[int, _States] = {}
     for call in plan.calls:
-        rows = [torch.cat([hidden_1TD[0, start:end] for start, end in row.spans]) for row in call]
+        rows = [torch.cat([hidden_TD[start:end] for start, end in row.spans]) for row in call]
         known = [states[row.before] for row in call if row.before is not None]
         hidden_BLD = pad_sequence(rows, batch_first=True)
         keeps = call[0].piece in plan.keeping
@@ -253,7 +259,7 @@ def _compute(
             outputs[row.piece] = output_LD[len(tokens) - row.length : len(tokens)]
         if keeps:
             states[call[0].piece] = cache.states
-    return torch.cat([outputs[piece] for piece in sorted(outputs)])[None]
+    return torch.cat([outputs[piece] for piece in sorted(outputs)])
 
 
 def _stacked(states: Sequence[_States]) -> _States:

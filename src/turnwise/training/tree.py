@@ -14,7 +14,7 @@ D head dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -267,6 +267,22 @@ class _Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class WholeRow:
+    """A row of which each process has a part, for layers that need all tokens before a token."""
+
+    runs: Sequence[FlatRun]
+    """Those of all tokens."""
+    key_T: torch.Tensor
+    """The place of each token of the row among those of all processes, one process after the other."""
+    own_T: torch.Tensor
+    """The places in the row of this process's tokens."""
+
+    def moved(self, move: Move) -> Self:
+        """The same with other tensors (`Movable.moved`)."""
+        return replace(self, key_T=move(self.key_T), own_T=move(self.own_T))
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """Index tensors of a flat row, for the attention."""
 
@@ -282,11 +298,20 @@ class Tree:
     """The place among the keys of the flat row's first token."""
     exchange: KeyExchange | None = None
     """Where some keys are those of other processes; None: the keys are those of the flat row."""
+    whole: WholeRow | None = None
+    """The row of all processes, if there is an `exchange`."""
     assumes_flash: bool = False
     """Whether the flash kernel is taken to be there, for a pass on tensors without contents that stands for one on a GPU."""
 
     @classmethod
-    def of(cls, runs: Sequence[FlatRun], *, first_key: int = 0, exchange: KeyExchange | None = None) -> Tree:
+    def of(
+        cls,
+        runs: Sequence[FlatRun],
+        *,
+        first_key: int = 0,
+        exchange: KeyExchange | None = None,
+        whole: WholeRow | None = None,
+    ) -> Tree:
         """The index tensors of runs that fill the flat row without gaps. With an `exchange`, contexts are places among the keys
         of all processes, where the row's own begin at `first_key`."""
         groups = list(_by_size(runs))
@@ -298,7 +323,7 @@ class Tree:
                 place_T[run.start : run.start + run.length] = np.arange(start, start + run.length)
                 start += longest
         buckets = [_Bucket.of(group, first_key) for group in groups]
-        return cls(buckets, torch.from_numpy(place_T), runs, first_key=first_key, exchange=exchange)
+        return cls(buckets, torch.from_numpy(place_T), runs, first_key=first_key, exchange=exchange, whole=whole)
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
@@ -307,7 +332,19 @@ class Tree:
     def moved(self, move: Move) -> Self:
         """The same with other tensors (`Movable.moved`)."""
         buckets, place_T = [bucket.moved(move) for bucket in self.buckets], move(self.place_T)
-        return replace(self, buckets=buckets, place_T=place_T, accelerated=place_T.device.type != "cpu")
+        whole = None if self.whole is None else self.whole.moved(move)
+        return replace(self, buckets=buckets, place_T=place_T, accelerated=place_T.device.type != "cpu", whole=whole)
+
+    def with_all_tokens(
+        self, hidden_TD: torch.Tensor, compute: Callable[[torch.Tensor, Sequence[FlatRun]], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `compute` gives for this process's tokens, from the hidden states and runs of the tokens of all processes. Each
+        computes all tokens, and the gradients of its own results."""
+        if self.exchange is None or self.whole is None:
+            return compute(hidden_TD, self.runs)
+        whole = self.whole
+        all_TD = _Gathered.apply(hidden_TD, self.exchange).index_select(0, whole.key_T)
+        return compute(all_TD, whole.runs).index_select(0, whole.own_T)
 
     def join_plan(self, device: torch.device) -> JoinPlan:
         """The calls of the flash kernel, made once for all layers."""

@@ -1,11 +1,12 @@
 """What each rank computes of a micro-batch that several ranks compute together: the ranks of a set (`cluster.mesh`).
 
 With `tensor`, the ranks have the same tokens and hidden states, and share the targets out. With `context` (context parallelism),
-each has a part of the tokens: activations of layers are those of a part, and only attention needs the other ranks. It gathers
-their keys and values for its own queries, and gathers them again for the backward pass, in which each rank gets the gradient of
-its own keys added up (as the all-gather variant of Llama 3, arXiv 2407.21783, section 3.3.2). A row is cut into two pieces for
-each rank, the n-th from its start and the n-th from its end, because later tokens see more keys. What a token sees is said by
-runs and contexts (`tree.py`), so sequences, packed rows, prefix trees and sliding windows are cut alike.
+each has a part of the tokens: activations of layers are those of a part, and only attention and layers with a state need the
+other ranks. Attention gathers their keys and values for its own queries, and gathers them again for the backward pass, in which
+each rank gets the gradient of its own keys added up (as the all-gather variant of Llama 3, arXiv 2407.21783, section 3.3.2). A
+layer with a state gathers hidden states in the same way, and each rank computes all tokens of it (`Tree.with_all_tokens`). A row
+is cut into two pieces for each rank, the n-th from its start and the n-th from its end, because later tokens see more keys. What
+a token sees is said by runs and contexts (`tree.py`), so sequences, packed rows, prefix trees and sliding windows are cut alike.
 
 Each target is computed by one rank, and all ranks get its values: losses see all targets of a micro-batch, and the gradient of a
 value goes to the rank that computed it. So gradients are parts, which are added up as those of other micro-batches.
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from turnwise.models.transfer import Move
 from turnwise.training.batch import MicroBatch
 from turnwise.training.sharded.ranks import Mesh
-from turnwise.training.tree import FlatRun, Tree
+from turnwise.training.tree import FlatRun, KeyExchange, Tree, WholeRow
 
 # Targets: each is computed by one rank
 
@@ -174,10 +175,16 @@ class Cut:
         rank = np.where(late, 2 * self.ranks - 1 - piece, piece)
         return 2 * self.piece * rank + place % self.piece + np.where(late, self.piece, 0)
 
-    def runs(self, runs: Sequence[FlatRun], rank: int) -> list[FlatRun]:
+    def tree(self, runs: Sequence[FlatRun], rank: int, exchange: KeyExchange) -> Tree:
+        """The tree of a rank's tokens, of the row's `runs`."""
+        padding = [FlatRun(self.tokens, self.padding, np.empty(0, dtype=np.int64))] if self.padding else []
+        every = [*runs, *padding]
+        key_T = torch.from_numpy(self.key_of(np.arange(self.tokens + self.padding)))
+        whole = WholeRow(every, key_T, torch.from_numpy(self.places(rank)))
+        return Tree.of(self._runs(every, rank), first_key=2 * self.piece * rank, exchange=exchange, whole=whole)
+
+    def _runs(self, every: Sequence[FlatRun], rank: int) -> list[FlatRun]:
         """The runs of a rank's tokens: `start` is a place among these, `context` has numbers of `key_of`."""
-        end, empty = self.tokens, np.empty(0, dtype=np.int64)
-        every = [*runs, *([FlatRun(end, self.padding, empty)] if self.padding else [])]
         own: list[FlatRun] = []
         for offset, first in ((0, rank * self.piece), (self.piece, (2 * self.ranks - 1 - rank) * self.piece)):
             for run in every:
@@ -240,7 +247,7 @@ def _own_tokens(micro: MicroBatch[Any], mesh: Mesh, cut: Cut) -> MicroBatch[Any]
         micro,
         token_ids_BL=own(micro.token_ids_BL.flatten(), 0)[None],
         position_BL=own(micro.position_BL.flatten(), 0)[None],
-        tree=Tree.of(cut.runs(runs, rank), first_key=2 * cut.piece * rank, exchange=exchange),
+        tree=cut.tree(runs, rank, exchange),
         count_T=own(micro.count_T, 0),
         routes_TLK=None if micro.routes_TLK is None else own(micro.routes_TLK, -1),
     )
