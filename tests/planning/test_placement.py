@@ -13,9 +13,16 @@ from support.recipes import save_recipe
 from turnwise.assembly import conversations
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.doctor.memory import predict, read_model_config, workload_of
+from turnwise.doctor.memory import changed, predict, read_model_config, workload_of
 from turnwise.errors import ConfigError
-from turnwise.planning.memory import engine_memory_lines, number_of_ranks, rank_memory, refuse_impossible
+from turnwise.options.schema import Config
+from turnwise.planning.memory import (
+    engine_memory_lines,
+    number_of_ranks,
+    rank_memory,
+    rank_memory_check,
+    refuse_impossible,
+)
 from turnwise.planning.placement import ConversationTokens, fine_tuning_lines, placement_lines
 from turnwise.sft.fine_tune import conversation_tokens
 
@@ -142,6 +149,31 @@ def test_ranks_with_parts_of_the_tokens_have_layers_with_a_state_for_all_tokens(
     cut = parts(hybrid_recipe, 4, "cluster.mesh.context=2")
     assert cut["layers with a state, of all tokens"] == 0.5 * cut["activations"]
     assert cut["activations"] < 0.6 * plain["activations"]
+
+
+def test_what_would_fit_on_a_rank_is_named_without_what_the_recipe_has(recipe: Path) -> None:
+    config, _ = load(recipe, ["cluster=torchrun", "limits.context=512", "train.micro_batch_tokens=16384"])
+    model_config = read_model_config(config.model.path)
+    workload = workload_of(config, model_config, "train")
+
+    def peak(config: Config) -> float:
+        return rank_memory(config, model_config, workload, 2).gib
+
+    def what_fits(config: Config, gib: float) -> str:
+        check = rank_memory_check(config, 2, section="train", memory_gb=gib)
+        assert check.status == "fail"
+        return dict(check.details)["what fits"]
+
+    fewer = changed(config, ["train", "micro_batch_tokens"], 512)
+    fits = what_fits(config, peak(fewer) + 0.001)
+    assert fits == f"train.micro_batch_tokens=512 ({peak(fewer):.1f} GiB)"
+    again = changed(config, ["model", "gradient_checkpointing"], True)
+    fits = what_fits(again, peak(fewer) + 0.001)
+    assert "micro_batch_tokens=512" in fits
+    assert "gradient_checkpointing" not in fits
+    fits = what_fits(fewer, 0.1)
+    assert fits.startswith("nothing that was tried: ")
+    assert "micro_batch_tokens" not in fits
 
 
 def test_ranks_with_parts_of_the_tokens_keep_parts_of_the_activations(recipe: Path) -> None:

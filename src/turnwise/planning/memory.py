@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from turnwise import assembly
 from turnwise.assembly.engines import cache_gb
 from turnwise.config.train_checks import needs_critic, needs_reference
 from turnwise.doctor.check import Check
+from turnwise.doctor.fit import shown
 from turnwise.doctor.memory import (
     PROGRAM_BYTES,
     MemoryPart,
@@ -314,20 +316,71 @@ def rank_memory_check(
     text = f"predicted peak of a training step on each of {ranks} ranks: {found.gib:.1f} GiB (rank 0)"
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
-    largest = max(found.parts, key=lambda part: part.bytes)
-    fixes = {
-        "copy of the engine": "use a server engine (engine.name=vllm), whose weights are on other devices",
-        "activations": f"set model.gradient_checkpointing=true, or a smaller {section}.micro_batch_tokens",
-        "gathered layers": "set cluster.fsdp.param_dtype=bfloat16",
-        "gradients": "set cluster.fsdp.gradient_sync=micro_batch",
-    }
-    advice = fixes.get(largest.name, "use more ranks, or set cluster.fsdp.offload=cpu")
+    largest = max(found.parts, key=lambda part: part.bytes).name
+    fits = _what_fits(config, model_config, workload, ranks, section, limit)
     return Check(
         "memory",
         "fail",
-        f"{text}, and there are {limit:.1f} GiB. The largest part: {largest.name}: {advice}",
-        details=details,
+        f"{text}, and there are {limit:.1f} GiB. The largest part: {largest}",
+        details=[*details, ("what fits", fits)],
     )
+
+
+_WORTH = 0.98
+"""A change is named if the peak is less than this share of the peak without it."""
+
+
+def _what_fits(config: Config, model_config: Any, workload: Workload, ranks: int, section: str, limit: float) -> str:
+    """The options to change, in the order of what they cost in time, until the peak is at most `limit` GiB; those that the recipe
+    has already, or that hardly change it, are not named."""
+    peak = rank_memory(config, model_config, workload, ranks, section=section).gib
+    named: dict[str, Any] = {}
+    for name, value in _changes(config, workload, section).items():
+        trial = {**named, name: value}
+        if name == "cluster.fsdp.offload":  # of all, so not of the optimizer's state alone
+            trial.pop(f"{section}.optimizer.offload", None)
+        try:
+            with boundary("model"):
+                found = rank_memory(_with(config, trial), model_config, workload, ranks, section=section)
+        except Failed:  # such as a model that cannot compute its layers again
+            continue
+        if found.gib < _WORTH * peak:
+            named, peak = trial, found.gib
+        if peak <= limit:
+            break
+    options = " ".join(f"{name}={shown(value)}" for name, value in named.items())
+    if peak <= limit:
+        return f"{options} ({peak:.1f} GiB)"
+    more = "more ranks, a shorter limits.context, or a server engine if rank 0 has the embedded one"
+    return f"nothing that was tried: {f'with {options} ' if options else ''}{peak:.1f} GiB are needed. Use {more}"
+
+
+def _changes(config: Config, workload: Workload, section: str) -> dict[str, Any]:
+    """Options that need less memory, which the recipe has not."""
+    changes: dict[str, Any] = {
+        f"{section}.micro_batch_tokens": workload.tokens,
+        "cluster.fsdp.gradient_sync": "micro_batch",
+        "model.gradient_checkpointing": True,
+    }
+    if on_gpu(config):
+        changes["cluster.fsdp.param_dtype"] = "bfloat16"
+        if getattr(config, section).optimizer.master_weights == "float32":  # others are not on another device
+            changes[f"{section}.optimizer.offload"] = "cpu"
+        changes["cluster.fsdp.offload"] = "cpu"
+    return {name: value for name, value in changes.items() if not _has(config, name, value)}
+
+
+def _has(config: Config, name: str, value: Any) -> bool:
+    found = functools.reduce(getattr, name.split("."), config)
+    if name.endswith("micro_batch_tokens"):
+        return found is not None and found <= value
+    return found == value or (name == "cluster.fsdp.param_dtype" and config.model.dtype == "bfloat16")
+
+
+def _with(config: Config, options: Mapping[str, Any]) -> Config:
+    for name, value in options.items():
+        config = changed(config, name.split("."), value)
+    return config
 
 
 # engines
