@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +17,8 @@ from typing import Any
 import pytest
 
 from support.conversations import Says, call, hold, hold_all
+from support.ports import free_port
+from support.real_containers import busybox_folder, has_containers, real_tool
 from turnwise import assembly
 from turnwise.config.recipe import checked
 from turnwise.errors import ConfigError
@@ -217,8 +223,55 @@ def test_a_server_gives_the_rewards_that_its_own_client_gets(server: str) -> Non
         assert one.messages[-1]["content"] == "Yes."
 
 
+SERVER = """
+import sys, uvicorn
+from openenv.core.env_server import create_fastapi_app
+exec(open(sys.argv[1]).read())
+uvicorn.run(create_fastapi_app(Guessing, Guess, Hint, max_concurrent_envs=8), host="127.0.0.1", port=int(sys.argv[2]))
+"""
+
+
+def test_an_image_is_a_server_for_the_run_in_a_container_that_is_removed(
+    games: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "server.py").write_text(SERVER, encoding="utf-8")
+    port, root = free_port(), "/host"
+    with real_tool("podman", tmp_path / "podman") as place:
+        monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
+        # this machine's Python with the library, in a container whose image has a shell only
+        command = ["chroot", root, sys.executable, str(tmp_path / "server.py"), str(games), str(port)]
+        folder = busybox_folder(tmp_path / "image", f"CMD {json.dumps(command)}")
+        built = subprocess.run(
+            [place / "podman", "build", "--tag=turnwise-openenv", folder],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert built.returncode == 0, built.stderr
+        options = ["--network=host", f"--volume=/:{root}:ro", "--env=TMPDIR=/dev/shm"]
+        name = "docker://turnwise-openenv"
+        config = recipe(name, image_options=options, port=port)
+        rows, environments = assembly.rows(config, limit=7), assembly.environment_factory(config)
+        assert has_containers(place / "podman")
+        for one in hold_all(Says("1", "9", "6"), environments, row=rows[6], limits=LIMITS, size=3):
+            assert one.error is None, one.error
+            assert sum(turn.reward for turn in one.turns) == 0.5
+        asyncio.run(environments.aclose())
+        assert not has_containers(place / "podman")
+        broken = recipe(name, image_options=[*options, f"--env=PYTHONHOME={tmp_path}"], port=port, seconds_to_start=3)
+        with pytest.raises(
+            ConfigError,
+            match=r"(?s)the server in it (ended|did not answer within seconds_to_start=3.*); it printed: .*(encodings|init)",
+        ):
+            assembly.environment_factory(broken)
+        assert not has_containers(place / "podman")
+        with pytest.raises(ConfigError, match="image=no-such-image cannot be used"):
+            assembly.environment_factory(recipe("docker://no-such-image"))
+
+
 def test_what_is_wrong_is_refused(games: Path) -> None:
     for name, arguments, message in (
+        ("http://127.0.0.1:1", {"port": 8000}, "port has no effect without an image"),
         (f"{games}:Untyped", {}, "name the class of the environment's actions"),
         (f"{games}:Walk", {"action_as": "text"}, "has direction, steps: use `tool`"),
         (f"{games}:Nothing", {}, "Nothing"),

@@ -1,4 +1,5 @@
-"""`environment: openenv:game.py:Game`: an environment of OpenEnv, as a class in this process or on a running server.
+"""`environment: openenv:game.py:Game`: an environment of OpenEnv, as a class in this process, or on a server, which runs or is
+started from its image.
 
 A row is a number in the column `seed`. Each conversation has an object of the class, or a session of the server, of its own,
 which its end closes. An action is a call of a tool whose parameters are the fields of the action, or the model's text if the
@@ -9,8 +10,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import subprocess
+import tempfile
+import time
 import typing
 import urllib.request
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,31 +26,41 @@ from pydantic import ValidationError
 from turnwise.compat.object_factory import ObjectFactory, number, opened, plain, referred
 from turnwise.compat.providers.provider import About, LibraryEnvironments
 from turnwise.data.rows import ProvidedRows, seed_rows
+from turnwise.environments.agents.containers import Container, ContainerError, ContainerImage
 from turnwise.environments.environment import Environment
 from turnwise.environments.tools.result import failed
 from turnwise.environments.tools.schema import FromSchema, WrongArguments
 from turnwise.errors import ConfigError
 from turnwise.types import Message, Opening, Reply, Row, ToolCall, ToolOutcome, ToolSchema, Turn
 from turnwise.user_code.copies import copy_containers
-from turnwise.user_code.threads import ThreadedObject
+from turnwise.user_code.threads import ThreadedObject, run_in_thread
 
 _PLAIN = {"string": str, "integer": int, "number": float}
 _HIDDEN = ("done", "reward", "metadata")
 """Fields of an observation that the model does not see."""
 _SECONDS = 20.0
+_IMAGE = "docker://"
+_PORT = 8000
+"""Where the servers of OpenEnv's images listen."""
+_CALL_SECONDS = 120.0
+"""For a call of docker or podman."""
 
 
 class OpenEnv(LibraryEnvironments):
     """Makes the environments of a class, or of a server (an EnvironmentSource with rows).
 
     Args:
-        name: A class `file.py:Class`, derived from OpenEnv's `Environment`; or the URL of a server of an environment.
+        name: A class `file.py:Class`, derived from OpenEnv's `Environment`; the URL of a server of an environment; or
+            `docker://IMAGE`, the image of one, of which a container runs (docker or podman) for all conversations.
         arguments: Keyword arguments of the class.
         action: The class of its actions, `file.py:Class`. Null: that of the annotation of `step`, or of the base class.
         action_as: `tool`: a call of the tool `act`. `text`: the model's text is the only field of the action. Null: `text` if
             the action has one field, a text or a number; else `tool`.
         reset_columns: Columns of the row that `reset` gets, besides `seed`.
         show: Fields of the observation that the model sees. Null: all but `done`, `reward` and `metadata`.
+        image_options: Further options of `docker run`. With `--network=host`, the server listens on this machine's port.
+        port: Where the server in the image listens. Null: 8000.
+        seconds_to_start: The time that it has to start.
 
     Raises ConfigError.
     """
@@ -61,17 +76,30 @@ class OpenEnv(LibraryEnvironments):
         action_as: typing.Literal["tool", "text"] | None = None,
         reset_columns: Sequence[str] = (),
         show: Sequence[str] | None = None,
+        image_options: Sequence[str] = (),
+        port: int | None = None,
+        seconds_to_start: float = 120.0,
     ) -> None:
         self.name = name
         self.reset_columns, self.show = list(reset_columns), None if show is None else list(show)
+        self._served: _Served | None = None
         self.url = name if name.startswith(("http://", "https://")) else None
+        if not name.startswith(_IMAGE) and (image_options or port is not None):
+            given = "image_options" if image_options else "port"
+            raise ConfigError(
+                f"environment.arguments.{given} has no effect without an image (docker://IMAGE): remove it"
+            )
         self.action_class: type[Any] | None = None
-        if self.url is not None:
+        if self.url is not None or name.startswith(_IMAGE):
             if arguments or action is not None:
                 given = "arguments" if arguments else "action"
                 raise ConfigError(
                     f"environment.arguments.{given} has no effect with a server, which has its own: remove it"
                 )
+            if self.url is None:
+                image = ContainerImage.of(name.removeprefix(_IMAGE), image_options)
+                self._served = _Served(image, port or _PORT, seconds_to_start)
+                self.url = self._served.url
             schema = _schema_of_server(self.url)
         else:
             self._factory = ObjectFactory.of(name, arguments, wants=("reset", "step"))
@@ -103,6 +131,11 @@ class OpenEnv(LibraryEnvironments):
             return self._factory.make()
         return importlib.import_module("openenv.core").GenericEnvClient(base_url=self.url).sync()
 
+    async def aclose(self) -> None:
+        """Remove the container, if one was started here."""
+        if self._served is not None:
+            await run_in_thread(self._served.close, name=self.name, kind="environment", closes=True)
+
     @property
     def tool(self) -> ToolSchema:
         """The tool whose arguments are an action."""
@@ -121,6 +154,55 @@ class OpenEnv(LibraryEnvironments):
 
     def __call__(self) -> Environment:
         return _Episode(self)
+
+
+class _Served:
+    """A container with a server, which is removed at the end of the run, or of the process."""
+
+    def __init__(self, image: ContainerImage, port: int, seconds: float) -> None:
+        """Start it, and wait until the server answers. Raises ConfigError with what the container has printed."""
+        chosen = any(option.split("=")[0] in ("--network", "--net") for option in image.options)
+        if not chosen:  # a free port of this machine's, for it alone
+            image = image.other(image.image, ["--network=bridge", f"--publish=127.0.0.1::{port}", *image.options])
+        self.close = weakref.finalize(self, image.close)
+        container = Container(image)
+        try:
+            container.create([], cwd=None, variables={})
+            _asked([image.tool, "start", container.name], image)
+            told = f"127.0.0.1:{port}" if chosen else _asked([image.tool, "port", container.name, str(port)], image)
+            self.url = f"http://{told.split()[0]}"
+            until = time.monotonic() + seconds
+            while True:
+                try:
+                    _schema_of_server(self.url)
+                    return
+                except ConfigError as error:
+                    state = ["--format", "{{.State.Running}}", container.name]
+                    ended = _asked([image.tool, "inspect", *state], image) == "false"
+                    if ended or time.monotonic() > until:
+                        said = _asked([image.tool, "logs", "--tail=20", container.name], image)[-600:]
+                        problem = "ended" if ended else f"did not answer within seconds_to_start={seconds:g} ({error})"
+                        raise ContainerError(f"the server in it {problem}; it printed: {said or 'nothing'}") from None
+                    time.sleep(0.2)
+        except ContainerError as error:
+            self.close()
+            raise ConfigError(f"environment: openenv:{_IMAGE}{image.image}: {error}") from None
+
+
+def _asked(command: Sequence[str], image: ContainerImage) -> str:
+    """What docker or podman prints, its errors too. Raises ContainerError."""
+    with tempfile.TemporaryFile() as printed:  # a pipe would stay open in what podman leaves running
+        try:
+            status = subprocess.run(
+                command, stdout=printed, stderr=printed, timeout=_CALL_SECONDS, check=False
+            ).returncode
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise ContainerError(f"{image.tool} does not answer: {error}") from None
+        printed.seek(0)
+        text = printed.read().decode(errors="replace").strip()
+    if status != 0:
+        raise ContainerError(f"{command[1]} failed: {text[-600:]}")
+    return text
 
 
 def _action_class(environment: Callable[..., Any], given: str | type[Any] | None) -> type[Any]:
