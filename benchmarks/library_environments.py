@@ -39,7 +39,7 @@ CALLS = {
     "tool_calls": {"constrain": True, "choice": "required"},
 }
 """How calls are written: short, because a byte is a token, and under a grammar, because so small a model misspells names."""
-SFT_STEPS = {"digits": 600, "aviary": 600, "harbor": 600, "textworld": 800}
+SFT_STEPS = {"digits": 600, "aviary": 600, "harbor": 600, "textworld": 800, "alfworld": 800}
 """Of start models that copy from the message, or write long answers: longer than 200 or 300."""
 TEMPLATE = (
     "{% if tools %}<|system|>{% for tool in tools %}{{ tool.function.name }}"
