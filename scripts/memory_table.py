@@ -28,12 +28,12 @@ from turnwise.doctor.fit import (
     OFFLOADED_BYTES,
     Plan,
     Starter,
-    fit_check,
     learning_rate,
     starter,
     starter_lines,
 )
 from turnwise.doctor.memory import read_model_config
+from turnwise.doctor.what_fits import fit_check
 from turnwise.starter import write_project
 
 CARDS = (8, 16, 24, 48, 80)
@@ -87,7 +87,7 @@ def cells(found: Starter) -> Sequence[str]:
         f"{plan.config.train.micro_batch_tokens:,}",
         f"{plan.gib:.1f}",
         f"{found.context:,}",
-        f"{embedded.memory_gb} GB, {plan.rows}",
+        f"{embedded.memory_gb} GiB, {plan.rows}",
         beside(plan),
         f"{learning_rate(plan.parameters, adapter=adapter):.0e}".replace("e-0", "e-"),
     ]
@@ -106,7 +106,7 @@ def beside(plan: Plan) -> str:
     """What vLLM has for its cache beside the trainer."""
     if "model.quantization.bits" in plan.way.options:
         return "no: weights in 4 bits"
-    return f"cache of {plan.beside:.1f} GB" if plan.beside >= 1 else "no room"
+    return f"cache of {plan.beside:.1f} GiB" if plan.beside >= 1 else "no room"
 
 
 def main(sizes: Sequence[str]) -> None:

@@ -70,6 +70,21 @@ def test_many_options_that_differ_are_rows(tmp_path: Path, capsys: pytest.Captur
     assert longest <= 120 + len(str(tmp_path / "two")) + 2
 
 
+def test_of_unlike_runs_only_what_differs_among_runs_of_a_kind_is_a_column(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(10):
+        task = {"environment": {"use": f"games.py:game_{number % 8}"}, "data": {"train": f"rows_{number % 8}.jsonl"}}
+        others = {"limits": {"turns": number % 8 + 2}, "sampling": {"temperature": 1 + number % 8 / 8}}
+        a_run(tmp_path / f"run-{number}", options={**task, **others, "seed": number})
+    lines = printed(capsys, tmp_path).splitlines()
+    head, _, table = (part.splitlines() for part in "\n".join(lines).partition("\noptions that differ:\n"))
+    assert head[0].split() == ["run", "state", "step", "reward/mean", "eval/reward/mean"]
+    assert sorted(table[0].split()) == ["run", "seed", "train", "use"]  # runs 0 and 8 have one task, as have 1 and 9
+    assert len([line for line in table if "run-" in line]) == 10
+    assert max(map(len, lines)) <= 120 + len(str(tmp_path / "run-0")) + 2
+
+
 def test_the_table_is_also_json_and_csv(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     records = json.loads(printed(capsys, runs, "--json", "--metric", "reward/mean"))
     assert [record["run"] for record in records] == [str(runs / "fast"), str(runs / "slow")]

@@ -17,6 +17,7 @@ from turnwise.commands.command import Context, Stops
 from turnwise.commands.sweep import Sweep, chosen_metric, combinations, divided, run_name, split_values
 from turnwise.errors import ConfigError, RunError
 from turnwise.record.summary import summarize_run
+from turnwise.terminal.runs import print_over_seeds
 
 
 def test_values_are_divided_at_commas_outside_of_brackets_and_quotes() -> None:
@@ -148,7 +149,7 @@ def test_trials_go_on_with_new_values_and_are_refused_with_other_options(tmp_pat
 
         def check(self, words: Sequence[str]) -> None: ...
 
-        def run(self, name: str, words: Sequence[str], context: Context, *, title: str) -> None:
+        def run(self, name: str, words: Sequence[str], context: Context, *, title: str, metric: str) -> None:
             if name not in self.runs:
                 self.runs[name] = list(words)
                 a_run(self.directory / name, ended={"how": "finished", "time": 1.0})
@@ -204,6 +205,7 @@ def test_a_run_that_fails_ends_no_other_and_finished_runs_are_skipped(
         out = capsys.readouterr().out
         assert "run 1 of 2: ended with status 1; the sweep goes on" in out
         assert "entropy" in out
+        assert len(out.splitlines()) < 40  # the output of the runs is in files
         assert "not sorted" not in out
     assert "run 2 of 2: reference.path=null is finished already" in out
     assert summarize_run(tmp_path / "s" / "path=null").state == "finished"
@@ -221,3 +223,19 @@ def test_ranges_are_sampled_on_the_scale_of_their_ends() -> None:
     assert (_parameter("3e-5", lr), _parameter("4", size)) == (3e-5, 4)
     with pytest.raises(ConfigError, match=r"x\.\.y is not a range of numbers"):
         _distribution(optuna, ["x..y"])
+
+
+def test_runs_that_differ_in_the_seed_have_a_mean_and_a_deviation(context: Context, tmp_path: Path) -> None:
+    for lr, rewards in ((1e-4, (0.25, 0.75)), (1e-5, (0.5,))):
+        for seed, reward in enumerate(rewards):
+            options = {"seed": seed, "train": {"steps": 5, "lr": lr}}
+            run = a_run(tmp_path / f"{lr}-{seed}", options=options, ended={"how": "finished", "time": 1.0})
+            (run / "metrics.jsonl").write_text(json.dumps({"step": 5, "reward/mean": reward}) + "\n")
+    summaries = [summarize_run(path) for path in sorted(tmp_path.iterdir())]
+    print_over_seeds(context.console, summaries, ["reward/mean"], by="reward/mean")
+    rows = [line.split() for line in context.console.file.getvalue().splitlines() if line]  # type: ignore[attr-defined]
+    assert rows[1:] == [
+        ["seeds", "lr", "reward/mean"],
+        ["2", "0.0001", "0.500", "±", "0.354"],
+        ["1", "1e-05", "0.500"],
+    ]

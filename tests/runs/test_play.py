@@ -80,7 +80,7 @@ def test_a_person_sees_what_the_model_would_see_and_rewards_with_their_parts(
     typed = '/call calculator expression="7*7"\nlet me guess 5\n"""\nIt is\n49\n"""\n'
     assert play(place, monkeypatch, typed, "--row", "1") == 0
     shown = capsys.readouterr().out
-    assert "row 1 of data.train (its id: 2); /help lists the commands" in shown
+    assert "row 1 of data.train (counted from 0; its id is 2); /help lists the commands" in shown
     assert "  | What is 7*7?<|im_end|>" in shown
     assert 'parsed call call_0: calculator({"expression": "7*7"})' in shown
     assert "<tool_response>\n  | 49\n  | </tool_response><|im_end|>" in shown

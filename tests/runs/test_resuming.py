@@ -25,14 +25,16 @@ from support.tiny import save_model, save_rows
 from support.training import train_silently
 from turnwise.cli import main
 from turnwise.config.recipe import load
-from turnwise.config.resume_rules import RULES, check_options, named_changes, option_values
+from turnwise.config.resume_rules import RULES, Change, check_options, named_changes, option_values
 from turnwise.config.train_checks import refuse_without_effect
 from turnwise.doctor.options import schema
 from turnwise.errors import ConfigError, RunError
 from turnwise.options.schema import Config
 from turnwise.record.run_directory import RunLock
+from turnwise.record.summary import summarize_run
 from turnwise.runs.resuming import open_run
 from turnwise.runs.run_state import checkpoint_due
+from turnwise.terminal.runs import option_lines
 from turnwise.training.checkpoint import Checkpoints
 
 PLACES = Path(__file__).parents[1] / "support" / "places.py"
@@ -204,6 +206,10 @@ def test_a_change_that_is_named_takes_effect(copied: Path) -> None:
     (group,) = made.learner._optimizer._optimizer.param_groups
     assert (group["betas"], group["weight_decay"]) == ((0.5, 0.75), 0.125)
     assert [one["lr"] for one in lines(copied.parent / "run" / "metrics.jsonl")] == [0.01, 0.01, 0.25]
+    about = summarize_run(copied.parent / "run")
+    changed = [(one["option"], one["from"], one["to"]) for one in about.changes if one["after_step"] == 2]
+    assert ("train.lr", 0.01, 0.25) in changed
+    assert "  changed after step 2: train.lr from 0.01 to 0.25" in [str(line) for line in option_lines(about)]
     # from now on they are the run's own: the same command again changes nothing, the old values would
     assert opened(copied, "train.steps=3", *changes, names).step == 3
     with pytest.raises(RunError, match=r"train\.lr=0\.01 \(the run used 0\.25\)"):
@@ -214,7 +220,7 @@ def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> N
     former = option_values(load(copied)[0])
     del former["train.max_staleness"]
 
-    def check(*overrides: str) -> list[str]:
+    def check(*overrides: str) -> list[Change]:
         now = option_values(load(copied, overrides)[0])
         return check_options(former, now, named=[], where="run", checkpoint="run/checkpoint")
 
@@ -232,7 +238,7 @@ def test_another_opponent_on_a_server_is_a_change_that_must_be_named(recipe: Pat
         endpoint = f"policies={{strong: {{endpoint: {{url: 'http://host/v1', model: {model}}}}}}}"
         return option_values(load(recipe, [endpoint, "deterministic=false"])[0])
 
-    def check(named: list[str]) -> list[str]:
+    def check(named: list[str]) -> list[Change]:
         return check_options(values("m1"), values("m2"), named=named, where="run", checkpoint="run/checkpoint")
 
     with pytest.raises(RunError, match=r"policies\[\]\.endpoint=.*m2.*the run used .*m1"):
@@ -245,7 +251,7 @@ def test_a_trained_policy_keeps_the_adapter_that_the_checkpoint_has(recipe: Path
         policies = {name: {"train": True, "lora": {"rank": 4, "alpha": alpha}} for name, alpha in alphas.items()}
         return option_values(load(recipe, [f"policies={json.dumps(policies)}", "model.lora.rank=4"])[0])
 
-    def check(now: dict[str, Any]) -> list[str]:
+    def check(now: dict[str, Any]) -> list[Change]:
         named = [key for key in now if key.startswith("policies[].")]
         return check_options(values(second=8), now, named=named, where="run", checkpoint="run/checkpoint")
 

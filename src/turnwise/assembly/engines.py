@@ -8,6 +8,7 @@ engine of this process samples at all.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import math
 import os
@@ -23,9 +24,9 @@ from turnwise.engines import scripted
 from turnwise.engines.engine import Engine
 from turnwise.engines.remote.engine import RemoteEngine
 from turnwise.engines.remote.experts import ExpertLayers
-from turnwise.engines.remote.launch import MakeServers, ServedModel, on_cpu
+from turnwise.engines.remote.launch import MakeServers, ServedModel, given_token, interpreter, on_cpu, server_name
 from turnwise.engines.remote.publisher import ProbeOptions
-from turnwise.engines.remote.server_process import devices_of_servers, visible_devices
+from turnwise.engines.remote.server_process import devices_of_servers, installed_version, visible_devices
 from turnwise.engines.remote.servers import Owner
 from turnwise.engines.remote.weights import SharedCopies, WeightCopies, WeightFiles, WeightStore
 from turnwise.errors import ConfigError, DataError
@@ -34,7 +35,7 @@ from turnwise.local_paths import refuse_other_than_model
 from turnwise.models.device import known_dtype
 from turnwise.models.model_config import context_length, cpu_memory_gb, vocabulary_size
 from turnwise.options.algorithm import LoraSection
-from turnwise.options.engines import ServerEngineSection, local_ranks
+from turnwise.options.engines import ServerEngineSection, VllmEngineSection, local_ranks
 from turnwise.options.schema import Config
 from turnwise.rollout_server.client import trainer_name
 
@@ -162,6 +163,64 @@ def trainer_gpus(config: Config) -> list[int]:
     return [int(number) if number.isdecimal() else 0]
 
 
+def place_of_servers(config: Config) -> str:
+    """Which GPUs the servers that the run starts use, for a recipe that uses GPUs; empty without such servers."""
+    engine, beside = config.engine.servers, servers_beside_trainer(config)
+    if engine is None or not engine.starts_servers or config.runs_conversations_elsewhere:
+        return ""
+    if beside:
+        number = trainer_gpus(config)[0]
+        meanwhile = "in turns with it (engine.sleep)" if engine.sleep else "at the same time"
+        return f"on GPU {number}, which the trainer uses {meanwhile}"
+    if engine.devices is not None:
+        return f"on the GPUs {', '.join(map(str, engine.devices))}"
+    if beside is None:
+        return "on other GPUs than the trainer's if the machine has enough, else also on the trainer's (engine.devices)"
+    return f"on the GPUs {', '.join(_devices(config, engine, trainer_gpus(config)))}"
+
+
+def startable(config: Config) -> str:
+    """What is known of the servers of a recipe without starting them: the version of the engine, or where the servers are.
+
+    Raises the TurnwiseError with which their start would fail, as far as that is known in a moment.
+    """
+    engine = config.engine.servers
+    assert engine is not None
+    _refuse_sleep_on_cpu(config, engine)
+    model_facts(config)
+    if engine.url is not None:
+        given_token(engine.api_key_env)
+        return f"{len(engine.urls)} at {', '.join(engine.urls)}, which were not asked"
+    if elsewhere := config.runs_conversations_elsewhere:
+        return f"in other processes ({elsewhere}), which were not asked"
+    _devices(config, engine, trainer_gpus(config))
+    if isinstance(config.engine, VllmEngineSection) and config.engine.mode == "in_process":
+        if importlib.util.find_spec(config.engine.name) is None:
+            from turnwise.engines.vllm.in_process import not_here
+
+            raise not_here(f"No module named {config.engine.name!r}")
+        return f"none: {config.engine.name} in this process"
+    python, name = interpreter(engine), config.engine.name
+    return f"{name} {installed_version(server_name(name, 0), python, name)} in the environment of {python}"
+
+
+def servers_beside_trainer(config: Config) -> int | None:
+    """How many of the servers that the run starts use the GPU on which this process (rank 0) trains, for a recipe that uses GPUs.
+    None if that depends on how many GPUs there are, and this machine has none."""
+    engine = config.engine.servers
+    if engine is None or not engine.starts_servers or config.runs_conversations_elsewhere:
+        return 0
+    trainer = trainer_gpus(config)
+    if engine.devices is not None:
+        return engine.devices.count(trainer[0])
+    if engine.sleep:
+        return 1
+    if not (names := visible_devices()):
+        return None
+    needed = engine.replicas * engine.tensor_parallel * engine.data_parallel
+    return int(len(set(range(len(names))) - set(trainer)) < needed)
+
+
 def _weight_transfer(
     config: Config, options: ServerEngineSection, trainer: Sequence[int], devices: Callable[[], Sequence[str]]
 ) -> str:
@@ -243,7 +302,8 @@ def model_facts(config: Config) -> dict[str, Any]:
 
 
 def cache_gb(config: Config, context: int | None) -> float | None:
-    """The KV cache in GB of each server that the run starts; None if the server chooses it. `context` is the longest sequence."""
+    """The KV cache in GiB on each GPU of a server that the run starts; None if the server chooses it. `context` is the longest
+    sequence."""
     engine = config.engine.servers
     assert engine is not None
     memory_gb = engine.memory_gb

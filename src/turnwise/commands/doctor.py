@@ -163,7 +163,9 @@ def _training_plan(config: Config, options: argparse.Namespace) -> tuple[Mapping
     model_config = _known_model(config, read_model_config)
     if model_config is not None:
         refuse_impossible(config, ranks, model_config)
-    placement = placement_lines(config, device="cuda" if on_gpu(config) else "cpu", ranks=ranks)
+    gpu = on_gpu(config)
+    servers = assembly.place_of_servers(config) if gpu else ""
+    placement = placement_lines(config, device="cuda" if gpu else "cpu", ranks=ranks, servers=servers)
     if model_config is not None:
         placement += engine_memory_lines(config, model_config)
     read = assembly.rows(config)
@@ -217,7 +219,7 @@ def _memory(
     prompt: int | None = None,
 ) -> Check:
     """The check of the memory, with the lengths that are known."""
-    from turnwise.doctor.fit import fit_check
+    from turnwise.doctor.what_fits import fit_check
     from turnwise.planning.memory import rank_memory_check
 
     if config.cluster.distributed:

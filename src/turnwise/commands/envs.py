@@ -9,7 +9,7 @@ from typing import Any
 
 from turnwise.assembly.references import environment_constructor
 from turnwise.commands.command import Context, print_lines
-from turnwise.compat.providers.provider import PROVIDERS, Describes, HasNames, provider_of
+from turnwise.compat.providers.provider import PROVIDERS, Describes, HasNames, HasPreview, provider_of
 from turnwise.data.rows import BringsRows, read_rows
 from turnwise.environments.environment import Environment, EnvironmentSource
 from turnwise.environments.tools.toolbox import Tool, Toolbox, Tools
@@ -78,11 +78,11 @@ def _environment(reference: str, arguments: dict[str, Any]) -> list[str]:
             f"there is no library {library!r}{nearest(library, PROVIDERS)}; there are: {', '.join(PROVIDERS)}"
         )
     use = Use(use=reference, arguments=arguments)
-    source = environment_constructor(use)()
-    lines = []
+    source, lines = _made(use)
     if isinstance(source, Describes):
         about = source.about()
         lines += [f"rows     {about.rows}", f"players  {about.players}", f"rewards  {', '.join(about.rewards)}"]
+        lines += [f"answers  {about.answers}"] if about.answers else []
     if not isinstance(source, BringsRows) or not isinstance(source, EnvironmentSource):
         return lines
     try:
@@ -96,6 +96,25 @@ def _environment(reference: str, arguments: dict[str, Any]) -> list[str]:
     tools = ", ".join(tool["function"]["name"] for tool in opening.tools) or "none"
     shown = [f"[{message['role']}] {message['content']}" for message in opening.messages]
     return [*lines, f"tools    {tools}", "", *shown]
+
+
+def _made(use: Use) -> tuple[Any, list[str]]:
+    """The source of an environment, and what its user must choose where it is shown with a choice that is made here. Raises
+    ConfigError."""
+    try:
+        return environment_constructor(use)(), []
+    except ConfigError as error:
+        known = provider_of(use.use)
+        made = None if known is None else known[0].make_class()
+        if not isinstance(made, HasPreview) or made.preview.keys() & use.arguments.keys():
+            raise
+        more = Use(use=use.use, arguments={**use.arguments, **made.preview})
+        try:
+            source = environment_constructor(more)()
+        except ConfigError:
+            raise error from None
+        given = ", ".join(f"{name}={value}" for name, value in made.preview.items())
+        return source, [f"needs    {error}", f"         shown with {given}"]
 
 
 async def _opening(source: EnvironmentSource, row: Any) -> Opening:

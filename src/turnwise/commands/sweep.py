@@ -16,6 +16,7 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from turnwise.record.metric_names import METRICS, metric_hint
 
 _LOG_SCALE = 10
 """A range is sampled on a logarithmic scale if its ends differ by at least this factor, as of learning rates."""
+_TAIL = 12
+"""Lines of a failed run that are printed."""
 _RANGE = re.compile(r"(?P<low>[^.\s][^\s]*?)\.\.(?P<high>[^\s]+)")
 
 
@@ -73,7 +76,7 @@ def _run_sweep(options: argparse.Namespace, context: Context) -> int:
         sweep.open()
         sweep.refuse_others(runs)
         for number, (name, words) in enumerate(runs.items(), 1):
-            sweep.run(name, words, context, title=f"run {number} of {len(runs)}")
+            sweep.run(name, words, context, title=f"run {number} of {len(runs)}", metric=metric)
     else:
         sweep.open()
         _optimize(sweep, varied, options.trials, metric, context)
@@ -222,22 +225,44 @@ class Sweep:
         path = self.directory / name
         return summarize_run(path).state if may_be_run(path) else None
 
-    def run(self, name: str, words: Sequence[str], context: Context, *, title: str) -> None:
-        """Train a run, unless it is finished. A run that fails is noted. Raises KeyboardInterrupt after a signal."""
+    def run(self, name: str, words: Sequence[str], context: Context, *, title: str, metric: str) -> None:
+        """Train a run, unless it is finished, with what it prints in a file beside its directory. A run that fails is noted.
+        Raises KeyboardInterrupt after a signal."""
         path, state = self.directory / name, self.state(name)
         self.runs[name] = list(words)
         (self.directory / "sweep.json").write_text(json.dumps({**self._about, "runs": self.runs}, indent=1) + "\n")
         if state == "finished":
             print_lines(context.console, [f"{title}: {' '.join(words)} is finished already"])
             return
-        print_lines(
-            context.console, [f"\n{title}: {' '.join(words)} into {path}{'' if state is None else ' (resumed)'}"]
-        )
+        log, begun = self.directory / f"{name}.log", time.monotonic()
+        resumed = "" if state is None else " (resumed)"
+        print_lines(context.console, [f"{title}: {' '.join(words)} into {path}{resumed}; what it prints: {log}"])
         own = [*self._fixed, *words, "resume=auto", f"output={path}"]
         command = [sys.executable, "-m", "turnwise", self.command, self._recipe, *own]
-        if (status := context.stops.run(_process(command))) != 0:
+        if (status := context.stops.run(_process(command, log))) != 0:
             self._failed.append(name)
-            print_lines(context.console, [f"{title}: ended with status {status}; the sweep goes on"], style="red")
+            end = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+            print_lines(
+                context.console,
+                [
+                    *(f"  {line}" for line in end),
+                    f"{title}: ended with status {status}; the sweep goes on",
+                ],
+                style="red",
+            )
+            return
+        print_lines(
+            context.console, [f"{title}: finished after {time.monotonic() - begun:.0f} s{self._value(name, metric)}"]
+        )
+
+    def _value(self, name: str, metric: str) -> str:
+        """The last value of a metric of a run, for people; empty where there is none."""
+        from turnwise.record.summary import may_be_run, summarize_run
+        from turnwise.terminal.tables import number
+
+        path = self.directory / name
+        metrics = summarize_run(path).metrics if may_be_run(path) else {}
+        return f": {metric} {number(metrics[metric].last)}" if metric in metrics else ""
 
     def result(self, name: str, metric: str) -> float | None:
         """The last value of a metric in a run; None if the run has not finished. Raises RunError if a finished one lacks it."""
@@ -256,7 +281,7 @@ class Sweep:
     def compare(self, context: Context, metric: str) -> int:
         """Print the comparison, sorted by a metric if any run has it. Returns the exit status: 1 if a run failed."""
         from turnwise.record.summary import find_summaries
-        from turnwise.terminal.runs import known_metrics, print_left_out, print_runs, run_records
+        from turnwise.terminal.runs import known_metrics, print_left_out, print_over_seeds, print_runs, run_records
 
         summaries, problems = find_summaries([self.directory / name for name in self.runs])
         if summaries:
@@ -265,6 +290,8 @@ class Sweep:
             shown = [] if by is None else list(dict.fromkeys([*known_metrics(summaries, []), by]))
             print_lines(context.console, [""])
             print_runs(context.console, run_records(summaries, metrics=shown, by=by))
+            if by is not None:
+                print_over_seeds(context.console, summaries, shown, by=by)
             if by is None:
                 print_lines(
                     context.console, [f"not sorted: no run has the metric {metric}{metric_hint(metric, names)}"]
@@ -274,12 +301,16 @@ class Sweep:
         return 1 if self._failed else 0
 
 
-async def _process(command: Sequence[str]) -> int:
-    """Run a command to its end. If this process is stopped, the command is stopped too, and writes its checkpoint.
+async def _process(command: Sequence[str], log: Path) -> int:
+    """Run a command to its end, and append what it prints to a file. If this process is stopped, the command is stopped too, and
+    writes its checkpoint.
 
     It has a session of its own: Ctrl-C in the terminal would reach it a second time, and a second signal ends a run at once.
     """
-    process = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+    with log.open("ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command, start_new_session=True, stdout=output, stderr=asyncio.subprocess.STDOUT
+        )
     try:
         return await process.wait()
     except asyncio.CancelledError:
@@ -316,14 +347,14 @@ def _optimize(sweep: Sweep, varied: Mapping[str, Sequence[str]], trials: int, me
         name = f"trial-{number:03}"
         title = f"trial {number + 1} of {trials}"
         if (words := earlier.get(name)) is not None:  # an earlier call has chosen these values
-            sweep.run(name, words, context, title=title)
+            sweep.run(name, words, context, title=title, metric=metric)
             value = sweep.result(name, metric)
             study.add_trial(_trial(optuna, sweep.directory / name, words, distributions, value))
             continue
         trial = study.ask(distributions)
         words = [f"{key}={value}" for key, value in trial.params.items()]
         sweep.check(words)
-        sweep.run(name, words, context, title=title)
+        sweep.run(name, words, context, title=title, metric=metric)
         value = sweep.result(name, metric)
         study.tell(trial, value, state=optuna.trial.TrialState.FAIL if value is None else None)
 

@@ -8,6 +8,7 @@ its own environment object, which runs in a thread and is closed once."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -23,7 +24,7 @@ from turnwise.compat.providers.provider import About
 from turnwise.data.rows import ProvidedRows, seed_rows
 from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.tool import Tool
-from turnwise.errors import ConfigError, DataError, Failed
+from turnwise.errors import ConfigError, DataError, Failed, boundary
 from turnwise.types import Opening, Reply, Row, Turn
 from turnwise.user_code.thread_loops import OwnLoop, ending, own_loop, refuse_unused_thread
 from turnwise.user_code.threads import ThreadedObject, columns_for
@@ -46,7 +47,8 @@ class ActionParser:
             raise ConfigError(f"the action {function.__name__} is async; parsing an answer must be sync: write def")
         self._space = space
         self._read = function if function is not None else _reader(space)
-        self._allowed = _allowed(space)
+        self.allowed = _allowed(space)
+        """What an answer must have, in words."""
 
     def read(self, text: str) -> Any:
         """Parse the action in an answer.
@@ -57,10 +59,10 @@ class ActionParser:
             action = self._read(text)
         except ValueError as error:
             raise InvalidAction(
-                str(error) or f"There is no action in your answer. Allowed is {self._allowed}."
+                str(error) or f"There is no action in your answer. Allowed is {self.allowed}."
             ) from None
         if self._space is not None and not self._space.contains(action):
-            raise InvalidAction(f"{str(action)[:80]!r} is not allowed. Allowed is {self._allowed}.")
+            raise InvalidAction(f"{str(action)[:80]!r} is not allowed. Allowed is {self.allowed}.")
         return action
 
 
@@ -152,6 +154,7 @@ class GymEnvironments:
         if isinstance(invalid_reward, bool) or not isinstance(invalid_reward, int | float):
             raise ConfigError(f"environment.arguments.invalid_reward is {invalid_reward!r}; it must be a number")
         self.invalid_reward = invalid_reward
+        self._allowed = "any text"
         self.maker = ObjectFactory.of(environment, arguments, wants=("reset", "step"), check=self._check)
 
     def __call__(self) -> Environment:
@@ -170,14 +173,22 @@ class GymEnvironments:
 
     @classmethod
     def names(cls) -> Sequence[str]:
-        """The registered ids."""
+        """The registered ids whose modules can be imported here."""
         import gymnasium
 
-        return sorted(gymnasium.registry)
+        known: dict[str, bool] = {}
+        for spec in gymnasium.registry.values():
+            module = str(spec.entry_point).partition(":")[0]
+            if module not in known:
+                known[module] = not isinstance(spec.entry_point, str) or _imports(module)
+        entries = gymnasium.registry.items()
+        return sorted(name for name, spec in entries if known[str(spec.entry_point).partition(":")[0]])
 
     def about(self) -> About:
         """What the environment brings."""
-        return About(rows="endless, by seed; or rows of a data set with the columns seed and options")
+        of_function = "" if self._read is None else "what environment.arguments.action reads in them, as an action: "
+        rows = "endless, by seed; or rows of a data set with the columns seed and options"
+        return About(rows=rows, answers=f"{of_function}{self._allowed}")
 
     def rows(self, count: int | None, *, held_out: bool) -> ProvidedRows:
         """Rows of seeds."""
@@ -196,7 +207,7 @@ class GymEnvironments:
                 f"environment.arguments.render needs a text, and the environment has the render_mode {mode!r}; set "
                 f"environment.arguments.arguments.render_mode to ansi"
             )
-        self.actions(environment)
+        self._allowed = self.actions(environment).allowed
         if self.thread:
             refuse_unused_thread(type(environment).__name__, _methods(environment))
 
@@ -411,6 +422,16 @@ def _methods(environment: Any) -> list[Callable[..., Any]]:
     """The methods that conversations call."""
     found = (getattr(environment, name, None) for name in ("reset", "step", "render", "close"))
     return [method for method in found if callable(method)]
+
+
+def _imports(module: str) -> bool:
+    """Whether a module of an environment can be imported. Those of games need packages of their own."""
+    try:
+        with boundary("environment"):
+            importlib.import_module(module)
+    except Failed:
+        return False
+    return True
 
 
 def _registered(name: str) -> Callable[..., Any]:

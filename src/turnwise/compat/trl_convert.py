@@ -34,7 +34,7 @@ from turnwise.compat.swift.read_arguments import (
     SwiftRecipeBuilder,
     parse_argument,
 )
-from turnwise.compat.trl_script import read_script
+from turnwise.compat.trl_script import TrainingScript, read_script
 from turnwise.config.recipe import called_here
 from turnwise.errors import ConfigError, nearest
 from turnwise.json_yaml import parse_json, parse_yaml, read_text
@@ -214,6 +214,9 @@ class TrlArguments(SwiftArguments):
         self.trainer: Trainer | None = None
         self.unread: list[UnsupportedKey] = []
         """What a script gives that is no literal."""
+        self.script: TrainingScript | None = None
+        self.path = Path()
+        """The file of the script."""
 
     def add(self, key: str, values: list[Any]) -> None:
         """Add one argument: its words, or its value in a file. Raises ConfigError if it is not of the argument's type."""
@@ -324,7 +327,7 @@ def _words(given: TrlArguments, words: Sequence[str]) -> None:
 def _script(given: TrlArguments, path: Path) -> None:
     """What a script says with literals; the rest is named in the report."""
     script = read_script(path)
-    given.trainer = _TRAINERS[script.trainer]
+    given.trainer, given.script, given.path = _TRAINERS[script.trainer], script, path
     _mapping(given, script.values)
     given.unread = [
         UnsupportedKey(key, text, f"{reason}: set it in the recipe (docs/trl.md)", changes_training=True)
@@ -540,7 +543,7 @@ def _convert_data(builder: TrlRecipeBuilder) -> None:
         builder.set("data.train", values["dataset_name"], "dataset_name")
         if values.get("dataset_config"):
             builder.set("data.subset", values["dataset_config"], "dataset_config")
-    else:
+    elif not _convert_script_data(builder):
         reason = "the configuration names no data set: set data.train"
         builder.reject("dataset_name", reason, changes_training=True, even_default=True)
     split, held_out = values.get("dataset_train_split") or "train", values.get("dataset_test_split") or "test"
@@ -549,7 +552,8 @@ def _convert_data(builder: TrlRecipeBuilder) -> None:
     builder.convert("nothing: it is the default", "dataset_train_split")
     evaluates = str(values.get("eval_strategy") or "no").lower() not in ("no", "false")
     if evaluates and builder.get("data.train") is not None:
-        builder.set("data.eval", builder.get("data.train"), "eval_strategy")
+        own = builder.get("data.eval")
+        builder.set("data.eval", own or builder.get("data.train"), "eval_strategy")
         if held_out != "test":
             builder.set("data.eval_split", held_out, "dataset_test_split")
         steps = values.get("eval_steps")
@@ -558,7 +562,8 @@ def _convert_data(builder: TrlRecipeBuilder) -> None:
         elif steps:
             builder.set("eval.every", steps, "eval_steps")
         reason = "TRL evaluates on the same data set's split dataset_test_split: set data.eval to null if there is none"
-        builder.assume("data.eval", builder.get("data.train"), reason)
+        if own is None:
+            builder.assume("data.eval", builder.get("data.train"), reason)
     else:
         builder.convert("nothing: there are no evaluations", "eval_strategy", "eval_steps")
     builder.convert("nothing: it is the default", "dataset_test_split")
@@ -694,6 +699,30 @@ def _convert_files(builder: TrlRecipeBuilder) -> None:
         builder.set("deterministic", True, "full_determinism")
 
 
+def _convert_script_data(builder: TrlRecipeBuilder) -> bool:
+    """Set data.train and data.eval to the data sets of a script: of the hub, or files that one line of the script writes. Returns
+    whether the script names rows."""
+    script = builder.given.script
+    if script is None or "train_dataset" not in script.rows:
+        return False
+    for key, option, file in (
+        ("train_dataset", "data.train", "train.jsonl"),
+        ("eval_dataset", "data.eval", "eval.jsonl"),
+    ):
+        if (text := script.rows.get(key)) is None:
+            continue
+        name, _, split = script.hub.get(key, "").partition(":")
+        if not name:
+            builder.set(option, file, key)
+            write = f"{text}.to_json({file!r})"
+            reason = f"the file must be written once: in {builder.given.path}, where the trainer is made, {write}"
+            builder.assume(option, file, reason)
+            continue
+        builder.set(option, name, key)
+        builder.set("data.split" if option == "data.train" else "data.eval_split", split, key)
+    return True
+
+
 _REWARDS: Mapping[str, dict[str, Any]] = {
     **{
         name: {"function": f"trl.rewards:{name}"}
@@ -709,7 +738,8 @@ _REWARDS: Mapping[str, dict[str, Any]] = {
 
 def _convert_rewards(builder: TrlRecipeBuilder) -> None:
     """Set reward.batch. Names are TRL's own functions, or paths such as `my_lib.rewards.exact`."""
-    names = builder.values.get("reward_funcs") or []
+    script = builder.given.script
+    names = builder.values.get("reward_funcs") or ([] if script is None else script.rewards)
     weights = builder.values.get("reward_weights") or [1.0] * len(names)
     if len(weights) != len(names):
         reason = f"{len(weights)} weights for {len(names)} rewards"
@@ -717,7 +747,8 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
         weights = [1.0] * len(names)
     rewards: list[dict[str, Any]] = []
     for name, weight in zip(names, weights, strict=True):
-        arguments = _REWARDS.get(name) or _own_reward(str(name))
+        arguments = _REWARDS.get(name.removeprefix("trl.rewards."))
+        arguments = arguments or _of_script(builder, name) or _own_reward(str(name))
         if arguments is None:
             reason = (
                 "it is a function of the script, not of `trl grpo`: add {use: turnwise.compat.trl:TrlReward, arguments: "
@@ -733,6 +764,24 @@ def _convert_rewards(builder: TrlRecipeBuilder) -> None:
         reason = "no reward functions are named (a script gives them to GRPOTrainer): name them in reward.batch (docs/trl.md)"
         builder.reject("reward_funcs", reason, changes_training=True, even_default=True)
     builder.convert("reward.batch", "reward_weights")
+
+
+_BESIDE = "my_rewards.py"
+
+
+def _of_script(builder: TrlRecipeBuilder, name: str) -> dict[str, Any] | None:
+    """The arguments of a function that the script defines; None for another name. It is taken from the script, or from a file
+    beside it if the script would train when it is imported."""
+    script = builder.given.script
+    if script is None or name not in script.defined:
+        return None
+    if not script.trains_when_imported:
+        return {"function": f"{builder.given.path}:{name}"}
+    reason = (
+        f"{builder.given.path} would train when it is imported: copy this function, with what it uses, into {_BESIDE}"
+    )
+    builder.assume("reward_funcs", name, reason)
+    return {"function": f"{_BESIDE}:{name}"}
 
 
 def _own_reward(name: str) -> dict[str, Any] | None:

@@ -49,6 +49,18 @@ class TrainingScript:
     """Arguments with literal values, by TRL's names."""
     others: list[tuple[str, str, str]] = field(default_factory=list)
     """Further arguments: their name, their text in the script, and why they are not taken."""
+    rewards: list[str] = field(default_factory=list)
+    """The reward functions that the trainer gets: names of functions of the script, `module.name` of imported ones, and names of
+    models. Empty if the script does not say them in a form that is known."""
+    rows: dict[str, str] = field(default_factory=dict)
+    """The expressions of the data sets that the trainer gets, `train_dataset` and `eval_dataset`, with the lines of the names in
+    them."""
+    hub: dict[str, str] = field(default_factory=dict)
+    """Of these, the arguments of a plain `load_dataset(...)`."""
+    defined: set[str] = field(default_factory=set)
+    """Functions and classes that the script defines at its top."""
+    trains_when_imported: bool = True
+    """Whether more than definitions may run when the script is imported."""
 
 
 def read_script(path: Path) -> TrainingScript:
@@ -86,9 +98,85 @@ def read_script(path: Path) -> TrainingScript:
                 script.others.append((key, ast.unparse(value), f"line {value.lineno} names no only LoraConfig(...)"))
             elif key in _OBJECTS:
                 script.others.append((key, ast.unparse(value), f"an object of the script, line {value.lineno}"))
+        _take_objects(script, tree, call)
     if len(adapters) == 1:
         _take_adapter(script, adapters[0], used=not trainers or _gets_adapter(calls, trainers[0]))
     return script
+
+
+_OF_TRAINER = ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")
+"""The first arguments of GRPOTrainer by position."""
+
+
+def _take_objects(script: TrainingScript, tree: ast.Module, trainer: ast.Call) -> None:
+    """The reward functions and the data sets of a trainer, by the names that the script gives them at its top."""
+    given = dict(zip(_OF_TRAINER, trainer.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in trainer.keywords if keyword.arg is not None}
+    script.defined = {
+        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+    }
+    script.trains_when_imported = not all(_only_defines(node) for node in tree.body)
+    assigned = _assignments(tree)
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level
+        for alias in node.names
+    }
+    functions = _followed(given.get("reward_funcs"), assigned)
+    listed = functions.elts if isinstance(functions, ast.List | ast.Tuple) else [] if functions is None else [functions]
+    names = [_reward_name(one, imported, script.defined) for one in listed]
+    script.rewards = [name for name in names if name is not None] if None not in names else []
+    for key in ("train_dataset", "eval_dataset"):
+        if (value := given.get(key)) is None:
+            continue
+        script.rows[key] = ast.unparse(value)
+        found = _followed(value, assigned)
+        if isinstance(found, ast.Call) and (loaded := _hub_data(found)) is not None:
+            script.hub[key] = loaded
+
+
+def _only_defines(node: ast.stmt) -> bool:
+    """Whether a statement at the top of a script defines something, or runs only in the script that is started."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom):
+        return True
+    if isinstance(node, ast.If):
+        return "__name__" in {one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)}
+    return not any(isinstance(one, ast.Call) for one in ast.walk(node))
+
+
+def _assignments(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values of names that the script assigns exactly once."""
+    values: dict[str, list[ast.expr]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    values.setdefault(target.id, []).append(node.value)
+    return {name: found[0] for name, found in values.items() if len(found) == 1}
+
+
+def _followed(value: ast.expr | None, assigned: Mapping[str, ast.expr]) -> ast.expr | None:
+    """A value, or the one that its name has."""
+    return assigned.get(value.id, value) if isinstance(value, ast.Name) else value
+
+
+def _reward_name(value: ast.expr, imported: Mapping[str, str], defined: set[str]) -> str | None:
+    if isinstance(value, ast.Name):
+        return value.id if value.id in defined else imported.get(value.id)
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def _hub_data(call: ast.Call) -> str | None:
+    """`name` or `name:split` of `load_dataset("name", split="train")`; None for other calls."""
+    name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    texts = [value.value if isinstance(value, ast.Constant) else None for value in call.args]
+    known = {keyword.arg: keyword.value for keyword in call.keywords}
+    split = known.pop("split", None)
+    plain = isinstance(split, ast.Constant) and isinstance(split.value, str) and split.value.isidentifier()
+    if name != "load_dataset" or len(texts) != 1 or not isinstance(texts[0], str) or known or not plain:
+        return None
+    return f"{texts[0]}:{split.value}"
 
 
 def _gets_adapter(calls: Sequence[tuple[str, ast.Call]], trainer: ast.Call) -> bool:

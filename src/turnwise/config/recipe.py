@@ -240,7 +240,7 @@ DIFFERENT: dict[str, tuple[str, ...]] = {
     "rewards are not whitened here; credit.whiten is for advantages": ("whiten_rewards",),
     "checkpoint.every is a number of steps; null writes checkpoints as often as 3 % of the time allow": ("save_strategy",),
     "eval.every is a number of steps; 0 evaluates before and after training": ("eval_strategy", "evaluation_strategy"),
-    "the embedded engine has engine.memory_gb, a number of GB and no share; with engine.name=vllm or sglang, write "
+    "the embedded engine has engine.memory_gb, a number of GiB and no share; with engine.name=vllm or sglang, write "
     "engine.arguments={gpu_memory_utilization: 0.5} (sglang: mem_fraction_static)": (
         "gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static",
     ),

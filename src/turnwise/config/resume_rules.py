@@ -7,6 +7,7 @@ the training steps. Any other change is refused, unless `resume_changes` names t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from turnwise.errors import ConfigError, RunError, nearest
@@ -197,10 +198,24 @@ def refuse_unknown_names(config: Config) -> None:
             raise ConfigError(f"resume_changes: {name} may always change; remove it from the list")
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An option with which a run is resumed, and which was another one before."""
+
+    option: str
+    before: Any
+    now: Any
+
+    @property
+    def note(self) -> str:
+        """For the user."""
+        return f"resuming with {self.option}={_short(self.now)} (was {_short(self.before)})"
+
+
 def check_options(
     previous: Mapping[str, Any], now: Mapping[str, Any], *, named: Sequence[str], where: str, checkpoint: str
-) -> list[str]:
-    """Compare the options of a run with the options that it is resumed with. Returns a note for each changed option.
+) -> list[Change]:
+    """Compare the options of a run with the options that it is resumed with. Returns the changed options, without those of rows.
 
     An option that is missing in `previous` was added to turnwise later; its default value is assumed.
     Raises RunError if an option changed that must not change.
@@ -225,9 +240,7 @@ def check_options(
             f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the values of the run{also}{never}. Or "
             f"start another run from its weights: output=runs/<name> model.path={checkpoint}"
         )
-    return [
-        f"resuming with {key}={_short(now[key])} (was {_short(before[key])})" for key in changed if RULES[key] != "rows"
-    ]
+    return [Change(key, before[key], now[key]) for key in changed if RULES[key] != "rows"]
 
 
 def _rule(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Rule:

@@ -43,6 +43,8 @@ def examine(
     A TurnwiseError becomes a failed check and is not raised.
     """
     checks = list(_checks(path, config, weights, chat_template_kwargs))
+    if config is not None and config.engine.servers is not None and not fine_tunes(config):
+        checks.append(_tried("engine", lambda: Check("engine", "ok", f"servers: {assembly.startable(config)}")))
     if config is not None and config.engine.has_weights:
         checks.append(_tried("memory", lambda: _memory(path, config, memory_gb)))
     return checks
@@ -121,8 +123,8 @@ def _tried(name: str, check: Callable[[], Check]) -> Check:
 
 
 def _memory(path: str, config: Config, memory_gb: float | None) -> Check:
-    from turnwise.doctor.fit import fit_check  # torch
     from turnwise.doctor.memory import longest_prompt
+    from turnwise.doctor.what_fits import fit_check  # torch
 
     if fine_tunes(config):
         return fit_check(config, path, section="sft", memory_gb=memory_gb)

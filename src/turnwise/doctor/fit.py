@@ -9,20 +9,17 @@ model's configuration, no weights and no GPU.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from turnwise.doctor.check import Check
 from turnwise.doctor.memory import (
+    SERVER_BYTES,
     Workload,
     always_bytes,
     changed,
     empty_parameters,
     kv_bytes_of_row,
-    machine_gib,
-    not_predicted,
     on_gpu,
-    peak_check,
     predict,
     read_model_config,
     workload_of,
@@ -30,6 +27,7 @@ from turnwise.doctor.memory import (
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.local_paths import model_advice
 from turnwise.models.device import gpu_memory, sees_gpu, why_no_gpu
+from turnwise.options.engines import LimitsSection
 from turnwise.options.schema import Config
 
 USABLE = 0.92
@@ -39,12 +37,10 @@ _MOST_TOKENS = 16384
 _STEP_TOKENS = 256
 """A micro-batch has a multiple of so many tokens."""
 _LEAST_TOKENS = 512
-_SERVER_GIB = 2.0
-"""What a vLLM server needs on a GPU beside its weights and its cache: CUDA's context, graphs and activations."""
-_LEAST_ROWS = 8
+LEAST_ROWS = 8
 """Conversations whose keys and values the cache must hold, so that sampling is not slower than training needs."""
 _CACHE_STEP = 0.1
-"""GB, to which the memory of the cache is rounded down."""
+"""GiB, to which the memory of the cache is rounded down."""
 
 
 def fitted(config: Config, model_config: Any, workload: Workload, *, section: str, gib: float) -> Config:
@@ -66,10 +62,15 @@ def fitted(config: Config, model_config: Any, workload: Workload, *, section: st
     if open_cache:
         # while conversations run during the update, the cache has what the update leaves
         used = update if config.train.max_staleness > 0 else always_bytes(config, model_config, section)
-        gigabytes = _CACHE_STEP * int((limit - used) / 2**30 / _CACHE_STEP)
-        if gigabytes > 0:
-            config = changed(config, ["engine", "memory_gb"], round(gigabytes, 1))
+        gib = (limit - used) / 2**30
+        if gib >= _CACHE_STEP:
+            config = changed(config, ["engine", "memory_gb"], cache_step(gib))
     return config
+
+
+def cache_step(gib: float) -> float:
+    """The memory of a cache as recipes have it: rounded down, at least 0.1 GiB."""
+    return max(_CACHE_STEP, round(_CACHE_STEP * int(gib / _CACHE_STEP + 1e-6), 1))
 
 
 def _micro_batch(
@@ -118,7 +119,7 @@ def fitted_to_card(
     config: Config, path: str, *, section: str, longest: int | None = None, prompt: int | None = None
 ) -> tuple[Config, list[str]]:
     """`fitted` for the GPU of the recipe and the free memory on it, and a note that says the numbers. `path` is the model, and
-    the lengths are those of `fit_check`. Without such a GPU, or without a prediction, the recipe as it is."""
+    the lengths are those of `what_fits.fit_check`. Without such a GPU, or without a prediction, the recipe as it is."""
     if not on_gpu(config) or not sees_gpu() or config.cluster.distributed:
         return config, []
     card = gpu_memory(config.model.device)
@@ -137,60 +138,11 @@ def fitted_to_card(
     return known, [f"computed for {card}, where the recipe has no number: {', '.join(numbers)}"]
 
 
-def fit_check(
-    config: Config,
-    path: str,
-    *,
-    section: str,
-    memory_gb: float | None = None,
-    longest: int | None = None,
-    prompt: int | None = None,
-) -> Check:
-    """The predicted peak of a training step, with the numbers that a run would compute for a GPU; if it does not fit, the options
-    to change, and the first way that fits.
-
-    `memory_gb` is the memory in GiB; None: that of the GPU, or of the machine. `longest` is the known length of the longest
-    conversation, and `prompt` that of the longest prompt. Without a prediction, the check is a note.
-    """
-    gib = machine_gib(config) if memory_gb is None else memory_gb
-    known_card = on_gpu(config) and gib != float("inf")
-    try:
-        with boundary("model"):
-            model_config = read_model_config(path)
-            workload = workload_of(config, model_config, section, longest=longest, prompt=prompt)
-            found = fitted(config, model_config, workload, section=section, gib=gib) if known_card else config
-            check = peak_check(found, model_config, workload, section=section, limit=gib, card_gib=gib)
-            if check.status == "fail" and known_card and found is config and section == "train":
-                text = _what_fits(config, model_config, workload, gib)
-                check = replace(check, details=[*check.details, ("what fits", text)])
-    except Failed as failed:
-        return not_predicted(failed)
-    if memory_gb is None and on_gpu(config) and sees_gpu():
-        check = replace(check, details=[*check.details, ("GPU", str(gpu_memory(config.model.device)))])
-    return check
-
-
-def _what_fits(config: Config, model_config: Any, workload: Workload, gib: float) -> str:
-    plan = choose(config, model_config, workload, gib=gib)
-    if plan is not None:
-        options = {"model.dtype": "bfloat16", **plan.way.options}
-        return f"{' '.join(f'{name}={shown(value)}' for name, value in options.items())} ({plan.gib:.1f} GiB)"
-    return (
-        f"nothing: even an adapter on weights in 4 bits needs {least_gib(config, model_config, workload):.1f} GiB and its "
-        f"activations, with conversations of {workload.tokens:,} tokens. Use a smaller model or a shorter limits.context"
-    )
-
-
 def least_gib(config: Config, model_config: Any, workload: Workload) -> float:
     """The memory that the way which needs the least needs all the time, and for the cache of one conversation."""
     least = with_way(config, WAYS[-1])
     needed = always_bytes(least, model_config, "train") + kv_bytes_of_row(least, model_config, workload.tokens)
     return needed / 2**30 / USABLE
-
-
-def shown(value: Any) -> str:
-    """The value of an option as YAML and the command line have it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 # a recipe for a model and a card
@@ -266,8 +218,8 @@ class Plan:
     rows: int
     """Conversations whose keys and values fit at the same time."""
     beside: float
-    """GB that the KV cache of a vLLM server has beside the trainer on the same GPU, if the server sleeps during updates; negative
-    if the server does not fit."""
+    """GiB that the KV cache of a vLLM server has beside the trainer on the same GPU, if the server sleeps during updates;
+    negative if the server does not fit."""
 
 
 def choose(
@@ -298,11 +250,12 @@ def with_way(config: Config, way: Way) -> Config:
     defaults = Config.model_validate({"model": {"path": "m"}, "data": {"train": "rows"}})
     for name, value in tree.items():
         names = name.split(".")
-        config = changed(config, names, _value(defaults, names) if value is None else value)
+        config = changed(config, names, value_of(defaults, names) if value is None else value)
     return config
 
 
-def _value(part: Any, names: list[str]) -> Any:
+def value_of(part: Any, names: Sequence[str]) -> Any:
+    """The value of an option of a section, by its dotted name."""
     for name in names:
         part = getattr(part, name)
     return part
@@ -312,7 +265,7 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
     limit = USABLE * gib * 2**30
     always = always_bytes(config, model_config, "train")
     row = kv_bytes_of_row(config, model_config, workload.tokens)
-    least = min(_LEAST_ROWS, workload.conversations) * row
+    least = min(LEAST_ROWS, workload.conversations) * row
     if always + least > limit:  # known without a pass
         return None
     known = fitted(config, model_config, workload, section="train", gib=gib)
@@ -330,7 +283,7 @@ def _tried(way: Way, config: Config, model_config: Any, workload: Workload, gib:
         gib=update / 2**30,
         parameters=count,
         rows=max(1, int(cache / row)) if row else workload.conversations,
-        beside=(limit - always - size) / 2**30 - _SERVER_GIB,
+        beside=(limit - always - size - SERVER_BYTES) / 2**30,
     )
 
 
@@ -401,12 +354,22 @@ def starter_plan(path: str, gib: float | None) -> tuple[dict[str, str], list[str
         ) from failed
     found = starter(path, model_config, gib)
     if (plan := found.plan) is not None:
-        lines = [f"{path} on {card}: {plan.way.name}, {plan.gib:.1f} GiB at the peak\n"]
+        peak = starter_peak(found, model_config, gib)
+        lines = [f"{path} on {card}: {plan.way.name}, predicted peak of a training step: {peak:.1f} GiB\n"]
         return starter_lines(plan, found.context, gib), lines
     raise ConfigError(
         f"{path} does not fit on {card}: even an adapter on weights in 4 bits needs {found.least:.1f} GiB and its activations, "
         f"with conversations of {found.context:,} tokens. Use a smaller model, or several GPUs (docs/cluster.md)"
     )
+
+
+def starter_peak(found: Starter, model_config: Any, gib: float) -> float:
+    """The predicted peak in GiB of a step of the starter's recipe, as `turnwise plan` and `turnwise doctor` predict it."""
+    assert found.plan is not None
+    limits = LimitsSection(turns=_TURNS, tokens_per_turn=_TOKENS_PER_TURN, context=found.context)
+    train = found.plan.config.train.model_copy(update={"batch_size": _BATCH, "group_size": _GROUP})
+    config = found.plan.config.model_copy(update={"limits": limits, "train": train})
+    return predict(config, model_config, workload_of(config, model_config, "train"), card_gib=gib).gib
 
 
 def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
@@ -426,14 +389,14 @@ def starter_lines(plan: Plan, context: int, gib: float) -> dict[str, str]:
     train = [
         f"  lr: {_number(rate)} # for {plan.parameters / 1e9:.1f} billion parameters"
         + (", an adapter: 20 times that of all weights" if lora else ", all of them"),
-        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # what fits beside the rest: {plan.gib:.1f} of {gib:.1f} GiB",
+        f"  micro_batch_tokens: {known.train.micro_batch_tokens} # an update needs {plan.gib:.1f} of {gib:g} GiB",
     ]
     if "train.optimizer.master_weights" in options:
         train.append("  optimizer: {master_weights: kahan} # 2 bytes for each parameter instead of 4")
     engine = [
         "correction: {action: truncate} # in bfloat16, trainer and engine round differently (docs/losses.md)",
-        f"engine: {{memory_gb: {known.engine.embedded.memory_gb}}} # GB for {plan.rows} conversations of {context} tokens at a "
-        f"time, more if they are shorter",
+        f"engine: {{memory_gb: {known.engine.embedded.memory_gb}}} # GiB of KV cache, for {plan.rows} conversations of {context} "
+        f"tokens at a time, more if they are shorter",
         _vllm(plan),
     ]
     return {
@@ -454,8 +417,8 @@ def _vllm(plan: Plan) -> str:
             "# engine: {name: vllm} does not fit on the same GPU beside the trainer: engine.devices names another GPU"
         )
     return (
-        f"# engine: {{name: vllm, sleep: true, memory_gb: {gigabytes}}} # instead: samples faster, in what the trainer leaves "
-        f"free meanwhile (docs/engines.md)"
+        f"# engine: {{name: vllm, python: ~/vllm/bin/python, sleep: true, memory_gb: {gigabytes}}} # instead: samples faster, in "
+        f"what the trainer leaves free meanwhile (docs/engines.md)"
     )
 
 

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from turnwise import assembly
 from turnwise.chat.media import has_media
 from turnwise.chat.renderer import Renderer
-from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference, refused_with_quantization
+from turnwise.config.train_checks import WITHOUT_REWARD, needs_critic, needs_reference
 from turnwise.doctor.check import Check, override_notes
 from turnwise.engines.local.engine import DEFAULT_CACHE_GB, LARGE_CACHE
 from turnwise.engines.local.fused import fused_packed_bytes, unsupported_reason
@@ -449,6 +449,52 @@ def kv_bytes_of_row(config: Config, model_config: Any, tokens: int) -> float:
     return float(token * capacity + states)
 
 
+# a server on the trainer's GPU
+
+SERVER_CACHE = "the server's KV cache"
+"""The name of the part that `engine.memory_gb` sets."""
+SERVER_BYTES, ASLEEP_BYTES = 2 * 2**30, 2**30
+"""What a vLLM or SGLang server needs on a GPU beside its weights and its cache (CUDA's context, graphs, activations), and what it
+keeps of that while it sleeps."""
+_SERVER_SHARE = 0.9
+"""The share of a GPU that servers take without `engine.memory_gb`."""
+
+
+def server_parts(config: Config, model_config: Any, card_gib: float) -> list[MemoryPart]:
+    """What each GPU of a started server holds while it samples. `card_gib` is the memory of the GPU."""
+    engine = config.engine.servers
+    assert engine is not None
+    whole, eight = server_weights(config, model_config)
+    weights = (eight if engine.eight_bits else whole) / engine.tensor_parallel
+    cache = engine.memory_gb
+    if cache is None:
+        cache = max(0.0, _SERVER_SHARE * card_gib - (weights + SERVER_BYTES) / 2**30)
+    return [
+        MemoryPart("the server's weights", weights),
+        MemoryPart(SERVER_CACHE, cache * 2**30),
+        MemoryPart("the rest of the server", SERVER_BYTES),
+    ]
+
+
+def server_weights(config: Config, model_config: Any) -> tuple[float, float]:
+    """The weights of a server in bytes, and where the matrices of layers have a byte for each weight. A server reads new weights
+    in the type of the training, and quantizes them itself."""
+    source = assembly.model_source(config)
+    model = empty_model(source, model_config)
+    outside = {
+        id(parameter)
+        for part in (model.get_input_embeddings(), model.get_output_embeddings())
+        if part is not None
+        for parameter in part.parameters()
+    }
+    whole = weight_bytes(model, source)
+    each = whole / sum(parameter.numel() for parameter in model.parameters())
+    matrices = sum(
+        parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2 and id(parameter) not in outside
+    )
+    return whole, whole - matrices * (each - 1)
+
+
 # the prediction
 
 PROGRAM_BYTES = 550 * 2**20
@@ -487,6 +533,12 @@ class Prediction:
         """The peak in GiB."""
         return sum(part.bytes for part in self.parts) / 2**30
 
+    @property
+    def text(self) -> str:
+        """The parts in GiB, without those that are rounded to 0: `weights 3.3, gradients 0.1`."""
+        shown = [(part.name, f"{part.bytes / 2**30:.1f}") for part in self.parts]
+        return ", ".join(f"{name} {size}" for name, size in shown if size != "0.0")
+
 
 def predict(
     config: Config,
@@ -504,6 +556,20 @@ def predict(
     `section` is `train` or `sft`; fine-tuning has no engine. `on_ranks`: the step is one of several processes, which divide the
     model. Raises ConfigError if the adapter does not fit the model.
     """
+    update, sampling = phases(config, model_config, workload, section=section, on_ranks=on_ranks, card_gib=card_gib)
+    return update if on_update else max(update, sampling, key=lambda phase: phase.gib)
+
+
+def phases(
+    config: Config,
+    model_config: Any,
+    workload: Workload,
+    *,
+    section: str = "train",
+    on_ranks: bool = False,
+    card_gib: float | None = None,
+) -> tuple[Prediction, Prediction]:
+    """The memory of an update, and that while conversations are sampled: see `predict`."""
     options: OptimizationSection = config.sft if section == "sft" else config.train
     optimizer = options.optimizer
     model_source = assembly.model_source(config)
@@ -536,11 +602,18 @@ def predict(
         MemoryPart("logits and other temporary tensors", max(passes - trace.trained - trace.activations, 0)),
         *during,
     ]
-    phases = [
-        Prediction([part for part in (*_always(config, trace, section), *phase) if part.bytes])
-        for phase in ((update,) if on_update else (update, [copies, keys_values]))
-    ]
-    return max(phases, key=lambda phase: phase.gib)
+    sampling = [copies, keys_values]
+    beside = (assembly.servers_beside_trainer(config) or 0) if section == "train" and on_gpu(config) else 0
+    if beside and config.engine.servers is not None:
+        parts = server_parts(config, model_config, machine_gib(config) if card_gib is None else card_gib)
+        server = [replace(part, bytes=beside * part.bytes) for part in parts]
+        sampling += server
+        update += [MemoryPart("the sleeping server", beside * ASLEEP_BYTES)] if config.engine.servers.sleep else server
+    always = _always(config, trace, section)
+    of_update, of_sampling = (
+        Prediction([part for part in (*always, *phase) if part.bytes]) for phase in (update, sampling)
+    )
+    return of_update, of_sampling
 
 
 def _logits_bytes(config: Config, card_gib: float | None) -> int:
@@ -641,24 +714,16 @@ def not_predicted(failed: Failed) -> Check:
 def peak_check(
     config: Config, model_config: Any, workload: Workload, *, section: str, limit: float, card_gib: float | None = None
 ) -> Check:
-    """The predicted peak of a training step, and what to change if it is above `limit` (GiB). `card_gib`: see `predict`."""
+    """The predicted peak of a training step, compared with `limit` (GiB). `card_gib`: see `predict`."""
     found = predict(config, model_config, workload, section=section, card_gib=card_gib)
-    shown = [(part.name, f"{part.bytes / 2**30:.1f}") for part in found.parts]
-    details = [("in GiB", ", ".join(f"{name} {size}" for name, size in shown if size != "0.0"))]
+    details = [("in GiB", found.text)]
     text = (
         f"predicted peak of a training step: {found.gib:.1f} GiB ({workload.conversations} conversations of up to "
         f"{workload.tokens:,} tokens)"
     )
     if found.gib <= limit:
         return Check("memory", "ok", text, details=details)
-    changes = sorted(
-        (predict(other, model_config, workload, section=section, card_gib=card_gib).gib, name)
-        for name, other in _savings(config, section)
-    )
-    details += [(f"with {name}", f"{gib:.1f} GiB") for gib, name in changes if gib < found.gib]
-    fitting = [name for gib, name in changes if gib <= limit]
-    advice = f"set {fitting[-1]}" if fitting else "combine the changes below, or use a smaller model"
-    return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB: {advice}", details=details)
+    return Check("memory", "fail", f"{text}, and there are {limit:.1f} GiB", details=details)
 
 
 def certain_check(config: Config, path: str, *, section: str) -> Check:
@@ -681,8 +746,8 @@ def certain_check(config: Config, path: str, *, section: str) -> Check:
     return Check(
         "memory",
         "fail",
-        f"{text}, and there are {limit:.1f} GiB: set model.lora.rank, {section}.optimizer.name=adamw_8bit or "
-        f"model.dtype=bfloat16 (turnwise doctor predicts what each saves), or use a smaller model",
+        f"{text}, and there are {limit:.1f} GiB: `turnwise doctor --recipe` finds options with which it fits; or use a smaller "
+        f"model",
     )
 
 
@@ -692,28 +757,6 @@ def refuse_too_large(config: Config, path: str, *, section: str) -> list[str]:
     if check.status == "fail" and "memory" not in config.override_checks:
         raise ConfigError(f"{check.text}. To start all the same, set override_checks=[memory]")
     return [] if check.status == "note" else override_notes([check], config.override_checks)
-
-
-def _savings(config: Config, section: str) -> Iterator[tuple[str, Config]]:
-    """Changes of the recipe that need less memory: `option=value`, and the changed recipe."""
-    options = config.sft if section == "sft" else config.train
-    tokens = options.micro_batch_tokens or default_micro_batch_tokens(torch.device("cuda" if on_gpu(config) else "cpu"))
-    values: dict[str, Any] = {f"{section}.micro_batch_tokens": max(tokens // 4, 256)}
-    if config.model.exact:
-        values |= {"model.dtype": "bfloat16", "model.autocast": True}
-    if not config.model.gradient_checkpointing:
-        values["model.gradient_checkpointing"] = True
-    if config.model.lora.rank is None:
-        values["model.lora.rank"] = 16
-        if options.optimizer.name == "adamw":
-            values[f"{section}.optimizer.name"] = "adamw_8bit"
-    elif config.model.quantization.bits is None and not refused_with_quantization(config):
-        values["model.quantization.bits"] = 4
-    if section == "train" and (engine := config.engine.embedded) is not None:
-        values["engine.memory_gb"] = (DEFAULT_CACHE_GB if engine.memory_gb is None else engine.memory_gb) / 4
-    for name, value in values.items():
-        shown = str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
-        yield f"{name}={shown}", changed(config, name.split("."), value)
 
 
 def changed(part: Any, names: Sequence[str], value: Any) -> Any:

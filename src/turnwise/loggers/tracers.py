@@ -17,6 +17,7 @@ from typing import Any
 
 from turnwise.loggers.logger import Logger, start_or_wait, starting
 from turnwise.loggers.trackers import text
+from turnwise.record.metrics import reward_parts
 from turnwise.types import Trajectory, Turn
 
 # spans
@@ -57,7 +58,7 @@ def spans_of(trajectory: Trajectory) -> Span | None:
             "row": trajectory.row.id,
             "reward": trajectory.reward,
             "stop": str(trajectory.stop),
-            **{f"rewards.{name}": value for name, value in trajectory.rewards.items()},
+            **{f"rewards.{name}": value for name, value in reward_parts(trajectory).items()},
         },
         error=None if trajectory.error is None else f"{trajectory.error.kind}: {trajectory.error.message}",
         children=children,

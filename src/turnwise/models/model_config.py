@@ -186,6 +186,12 @@ def kv_token_bytes(config: Mapping[str, Any], dtype: str) -> int:
     )
 
 
+def kv_heads(config: Mapping[str, Any]) -> int:
+    """The heads of keys and values of a layer of the model with this config.json."""
+    text = config.get("text_config") or config
+    return text.get("num_key_value_heads") or text["num_attention_heads"]
+
+
 def cpu_memory_gb(config: Mapping[str, Any], dtype: str, context: int) -> float:
     """The KV cache in GB of a server on the CPU, unless the recipe gives its size: at least one sequence of `context` tokens must
     fit into it. vLLM itself would take nine tenths of the machine's memory, and SGLang a fifth."""

@@ -80,7 +80,7 @@ class LocalEngineSection(EngineSection):
     slots: Positive = 256
     """Conversations whose KV cache is kept."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """Most memory of the KV cache, in GB. Null: 2, or what training leaves free on a GPU."""
+    """Most memory of the KV cache, in GiB. Null: 2, or what training leaves free on a GPU."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads while sampling. 0: measured."""
     records_experts: ClassVar[bool] = True
@@ -168,7 +168,8 @@ class ServerEngineSection(EngineSection):
     arguments: list[str] = []
     """More arguments of started servers, such as `[--enforce-eager]`."""
     memory_gb: Annotated[float, Field(gt=0)] | None = None
-    """KV cache of each started server, in GB. Null: the engine's default on a GPU; at least 1 on a CPU."""
+    """KV cache on each GPU of a started server, in GiB, beside its weights. Null: what the engine takes, 90 % of a GPU with its
+    weights; at least 1 on a CPU."""
     weight_transfer: Literal["files", "collective", "ipc"] | None = None
     """How new weights arrive: `files`, `collective` (broadcast), `ipc` (read in the trainer's GPU; docs/engines.md). Null:
     `ipc` on one GPU, if all weights are trained; else `files`."""

@@ -23,6 +23,7 @@ from turnwise.doctor.check import Check
 from turnwise.doctor.fit import shown
 from turnwise.doctor.memory import (
     PROGRAM_BYTES,
+    SERVER_BYTES,
     MemoryPart,
     Prediction,
     Workload,
@@ -34,6 +35,7 @@ from turnwise.doctor.memory import (
     on_gpu,
     predict,
     read_model_config,
+    server_weights,
     weight_bytes,
     workload_of,
 )
@@ -399,13 +401,14 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
         text = _sum({"weights": weights, "KV cache": cache, "program": PROGRAM_BYTES})
         return [PlanLine("memory of a worker", f"{text}, without the environments")]
     if (engine := config.engine.servers) is not None and engine.starts_servers:
-        whole, eight = (size / engine.tensor_parallel for size in _server_weights(config, model_config))
+        whole, eight = (size / engine.tensor_parallel for size in server_weights(config, model_config))
         weights = eight if engine.eight_bits else whole
         cache = cache_gb(config, config.limits.context or context_length(model_config.to_dict()))
         if cache is None:
             rest = f"weights {_gib(weights)}; {config.engine.name} chooses the size of its KV cache (engine.memory_gb)"
         else:
-            rest = _sum({"weights": weights, "KV cache": cache * 2**30})
+            parts = {"weights": weights, "KV cache": cache * 2**30}
+            rest = _sum(parts | ({"the rest of the server": SERVER_BYTES} if on_gpu(config) else {}))
         if engine.quantization is not None:
             rest += (
                 f" ({engine.quantization}: 8 bits inside of layers; an update brings {_gib(whole)})"
@@ -416,25 +419,6 @@ def engine_memory_lines(config: Config, model_config: Any) -> list[PlanLine]:
             )
         return [PlanLine("memory of a server's device", rest)]
     return []
-
-
-def _server_weights(config: Config, model_config: Any) -> tuple[float, float]:
-    """The weights in bytes, and where the matrices of layers have a byte for each weight. A server reads new weights in the type
-    of the training, and quantizes them itself."""
-    source = assembly.model_source(config)
-    model = empty_model(source, model_config)
-    outside = {
-        id(parameter)
-        for part in (model.get_input_embeddings(), model.get_output_embeddings())
-        if part is not None
-        for parameter in part.parameters()
-    }
-    whole = weight_bytes(model, source)
-    each = whole / sum(parameter.numel() for parameter in model.parameters())
-    matrices = sum(
-        parameter.numel() for parameter in model.parameters() if parameter.ndim >= 2 and id(parameter) not in outside
-    )
-    return whole, whole - matrices * (each - 1)
 
 
 def _weights(config: Config, model_config: Any) -> float:

@@ -93,8 +93,9 @@ def trainer_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLi
     return lines
 
 
-def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[PlanLine]:
-    """Which part of the run uses which device. `device` is the device of the trainer, such as `cpu` or `cuda`."""
+def placement_lines(config: Config, *, device: str, ranks: int = 1, servers: str = "") -> list[PlanLine]:
+    """Which part of the run uses which device. `device` is the device of the trainer, such as `cpu` or `cuda`; `servers` says
+    which one started servers use."""
     launcher, several = config.cluster.launcher, config.cluster.distributed
     lines = trainer_lines(config, device=device, ranks=ranks)
     engine = config.engine
@@ -106,7 +107,7 @@ def placement_lines(config: Config, *, device: str, ranks: int = 1) -> list[Plan
         )
         lines.append(PlanLine("engine", where))
     else:
-        lines.append(PlanLine("engine", _engine_text(config)))
+        lines.append(PlanLine("engine", _engine_text(config) + (f", {servers}" if servers else "")))
     where = "on rank 0" if several else "in the trainer's process"
     if launcher == "ray":
         workers = config.cluster.workers

@@ -21,7 +21,7 @@ import struct
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.curve = self.path / "curve.png"
         self.about = self.path / "run.json"
-        """Kind of the run, the step of its newest checkpoint, and how it ended."""
+        """Kind of the run, the step of its newest checkpoint, options that were changed in a resume, and how it ended."""
         self.metrics = self.path / "metrics.jsonl"
         suffix = SUFFIX if compressed else ""
         self.trajectories = self.path / f"trajectories.jsonl{suffix}"
@@ -141,6 +141,7 @@ class RunDirectory:
         self.appended = {path.name: AppendedFile(path) for path in paths}
         """The files that are only appended to, by name."""
         self.run_lock: RunLock | None = None
+        self._changes: list[Mapping[str, Any]] = []
 
     @property
     def shown(self) -> Path:
@@ -242,9 +243,17 @@ class RunDirectory:
         ended = {"how": how, "step": step, "time": round(time.time(), 3), "reason": reason}
         self._write_about(about["checkpoint"], {"ended": ended})
 
+    def note_changes(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Note options that were changed in a resume, each as `{"after_step", "option", "from", "to"}`. They are in run.json from
+        the next note on."""
+        self._changes = list(changes)
+
     def _write_about(self, checkpoint: int | None, more: Mapping[str, Any]) -> None:
+        changes = {"changes": self._changes} if self._changes else {}
         with writing(self.path):
-            replace_file(self.about, json.dumps({"kind": self.kind, "checkpoint": checkpoint, **more}) + "\n")
+            replace_file(
+                self.about, json.dumps({"kind": self.kind, "checkpoint": checkpoint, **changes, **more}) + "\n"
+            )
 
     def write_step(self, metrics: Mapping[str, Any], trajectories: Iterable[Trajectory]) -> None:
         """Append the metrics and trajectories of a step; `metrics["step"]` becomes the step of each trajectory.

@@ -107,6 +107,8 @@ class RunSummary:
     metrics: Mapping[str, MetricValues]
     options: Mapping[str, Any]
     warnings: Sequence[RunWarning] = ()
+    changes: Sequence[Mapping[str, Any]] = ()
+    """Options that were changed when the run was resumed: `after_step`, `option`, `from` and `to`."""
     damaged: Sequence[str] = field(default=())
     """Lines that could not be read and are left out."""
 
@@ -149,6 +151,7 @@ def summarize_run(path: Path) -> RunSummary:
         metrics=metrics,
         options=options,
         warnings=recorded_warnings(path, damaged=damaged),
+        changes=_changes(about),
         damaged=damaged,
     )
 
@@ -172,6 +175,14 @@ def _about(path: Path) -> Mapping[str, Any]:
     except RunError:
         return {}
     return about if isinstance(about, dict) else {}
+
+
+def _changes(about: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    changes = about.get("changes")
+    known = {"after_step", "option", "from", "to"}
+    return (
+        [one for one in changes if isinstance(one, dict) and known <= one.keys()] if isinstance(changes, list) else []
+    )
 
 
 class RunMetrics(Mapping[str, MetricValues]):
@@ -327,15 +338,36 @@ def _same(value: Any, default: Any) -> bool:
     )
 
 
+_TASK = ("environment.use", "data.train")
+"""The options that say what a run learns."""
+
+
 def differing_options(runs: Sequence[RunSummary]) -> list[str]:
     """The options with different values, in the order of the recipes. Those that some recipe lacks, as an older one does, are
-    last."""
+    last.
+
+    Runs of different commands, environments or rows differ in most options. Of these, only model, environment and rows are
+    compared among all runs; the other options among the runs of each kind.
+    """
+    kinds: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        kinds.setdefault(json.dumps([run.kind, *(run.options.get(name) for name in _TASK)], default=str), []).append(
+            run
+        )
     names = [
         name
         for name in dict.fromkeys(name for run in runs for name in run.options)
-        if name not in _PLACE and len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1
+        if name not in _PLACE
+        and (
+            any(_differ(alike, name) for alike in kinds.values())
+            or (name in ("model.path", *_TASK) and _differ(runs, name))
+        )
     ]
     return sorted(names, key=lambda name: not all(name in run.options for run in runs))
+
+
+def _differ(runs: Sequence[RunSummary], name: str) -> bool:
+    return len({json.dumps(run.options.get(name), default=str) for run in runs}) > 1
 
 
 # evaluations on held-out rows

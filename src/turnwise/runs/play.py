@@ -459,7 +459,9 @@ async def play(config: Config, number: int, console: Console, lines: Lines, *, t
     model = _Model(config, conversations.renderer, lambda text: player.say(text, style=_STYLE))
     player = Player(console, lines, renderer, model, tokens=tokens)
     player.say(*conversations.notes, *notes, style=_STYLE)
-    player.say(f"row {number} of data.train (its id: {row.id}); /help lists the commands", style=_STYLE)
+    player.say(
+        f"row {number} of data.train (counted from 0; its id is {row.id}); /help lists the commands", style=_STYLE
+    )
     engine = AskingEngine(
         player.answer,
         encode=renderer.encode,

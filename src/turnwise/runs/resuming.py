@@ -202,6 +202,7 @@ class OpenedRun:
             self.notes += self.directory.cut_back(self.saved.about["marks"])
             self.directory.cut_warnings(self.step)
         self.notes += self.directory.prepare(self.config, resuming=resuming)
+        self.directory.note_changes(self.origin.get("changes", ()))
         self.checkpoints.refuse_other_files(best=self.config.checkpoint.best is not None)
         if self.saved is not None:
             self.directory.note_checkpoint(self.step)
@@ -256,13 +257,19 @@ def open_run(config: Config, kind: Literal["train", "sft"]) -> OpenedRun:
         )
     opened.saved, opened.origin = saved, dict(about["origin"])
     opened.notes += [saved.note] if saved.note is not None else []
-    opened.notes += check_options(
+    changes = check_options(
         about["options"],
         option_values(config),
         named=config.resume_changes,
         where=config.output,
         checkpoint=str(checkpoints.newest),
     )
+    opened.notes += [change.note for change in changes]
+    # in the checkpoints that follow, so that a run which goes on from an earlier one forgets what was changed later
+    opened.origin["changes"] = [
+        *opened.origin.get("changes", ()),
+        *({"after_step": opened.step, "option": one.option, "from": one.before, "to": one.now} for one in changes),
+    ]
     if in_parts(saved.folder) and not config.cluster.distributed:  # ranks read parts
         write_models([saved.folder])
     return opened

@@ -113,7 +113,13 @@ def _tokens(
     """A row for each token. What the model did not sample has no log-probability and no version. These columns are left out where
     no log-probability can be used: the turns were given, as in fine-tuning, or are of several kinds."""
     sampled = trajectory.logprob_kind is not LogprobKind.NONE
-    table = Table(title=f"segment {number}: {len(segment)} tokens", title_justify="left", box=None)
+    table = Table(
+        title=f"segment {number}: {len(segment)} tokens",
+        title_justify="left",
+        caption="turn: empty where the model did not sample the token; weight: of the token in the loss, 0 is not trained on",
+        caption_justify="left",
+        box=None,
+    )
     for name in ("token_ids", "turn", "weight", *(("logprobs", "version") if sampled else ())):
         table.add_column(name, justify="right")
     if decode is not None:
@@ -264,8 +270,13 @@ def end_story(trajectory: Trajectory) -> Iterator[str]:
     )
     if lengths:
         yield f"mask: {trained} of {counted(sum(lengths), 'token')} in {counted(len(lengths), 'segment')} are trained on"
-    parts = "".join(f", {name} {value:g}" for name, value in reward_parts(trajectory).items())
-    yield f"reward: {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{parts}"
+    parts = reward_parts(trajectory)
+    # the part without a name would read as a number of turns
+    shown = ", ".join(
+        f"{'environment and tools' if name == UNNAMED_PART else name} {value:g}" for name, value in parts.items()
+    )
+    of = f" ({shown})" if parts.keys() - {UNNAMED_PART} else ""
+    yield f"reward: {'none' if trajectory.reward is None else f'{trajectory.reward:g}'}{of}"
     if trajectory.error is not None:
         yield f"error ({trajectory.error.kind}): {trajectory.error.message}"
         yield from with_bars(trajectory.error.traceback or None)

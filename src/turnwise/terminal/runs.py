@@ -10,6 +10,7 @@ import io
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import mean, stdev
 from typing import Any
 
 from rich.console import Console
@@ -72,6 +73,9 @@ def option_lines(run: RunSummary) -> Iterator[Text]:
         yield Text(f"  {name:<{width}}  {option_text(value)}").append(
             f"  (default {option_text(default)})", style="dim"
         )
+    for change in run.changes:
+        before, now = option_text(change["from"]), option_text(change["to"])
+        yield Text(f"  changed after step {change['after_step']}: {change['option']} from {before} to {now}")
 
 
 def change_line(change: HeldOutChange) -> Text:
@@ -219,8 +223,39 @@ def print_runs(console: Console, records: Sequence[Mapping[str, Any]]) -> None:
         console.print("metrics: the last value (the best value @its step, where that is another)", style="dim")
 
 
+def print_over_seeds(console: Console, runs: Sequence[RunSummary], names: Sequence[str], *, by: str) -> None:
+    """Print mean and standard deviation of metrics over runs that differ in `seed` only, the best mean of `by` first. Nothing if
+    no two finished runs do."""
+    from turnwise.terminal.tables import number, print_table
+
+    varied = [name for name in differing_options(runs) if name != "seed"]
+    groups: dict[str, list[RunSummary]] = {}
+    for run in runs:
+        if run.state == "finished" and all(name in run.metrics for name in names):
+            groups.setdefault(json.dumps([run.options.get(name) for name in varied], default=str), []).append(run)
+    if max(map(len, groups.values()), default=0) < 2:
+        return
+
+    def cell(group: Sequence[RunSummary], name: str) -> str:
+        values = [run.metrics[name].last for run in group]
+        return number(mean(values)) + (f" ± {number(stdev(values))}" if len(values) > 1 else "")
+
+    ordered = sorted(
+        groups.values(),
+        key=lambda group: mean(run.metrics[by].last for run in group),
+        reverse=not lower_is_better(by),
+    )
+    rows = [["seeds", *(_label(name, varied) for name in varied), *names]]
+    for group in ordered:
+        options = [option_text(group[0].options.get(name)) for name in varied]
+        rows.append([str(len(group)), *options, *(cell(group, name) for name in names)])
+    console.print("\nover the seeds: mean ± standard deviation of the last values", highlight=False)
+    print_table(console, rows, keys=1 + len(varied))
+
+
 def _print_columns(console: Console, shown: Sequence[Sequence[str]], options: Sequence[str]) -> None:
-    """The table. If it is too wide, the options, which are its last columns, are the rows of a second table."""
+    """The table. If it is too wide, the options, which are its last columns, are a second table: the rows of it, unless there are
+    more runs than options."""
     from turnwise.terminal.tables import print_table
 
     widths = [max(len(row[place]) for row in shown) + 2 for place in range(len(shown[0]))]
@@ -230,6 +265,9 @@ def _print_columns(console: Console, shown: Sequence[Sequence[str]], options: Se
         return
     print_table(console, [row[: -len(options)] for row in shown], widest=widest)
     console.print("\noptions that differ:", highlight=False)
+    if len(shown) - 1 > len(options):
+        print_table(console, [[row[0], *row[-len(options) :]] for row in shown], widest=widest)
+        return
     columns = zip(*(row[-len(options) :] for row in shown[1:]), strict=True)
     rows = [[name, *values] for name, values in zip(options, columns, strict=True)]
     print_table(console, [["option", *(row[0] for row in shown[1:])], *rows], widest=widest)

@@ -532,3 +532,46 @@ def test_a_value_of_another_type_is_refused_with_its_name(key: str, value: Any, 
 def test_no_number_of_processes_is_one_process() -> None:
     report = from_trl_arguments({**OPEN_R1_SMALL, "num_processes": None})
     assert "cluster" not in report.recipe
+
+
+REWARDS = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import think_format_reward
+from my_lib.rewards import exact
+
+def short(completions, **kwargs):
+    return [-len(one) for one in completions]
+
+dataset = load_dataset("openai/gsm8k", split="train")
+funcs = [short, think_format_reward, exact]
+{main}
+"""
+TRAINER = "GRPOTrainer(model='m', reward_funcs=funcs, train_dataset={data}, args=GRPOConfig(reward_weights=[1, 2, 1])).train()"
+
+
+def test_rewards_and_rows_of_a_script_become_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(REWARDS.format(main=TRAINER.format(data="dataset")))
+    report = from_trl_arguments(["train.py"])
+    assert report.recipe["data"]["train"] == "openai/gsm8k"
+    entries = report.recipe["reward"]["batch"]
+    assert [entry["arguments"]["function"] for entry in entries] == [
+        "my_rewards.py:short",  # the script loads its data, and trains, when it is imported
+        "trl.rewards:think_format_reward",
+        "my_lib.rewards:exact",
+    ]
+    assert [entry.get("weight", 1) for entry in entries] == [1, 2, 1]
+    assert any("copy this function, with what it uses, into my_rewards.py" in str(one) for one in report.assumptions)
+    assert not any(one.key in ("reward_funcs", "dataset_name") for one in report.refused())
+
+
+def test_a_script_that_may_be_imported_keeps_its_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    main = "if __name__ == '__main__':\n    " + TRAINER.format(data="dataset.map(len)")
+    Path("train.py").write_text(REWARDS.format(main=main).replace("dataset = load", "def rows():\n    return load"))
+    report = from_trl_arguments(["train.py"])
+    assert report.recipe["reward"]["batch"][0]["arguments"] == {"function": "train.py:short"}
+    assert report.recipe["data"]["train"] == "train.jsonl"
+    told = [str(one) for one in report.assumptions]
+    assert any("dataset.map(len).to_json('train.jsonl')" in one for one in told), told

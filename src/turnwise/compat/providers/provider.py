@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from turnwise.environments.environment import Environment, PutInFront
 from turnwise.environments.tools.tool import Tool
@@ -193,6 +193,16 @@ class About:
     players: str = "one"
     rewards: Sequence[str] = ("environment",)
     """The names of the parts of its rewards, as they are recorded."""
+    answers: str = ""
+    """What the model may answer; empty if the opening says it."""
+
+
+@runtime_checkable
+class HasPreview(Protocol):
+    """A class that makes environments, of which some need arguments that only a user can choose."""
+
+    preview: ClassVar[Mapping[str, Any]]
+    """Arguments with which such an environment can be shown."""
 
 
 @runtime_checkable

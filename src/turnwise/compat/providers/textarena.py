@@ -61,6 +61,7 @@ class TextArena(LibraryEnvironments):
     """
 
     writes_prompt = True
+    preview: ClassVar[Mapping[str, Any]] = {"opponent": "random"}
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ MAX_YIELDS = 16
 """How often the event loop runs, at most, between two steps after a request has finished: its conversation may come back
 with the next request, which then joins the next step."""
 DEFAULT_CACHE_GB = 2.0
-"""The memory of the KV cache in GB where none is given. A run that trains on a GPU computes what it leaves free, and gives the
+"""The memory of the KV cache in GiB where none is given. A run that trains on a GPU computes what it leaves free, and gives the
 number (`doctor/fit.py`)."""
 LARGE_CACHE = 2**28
 """Bytes of a KV cache that is freed during training. It takes longer to make a smaller cache again than it is worth."""

@@ -44,7 +44,7 @@ class ServedModel:
     context: int | None
     """The most tokens of a sequence; None: what the model allows."""
     memory_gb: float | None
-    """The memory of the KV cache of a server in GB; None: the server chooses it."""
+    """The memory of the KV cache on each GPU of a server, in GiB; None: the server chooses it."""
     max_requests: int
     """Requests that a server runs at the same time."""
     trained: bool
@@ -94,6 +94,14 @@ def interpreter(options: ServerEngineSection) -> str:
     return sys.executable if options.python is None else os.path.expanduser(options.python)
 
 
+def server_name(engine: str, number: int) -> str:
+    """The name of a server of an engine in messages, such as `vLLM server 0`."""
+    return f"{_NAMES.get(engine, engine)} server {number}"
+
+
+_NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
 def replicas_of(options: ServerEngineSection, health_path: str, commands: Commands) -> list[Replica]:
     """The servers of `engine.url`, or those that the engine starts with `commands`, which need a token that is made here.
 
@@ -101,7 +109,7 @@ def replicas_of(options: ServerEngineSection, health_path: str, commands: Comman
     """
     limits = HttpLimits(answer=options.timeout, idle=options.timeout)
     if options.url is not None:
-        token = _given_token(options.api_key_env)
+        token = given_token(options.api_key_env)
         return [Replica(HttpServer(url, token=token, limits=limits), health_path) for url in options.urls]
 
     def make(number: int) -> tuple[HttpServer, ServerProcess]:
@@ -115,7 +123,7 @@ def replicas_of(options: ServerEngineSection, health_path: str, commands: Comman
     ]
 
 
-def _given_token(variable: str | None) -> str | None:
+def given_token(variable: str | None) -> str | None:
     """The token of servers that run already. Raises ConfigError."""
     if variable is None:
         return None

@@ -70,6 +70,41 @@ def install_advice(text: str) -> str:
     return build_advice(text) or (f". {_NO_ENGINE}" if "No module named" in text else "")
 
 
+_ASK_VERSION = """
+import importlib.metadata, importlib.util, sys
+if importlib.util.find_spec(sys.argv[1]) is None:
+    sys.exit(3)
+try:
+    print(importlib.metadata.version(sys.argv[1]))
+except importlib.metadata.PackageNotFoundError:
+    pass
+"""
+"""Finds a package without importing it, which takes a moment; engines take many seconds to import."""
+_ASK_SECONDS = 60.0
+
+
+def require_program(name: str, program: str) -> None:
+    """Raise EngineError if a program is not there. `name` is that of the server which it runs."""
+    if not (os.path.isfile(program) and os.access(program, os.X_OK)):
+        raise EngineError(f"{name} cannot be started: there is no program {program}. {_NO_ENGINE}")
+
+
+def installed_version(name: str, python: str, package: str) -> str:
+    """The version of a package in the environment of a Python interpreter; empty if it does not say. `name` is that of the server
+    which runs there. Raises EngineError if one of them is not there."""
+    require_program(name, python)
+    try:
+        asked = subprocess.run(
+            [python, "-c", _ASK_VERSION, package], capture_output=True, text=True, timeout=_ASK_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EngineError(f"{name} cannot be started: {python} does not run ({error}). {_NO_ENGINE}") from error
+    if asked.returncode != 0:
+        said = asked.stderr.strip().splitlines()[-1:] or [f"No module named {package!r}"]
+        raise EngineError(f"{name} cannot be started: {python}: {said[0]}. {_NO_ENGINE}")
+    return asked.stdout.strip()
+
+
 class PortTaken(EngineError):
     """Another program listens on the port of a server that was started."""
 
@@ -182,9 +217,7 @@ class ServerProcess:
         self.kill()
         self.wait_for_end()
         command = self.command
-        program = command.arguments[0]
-        if not (os.path.isfile(program) and os.access(program, os.X_OK)):
-            raise EngineError(f"{command.name} cannot be started: there is no program {program}. {_NO_ENGINE}")
+        require_program(command.name, command.arguments[0])
         try:
             command.log.parent.mkdir(parents=True, exist_ok=True)
             with command.log.open("ab") as output:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from turnwise.engines.remote.launch import ServedModel, interpreter, replicas_of
+from turnwise.engines.remote.launch import ServedModel, interpreter, replicas_of, server_name
 from turnwise.engines.remote.server_process import ServerCommand, python_path, visible
 from turnwise.engines.remote.servers import Replica, ServerApi
 from turnwise.engines.sglang.api import SglangApi, model_shapes
 from turnwise.engines.sglang.loader import LOADER
 from turnwise.errors import ConfigError
-from turnwise.models.model_config import kv_token_bytes
+from turnwise.models.model_config import kv_heads, kv_token_bytes
 from turnwise.options.engines import SglangEngineSection
 
 HEALTH = "/health"
@@ -71,7 +71,8 @@ def server_command(
     if served.cpu:
         arguments += _CPU
     if served.memory_gb is not None:
-        token_bytes = kv_token_bytes(served.facts, served.dtype)
+        # keys and values are divided among the GPUs of a server, and a GPU has at least one head
+        token_bytes = kv_token_bytes(served.facts, served.dtype) / min(options.tensor_parallel, kv_heads(served.facts))
         arguments.append(f"--max-total-tokens={int(served.memory_gb * 2**30 / token_bytes)}")
     arguments += [f"--custom-weight-loader={LOADER}"] if served.sending.shared else []
     if options.keep_seeds:
@@ -106,7 +107,7 @@ def server_command(
     if served.cpu:  # torch's operations on small tensors gain nothing from a second thread
         environment["OMP_NUM_THREADS"] = "1"
     return ServerCommand(
-        name=f"SGLang server {number}",
+        name=server_name(options.name, number),
         arguments=[*arguments, *options.arguments],
         environment=environment,
         log=served.logs / f"sglang-{number}.log",

@@ -232,6 +232,14 @@ def started_processes_have(environment: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+def not_here(reason: str) -> ConfigError:
+    """The error of a recipe whose engine is to run in this process, where vLLM cannot be imported."""
+    return ConfigError(
+        f"engine.mode=in_process needs vLLM in the environment that runs turnwise ({reason}): pip install 'turnwise[vllm]', or "
+        f"install turnwise in vLLM's environment, or use engine.mode=server with engine.python (docs/engines.md)"
+    )
+
+
 def _start(arguments: Sequence[str]) -> Any:
     """A running AsyncLLM. Raises ConfigError if vLLM is not installed here, EngineError if it does not start."""
     try:
@@ -241,11 +249,7 @@ def _start(arguments: Sequence[str]) -> Any:
     except ImportError as error:
         if advice := build_advice(str(error)):
             raise ConfigError(f"engine.mode=in_process cannot import vLLM: {error}{advice}") from None
-        raise ConfigError(
-            f"engine.mode=in_process needs vLLM in the environment that runs turnwise ({error}): pip install "
-            f"'turnwise[vllm]', or install turnwise in vLLM's environment, or use engine.mode=server with engine.python "
-            f"(docs/engines.md)"
-        ) from None
+        raise not_here(str(error)) from None
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     parsed = parser.parse_args(list(arguments))
     try:

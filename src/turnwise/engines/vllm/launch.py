@@ -6,7 +6,7 @@ import os
 from functools import partial
 from typing import Any
 
-from turnwise.engines.remote.launch import ServedModel, interpreter, replicas_of
+from turnwise.engines.remote.launch import ServedModel, interpreter, replicas_of, server_name
 from turnwise.engines.remote.server_process import ServerCommand, python_path, visible
 from turnwise.engines.remote.servers import Replica, ServerApi
 from turnwise.engines.vllm.api import MODEL, VllmApi
@@ -95,7 +95,7 @@ def server_command(
 ) -> ServerCommand:
     """The command of a server."""
     return ServerCommand(
-        name=f"vLLM server {number}",
+        name=server_name(options.name, number),
         arguments=[
             *(interpreter(options), "-m", "vllm.entrypoints.openai.api_server"),
             *("--host", "127.0.0.1", "--port", str(port)),
