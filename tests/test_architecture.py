@@ -86,7 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "record": {"types", "errors", "config", "options", "data.images", "json_yaml", "user_code.reward_number"},
     "terminal": {"types", "errors", "config", "options", "record", "json_yaml", "local_paths"},
     "view": {"types", "errors", "record", "json_yaml", "services.http_server"},
-    "loggers": {"types", "errors"},
+    "loggers": {"types", "errors", "record.metrics"},
     "starter": {"errors"},
     "compat": {
         "types",

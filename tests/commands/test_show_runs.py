@@ -74,7 +74,8 @@ def test_of_unlike_runs_only_what_differs_among_runs_of_a_kind_is_a_column(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for number in range(10):
-        task = {"environment": {"use": f"games.py:game_{number % 8}"}, "data": {"train": f"rows_{number % 8}.jsonl"}}
+        kind = f"with_a_long_name_{number % 8}"
+        task = {"environment": {"use": f"games.py:game_{kind}"}, "data": {"train": f"rows_{kind}.jsonl"}}
         others = {"limits": {"turns": number % 8 + 2}, "sampling": {"temperature": 1 + number % 8 / 8}}
         a_run(tmp_path / f"run-{number}", options={**task, **others, "seed": number})
     lines = printed(capsys, tmp_path).splitlines()

@@ -173,10 +173,10 @@ def _hub_data(call: ast.Call) -> str | None:
     texts = [value.value if isinstance(value, ast.Constant) else None for value in call.args]
     known = {keyword.arg: keyword.value for keyword in call.keywords}
     split = known.pop("split", None)
-    plain = isinstance(split, ast.Constant) and isinstance(split.value, str) and split.value.isidentifier()
-    if name != "load_dataset" or len(texts) != 1 or not isinstance(texts[0], str) or known or not plain:
+    part = split.value if isinstance(split, ast.Constant) else None
+    if name != "load_dataset" or len(texts) != 1 or not isinstance(texts[0], str) or known:
         return None
-    return f"{texts[0]}:{split.value}"
+    return f"{texts[0]}:{part}" if isinstance(part, str) and part.isidentifier() else None
 
 
 def _gets_adapter(calls: Sequence[tuple[str, ast.Call]], trainer: ast.Call) -> bool:

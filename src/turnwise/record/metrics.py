@@ -35,14 +35,15 @@ def duplicate_share(groups: Sequence[Group]) -> float | None:
 def lowest_correlation(trajectories: Sequence[Trajectory]) -> tuple[float, str, str] | None:
     """The lowest Pearson correlation of two parts of the reward, over the conversations that have both, with their names.
 
-    `turns` is the part that the environment gave to turns. A part that is the same for all conversations has no correlation.
-    None if no two parts have one. A correlation needs three conversations: of two, it is always 1 or -1.
+    `turns` is the part that the environment gave without a name. A part that is the same for all conversations has no
+    correlation. None if no two parts have one. A correlation needs three conversations: of two, it is always 1 or -1.
     """
-    names = sorted({name for trajectory in trajectories for name in trajectory.rewards})
+    parts = [reward_parts(trajectory) for trajectory in trajectories]
+    names = sorted({name for of_one in parts for name in of_one})
     found = [
         (value, first, second)
         for first, second in itertools.combinations(names, 2)
-        if (value := _correlation([t.rewards for t in trajectories], first, second)) is not None
+        if (value := _correlation(parts, first, second)) is not None
     ]
     return min(found, default=None)
 

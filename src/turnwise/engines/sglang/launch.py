@@ -71,9 +71,7 @@ def server_command(
     if served.cpu:
         arguments += _CPU
     if served.memory_gb is not None:
-        # keys and values are divided among the GPUs of a server, and a GPU has at least one head
-        token_bytes = kv_token_bytes(served.facts, served.dtype) / min(options.tensor_parallel, kv_heads(served.facts))
-        arguments.append(f"--max-total-tokens={int(served.memory_gb * 2**30 / token_bytes)}")
+        arguments.append(f"--max-total-tokens={_cached_tokens(served, served.memory_gb, options.tensor_parallel)}")
     arguments += [f"--custom-weight-loader={LOADER}"] if served.sending.shared else []
     if options.keep_seeds:
         arguments.append("--enable-deterministic-inference")
@@ -113,3 +111,9 @@ def server_command(
         log=served.logs / f"sglang-{number}.log",
         start_timeout=options.start_timeout,
     )
+
+
+def _cached_tokens(served: ServedModel, gib: float, gpus: int) -> int:
+    """The tokens of a cache of `gib` on each GPU of a server: their heads are divided among the GPUs, which have at least one."""
+    of_gpu = kv_token_bytes(served.facts, served.dtype) / min(gpus, kv_heads(served.facts))
+    return int(gib * 2**30 / of_gpu)
