@@ -12,6 +12,7 @@ stored. This module knows neither templates nor loss weights.
 
 from __future__ import annotations
 
+import functools
 import gzip
 import os
 import re
@@ -325,6 +326,7 @@ def read_rows(
     Raises DataError, with the row's number, if a file is missing or empty, a line is malformed, or a column is missing.
     """
     mapping = {"prompt": "prompt", **(columns or {})}
+    writes_prompt = functools.cache(writes_prompt)  # it may load a library, and there may be many rows
     return build_rows(
         source,
         lambda source_record, folder, dropped: _row(

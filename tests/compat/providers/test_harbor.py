@@ -357,7 +357,7 @@ def test_rewards_are_read_as_harbor_reads_them() -> None:
             read_rewards(wrong, "t")
 
 
-DOCKER = """#!{python}
+DOCKER = """#!{python} -IS
 # stands in for docker: a container is a folder, and its commands see that folder instead of the machine's
 import json, os, shutil, subprocess, sys
 folder, (asked, *rest) = {folder!r}, sys.argv[1:]

@@ -23,7 +23,7 @@ from turnwise.environments.agents.containers import Container, ContainerImage
 from turnwise.errors import ConfigError
 from turnwise.rollout.context import Limits
 
-DOCKER = """#!{python}
+DOCKER = """#!{python} -IS
 # stands in for docker: containers are processes of this machine, and a line for each call says what was asked. As with docker's
 # daemon, what a call has begun goes on when the call is killed
 import fcntl, json, os, subprocess, sys, time
