@@ -18,8 +18,8 @@ import torch
 from torch.multiprocessing import reductions
 
 from engines.conformance.subjects import MODEL, change, load_model, state_of
+from engines.shared_reader import read
 from support.fake_cuda import fake_cuda, on_device
-from support.shared_reader import read
 from turnwise import assembly
 from turnwise.chat.renderer import Renderer
 from turnwise.config.engine_checks import refuse_engine

@@ -334,11 +334,16 @@ def _without_pass_of(model: Any, source: ModelSource, saved: float | None = None
 
 def always_bytes(config: Config, model_config: Any, section: str) -> float:
     """The bytes that stay in memory from the start of a run to its end, which are known without a pass."""
+    return sum(part.bytes for part in _always(config, _without_pass(config, model_config), section))
+
+
+def _without_pass(config: Config, model_config: Any) -> TracedPass:
+    """What is known of the recipe's model without a pass, computed once in this process for the same model."""
     source = assembly.model_source(config)
     key = (repr(source), model_config.to_json_string())
     if key not in _traced:
         _traced[key] = _without_pass_of(empty_model(source, model_config), source)
-    return sum(part.bytes for part in _always(config, _traced[key], section))
+    return _traced[key]
 
 
 def empty_parameters(config: Config, model_config: Any) -> tuple[int, float]:
@@ -733,11 +738,10 @@ def certain_check(config: Config, path: str, *, section: str) -> Check:
     """
     try:
         with boundary("model"):
-            source = assembly.model_source(config)
-            model = empty_model(source, read_model_config(path))
+            without_pass = _without_pass(config, read_model_config(path))
     except Failed as failed:
         return not_predicted(failed)
-    parts = [part for part in _always(config, _without_pass_of(model, source), section) if part.bytes >= 2**20]
+    parts = [part for part in _always(config, without_pass, section) if part.bytes >= 2**20]
     needed, limit = Prediction(parts).gib, machine_gib(config)
     text = ", ".join(f"{part.name} {part.bytes / 2**30:.1f}" for part in parts)
     text = f"training needs at least {needed:.1f} GiB ({text}; not counted: activations, caches, engines)"

@@ -594,8 +594,15 @@ _PROBE_VOCABULARY = 64
 """Tokens of the small model that is tested in place of one in lower precision."""
 _PROBE_WINDOW = 3
 """Tokens of a sliding window while the model is tested: less than the length of the test sequences."""
-_PROBE = ((11, 7, 5, 3, 2), (11, 7, 13, 17, 19, 23, 29), (11, 7, 13, 17, 31), (11, 7, 13, 17, 31, 37), (43, 41))
-"""Token ids of the test sequences, in lexicographic order: a tree of depth 4, and a sequence that shares nothing."""
+_PROBE = (
+    (11, 7, 5, 3, 2, 59, 61),
+    (11, 7, 13, 17, 19, 23, 29),
+    (11, 7, 13, 17, 31),
+    (11, 7, 13, 17, 31, 37, 47),
+    (43, 41, 53, 1, 4, 6, 8),
+)
+"""Token ids of the test sequences: a tree of depth 4, and a sequence that shares nothing. All but the one that is a prefix of
+another have one length, and are computed in one batch where they are not in a tree."""
 
 
 def shares_prefixes(model: Any, share_prompts: str, *, refusal: str) -> bool:
@@ -670,7 +677,7 @@ def _with_tree(model: Any, *, compares: bool = True, gradients: bool) -> bool:
     vocabulary = model.get_input_embeddings().num_embeddings
     sequences = sorted({tuple(token % vocabulary for token in sequence) for sequence in _PROBE})
     with torch.no_grad(), narrow_window(config, _PROBE_WINDOW):
-        expected = [_logits_of(model, sequence) for sequence in sequences] if compares else []
+        expected = _logits_of(model, sequences) if compares else []
         restore = None
         try:
             restore = use_recurrent_tree(model)
@@ -689,9 +696,13 @@ def _with_tree(model: Any, *, compares: bool = True, gradients: bool) -> bool:
     return False
 
 
-def _logits_of(model: Any, sequence: Sequence[int]) -> torch.Tensor:
-    """Logits [T, V] of a sequence in a plain forward pass."""
-    return model(torch.tensor([sequence], device=model.device), use_cache=False).logits[0].float()
+def _logits_of(model: Any, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Logits [T, V] of each sequence in plain forward passes, one for all sequences of a length."""
+    logits_by_length: dict[int, Iterator[torch.Tensor]] = {}
+    for length in {len(sequence) for sequence in sequences}:
+        ids_BT = torch.tensor([sequence for sequence in sequences if len(sequence) == length], device=model.device)
+        logits_by_length[length] = iter(model(ids_BT, use_cache=False).logits.float())
+    return [next(logits_by_length[len(sequence)]) for sequence in sequences]
 
 
 def _tree_gives(model: Any, sequences: Sequence[Sequence[int]], expected: Sequence[torch.Tensor]) -> bool:
@@ -701,8 +712,8 @@ def _tree_gives(model: Any, sequences: Sequence[Sequence[int]], expected: Sequen
     tolerance = 1e-3 if model.dtype == torch.float32 else 1e-1
     return all(
         torch.allclose(actual_LV, expected_LV, atol=tolerance, rtol=tolerance)
-        for sequence, places, expected_LV in zip(sequences, row.places, expected, strict=True)
-        for actual_LV in (shared_TV[torch.from_numpy(places)], _logits_of(model, sequence))
+        for alone_LV, places, expected_LV in zip(_logits_of(model, sequences), row.places, expected, strict=True)
+        for actual_LV in (shared_TV[torch.from_numpy(places)], alone_LV)
     )
 
 
