@@ -20,7 +20,6 @@ from turnwise import assembly
 from turnwise.assembly.engines import cache_gb
 from turnwise.config.train_checks import needs_critic, needs_reference
 from turnwise.doctor.check import Check
-from turnwise.doctor.fit import shown
 from turnwise.doctor.memory import (
     PROGRAM_BYTES,
     SERVER_BYTES,
@@ -39,6 +38,7 @@ from turnwise.doctor.memory import (
     weight_bytes,
     workload_of,
 )
+from turnwise.doctor.what_fits import shown
 from turnwise.errors import ConfigError, Failed, boundary
 from turnwise.models.model_config import (
     DISPATCH_STYLE,
