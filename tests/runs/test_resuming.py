@@ -216,6 +216,21 @@ def test_a_change_that_is_named_takes_effect(copied: Path) -> None:
         opened(copied, "train.steps=3")
 
 
+@pytest.mark.parametrize("section", ["train", "sft"])
+def test_more_steps_of_a_falling_rate_are_told_what_they_change(recipe: Path, section: str) -> None:
+    def notes(schedule: str) -> list[str]:
+        schedules = [f"{section}.lr_schedule={schedule}", f"{section}.warmup_steps=0"]
+        before, now = (option_values(load(recipe, [*schedules, f"{section}.steps={n}"])[0]) for n in (7, 9))
+        made = check_options(before, now, named=[], where="run", checkpoint="run/checkpoint")
+        return [change.note for change in made]
+
+    plain = f"resuming with {section}.steps=9 (was 7)"
+    assert notes("constant") == [plain]
+    assert notes("cosine") == [
+        f"{plain}; {section}.lr_schedule=cosine now ends at the new last step: the next rates are others"
+    ]
+
+
 def test_an_option_that_is_newer_than_the_run_had_its_default(copied: Path) -> None:
     former = option_values(load(copied)[0])
     del former["train.max_staleness"]

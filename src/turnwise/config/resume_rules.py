@@ -205,11 +205,16 @@ class Change:
     option: str
     before: Any
     now: Any
+    schedule: str = "constant"
+    """`lr_schedule` of the option's section."""
 
     @property
     def note(self) -> str:
         """For the user."""
-        return f"resuming with {self.option}={_short(self.now)} (was {_short(self.before)})"
+        section, _, name = self.option.partition(".")
+        moved = name in ("steps", "epochs") and self.schedule != "constant"
+        effect = f"; {section}.lr_schedule={self.schedule} now ends at the new last step: the next rates are others"
+        return f"resuming with {self.option}={_short(self.now)} (was {_short(self.before)}){effect if moved else ''}"
 
 
 def check_options(
@@ -240,7 +245,11 @@ def check_options(
             f"the run in {where} cannot be resumed with other options:\n  {lines}\nUse the values of the run{also}{never}. Or "
             f"start another run from its weights: output=runs/<name> model.path={checkpoint}"
         )
-    return [Change(key, before[key], now[key]) for key in changed if RULES[key] != "rows"]
+    return [
+        Change(key, before[key], now[key], schedule=now.get(f"{key.partition('.')[0]}.lr_schedule", "constant"))
+        for key in changed
+        if RULES[key] != "rows"
+    ]
 
 
 def _rule(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Rule:
