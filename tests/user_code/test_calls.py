@@ -8,9 +8,9 @@ import contextvars
 import gc
 import logging
 import os
+import re
 import shlex
 import sys
-import re
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator
