@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -69,6 +70,61 @@ def test_the_reference_solution_gives_1_and_doing_nothing_0(name: str, tmp_path:
         assert (solved.turns[-1].rewards, nothing.turns[-1].rewards) == ({"environment": 1.0}, {"environment": 0.0})
     assert solved.turns[-1].info["task"] == name
     assert "canary" not in solved.messages[0]["content"]
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "init.defaultBranch=main"]
+    command = ["git", "-C", str(folder), *who, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_a_data_set_of_a_registry_is_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_tasks(tmp_path / "repository" / "tasks")
+    git(tmp_path / "repository", "init", "--quiet")
+    git(tmp_path / "repository", "add", ".")
+    git(tmp_path / "repository", "commit", "--quiet", "--message=a")
+    first = git(tmp_path / "repository", "rev-parse", "HEAD")
+    names = list(TASKS)[:2]
+    (tmp_path / "repository" / "tasks" / names[0] / "instruction.md").write_text("Changed.")
+    git(tmp_path / "repository", "commit", "--quiet", "--all", "--message=b")
+    url = (tmp_path / "repository").as_uri()
+    tasks = [
+        {"name": names[0], "git_url": url, "git_commit_id": first, "path": f"tasks/{names[0]}"},
+        {"name": names[1], "git_url": url, "path": f"tasks/{names[1]}"},
+    ]
+    outside = [{"name": "a", "git_url": url, "path": "tasks/../../.."}]
+    command = [{"name": "a", "git_url": "--upload-pack=touch x", "path": "a"}]
+    sets = {
+        "small@1.0": tasks,
+        "outside@1.0": outside,
+        "command@1": command,
+        "gone@1": [{**tasks[1], "path": "tasks/gone"}],
+    }
+    listed = [{"name": n.split("@")[0], "version": n.split("@")[1], "tasks": its} for n, its in sets.items()]
+    (registry := tmp_path / "registry.json").write_text(json.dumps(listed))
+    config = recipe("small@1.0", registry=str(registry), backend="jail")
+    rows = assembly.rows(config)
+    assert [row.fields["task"] for row in rows] == sorted(names)
+    source = Harbor("small@1.0", registry=str(registry), backend="jail")
+    assert "Changed" not in source.task(next(row for row in rows if row.fields["task"] == names[0])).instruction
+    away = (tmp_path / "repository").rename(tmp_path / "away")
+    assert len(assembly.rows(config)) == 2  # from the cache
+    away.rename(tmp_path / "repository")
+    for name, message in (
+        ("smal@1.0", r"has no data set smal@1\.0; did you mean 'small@1\.0'"),
+        ("outside@1.0", "which is no path inside"),
+        ("command@1", "which is no URL"),
+        ("gone@1", "has no task in tasks/gone"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            Harbor(name, registry=str(registry))
+    with pytest.raises(ConfigError, match=r"the registry .*nowhere\.json cannot be read"):
+        Harbor("small@2", registry=str(tmp_path / "nowhere.json"))
+    with pytest.raises(ConfigError, match="registry has no effect"):
+        Harbor(str(tmp_path / "repository"), registry=str(registry))
+    assert not (tmp_path / "x").exists()
+    assert not list((tmp_path / "cache").rglob(".fetching-*"))
 
 
 def test_a_folder_has_a_row_for_each_task_and_another_the_held_out_ones(tmp_path: Path) -> None:

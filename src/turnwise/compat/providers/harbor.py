@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from turnwise.compat.object_factory import opened
 from turnwise.compat.providers.harbor_containers import find_tool
+from turnwise.compat.providers.harbor_registry import dataset_folder, is_dataset
 from turnwise.compat.providers.harbor_sandboxes import ContainerSandboxes, HarborError, JailSandboxes, Sandboxes
 from turnwise.compat.providers.harbor_tasks import (
     HarborTask,
@@ -68,8 +69,8 @@ class Harbor(LibraryEnvironments):
     """Makes conversations about the tasks of a folder (an EnvironmentSource with rows).
 
     Args:
-        name: A folder of tasks, or of one task.
-        eval_tasks: A folder of other tasks for held-out rows.
+        name: A folder of tasks, or of one task; or a data set of Harbor's registry, such as `terminal-bench@2.0`.
+        eval_tasks: The same, with other tasks, for held-out rows.
         backend: `docker` or `podman`: a container for each conversation. `jail`: the sandbox of this machine, for tasks whose
             Dockerfile it can follow. Null: `docker` if its service answers, else `jail`.
         bounds: Limits of each command: those of the sandbox (docs/sandbox.md). A task that asks for less memory gets less.
@@ -80,6 +81,7 @@ class Harbor(LibraryEnvironments):
         skip_unfit: Leave out the tasks that cannot be run here, instead of refusing the folder.
         weights: The factors of the rewards in `reward.json` by their names; those without one have the factor 0. Null: `reward`
             if it is there, else all of them with the factor 1.
+        registry: The path or URL of another registry.
 
     Raises ConfigError.
     """
@@ -98,6 +100,7 @@ class Harbor(LibraryEnvironments):
         weights: Mapping[str, float] | None = None,
         network: bool | None = None,
         keep_processes: bool = False,
+        registry: str | None = None,
     ) -> None:
         if backend not in (None, "docker", "podman", "jail"):
             raise ConfigError(f"environment.arguments.backend is {backend!r:.80}; it must be docker, podman or jail")
@@ -106,6 +109,10 @@ class Harbor(LibraryEnvironments):
                 f"environment.arguments.max_concurrent is {max_concurrent!r:.80}; it must be an integer of at least 1"
             )
         self.name = name
+        if registry is not None and not any(is_dataset(one) for one in (name, eval_tasks or "")):
+            raise ConfigError(
+                f"environment.arguments.registry has no effect: {name} is no data set (NAME@VERSION); remove it"
+            )
         given = {**_DEFAULTS, **(bounds or {})}
         self.bounds = Bounds.of(given)
         if "cpu_seconds" not in given:  # builds and tests compute for as long as they may take
@@ -129,7 +136,8 @@ class Harbor(LibraryEnvironments):
         self._unfit: dict[str, str] = {}
         for held_out, folder in ((False, name), (True, eval_tasks)):
             if folder is not None:
-                self._read(folder, held_out, plans)
+                found = str(dataset_folder(folder, registry)) if is_dataset(folder) else folder
+                self._read(found, held_out, plans)
         if (self._unfit and not skip_unfit) or not self._tasks[False]:
             raise ConfigError(_unfit_message(name, self._unfit, len(self._tasks[False]), asked=backend))
         self.sandboxes: Sandboxes = (

@@ -65,7 +65,10 @@ def find_tasks(folder: str) -> list[Path]:
     """The folders of tasks in a folder, which may be a task itself, in the order of their names. Raises ConfigError."""
     root = Path(folder).expanduser()
     if not root.is_dir():
-        raise ConfigError(f"environment: harbor:{folder} is not a folder; give a folder of tasks, or one task")
+        raise ConfigError(
+            f"environment: harbor:{folder} is not a folder; give a folder of tasks, one task, or a data set of Harbor's registry "
+            f"(NAME@VERSION)"
+        )
     found = list(_tasks_in(root, 0))
     if not found:
         old = next(root.glob("*/task.yaml"), None) or next(root.glob("task.yaml"), None)
