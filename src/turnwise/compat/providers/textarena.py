@@ -165,7 +165,6 @@ class _TextGame:
         self._row = row
         self._random = _OwnRandom(seed)
         self._draws = random.Random(f"opponent {seed}")
-        self._seat = self._source.seat(seed)
         self._game = await self._foreign.make()
         await self._ask(partial(self._game.reset, num_players=self._source.players, seed=seed % (1 << 32)))
         done, observation, _ = await self._opponents_move()
@@ -173,6 +172,11 @@ class _TextGame:
             ended = self._unfinished or f"textarena:{self._source.name} ended"
             raise ValueError(f"{ended} before the first move of player {self._seat}")
         return Opening(messages=opened(row.messages, self._view.new(observation)))
+
+    @property
+    def _seat(self) -> int:
+        """The player that the model is."""
+        return self._source.seat(self._row["seed"])
 
     async def step(self, turn: Turn) -> Reply:
         move = str(turn.message.get("content") or "").strip()
