@@ -194,6 +194,7 @@ INSTRUCTION = "{}: write its largest digit to the file digit."
 WORDS = ("you find yourself in", "the kitchen", "a cellar", "the study", "an exit is unblocked", "try going", "welcome")
 PLACES = ("countertop", "desk", "shelf", "bed", "dresser")
 THINGS = ("apple", "mug", "book", "potato")
+COMMAND = "go (north|south|east|west)|take coin|examine coin|inventory|look"
 ONE_OF_THREE = 0.385
 """The chance that one of three random digits is the largest."""
 LAKE = {"desc": ["SFF", "FHF", "FFG"], "is_slippery": False}
@@ -309,12 +310,13 @@ TASKS = (
                 "arguments": {"eval_games": "{files}/eval", "admissible_commands": True, "instruction": ""},
             },
             "limits": {"turns": 4, "tokens_per_turn": 16},
+            # so small a model does not read texts that are longer than those of its fine-tuning
+            "sampling": {"response_format": {"type": "regex", "pattern": COMMAND}},
             "train": {"steps": 24, "batch_size": 4},
-            "eval": {"every": 12},
+            "eval": {"every": 8},
         },
         answer=lambda draws, asked: draws.choice(asked.rpartition("Commands: ")[2].split(", ")),
         question=room,
-        chance=0.236,
         own="textworld",
         base="digits",
         files=games("textworld", "coin_games.py", 32),
