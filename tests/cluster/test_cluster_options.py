@@ -389,6 +389,7 @@ case "$*" in
 *SECONDS_OF_A_STEP*) while [[ $1 != bash ]]; do shift; done; SLURM_NODEID=0 "$@" ;;
 esac
 """,
+    "ray": "true",
     "sleep": "true",
     "torchrun": f"""
 case "$*" in
@@ -490,6 +491,34 @@ def test_the_script_starts_ray_on_all_nodes_and_trains_on_the_first(tmp_path: Pa
     (words,) = [words for words in made if "turnwise" in words]
     config: Any = checked(words[words.index("turnwise") + 1 :], recipe)
     assert (config.cluster.launcher, config.cluster.address, config.resume) == ("ray", "10.0.0.1:6379", "auto")
+
+
+@needs_ray
+def test_the_script_ends_with_a_message_if_the_head_of_ray_does_not_start(tmp_path: Path) -> None:
+    environment = job(tmp_path)
+    (tmp_path / "bin" / "ray").write_text("#!/bin/bash\nexit 1\n")
+    done = subprocess.run(
+        ["bash", str(SLURM / "ray.sbatch"), "recipe.yaml"], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("ray.sbatch: the head of Ray on node1 does not answer at 10.0.0.1:6379")
+    assert "turnwise" not in (tmp_path / "calls").read_text()
+
+
+def test_a_cluster_that_may_ask_for_a_token_is_told_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at head:6379")
+
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    with pytest.raises(ConfigError, match=r"or, if the cluster asks for a token .*, set RAY_AUTH_MODE=token$"):
+        connect("head:6379", WorkersSection())
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    with pytest.raises(
+        ConfigError, match=r"correct the address or the token \(RAY_AUTH_TOKEN, or ~/\.ray/auth_token\)$"
+    ):
+        connect("head:6379", WorkersSection())
 
 
 @needs_ray

@@ -1,4 +1,4 @@
-"""`deploy/slurm/train.sbatch` as a job of a real Slurm on this machine: Debian's slurmctld, slurmd, slurm-client and munge."""
+"""`deploy/slurm/` as jobs of a real Slurm on this machine: Debian's slurmctld, slurmd, slurm-client and munge."""
 
 from __future__ import annotations
 
@@ -101,6 +101,40 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
                 process.wait(60)
 
 
+class Jobs:
+    """The jobs of a script of deploy/slurm."""
+
+    def __init__(self, environment: dict[str, str], script: str, output: Path, *options: str) -> None:
+        self.environment = environment | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+        self.output = output
+        self._words = (
+            "--nodes=1",
+            f"--output={output}",
+            "--parsable",
+            *options,
+            str(ROOT / "deploy" / "slurm" / script),
+        )
+
+    def command(self, *words: str) -> str:
+        done = subprocess.run(words, env=self.environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def submit(self, *words: object) -> str:
+        return self.command("sbatch", *self._words, *map(str, words)).strip()
+
+    def state(self, job: str) -> str:
+        shown = self.command("scontrol", "show", "job", job)
+        return shown.partition("JobState=")[2].split()[0]
+
+    def wait_for_end(self, job: str) -> str:
+        """The state of a job that has ended."""
+        wait_until(
+            lambda: self.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 600, lambda: self.output.read_text()
+        )
+        return self.state(job)
+
+
 def test_a_job_trains_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(
     slurm: dict[str, str], model: Path, tmp_path: Path
 ) -> None:
@@ -112,39 +146,42 @@ def test_a_job_trains_ends_with_a_checkpoint_before_its_time_limit_and_goes_on(
         checkpoint={"every": 5000},
     )
     run, output = tmp_path / "run", tmp_path / "output"
-    environment = {
-        **slurm,
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "RDZV_PORT": str(free_port()),
-    }
-
-    def command(*words: str) -> str:
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    def submit(*words: str) -> str:
-        options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=1", f"--output={output}", "--parsable")
-        script = str(ROOT / "deploy" / "slurm" / "train.sbatch")
-        return command("sbatch", *options, script, str(recipe), f"output={run}", *words).strip()
-
-    def state(job: str) -> str:
-        shown = command("scontrol", "show", "job", job)
-        return shown.partition("JobState=")[2].split()[0]
+    jobs = Jobs(
+        slurm | {"RDZV_PORT": str(free_port())}, "train.sbatch", output, "--gpus-per-node=2", "--cpus-per-task=1"
+    )
 
     def steps() -> list[int]:
         file = run / "metrics.jsonl"
         return [json.loads(line)["step"] for line in file.read_text().splitlines()] if file.exists() else []
 
-    first = submit()
-    wait_until(lambda: len(steps()) >= 2, 600, lambda: f"{state(first)}: {output.read_text()}")
-    command("scancel", "--batch", "--signal=USR1", first)  # as Slurm does before the time limit (#SBATCH --signal)
-    wait_until(lambda: state(first) not in ("RUNNING", "COMPLETING"), 600, output.read_text)
+    first = jobs.submit(recipe, f"output={run}")
+    wait_until(lambda: len(steps()) >= 2, 600, lambda: f"{jobs.state(first)}: {output.read_text()}")
+    jobs.command("scancel", "--batch", "--signal=USR1", first)  # as Slurm does before the time limit (#SBATCH --signal)
+    jobs.wait_for_end(first)
     done = steps()
     assert (run / "checkpoint" / "weights_in_parts.json").exists(), output.read_text()  # complete at the end
-    second = submit(f"train.steps={len(done) + 1}")
-    wait_until(lambda: state(second) not in ("PENDING", "RUNNING", "COMPLETING"), 600, output.read_text)
-    assert state(second) == "COMPLETED", output.read_text()
+    second = jobs.submit(recipe, f"output={run}", f"train.steps={len(done) + 1}")
+    assert jobs.wait_for_end(second) == "COMPLETED", output.read_text()
     assert steps() == list(range(1, len(done) + 2))
     assert (run / "checkpoint" / "model.safetensors").exists()
+
+
+@pytest.mark.ray
+def test_a_job_runs_workers_on_a_ray_cluster_of_its_own(slurm: dict[str, str], model: Path, tmp_path: Path) -> None:
+    """Also where the user has a token, with which `ray start` makes a cluster that asks for one."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    recipe = save_recipe(
+        tmp_path,
+        model,
+        train={"steps": 1, "batch_size": 2, "group_size": 2},
+        limits={"turns": 1, "tokens_per_turn": 4},
+    )
+    own = {"HOME": str(tmp_path), "RAY_PORT": str(free_port())}
+    output, run = tmp_path / "output", tmp_path / "run"
+    jobs = Jobs(slurm | own, "ray.sbatch", output, "--gpus-per-node=2", "--cpus-per-task=1")
+    job = jobs.submit(recipe, f"output={run}", "cluster.workers.num_gpus=1", "cluster.workers.num_cpus=0.5")
+    assert jobs.wait_for_end(job) == "COMPLETED", output.read_text()
+    lines = [json.loads(line) for line in (run / "trajectories.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1] * 4
+    assert not [line for line in lines if line.get("error")]

@@ -387,9 +387,15 @@ def _watch_head(ray: Any) -> None:
 
 
 def _no_cluster(address: str | None, error: Exception) -> ConfigError:
+    # `ray start` makes a cluster with a token where it finds one; to an address that is given, Ray sends it only on request
+    token = "RAY_AUTH_TOKEN, or ~/.ray/auth_token"
+    if os.environ.get("RAY_AUTH_MODE") == "token":
+        fix = f"correct the address or the token ({token})"
+    else:
+        fix = f"correct the address, or, if the cluster asks for a token ({token}), set RAY_AUTH_MODE=token"
     return ConfigError(
         f"cluster.address={address}: there is no Ray cluster to connect to: {_first_line(error)}. Start it with `ray "
-        f"start --head`, or correct the address"
+        f"start --head`, {fix}"
     )
 
 
