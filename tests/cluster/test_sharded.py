@@ -35,7 +35,7 @@ from transformers import (
 from support.hybrids import hybrid
 from support.mixtures import mixture
 from support.tiny import save_model
-from support.vision import save_qwen2_vl, save_vision_model
+from support.vision import save_qwen2_vl, save_qwen3_vl, save_vision_model
 from turnwise.doctor.memory import Workload
 from turnwise.errors import RunError
 from turnwise.options.schema import Config
@@ -233,6 +233,7 @@ def of_all_programs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> di
         [{}, "image_program", vision, out / "images.json"],
         [{"tensor": 2}, "image_program", vision, out / "images-pair.json"],
         [{"tensor": 2}, "image_program", save_qwen2_vl(out / "qwen2_vl"), out / "images-qwen2_vl.json"],
+        [{"tensor": 2}, "image_program", save_qwen3_vl(out / "qwen3_vl"), out / "images-qwen3_vl.json"],
         experts("experts_of_pair", {}),
     )
     run_ranks(
@@ -511,7 +512,7 @@ def test_two_ranks_one_rank_and_one_process_go_on_with_each_others_critic(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("ranks", ["images", "images-pair", "images-qwen2_vl", "images-square"])
+@pytest.mark.parametrize("ranks", ["images", "images-pair", "images-qwen2_vl", "images-qwen3_vl", "images-square"])
 @pytest.mark.parametrize(
     "case",
     [

@@ -14,6 +14,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -125,6 +127,30 @@ def save_qwen2_vl(path: Path) -> Path:
         Qwen2VLConfig(
             text_config=text,
             vision_config=vision,
+            **marks,
+            video_token_id=config.video_token_id,
+            tie_word_embeddings=False,
+        )
+    )
+    return _saved(path, model, image_processor())
+
+
+def save_qwen3_vl(path: Path) -> Path:
+    """The same with the model after it, whose vision part adds features to the results of the first layers, too."""
+    config = vision_model().config
+    marks = {name: getattr(config, name) for name in ("vision_start_token_id", "vision_end_token_id", "image_token_id")}
+    text = {name: value for name, value in config.text_config.to_dict().items() if name != "model_type"}
+    vision = config.vision_config.to_dict()
+    kept = ("depth", "hidden_size", "intermediate_size", "num_heads", "out_hidden_size", "patch_size")
+    torch.manual_seed(0)
+    model = Qwen3VLForConditionalGeneration(
+        Qwen3VLConfig(
+            text_config={**text, "head_dim": 8},
+            vision_config={
+                **{name: vision[name] for name in kept},
+                "num_position_embeddings": 16,
+                "deepstack_visual_indexes": [0, 1],
+            },
             **marks,
             video_token_id=config.video_token_id,
             tie_word_embeddings=False,

@@ -42,7 +42,7 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
 DIVISIBLE_TYPES = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-    *("qwen2_vl_text", "qwen2_5_vl_text"),
+    *("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
 )
 """Types of models (`model_type` of the text's configuration) whose training with `cluster.mesh.tensor` was compared with one
 process."""
@@ -50,6 +50,23 @@ process."""
 
 DIVIDED_STYLES = ("colwise", "rowwise", "moe_tp_experts")
 """The styles of transformers' plans (`tp_plan`) whose weights are divided; modules of other styles are whole on each rank."""
+
+
+_SAME_LAYERS = {"qwen3_vl_text": "qwen3"}
+"""Types for which transformers has no plan, and the type with the same layers whose plan is used."""
+
+
+def tensor_plan(model: Any) -> Mapping[str, str]:
+    """The plan (`tp_plan`) by which the layers of `model` are divided: the style of each module, by its name with `*` for the
+    number of a layer."""
+    same = _SAME_LAYERS.get(model.config.get_text_config().model_type)
+    if same is None:
+        return model.tp_plan or {}
+    from transformers import CONFIG_MAPPING
+
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return {f"{prefix}.{name}": style for name, style in (CONFIG_MAPPING[same].base_model_tp_plan or {}).items()}
 
 
 def planned_styles(model: Any, plan: Mapping[str, str]) -> dict[Any, str]:

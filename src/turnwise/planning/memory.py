@@ -49,6 +49,7 @@ from turnwise.models.model_config import (
     refuse_indivisible,
     refuse_uncut,
     refuse_undivided_experts,
+    tensor_plan,
 )
 from turnwise.options.engines import local_ranks
 from turnwise.options.schema import Config
@@ -225,7 +226,7 @@ def _units(config: Config, model_config: Any) -> _Units:
     layers = [part for part in model.get_decoder().modules() if isinstance(part, GradientCheckpointingLayer)]
     sizes = [_bytes(layer) for layer in layers]
     total = max(1, sum(sizes))
-    divided = _planned_bytes(layers, planned_styles(model, model.tp_plan or {}), DIVIDED_STYLES)
+    divided = _planned_bytes(layers, planned_styles(model, tensor_plan(model)), DIVIDED_STYLES)
     experts = _planned_bytes(layers, planned_styles(model, model.ep_plan or {}), (DISPATCH_STYLE,))
     return _Units(
         max(sizes, default=0),

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from turnwise.errors import ConfigError
-from turnwise.models.model_config import DIVIDED_STYLES, planned_styles, refuse_indivisible
+from turnwise.models.model_config import DIVIDED_STYLES, planned_styles, refuse_indivisible, tensor_plan
 
 _PARTIAL = "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
@@ -43,13 +43,15 @@ _WHOLE = (
     "packed_rowwise",
 )
 """Layers that stay whole, and the matrices of experts, which are divided with their module."""
+_ADDED = "deepstack_visual_embeds"
+"""The argument of a decoder with what is added to the results of its first layers."""
 
 # The plan of a model, and whether its sizes can be divided
 
 
 def _plan(model: Any) -> dict[str, str]:
     # what is not in a layer (embedding, output layer) is divided as among all ranks
-    plan = {name: style for name, style in model.tp_plan.items() if ".layers.*." in name and style not in _WHOLE}
+    plan = {name: style for name, style in tensor_plan(model).items() if ".layers.*." in name and style not in _WHOLE}
     unknown = set(plan.values()) - {*DIVIDED_STYLES, _PARTIAL}
     if unknown or not plan:
         raise ConfigError(
@@ -72,6 +74,13 @@ class TensorParallel:
         group = mesh.get_group()
         layers[0].register_forward_pre_hook(lambda layer, args: (_Part.apply(args[0], mesh.size()), *args[1:]))
         layers[-1].register_forward_hook(lambda layer, args, output: _sum_gradient_of(output, group))
+        model.get_decoder().register_forward_pre_hook(self._enter, with_kwargs=True)
+
+    def _enter(self, decoder: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """What is added between layers, where gradients are complete: features of the vision part (Qwen3-VL)."""
+        if (features := options.get(_ADDED)) is not None:
+            options = {**options, _ADDED: [_Part.apply(feature, self._mesh.size()) for feature in features]}
+        return arguments, options
 
     def divide(self, layer: torch.nn.Module) -> None:
         """Divide the parameters of a layer, which may be on the meta device, and let its modules compute with their parts."""
